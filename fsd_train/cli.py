@@ -1,4 +1,4 @@
-"""`fsd-train`: its commands, each imported when it is asked for."""
+"""The command `fsd-train`; it imports a subcommand only to run it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fsd_train.commands.command_lines import PARSERS
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: the function that runs it (``module:function`` of fsd_train.commands) and one line of help."""
+    """A subcommand: its function (``module:function`` of fsd_train.commands) and one line of help."""
 
     function: str
     help: str
@@ -37,14 +37,14 @@ COMMANDS = {
     "new-recipe": Command("new_recipe:main", "write a recipe for a target from its config"),
     "quickstart": Command("quickstart:main", "fetch the built-in model, train for a minute, decode, compare"),
     "export": Command("export:export_main", "write a head for fsd-infer or another engine (--to vllm ...)"),
-    "publish": Command("publish:main", "check a head, describe it by a model card, and upload it to the Hub"),
-    "doctor": Command("doctor:main", "say why a head accepts less than it should"),
-    "estimate": Command("estimate:main", "memory, disk and time of a recipe, before anything long starts"),
+    "publish": Command("publish:main", "check a head, write its model card, and upload both to the Hub"),
+    "doctor": Command("doctor:main", "find out why a head accepts less than it should"),
+    "estimate": Command("estimate:main", "estimate memory, disk and time of a recipe"),
 }
 
 
 def usage() -> str:
-    """The text of `fsd-train --help`."""
+    """Return the text of `fsd-train --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
@@ -54,7 +54,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console command; how it ends: :func:`fsd_infer.cli.run.run`."""
+    """Run the console command; :func:`fsd_infer.cli.run.run` defines its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print(usage(), file=sys.stderr if not args else sys.stdout)
@@ -68,7 +68,7 @@ def _command(args: Sequence[str]) -> int:
     if command is None:
         raise UnknownNameError(f"unknown command {args[0]!r}. Known: {', '.join(COMMANDS)}.")
     if args[0] in PARSERS:
-        PARSERS[args[0]]().parse_args(args[1:])  # --help and mistakes are answered before anything is imported
+        PARSERS[args[0]]().parse_args(args[1:])  # --help and mistakes end here, before heavy imports
     if command.function.startswith("fit:") and list(args[1:]) in (["--help"], ["-h"]):
         print(_kept_help(args, command))
         return 0
@@ -82,9 +82,9 @@ def _run(args: Sequence[str], command: Command) -> int:
 
 
 def _kept_help(args: Sequence[str], command: Command) -> str:
-    """The options that come from the signatures of classes, listed once: to import those takes seconds.
+    """Return the help of options from class signatures, cached because their imports take seconds.
 
-    The list is made again after a change of this code, of what is installed, or of the terminal's width.
+    The cache depends on this code, the installed versions and the terminal's width.
     """
     for name in ("lightning", "jsonargparse"):
         needed(name)
@@ -96,7 +96,7 @@ def _kept_help(args: Sequence[str], command: Command) -> str:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return kept.read_text(encoding="utf-8")
     shown = io.StringIO()
-    for asked in ("--help", "--model.help=EagleModule"):  # the second: what a model section without class_path means
+    for asked in ("--help", "--model.help=EagleModule"):  # the second for a model section without class_path
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             _run([args[0], asked], command)
     text = shown.getvalue().rstrip()

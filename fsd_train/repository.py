@@ -1,17 +1,17 @@
-"""Recipes and sample data: those of the checkout, or the ones that travel with an installed package."""
+"""Recipes and sample data of the checkout or of the installed package."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-SHIPPED = Path(__file__).resolve().parent / "shipped"  # of an installed package; setup.py says what lies there
+SHIPPED = Path(__file__).resolve().parent / "shipped"  # of an installed package; setup.py lists its files
 
 
 def find(path: str | Path) -> Path:
-    """``path``, or where it does not exist the file of that name in the repository; recipes go by their names too.
+    """Return an existing path unchanged, or else the repository's file or recipe of that name.
 
     Returns:
-        ``path`` itself if there is no such file anywhere.
+        ``path`` itself if no such file exists anywhere.
     """
     if Path(path).exists():
         return Path(path)

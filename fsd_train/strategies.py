@@ -1,4 +1,4 @@
-"""The strategies named by ``trainer.strategy``, and what training on several devices needs besides."""
+"""The strategies of ``trainer.strategy``, and helpers for training on several devices."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ DEEPSPEED_STAGES = {"deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2":
 
 
 def named_strategy(name: str) -> str | Strategy:
-    """The strategy for a name in a recipe; names that mean to us what they mean to Lightning come back as they are.
+    """Return the strategy of a name in a recipe, or the name itself for Lightning's own.
 
-    - ``fsdp`` is :class:`ShardedStrategy`. Lightning's own refuses CPUs and clipping by norm.
-    - ``deepspeed_stage_1`` to ``_3`` are Lightning's. They are told that batches have no fixed size (the number is used
-      for DeepSpeed's throughput log only; ours is a budget of tokens).
+    - ``fsdp`` is :class:`ShardedStrategy`, because Lightning's refuses CPUs and clipping by norm.
+    - ``deepspeed_stage_1`` to ``_3`` are Lightning's, with a batch size of 1 for DeepSpeed's throughput log, because
+      our batches are budgets of tokens.
 
     Raises:
-        DataError: DeepSpeed is asked for and not installed.
+        DataError: DeepSpeed is not installed.
     """
     if name == "fsdp":
         return ShardedStrategy()
     if name in DEEPSPEED_STAGES:
         if importlib.util.find_spec("deepspeed") is None:
-            raise DataError(f"strategy {name} needs DeepSpeed: pip install 'fsd-toolkit[deepspeed]'.")
+            raise DataError(f"strategy {name} needs DeepSpeed. Install it: pip install 'fsd-toolkit[deepspeed]'.")
         from lightning.pytorch.strategies import DeepSpeedStrategy
 
         return DeepSpeedStrategy(stage=DEEPSPEED_STAGES[name], logging_batch_size_per_gpu=1)
@@ -49,15 +49,15 @@ def named_strategy(name: str) -> str | Strategy:
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Head, gradients, optimiser state and the frozen target's layers sharded over all devices (PyTorch's FSDP2).
+    """Strategy that shards head, gradients, optimizer state and the frozen target's layers by PyTorch's FSDP2.
 
-    The target's embeddings, final norm and LM head stay whole on each device: losses read rows of them directly. A
-    checkpoint is one file with whole tensors, which `fsd-train export` and other strategies read; those of other
-    strategies cannot be continued here, because their optimiser state counts parameters in another order. Runs on CUDA
-    (nccl) and on CPU (gloo).
+    The target's embeddings, final norm and LM head stay whole on each device, because losses read their rows. A
+    checkpoint is one file with whole tensors, which `fsd-train export` and other strategies read. Checkpoints of other
+    strategies are refused, because their optimizer state orders parameters differently. Runs on CUDA (nccl) and on CPU
+    (gloo).
 
     Args:
-        options: of Lightning's ModelParallelStrategy.
+        options: options of Lightning's ModelParallelStrategy.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -70,7 +70,7 @@ class ShardedStrategy(ModelParallelStrategy):
         for child in module.children():
             if any(parameter.requires_grad for parameter in child.parameters()):
                 fully_shard(child, mesh=mesh, reshard_after_forward=False)  # an unrolled step runs it many times
-                if hasattr(child, "sample"):  # a small LM is not only run by its forward
+                if hasattr(child, "sample"):  # a small LM also runs outside its forward
                     register_fsdp_forward_method(child, "sample")
         target = getattr(module, "target", None)
         if isinstance(target, Target):
@@ -87,12 +87,12 @@ class ShardedStrategy(ModelParallelStrategy):
         stored = read_checkpoint(checkpoint_path)
         if _MARK not in stored:
             raise CheckpointError(
-                f"{checkpoint_path} was written by another strategy than fsdp: continue it with that one, or begin "
-                "again from its exported head as model.initial_head."
+                f"{checkpoint_path} was written by another strategy than fsdp. Resume it with that one, or start from "
+                "its exported head as model.initial_head."
             )
         check_weights(module, stored, str(checkpoint_path))
         strict = module.strict_loading
-        module.strict_loading = False  # Lightning would miss frozen weights, which an adapter's state leaves out
+        module.strict_loading = False  # otherwise Lightning misses frozen weights, which an adapter's state omits
         try:
             return super().load_checkpoint(checkpoint_path, weights_only)
         finally:
@@ -102,7 +102,7 @@ class ShardedStrategy(ModelParallelStrategy):
 def shard_target(target: Target, mesh: DeviceMesh) -> None:
     """Shard each decoder layer of a frozen target over the mesh; a layer is whole only while it runs.
 
-    Every rank must then run the target at the same time. A target loaded without its layers is left alone.
+    All ranks must then run the target at the same time. A target without layers stays unchanged.
     """
     if any(parameter.is_meta for parameter in target.decoder.parameters()):
         return
@@ -111,7 +111,7 @@ def shard_target(target: Target, mesh: DeviceMesh) -> None:
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """A module's state dict with sharded tensors gathered. All ranks must call it: they exchange their shards."""
+    """Return a module's state dict with gathered tensors. All ranks must call it, because they exchange shards."""
     partitioned = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
     if partitioned:  # DeepSpeed, stage 3
         import deepspeed
@@ -119,20 +119,20 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
         with deepspeed.zero.GatheredParameters(partitioned):
             return {name: value.detach().clone() for name, value in module.state_dict().items()}
     if isinstance(module, FSDPModule):
-        module.reshard()  # it stays whole after a forward without a backward
+        module.reshard()  # after a forward without a backward it stays whole
     state = module.state_dict()
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Does this process hold a part only of some of the weights?"""
+    """Return whether this process holds only shards of some weights."""
     sharded = any(isinstance(part, FSDPModule) for part in module.modules())
     return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 @contextmanager
 def whole_head(module: Any) -> Iterator[None]:
-    """Within it, ``module.head`` is a whole head on every rank, also where it is sharded. All ranks must enter it."""
+    """Replace a sharded ``module.head`` by a whole copy within the context. All ranks must enter it."""
     head = getattr(module, "head", None)
     if head is None or not is_sharded(head):
         yield
@@ -148,7 +148,7 @@ def whole_head(module: Any) -> Iterator[None]:
 
 
 def check_ranks(trainer: Trainer) -> None:
-    """Raises DataError if callbacks do not go with the strategy."""
+    """Raise DataError if the strategy does not support a callback."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     if isinstance(trainer.strategy, ShardedStrategy) and any(isinstance(each, WeightAveraging) for each in callbacks):
-        raise DataError("weights are not averaged with strategy fsdp: leave that callback out, or use ddp.")
+        raise DataError("strategy fsdp does not support weight averaging. Omit the callback, or use ddp.")

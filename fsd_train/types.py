@@ -1,4 +1,4 @@
-"""Numbers within a range, as the command line reads and checks them."""
+"""Types of numbers with a range, which jsonargparse checks."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_a_server_with_the_head_agrees(world: Path, tmp_path: Path) -> None:
     with engine(world, world / "eagle3") as url:
         found = examine(world, world / "eagle3", tmp_path, url=url, rows="8", **{"max-new-tokens": "24"})
     assert wrong(found) == [] and found["engine's answers"]["ok"] and found["engine's acceptance"]["ok"], found
-    assert found["engine's answers"]["says"] == "8 of 8 are ours"
+    assert found["engine's answers"]["says"] == "8 of 8 equal ours"
     theirs, ours = found["engine's acceptance"]["says"].removeprefix("accepted by position: ").split("; ours ")
     assert theirs == ours and len(theirs.split()) == 4
 
@@ -254,7 +254,7 @@ def test_what_a_server_says_and_keeps_to_itself() -> None:
 
     def lines(behaviour: Behaviour, expected: list[list[int]] = answers) -> list[tuple[str, bool | None, str]]:
         with serving(behaviour) as url:
-            return [line[:3] for line in check_engine(Server(url), prompts, expected, reached)]
+            return [(line.check, line.ok, line.says) for line in check_engine(Server(url), prompts, expected, reached)]
 
     rounds: list[int] = []
 
@@ -264,18 +264,18 @@ def test_what_a_server_says_and_keeps_to_itself() -> None:
 
     metrics = {"metrics": lambda: counters(rounds)}
     answered, accepted = lines(Behaviour(drafting, **metrics))
-    assert answered == ("engine's answers", True, "2 of 2 are ours")
+    assert answered == ("engine's answers", True, "2 of 2 equal ours")
     assert accepted == ("engine's acceptance", True, "accepted by position: 50% 25% 0% 0%; ours 50% 25% - -")
     answered, accepted = lines(Behaviour(made_up, **metrics), [answer[::-1] for answer in answers])
-    assert answered == ("engine's answers", False, "0 of 2 are ours")
+    assert answered == ("engine's answers", False, "0 of 2 equal ours")
     assert accepted == ("engine's acceptance", False, "the server drafted nothing")
     answered, accepted = lines(Behaviour(made_up, tells_ids=False))
     assert answered[1] is None and "without token ids" in answered[2]
     assert accepted[1] is None and "no metrics" in accepted[2]
     with serving(Behaviour(made_up)) as url:
         pass
-    ((check, ok, says, fix),) = check_engine(Server(url), prompts, answers, reached)
-    assert (check, ok) == ("engine", False) and "cannot be reached" in says and "leave --url out" in fix
+    (line,) = check_engine(Server(url), prompts, answers, reached)
+    assert (line.check, line.ok) == ("engine", False) and "cannot be reached" in line.says and "omit --url" in line.fix
 
 
 def test_what_an_adapter_costs_a_head_of_its_base(world: Path, tmp_path: Path) -> None:

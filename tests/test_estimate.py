@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,7 +28,10 @@ from fsd_infer.targets.loading import shipped_drafter
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from fsd_train.commands.estimate import head_recipe, on_paper
+from fsd_train.commands.sizing import Batch, facts_of, step_memory
 from fsd_train.data import features
+from fsd_train.models.unroll import unroll
+from tests.families import tiny_model
 from tests.train_toys import make_toys, toy_model
 
 
@@ -105,6 +109,31 @@ def test_bytes_and_operations_on_paper_are_those_of_the_models(
         assert planned.forward(nodes).operations == pytest.approx(counted.get_total_flops(), rel=0.01)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_activations_on_paper_are_those_that_backward_keeps(family: str, tmp_path: Path) -> None:
+    sizes = dict(hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    tiny_model(family, **sizes).config.save_pretrained(tmp_path)
+    facts, rows, length, steps = facts_of(str(tmp_path)), 2, 60, 3
+    head = EagleHead(EagleConfig.for_target(facts.target, layout="eagle3", draft_vocab_size=40)).float()
+    weights = {shape for weight in head.parameters() for shape in (weight.shape, weight.shape[::-1])}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.shape not in weights:  # and their copies in bf16, which count as the head's
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    embeds = torch.randn(rows, length, head.config.embed_size)
+    features = torch.randn(rows, length, head.config.feature_width)
+    roots = torch.arange(length).expand(rows, -1)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        unroll(head, embeds, features, steps, roots)
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    parts = step_memory(facts, 0, 0, 40, Batch(rows * length, length, steps), "cpu")
+    planned = sum(part.bytes for part in parts if part.name in ("activations", "masks"))
+    assert measured == pytest.approx(planned, rel=0.2)
+
+
 def test_the_roofline() -> None:
     hardware = Hardware("toy", memory=100.0, bandwidth=10.0, peak=50.0, source="")
     assert Work("reads", 40.0, 100.0, "", times=3).seconds(hardware) == 12.0
@@ -128,10 +157,10 @@ def test_known_shapes(name: str, weights: int, cache: int, repo_root: Path) -> N
     assert count_weights(target.model) == weights and target.cache_bytes_per_token == cache
     if name == "llama-3.1-8b":
         path = repo_root / "recipes" / "llama-3.1-8b.yaml"
-        header = re.findall(r"^#   (target|head|activations|logits) .*= +([\d.]+) GB$", path.read_text(), re.M)
+        header = re.findall(r"^#   (target|head|activations|masks|logits) .*= +([\d.]+) GB$", path.read_text(), re.M)
         said = on_paper(head_recipe(path), name)
         found = re.findall(r"^memory: (\w+) +([\d.]+) GB", said, re.M)
-        assert [(part, f"{float(size):.1f}") for part, size in found] == header and len(header) == 4
+        assert [(part, f"{float(size):.1f}") for part, size in found] == header and len(header) == 5
 
 
 def test_the_page_shows_what_was_predicted_and_measured(repo_root: Path) -> None:

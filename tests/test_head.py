@@ -38,7 +38,7 @@ def test_mlp_as_wide_as_asked_for(family: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="intermediate_size must be a whole number from 1 to .*, got 0"):
         make_head(family, intermediate_size=0)
     if family == "llama":
-        with pytest.raises(CheckpointError, match=r"does not fit the head's .*mlp.*leave initial_layers out"):
+        with pytest.raises(CheckpointError, match=r"does not fit the head's .*mlp.*Omit initial_layers"):
             take_layers(head, toy_target(family).layers([0]))
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import EagleDrafter
 from fsd_train.callbacks import ExportHead
+from fsd_train.commands.export import load_module
 from tests.families import load_head, options_of, reference
 from tests.test_training import make
 
@@ -64,6 +65,8 @@ def test_option_trains_exports_and_decodes(toys: Path, tmp_path: Path, options: 
     )  # fmt: skip
     trainer.fit(module, data)
     assert trainer.global_step == 3
+    trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert options_of(load_module(tmp_path / "last.ckpt").head) == options_of(module.head)
     target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
     head = load_head(tmp_path / "head", target)
     assert options_of(head) == options_of(module.head)

@@ -241,7 +241,7 @@ def test_publish_refuses(hub: Hub, trained: Path, toy: Toy, tmp_path: Path) -> N
     """A head that does not fit or drafts nothing, a directory without one, a hub that does not let in."""
     few = ["--max-new-tokens", "4", "--limit", "2", "--yes"]
     refusals = {
-        (str(trained), "owner/head", *few): "has an accepted length of",
+        (str(trained), "owner/head", *few): "has an acceptance length of",
         (str(trained), "head", *few): "needs the form owner/name",
         (str(toy.target), "owner/head", *few): "is no head",
         (str(trained), "owner/head", "--target", "smollm2-135m", *few): "was trained",

@@ -318,7 +318,7 @@ def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path, capsys: pyt
     assert cli([*argv, "--model.on_policy", "2"]) == 2
     assert "on_policy" in capsys.readouterr().err.splitlines()[-1]
     averaging = ["--trainer.callbacks+", "lightning.pytorch.callbacks.EMAWeightAveraging"]
-    assert cli([*argv, *averaging]) == 2 and "leave that callback out with lora" in capsys.readouterr().err
+    assert cli([*argv, *averaging]) == 2 and "Omit the callback or model.lora" in capsys.readouterr().err
     assert cli(argv) == 0 and record() == (2, 0.01, LORA)
     assert cli([*argv, "--trainer.max_steps", "3", "--ckpt_path", str(tmp_path / "first.ckpt")]) == 0
     assert record() == (3, 0.01, LORA)

@@ -76,21 +76,21 @@ def test_a_mix_is_the_weighted_sum_of_its_parts(progress: float, step: float) ->
 @pytest.mark.parametrize(
     ("parts", "args", "problem"),
     [
-        ([], None, "the list is empty"),
+        ([], None, "parts is empty"),
         ([{"name": "kl_qp", "weight": 0}], None, "all weights are 0 at the beginning"),
         ([{"name": "kl_qp", "weight": Schedule(start=1.0, end=0.0)}], None, "all weights are 0 at the end"),
-        ([{"name": "adaspec", "args": {"reference": name}} for name in "ab"], None, "one reference at a time"),
+        ([{"name": "adaspec", "args": {"reference": name}} for name in "ab"], None, "two references, a, b"),
         ("adaspec", {"reference": ""}, "directory of an exported head"),
         ("adaspec", {"reference": "a", "keep": 0}, "above 0 and up to 1"),
         ("adaspec", {"reference": "a", "keep": Schedule(1.0, 1.5)}, "above 0 and up to 1"),
         ("adaspec", {"reference": "a", "loss": [{"name": "fsd"}]}, "whole chains"),
-        ("adaspec", {"reference": "a", "loss": "adaspec", "loss_args": {"reference": "b"}}, "not choose tokens itself"),
+        ("adaspec", {"reference": "a", "loss": "adaspec", "loss_args": {"reference": "b"}}, "inner loss is adaspec"),
     ],
 )
 def test_malformed_mixes_are_refused(parts: Any, args: dict[str, Any] | None, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         build_loss(parts, args)
-    with pytest.raises(DataError, match="'adaspec' needs reference: write it as class_path"):
+    with pytest.raises(DataError, match="'adaspec' needs reference: give it as class_path"):
         as_loss("adaspec")
 
 
@@ -103,7 +103,7 @@ def test_a_gap_between_schedules_is_told_when_it_is_reached() -> None:
     )
     batch, _ = make_batch()
     gap(replace(batch, progress=0.2))
-    with pytest.raises(DataError, match="all weights are 0 when 40%"):
+    with pytest.raises(DataError, match="all weights are 0 at 40%"):
         gap(replace(batch, progress=0.4))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsd_train.losses import DraftBatch, LMHead
+from fsd_train.losses.base import weighted_mean
 from fsd_train.losses.rows import LIVE, RowFunction, blocks, chunked_rows
 from tests.loss_toys import VARIANTS, Grid, build_loss, distributions, grid_loss, make_batch
 
@@ -58,12 +59,15 @@ KEPT = {"chunk_size": 4 * LIVE}
     ids=str,
 )
 @pytest.mark.parametrize("cap", [None, 5.0])
-def test_memory_bound(name: Any, args: dict[str, Any], cap: float | None) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_memory_bound(name: Any, args: dict[str, Any], cap: float | None, own: bool) -> None:
     """Forward and backward stay within 1.3 times the logits of chunk_size rows, however many rows there are."""
     vocab, rows, width = 4096, 3 * LIVE, 4
+    weight = torch.randn(vocab, width)
     batch = Grid(
         torch.randn(2, rows, width, requires_grad=True), torch.randn(rows, width), torch.ones(2, rows),
-        torch.arange(rows), LMHead(torch.randn(vocab, width), cap=cap),
+        torch.arange(rows), LMHead(weight, cap=cap),
+        own_head=LMHead(weight.clone().requires_grad_(), cap=cap) if own else None,
         reference=torch.randn(2, rows, width) if name == "adaspec" else None,
     ).batch()  # fmt: skip
     loss = build_loss(name, args)
@@ -127,6 +131,17 @@ def plain_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | None)
     return values, log_q.argmax(-1) == log_p.argmax(-1)
 
 
+def plain_mean(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
+    values, agree = plain_rows(function, batch, chunk_size)
+    return weighted_mean(values[0], batch.weights), agree
+
+
+PLAIN: list[tuple[str, Any]] = [
+    *((f"{module}.mean_of_rows", plain_mean) for module in ("eagle", "divergences")),
+    *((f"{module}.chunked_rows", plain_rows) for module in ("lk", "fsd", "adaspec")),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "args"),
     [*((name, args) for name, args in VARIANTS if not args.get("w_feature") and name != "eagle")]
@@ -146,8 +161,8 @@ def test_an_lm_head_of_the_drafters_own_is_trained(
         return [out.loss.detach(), out.agreement, *torch.autograd.grad(2 * out.loss, [estimates, weight])]
 
     found = measure()
-    for module in ("eagle", "divergences", "lk", "fsd", "adaspec"):
-        monkeypatch.setattr(f"fsd_train.losses.{module}.chunked_rows", plain_rows)
+    for module, function in PLAIN:
+        monkeypatch.setattr(f"fsd_train.losses.{module}", function)
     for ours, plain in zip(found, measure(), strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-4)
     assert bool(found[-1].any())

@@ -169,12 +169,15 @@ def test_recipe_states_what_it_needs(recipe: Path) -> None:
     parts = re.findall(r"^#   .*= +([\d.]+) (GB|MB)$", text, re.MULTILINE)
     *sizes, together = [float(size) / (1 if unit == "GB" else 1000) for size, unit in parts]
     assert sum(sizes) == pytest.approx(together, abs=0.3)
-    stated = r"activations +2 B x \(20 x (\d+) \+ 4 x (\d+)\) x (\d+) tokens x (\d+) steps += +([\d.]+)"
-    ((*factors, size),) = re.findall(stated, text)
-    hidden, inner, tokens, steps = map(int, factors)
-    assert 2 * (20 * hidden + 4 * inner) * tokens * steps / 1e9 == pytest.approx(float(size), abs=0.05)
+    kept = r"activations +(\d+) B x (\d+) tokens x (\d+) steps += +([\d.]+)"
+    ((width, tokens, steps, size),) = re.findall(kept, text)
+    assert int(width) * int(tokens) * int(steps) / 1e9 == pytest.approx(float(size), abs=0.05)
+    ((factor, length, of, size),) = re.findall(r"masks +(\d+) B x (\d+) x (\d+) tokens += +([\d.]+)", text)
+    assert int(factor) == (int(steps) - 1) * (int(steps) + 2) and of == tokens
+    assert int(factor) * int(length) * int(tokens) / 1e9 == pytest.approx(float(size), abs=0.05)
     config = yaml.safe_load(text)
-    assert (config["data"]["batch_tokens"], config["model"]["unroll_steps"]) == (tokens, steps)
+    stated = [config["data"][name] for name in ("batch_tokens", "max_length")] + [config["model"]["unroll_steps"]]
+    assert stated == [int(tokens), int(length), int(steps)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt2"])

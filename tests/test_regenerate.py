@@ -156,7 +156,7 @@ def test_a_file_is_continued_as_it_was_begun_or_left_alone(
     refused("prompts was")
     with open(output, "ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        refused("another run is writing it")
+        refused("another run is writing")
     prompts_file(first, 3)
     before = b'{"text": "mine"}\n'
     output.write_bytes(before)

@@ -231,7 +231,7 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
     return count
 
 
-def is_shared_out(weight: Any) -> bool:
+def is_sharded(weight: Any) -> bool:
     """Return whether a weight is a DTensor, without importing its module, which takes a second."""
     return hasattr(weight, "full_tensor")
 
@@ -292,7 +292,7 @@ def rows_of(layer: nn.Module, ids: Tensor | None) -> Tensor:
     """
     weight: Tensor | None = getattr(layer, "weight", None)
     packed = packed_of(layer)
-    if weight is not None and is_shared_out(weight):
+    if weight is not None and is_sharded(weight):
         weight = weight.full_tensor()  # type: ignore[attr-defined]
     elif packed is not None and weight is not None and (weight.is_meta or not len(weight)):
         return packed.dense() if ids is None else packed.rows(ids)
@@ -307,7 +307,7 @@ def rows_of(layer: nn.Module, ids: Tensor | None) -> Tensor:
 def table_size(layer: Any) -> tuple[int, int]:
     """Return (rows, columns) of the weight that a linear layer or embedding computes with."""
     weight = getattr(layer, "weight", None)
-    if weight is not None and (is_plain(layer) or is_shared_out(weight)):
+    if weight is not None and (is_plain(layer) or is_sharded(weight)):
         return int(weight.shape[0]), int(weight.shape[1])
     if isinstance(layer, nn.Embedding):
         return layer.num_embeddings, layer.embedding_dim

@@ -1,4 +1,4 @@
-"""What a run is about to do, in a few lines before its first step, and what will come of settings that do not fit."""
+"""A summary of the run before its first step, with warnings about its schedule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 log = logging.getLogger(__name__)
 
-MOST_PASSES = 20  # over the data, beyond which a run is asked about
+MOST_PASSES = 20  # passes over the data beyond which a run gets a warning
 
 
 class Announce(Callback):
-    """Logs what is trained on what, and warns of a schedule that does not fit the run."""
+    """Logs model, data and length of a run, and warns of a schedule that does not fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -52,7 +52,7 @@ def _passes(trainer: Trainer) -> float:
 
 
 def advice(trainer: Trainer, module: Any) -> list[str]:
-    """What of a run's settings does not fit together."""
+    """Return a warning for each setting that does not fit the run."""
     warnings = []
     steps = float(trainer.estimated_stepping_batches)
     warmup = max((getattr(each.scheduler, "warmup_steps", 0) for each in trainer.lr_scheduler_configs), default=0)

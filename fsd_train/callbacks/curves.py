@@ -1,4 +1,4 @@
-"""A picture of a run's curves."""
+"""A plot of a run's curves."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 
 
 class LossCurve(Callback):
-    """Draws the logged curves to ``curves.png`` at the end of training (where matplotlib is installed).
+    """Plots the logged curves to ``curves.png`` at the end of training, if matplotlib is installed.
 
-    Its points travel in the checkpoint, so the curve of a resumed run is whole.
+    Checkpoints hold the points, so a resumed run gets whole curves.
 
     Args:
-        path: of the picture; default ``curves.png`` in the trainer's log directory.
-        every_n_train_steps: distance of the training points.
+        path: file of the plot (default: ``curves.png`` in the trainer's log directory).
+        every_n_train_steps: steps between training points.
     """
 
     def __init__(self, path: str | None = None, every_n_train_steps: int = 10) -> None:

@@ -1,4 +1,4 @@
-"""Accepted length in real decoding, in the course of a run."""
+"""Acceptance length in decoding, during a run."""
 
 from __future__ import annotations
 
@@ -25,31 +25,30 @@ from fsd_train.types import Length, NonNegativeFloat, PositiveInt
 
 
 class DecodedTau(Callback):
-    """Decodes validation prompts with the head or drafter as it is, through fsd_infer's engine, and logs per rule
+    """Decodes validation prompts with the current drafter through fsd_infer's engine and logs per rule:
 
-    - ``decoded_tau/RULE``: accepted length, the target's own token counted;
-    - ``decoded_gate_open/RULE``: share of tokens emitted where a gate was open;
-    - ``decoded_spent/RULE``: divergence spent per token, in nats;
+    - ``decoded_tau/RULE``: acceptance length, tokens per target forward;
+    - ``decoded_gate_open/RULE``: share of tokens emitted at an open gate;
+    - ``decoded_spent/RULE``: divergence per token, in nats;
     - ``decoded_length/RULE``: mean answer length in tokens.
 
-    They can be monitored by ModelCheckpoint (``monitor: decoded_tau/exact``) and are drawn by :class:`LossCurve`. With
-    ``ema_decay`` it is the averaged weights that decode. Draws are the same each time and leave training's alone.
+    ModelCheckpoint can monitor these (``monitor: decoded_tau/exact``), and :class:`LossCurve` plots them. With weight
+    averaging, the averaged weights decode. Draws repeat in every call and do not affect training.
 
-    Memory: a copy of the head or drafter in the target's dtype while decoding; and, where features are cached and the
-    target was therefore loaded without its layers, the whole target (2 bytes per parameter in bf16) from the first
-    time on. Rank 0 decodes and the others wait; where fsdp shards the target all ranks decode the same, since each of
-    its layers is gathered from all.
+    Memory: a copy of the drafter in the target's dtype. With cached features it also loads the whole target on first
+    use (2 bytes per parameter in bf16). Rank 0 decodes while the others wait. If fsdp shards the target, all ranks
+    decode the same prompts, because each layer is gathered from all.
 
     Args:
-        rules: as for `fsd-infer`: "exact", "fuzzy:js:0.3" ...
-        every_n_train_steps: also during training; at the end in any case.
-        prompts: how many validation prompts, taken at equal distances.
-        max_new_tokens: of each answer.
-        temperature: of the decoding; 0 is greedy.
-        tree: depth, width and nodes of the draft tree; default as in decoding on this device.
-        seed: of the draws.
-        best: directory for the head of the step with the highest accepted length under the first rule, as
-            :class:`ExportHead` writes it; its training checkpoint lies beside it as ``<best>.ckpt``.
+        rules: rules as in `fsd-infer`: "exact", "fuzzy:js:0.3" ...
+        every_n_train_steps: steps between calls in training (default: only at the end).
+        prompts: number of validation prompts, taken at equal distances.
+        max_new_tokens: tokens of each answer.
+        temperature: temperature; 0 is greedy.
+        tree: depth, width and nodes of the draft tree (default: as in decoding on this device).
+        seed: seed of the draws.
+        best: directory for the head with the highest acceptance length under the first rule, written by
+            :class:`ExportHead`. Its training checkpoint is ``<best>.ckpt``.
     """
 
     def __init__(
@@ -86,30 +85,30 @@ class DecodedTau(Callback):
         if not getattr(getattr(trainer, "datamodule", None), "validation_set", None):
             share = getattr(getattr(trainer, "datamodule", None), "validation_fraction", 0)
             raise DataError(
-                f"DecodedTau decodes validation prompts, and there are none (validation_fraction {share} of one prompt "
-                "holds out none): add rows, set data.validation_files, or leave the callback out."
+                f"DecodedTau needs validation prompts, but validation_fraction {share} holds out none of one prompt. "
+                "Add rows, set data.validation_files, or omit the callback."
                 if share
-                else "DecodedTau needs validation rows: set data.validation_fraction or data.validation_files."
+                else "DecodedTau needs validation rows. Set data.validation_fraction or data.validation_files."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._prompts(trainer, pl_module.target)  # type: ignore[arg-type]  # none fits: better said now than in hours
+        self._prompts(trainer, pl_module.target)  # type: ignore[arg-type]  # fails now if no prompt fits
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last = trainer.global_step  # which the first of accumulated batches still ends with
+        self._last = trainer.global_step  # the first of accumulated batches ends with the same step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
         if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last:
             for name, value in self.run(trainer, pl_module).items():
-                pl_module.log(name, value, logger=False)  # for monitors; loggers have it from run()
+                pl_module.log(name, value, logger=False)  # for monitors; run() logs to loggers
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step != self._last:
             self.run(trainer, pl_module)
 
     def run(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Decode now, log, and return what was logged."""
+        """Decode, log, and return the logged values."""
         check_finite(trainer)
         self._last = trainer.global_step
         values: dict[str, float] = {}
@@ -131,7 +130,7 @@ class DecodedTau(Callback):
         return values
 
     def _keep_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Export and save the weights if no earlier ones decoded as well."""
+        """Export and save the weights if their acceptance length is the highest so far."""
         taus = [value for _, value in self.points[f"decoded_tau/{self.rules[0]}"]]
         if taus[-1] <= max(taus[:-1], default=0.0):
             return
@@ -140,7 +139,7 @@ class DecodedTau(Callback):
         trainer.save_checkpoint(f"{self.best}.ckpt")
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """The values by name, for the weights as they are."""
+        """Return the values by name for the current weights."""
         target = self._target(pl_module)
         decoder = FuzzyDecoder(target, drafter_of(pl_module, target, self.tree))
         prompts = self._prompts(trainer, target)
@@ -160,7 +159,7 @@ class DecodedTau(Callback):
         return values
 
     def _target(self, pl_module: Any) -> Target:
-        """The module's own target where it can run, else the whole one, loaded once."""
+        """Return the module's target if it has its layers, else the whole one, loaded once."""
         own: Target = pl_module.target
         if not any(parameter.is_meta for parameter in own.model.parameters()):
             return own
@@ -179,18 +178,21 @@ class DecodedTau(Callback):
             if 0 < first <= room:
                 prompts.append(item["input_ids"][:first].tolist())
         if not prompts:
-            raise DataError(f"no validation prompt leaves room for {self.max_new_tokens} tokens in {target.name}.")
+            raise DataError(
+                f"no validation prompt leaves room for {self.max_new_tokens} tokens in the context of {target.name}. "
+                "Lower DecodedTau's max_new_tokens."
+            )
         count = min(self.prompts, len(prompts))
         return [prompts[number * len(prompts) // count] for number in range(count)]
 
 
 def points_of(saved: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[tuple[int, float]]]:
-    """Points of curves as they were before they went through a checkpoint."""
+    """Restore points of curves from a checkpoint."""
     return {name: [(int(x), float(y)) for x, y in points] for name, points in saved.items()}
 
 
 def drafter_of(pl_module: Any, target: Target, tree: TreeShape | None = None) -> Drafter:
-    """A drafter made of a copy of what is being trained."""
+    """Make a drafter from a copy of the trained weights."""
     if hasattr(pl_module, "make_drafter"):
         drafter: Drafter = pl_module.make_drafter(target, tree)
         return drafter

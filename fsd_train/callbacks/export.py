@@ -1,4 +1,4 @@
-"""The head in training as `fsd-infer` reads it."""
+"""Export of the head during training."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fsd_train.strategies import whole_head
 
 
 class ExportHead(Callback):
-    """Writes the head in the form `fsd-infer` reads, at the end of training and, if asked, every n steps.
+    """Writes the head for `fsd-infer` at the end of training and, optionally, every n steps.
 
-    With ``ema_decay`` it is the averaged weights that are written, each time.
+    With weight averaging, it writes the averaged weights.
 
     Args:
-        directory: where to; default ``head`` in the trainer's log directory.
-        every_n_train_steps: also during training. The directory is replaced as a whole, so it always holds a usable
-            head.
+        directory: directory of the head (default: ``head`` in the trainer's log directory).
+        every_n_train_steps: steps between exports (default: only at the end). An export replaces the whole directory,
+            so that it always holds a usable head.
     """
 
     def __init__(self, directory: str | None = None, every_n_train_steps: int | None = None) -> None:
@@ -44,7 +44,7 @@ class ExportHead(Callback):
 
     def write(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_finite(trainer)
-        with whole_head(pl_module):  # every rank takes part where the head is sharded
+        with whole_head(pl_module):  # every rank takes part if the head is sharded
             if trainer.is_global_zero:
                 self._write(trainer, pl_module)
 
@@ -63,7 +63,7 @@ class ExportHead(Callback):
 
 
 def callbacks_of(trainer: Any) -> list[Callback]:
-    return list(trainer.callbacks)  # set by a connector, so that type checkers do not see it
+    return list(trainer.callbacks)  # set by a connector, which type checkers do not see
 
 
 def log_dir(trainer: Trainer) -> str:
@@ -72,7 +72,7 @@ def log_dir(trainer: Trainer) -> str:
 
 @contextmanager
 def averaged(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
-    """Inside, the module has the weights that would be validated: the averaged ones, where a callback averages."""
+    """Give the module the weights for validation within the context: the averaged ones if a callback averages."""
     averaging = [callback for callback in callbacks_of(trainer) if isinstance(callback, WeightAveraging)]
     for callback in averaging:
         callback.on_validation_epoch_start(trainer, pl_module)

@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 
 class RunProgress(ProgressBar):
-    """Percentage, optimiser steps, rate and time left of the whole run, and the logged values of the last log step.
+    """Progress bar over the whole run: optimizer steps, rate, time left, and the values of the last log step.
 
-    A resumed run begins where the earlier one ended. Where the run ends by the clock, the number of steps is an
-    estimate. The device is asked for values at log steps only.
+    A resumed run continues the bar. With a time limit the number of steps is an estimate. The bar syncs with the device
+    only at log steps.
     """
 
     def __init__(self) -> None:

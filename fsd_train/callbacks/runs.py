@@ -1,4 +1,4 @@
-"""Directories of runs: none is overwritten unasked, and an interrupted one is continued from its newest checkpoint."""
+"""Directories of runs: protection against overwriting, and the choice of the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ AUTO = "auto"
 
 
 class RunDirectory(Callback):
-    """What a run writes to, kept apart from what another run wrote there.
+    """The directories of a run, protected from those of another run.
 
     Args:
-        trainer: whose callbacks say where checkpoints and heads go.
-        overwrite: once training begins, remove the checkpoints there that are newer than the one it begins with.
+        trainer: trainer whose callbacks name the directories of checkpoints and heads.
+        overwrite: when training begins, remove checkpoints that are newer than the one it starts from.
     """
 
     def __init__(self, trainer: Trainer, overwrite: bool = False) -> None:
@@ -43,24 +43,24 @@ class RunDirectory(Callback):
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Those that lie there, the newest first."""
+        """The existing checkpoints, newest first."""
         paths = [path for directory in self.directories for path in directory.glob("*.ckpt")]
         paths += [path for path in self.best if path.exists()]
         return sorted(paths, key=lambda path: (_step(path), path.stat().st_mtime), reverse=True)
 
     def resolve(self, ckpt_path: str | None) -> str | None:
-        """The checkpoint to begin with, None for a fresh start. "auto" is the newest that is whole, if there is one.
+        """Return the checkpoint to start from, or None; "auto" is the newest whole one, if any.
 
         Raises:
-            DataError: a run is there already (a head at least), and this one neither continues it nor may overwrite it.
-            CheckpointError: none of its checkpoints is whole.
+            DataError: the directories hold a run that this one neither resumes nor may overwrite.
+            CheckpointError: no checkpoint is whole.
         """
         checkpoints = self.checkpoints
         auto = ckpt_path == AUTO
         if auto:
             ckpt_path = _newest_whole(checkpoints)
             if ckpt_path is not None:
-                log.info("continuing %s", ckpt_path)
+                log.info("resuming %s", ckpt_path)
                 return ckpt_path
             log.info("no checkpoint in %s: training starts from the beginning", _names(self.directories))
         begin = None if ckpt_path is None else Path(ckpt_path)
@@ -73,20 +73,19 @@ class RunDirectory(Callback):
             there = (
                 f"{checkpoints[0].parent} (newest checkpoint: {checkpoints[0].name})" if checkpoints else str(heads[0])
             )
-            first = "Continue it with --ckpt_path auto" if checkpoints else "It has no checkpoint to continue"
+            first = "Resume it with --ckpt_path auto" if checkpoints else "It has no checkpoint to resume"
             raise DataError(
-                f"a run is in {there} already. {first}, replace it with --overwrite true, or give this one directories "
-                "of its own."
+                f"a run is in {there} already. {first}, replace it with --overwrite true, or choose other directories."
             )
         elif stale and begin is not None:
             raise DataError(
-                f"{stale[0]} is newer than {begin}, or another run's: continue the newest with --ckpt_path auto, or go "
-                f"on from {begin.name} and remove what is newer with --overwrite true."
+                f"{stale[0]} is newer than {begin}, or another run's. Resume the newest with --ckpt_path auto, or "
+                f"{begin.name} and remove newer ones with --overwrite true."
             )
         return ckpt_path
 
     def check_writable(self, trainer: Trainer) -> None:
-        """Raise DataError unless all that the run writes can be written."""
+        """Raise DataError unless the run can write to all of its directories."""
         loggers = [logger.save_dir for logger in trainer.loggers if logger.save_dir is not None]
         for path in [*self.directories, *self.heads, Path(trainer.default_root_dir), *map(Path, loggers)]:
             there = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
@@ -101,7 +100,7 @@ class RunDirectory(Callback):
 
 
 def _step(path: Path) -> int:
-    """Optimiser steps of a checkpoint: as it says, or as the name of a sharded or damaged one does; -1 if unknown."""
+    """Return a checkpoint's optimizer steps, from the name if it is sharded or damaged; -1 if unknown."""
     if path.is_file():
         try:
             return int(read_checkpoint(path)["global_step"])
@@ -112,7 +111,7 @@ def _step(path: Path) -> int:
 
 
 def _newest_whole(checkpoints: Iterable[Path]) -> str | None:
-    """The first that training can go on from. Raises CheckpointError, the newest one's, if there is none."""
+    """Return the first checkpoint to resume from. Raises the newest one's CheckpointError if there is none."""
     problems: list[CheckpointError] = []
     for path in checkpoints:
         try:

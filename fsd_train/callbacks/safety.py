@@ -1,4 +1,4 @@
-"""A NaN stops a run before it spreads, and a damaged checkpoint before anything of it is restored."""
+"""Safety of runs: stop at NaN before an optimizer step, refuse damaged checkpoints before a restore."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fsd_train.checkpoints import check_checkpoint
 class StopOnNonFinite(Callback):
     """Stops training at a NaN or infinite loss or gradient.
 
-    The rows of the batch (of all accumulated batches, if only the gradient shows it) are written to
-    ``non-finite-step-N-rank-R.json``, and nothing is saved any more, so the last checkpoint is a good one. EagleModule
-    and LMModule bring this callback with them.
+    It names the rows of the batch (or of all accumulated batches, if only the gradient is bad) in
+    ``non-finite-step-N-rank-R.json``. Nothing is saved afterwards, so the last checkpoint is good. EagleModule and
+    LMModule add this callback themselves.
 
-    The verdict is computed on the device and read when the next batch begins, or before anything is saved, exported,
-    validated or decoded, so that the device is not waited for in the middle of a step.
+    The verdict is computed on the device, to avoid a sync within the step. It is read at the next batch, or before a
+    checkpoint, export, validation or decode.
 
     Args:
-        directory: of that file; default the trainer's log directory.
+        directory: directory of the file (default: the trainer's log directory).
     """
 
     def __init__(self, directory: str | None = None) -> None:
@@ -51,13 +51,13 @@ class StopOnNonFinite(Callback):
         seen, self._seen = self._seen, []
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
         values = torch.stack([loss.float() for loss, _ in seen] + [torch.zeros((), device=pl_module.device)])
-        # with a gradient scaler (fp16) infinite gradients are its business: it leaves such steps out
+        # a gradient scaler (fp16) skips steps with infinite gradients itself
         if gradients and getattr(trainer.precision_plugin, "scaler", None) is None:
             norm = torch.nn.utils.get_total_norm(gradients)
             values[-1] = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        # all ranks stop together, or the others would wait for this one
+        # all ranks stop together, so that none waits for another
         finite = trainer.strategy.reduce(values.isfinite().all().float(), reduce_op="mean")
-        # elsewhere nothing says when such a copy is done
+        # an event says when the copy is done; only CUDA has them here
         host = torch.cat([values, finite.reshape(1)]).to("cpu", non_blocking=values.is_cuda)
         event = torch.cuda.Event() if values.is_cuda else None
         if event is not None:
@@ -67,7 +67,7 @@ class StopOnNonFinite(Callback):
             self.check_finite(trainer)
 
     def check_finite(self, trainer: Trainer) -> None:
-        """Reads the last verdict. Raises NonFiniteLossError if it is bad."""
+        """Read the last verdict. Raises NonFiniteLossError if it is bad."""
         verdict, self._unread = self._unread, None
         if verdict is None:
             return
@@ -86,8 +86,8 @@ class StopOnNonFinite(Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"step": verdict.step, "what": what, "batches": bad}, indent=1) + "\n")
         raise NonFiniteLossError(
-            f"the {what} at step {verdict.step}: training stopped there. The rows of the batch are named in {path}. "
-            f"{_last_checkpoint(trainer)} Look at these rows, or resume with a lower learning rate or "
+            f"training stopped at step {verdict.step}: the {what}. {path} names the rows of the batch. "
+            f"{_last_checkpoint(trainer)} Check these rows, or resume with a lower learning rate or "
             "trainer.gradient_clip_val."
         )
 
@@ -102,7 +102,7 @@ class StopOnNonFinite(Callback):
 
 @dataclass(frozen=True)
 class _Verdict:
-    """A step's losses, gradient norm and whether all is finite on all ranks, on the way to the host."""
+    """A step's losses, gradient norm, and whether all ranks are finite, on the way to the host."""
 
     step: int
     values: Tensor
@@ -111,7 +111,7 @@ class _Verdict:
 
 
 def check_finite(trainer: Trainer) -> None:
-    """Raise NonFiniteLossError now if the last step was bad, before its weights are used for anything."""
+    """Raise NonFiniteLossError if the last step was bad, before its weights are used."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
         if isinstance(callback, StopOnNonFinite):
@@ -119,7 +119,7 @@ def check_finite(trainer: Trainer) -> None:
 
 
 def _row_ids(batch: Any) -> list[Any]:
-    """The ids of a batch's rows, or their numbers, or nothing."""
+    """Return the ids of a batch's rows, or their numbers, or nothing."""
     if not isinstance(batch, dict):
         return []
     ids: Any = batch.get("ids", batch.get("index", []))
@@ -135,14 +135,14 @@ def _last_checkpoint(trainer: Trainer) -> str:
 
 
 class CheckResume(Callback):
-    """Refuses a truncated or foreign checkpoint by name before anything of it is restored.
+    """Refuses a truncated or foreign checkpoint by name before a restore.
 
-    EagleModule and LMModule bring this callback with them. Sharding strategies read their checkpoints themselves, and a
-    CheckpointIO that a user names is left alone.
+    EagleModule and LMModule add this callback themselves. It leaves alone sharding strategies, which read their own
+    checkpoints, and a user's CheckpointIO.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # the path is not known to callbacks yet, but every file goes through the strategy's reader
+        # callbacks do not know the path yet, but every file passes the strategy's reader
         if stage == "fit" and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = _Checked()
 

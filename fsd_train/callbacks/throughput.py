@@ -11,10 +11,10 @@ from fsd_train.data.batches import on_host
 
 
 class TokenRate(Callback):
-    """Logs ``tokens_per_s``: supervised tokens (answer tokens of the batch) per second of training, without validation.
+    """Logs ``tokens_per_s``: supervised (answer) tokens per second of training, without validation.
 
     Args:
-        window: batches that are averaged over.
+        window: number of batches in a mean.
     """
 
     def __init__(self, window: int = 20) -> None:
@@ -34,7 +34,7 @@ class TokenRate(Callback):
         now = time.perf_counter()
         self._tokens += int(on_host(batch, "loss_mask").sum()) * trainer.world_size
         self._seconds += now - (self._start or now)
-        self._start = now  # the wait for the next batch counts too
+        self._start = now  # includes the wait for the next batch
         self._batches += 1
         if self._batches >= self.window:
             pl_module.log("tokens_per_s", self._tokens / max(self._seconds, 1e-9), prog_bar=True)
@@ -44,5 +44,5 @@ class TokenRate(Callback):
         self.pause()
 
     def pause(self) -> None:
-        """Leave out the time until the next batch begins."""
+        """Exclude the time until the next batch begins."""
         self._start = None

@@ -16,15 +16,15 @@ import torch
 from fsd_infer.heads.config import default_fused_layers
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.fit import read_recipe
 from fsd_train.data.answers import read_answers
 from fsd_train.data.features import cache_features, token_bytes
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options; what is left open comes from the recipe. ``eagle3``: inner layers not named are EAGLE-3's."""
-    parser = command_lines.cache_features()
+    """Parse options and complete them from the recipe; ``eagle3``: use EAGLE-3's layers unless named."""
+    parser = PARSERS["cache-features"]()
     args = parser.parse_args(argv)
     args.eagle3 = False
     if args.config is not None:
@@ -45,11 +45,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train cache-features`."""
+    """Run `fsd-train cache-features`."""
     args = _arguments(argv)
     target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype), **args.target_kwargs)
     target.capture_layers(args.layers or (default_fused_layers(target) if args.eagle3 else []))
-    target.check_lm_head()  # training with cached features has no layers to check it with
+    target.check_lm_head()  # training on cached features has no layers for this check
     with tempfile.TemporaryDirectory() as scratch:
         paths = [_complete_lines(Path(path), Path(scratch)) for path in args.data]
         rows, _ = read_answers(paths, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complete_lines(path: Path, scratch: Path) -> Path:
-    """The file itself, or a copy without its last line if that is still being written."""
+    """Return the file, or a copy without a last line that is still being written."""
     if not path.is_file() or path.suffix in (".gz", ".json", ".parquet"):
         return path
     with open(path, "rb") as file:
@@ -80,7 +80,7 @@ def _complete_lines(path: Path, scratch: Path) -> Path:
     with suppress(ValueError, RecursionError):
         json.loads(content[last:])
         return path
-    copy = Path(tempfile.mkdtemp(dir=scratch)) / path.name  # files of several directories may have one name
+    copy = Path(tempfile.mkdtemp(dir=scratch)) / path.name  # files of several directories may share a name
     copy.write_bytes(content[:last])
     return copy
 

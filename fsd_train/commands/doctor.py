@@ -1,8 +1,8 @@
-"""`fsd-train doctor`: why a head accepts less than it should, in one table.
+"""`fsd-train doctor`: a table of reasons why a head accepts less than it should.
 
-Nearly every complaint of this kind ("fine in training, accepted length 1 in the engine") is a difference between what
-the head was trained with and what it is fed with. So each possible difference is tried: if the head agrees with the
-target clearly better with, say, the layers below those that its config names, that is the fault, and the table says so.
+The usual cause ("fine in training, acceptance length 1 in the engine") is a difference between training and decoding
+inputs. Doctor tries each known difference. If the head agrees clearly better with the target on other layers than its
+config names, for example, the table reports that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,42 +30,26 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules.verification import Source
 from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.targets.target import Target
-from fsd_train.commands import command_lines, trained_for
+from fsd_train.commands import trained_for
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.engine_check import check_engine
-from fsd_train.commands.feeding import Feeding, Row, at_step
+from fsd_train.commands.feeding import Feeding, Finding, Row, at_step
 from fsd_train.data.answers import check_id, encode_row
 from fsd_train.data.features import FeatureStore, sequence_key
 from fsd_train.data.plan import template_options
 from fsd_train.models.unroll import supervised
 
 STEPS = 4  # of chains
-_CLEAR = 0.05  # a difference of agreement below this is none
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A line of the table.
-
-    Attributes:
-        check: what was looked at.
-        ok: whether it is as it should be; None: a remark.
-        says: what was found.
-        fix: what to do about it, where it is not.
-    """
-
-    check: str
-    ok: bool | None
-    says: str
-    fix: str = ""
+_CLEAR = 0.05  # smallest difference of agreement that counts
 
 
 class Doctor:
-    """Looks at a head, its target and rows of answers.
+    """Checks of a head with its target on rows of answers.
 
     Args:
         target: the target.
         head: the head.
-        rows: values of rows of answers, in the form that training takes.
+        rows: values of rows of answers, as for training.
     """
 
     def __init__(self, target: Target, head: EagleHead, rows: Sequence[dict[str, Any]]) -> None:
@@ -83,12 +67,12 @@ class Doctor:
                     given = torch.tensor([ids], device=target.device)
                     self.rows.append(Row(values, given, wanted.to(target.device), target.features(given)))
         if not self.rows:
-            raise DataError("no row has an answer of two tokens or more: give rows of answers, as training takes them.")
+            raise DataError("no row has an answer of two or more tokens. Give rows of answers, as for training.")
 
     # checks ------------------------------------------------------------------------------------------------------
 
     def check_rows(self) -> list[Finding]:
-        """Do the rows' prompts stand in the template that decoding uses, and does the mask cover the answers?"""
+        """Check that the prompts have the chat template of decoding and that the mask covers the answers."""
         other, seen, masked, ended = 0, 0, 0, 0
         first: tuple[str, str] | None = None
         eos = set(self.target.eos_token_ids)
@@ -106,17 +90,17 @@ class Doctor:
                 first = first or (self._text(given), self._text(ours))
         findings = []
         if not seen:
-            findings.append(Finding("template", None, "the rows hold no prompts as messages and ids to compare"))
+            findings.append(Finding("template", None, "no row has its prompt both as messages and as ids"))
         elif other and first is not None:
             findings.append(
                 Finding(
                     "template", False,
-                    f"{other} of {seen} prompts have other ids than in decoding: {first[0]!r}, here {first[1]!r}",
-                    "make the answers again with this target's tokenizer and template (fsd-train regenerate)",
+                    f"{other} of {seen} prompts differ in ids from decoding: {first[0]!r}, here {first[1]!r}",
+                    "regenerate the answers with this target's tokenizer and template (fsd-train regenerate)",
                 )
             )  # fmt: skip
         else:
-            findings.append(Finding("template", True, f"{seen} prompts have the ids that decoding gives them"))
+            findings.append(Finding("template", True, f"{seen} prompts have the ids of decoding"))
         share = masked / sum(row.ids.shape[1] for row in self.rows)
         says = f"{masked} tokens, {share:.0%} of all; {ended} of {len(self.rows)} answers end with an end token"
         findings.append(Finding("loss mask", True if ended else None, says))
@@ -127,7 +111,7 @@ class Doctor:
         return text if len(text) <= 40 else f"{text[:40]}…"
 
     def check_feeding(self) -> list[Finding]:
-        """Is there a way to feed or read the head that suits it clearly better?"""
+        """Check whether another way to feed or read the head agrees clearly better."""
         own = {step: self.feeding.agreement(at_step(step)) for step in (0, 1)}
         worst: dict[str, tuple[float, Finding]] = {}
         for variant in self.feeding.variants():
@@ -148,13 +132,13 @@ class Doctor:
             if best is not None and best[1].check == check:
                 findings.append(best[1])
             else:
-                findings.append(Finding(check, True, "no other way suits the head better"))
+                findings.append(Finding(check, True, "no variant agrees better"))
         says = f"{own[0]:.1%} of first drafts are the target's most likely token, {own[1]:.1%} of second ones"
         findings.append(Finding("agreement", own[0] > 0.1 or None, f"{says} ({self.feeding.positions()} positions)"))
         return [*findings, self._coverage()]
 
     def _remapped(self) -> tuple[float, Finding] | None:
-        """Does the head say the right things under wrong ids? A map learnt on half the data is tried on the other."""
+        """Check for wrong ids in the vocabulary map: learn a map on half of the data and test it on the other."""
         found, wanted = self.feeding.drafted()
         half = len(found) // 2
         votes: dict[int, dict[int, int]] = {}
@@ -176,12 +160,12 @@ class Doctor:
             "vocabulary map",
             False,
             says,
-            "d2t or draft_ids are in another order than the LM head's rows: write the map that training used",
+            "d2t or draft_ids are in another order than the LM head's rows: write the map of the training",
         )
 
     def _coverage(self) -> Finding:
         if self.head.draft_ids is None:
-            return Finding("coverage", True, "drafts over the whole vocabulary")
+            return Finding("coverage", True, "the draft vocabulary is the whole vocabulary")
         drafted = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=self.target.device)
         drafted[self.head.draft_ids] = True
         answers = torch.cat([row.ids[0][row.mask[0].bool()] for row in self.rows])
@@ -189,10 +173,10 @@ class Doctor:
         says = f"the draft vocabulary holds {share:.1%} of the answers' tokens"
         if share >= 0.9:
             return Finding("coverage", True, says)
-        return Finding("coverage", False, says, "choose it from answers of this kind (draft_vocab_size, --data)")
+        return Finding("coverage", False, says, "choose it from such answers (draft_vocab_size, --data)")
 
     def check_dtype(self, dtype: torch.dtype) -> Finding:
-        """Does the head stay finite, and its drafts the same, in the type that it is to run in?"""
+        """Check that the head stays finite and keeps its drafts in the data type of decoding."""
         name = str(dtype).removeprefix("torch.")
         exact = self.feeding.drafted()[0]
         parameters = {key: value.detach().clone() for key, value in self.head.named_parameters()}
@@ -212,11 +196,11 @@ class Doctor:
         if not finite:
             return Finding("dtype", False, f"overflows in {name}", "run it in bfloat16 (or float32)")
         same = float((exact == rounded).float().mean())
-        says = f"in {name} {same:.1%} of the first drafts are those of float32"
+        says = f"in {name} {same:.1%} of the first drafts equal those of float32"
         return Finding("dtype", same > 0.9, says, "" if same > 0.9 else "run it in float32")
 
     def check_positions(self) -> Finding:
-        """Rotary base and longest context, beside the target's."""
+        """Compare rotary base and longest context with the target's."""
         layer, config = self.head.config.layer, self.target.config
         ours = (layer.get("rope_parameters") or {}).get("rope_theta")
         theirs = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
@@ -225,11 +209,11 @@ class Doctor:
         return Finding("rope", True if ours == theirs else None, says)
 
     def check_cache(self, directory: str | Path) -> Finding:
-        """Are cached features those that the target gives now?"""
+        """Compare cached features with the target's current ones."""
         store = FeatureStore(directory)
         rows = [row for row in self.rows if sequence_key(row.ids[0].cpu()) in store]
         if not rows:
-            return Finding("cached features", None, f"{directory} holds none of these rows")
+            return Finding("cached features", None, f"{directory} has none of these rows")
         size = self.target.hidden_size
         held = torch.cat([store.get(sequence_key(row.ids[0].cpu())).float() for row in rows])
 
@@ -244,7 +228,7 @@ class Doctor:
 
         own = gap(fresh())
         if own < 0.05:
-            return Finding("cached features", True, f"differ by {own:.1%} from what the target gives now")
+            return Finding("cached features", True, f"differ by {own:.1%} from the target's")
         found = {
             "shifted by one position": min(gap(fresh(shift=shift)) for shift in (-1, 1)),
             "of layers numbered off by one": min(gap(fresh(move=move)) for move in (-1, 1))
@@ -256,7 +240,11 @@ class Doctor:
         return Finding("cached features", False, f"differ by {own:.0%} from the target's{why}", "cache them again")
 
     def check_decoding(self, prompts: int, tokens: int) -> tuple[list[Finding], list[float], list[list[int]]]:
-        """Do drafts do as well in decoding as in training's chains? Findings, acceptance by depth, and the answers."""
+        """Compare acceptance in decoding with that of training's chains.
+
+        Returns:
+            (findings, acceptance by depth, answers)
+        """
         asked = [row.prompt() for row in self.rows[:prompts]]
         drafter = EagleDrafter(self.head, self.target, TreeShape(STEPS, 1, STEPS + 1), context_ids=False)
         made = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, do_sample=False, chat=False)
@@ -275,19 +263,19 @@ class Doctor:
         says = "accepted " + " ".join(f"{a:.0%}" for a, _ in pairs)
         says += " by depth; expected " + " ".join(f"{b:.0%}" for _, b in pairs)
         fine = abs(pairs[0][0] - pairs[0][1]) < _CLEAR
-        fix = "" if fine else "the engine feeds the head otherwise than training does: please report it"
+        fix = "" if fine else "the engine feeds the head differently from training: please report it"
         return [Finding("decoding", fine, says, fix), mistakes], reached, made.sequences
 
     def _expected_runs(self, ids: Tensor, last: int) -> list[int]:
-        """Drafts accepted in each round, as it follows from the head's chains over the finished text.
+        """Return the accepted drafts per round that the head's chains over the finished text imply.
 
         Args:
             ids: [1, M] prompt and answer.
-            last: place of the answer's first token, which the prefill gives.
+            last: index of the answer's first token, which the prefill emits.
         """
         length = ids.shape[1]
         feeding = Feeding(self.target, self.head, [Row({}, ids, torch.ones_like(ids), self.target.features(ids))])
-        hits = torch.zeros(STEPS, length, dtype=torch.bool)  # by step and the place of the token that is drafted
+        hits = torch.zeros(STEPS, length, dtype=torch.bool)  # by step and index of the drafted token
         for step in range(min(STEPS, length - 2)):
             found = feeding.ids(feeding.drafted(at_step(step))[0])
             first = length - len(found)
@@ -303,9 +291,9 @@ class Doctor:
 
 
 def runs_of(sources: Sequence[int]) -> list[int]:
-    """Drafts accepted in each round of one answer, from where its tokens come.
+    """Return the accepted drafts per round of one answer, from the sources of its tokens.
 
-    The first token is the prefill's. A round that the end cut off is left out.
+    The first token is the prefill's. A round cut by the end of the answer is omitted.
     """
     runs, run = [], 0
     for source in sources[1:]:
@@ -317,7 +305,7 @@ def runs_of(sources: Sequence[int]) -> list[int]:
 
 
 def whole_rounds(runs: Sequence[int], length: int) -> list[int]:
-    """Those of an answer's rounds that had room for all drafts before the end of its ``length`` tokens."""
+    """Return the rounds with room for all drafts before the end of an answer of ``length`` tokens."""
     kept, last = [], 0
     for run in runs:
         if last + STEPS + 1 >= length:
@@ -328,14 +316,14 @@ def whole_rounds(runs: Sequence[int], length: int) -> list[int]:
 
 
 def depth_shares(runs: Sequence[int]) -> list[float]:
-    """Share of the drafts at depth 1 to ``STEPS`` that were accepted where the one before was; nan where none was."""
+    """Return the acceptance at depths 1 to ``STEPS``, given acceptance at the depth before; nan without any."""
     reached = [sum(run >= depth for run in runs) for depth in range(STEPS + 1)]
     return [reached[d + 1] / reached[d] if reached[d] else math.nan for d in range(STEPS)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train doctor`. The exit status is 1 if anything is wrong."""
-    args = command_lines.doctor().parse_args(argv)
+    """Run `fsd-train doctor`. The exit status is 1 if a check fails."""
+    args = PARSERS["doctor"]().parse_args(argv)
     dtype = parse_dtype(args.dtype)
     server = Server(args.url) if args.url else None
     record = None if args.json is None else writable(args.json, "the findings' file")
@@ -349,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(rows) == args.rows:
             break
     doctor = Doctor(target, head, rows)
-    findings = [*doctor.check_rows(), *trained_for.findings(args, doctor, rows, (Doctor, Finding))]
+    findings = [*doctor.check_rows(), *trained_for.findings(args, doctor, rows)]
     if args.features:
         findings.append(doctor.check_cache(args.features))
     findings += [*doctor.check_feeding(), doctor.check_dtype(dtype or torch.bfloat16), doctor.check_positions()]
@@ -357,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings += decoding
     if server is not None:
         prompts = [row.prompt() for row in doctor.rows[: args.rows]]
-        findings += [Finding(*found) for found in check_engine(server, prompts, answers, reached)]
+        findings += check_engine(server, prompts, answers, reached)
     print(show(findings))
     if record is not None:
         write_json(record, [asdict(finding) for finding in findings], indent=2)
@@ -365,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(findings: Sequence[Finding]) -> str:
-    """The table."""
+    """Format the table."""
     words = {True: "ok", False: "WRONG", None: "-"}
     lines = [table(["check", "", "found"], [[f.check, words[f.ok], ""] for f in findings])]
     rows = lines[0].splitlines()

@@ -1,4 +1,4 @@
-"""A server's answers and acceptance beside our own, for `fsd-train doctor --url`."""
+"""Comparison of a server's answers and acceptance with ours, for `fsd-train doctor --url`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import requests
 
 from fsd_bench.openai_client import EXTENSIONS, UNSHAPED, Server
 from fsd_infer.errors import FsdError
+from fsd_train.commands.feeding import Finding
 
-Line = tuple[str, bool | None, str, str]  # check, ok, what was found, the fix
 Counts = tuple[float, list[float]]  # drafts, accepted ones by position
 _POSITION = re.compile(r'^vllm:spec_decode_num_accepted_tokens_per_pos(?:_total)?\{.*position="(\d+)".*\} (\S+)$', re.M)
 _DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts(?:_total)?(?:\{.*\})? (\S+)$", re.M)
@@ -20,13 +20,13 @@ _DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts(?:_total)?(?:\{.*\})? (\S+)$
 
 def check_engine(
     server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], reached: Sequence[float]
-) -> list[Line]:
-    """Let a server answer the same prompts and compare.
+) -> list[Finding]:
+    """Compare a server's answers to the same prompts with ours.
 
     Args:
-        server: speaks the OpenAI API and, for acceptance, has vLLM's metrics.
-        prompts, answers: ids, and what our greedy decoding gave.
-        reached: our acceptance by depth, each where the one before was accepted.
+        server: an OpenAI-compatible server, for acceptance with vLLM's metrics.
+        prompts, answers: token ids of the prompts and of our greedy answers.
+        reached: our acceptance by depth, given that the depth before was accepted.
     """
     before = acceptance_counts(server.url)
     same, silent = 0, 0
@@ -36,43 +36,43 @@ def check_engine(
             body = {"model": model, "prompt": list(prompt), "max_tokens": len(answer), "temperature": 0.0, **UNSHAPED}
             ids = _ids(server.complete(body, EXTENSIONS))
             silent += ids is None
-            same += ids in (list(answer), list(answer[:-1]))  # some keep the end token to themselves
+            same += ids in (list(answer), list(answer[:-1]))  # some servers omit the end token
     except FsdError as error:
-        return [("engine", False, str(error).rstrip("."), "start the server, or leave --url out")]
+        return [Finding("engine", False, str(error).rstrip("."), "start the server, or omit --url")]
     return [
         _compare_answers(same, silent, len(prompts)),
         _compare_acceptance(server.url, before, acceptance_counts(server.url), reached),
     ]
 
 
-def _compare_answers(same: int, silent: int, asked: int) -> Line:
+def _compare_answers(same: int, silent: int, asked: int) -> Finding:
     check = "engine's answers"
     if silent:
-        return check, None, f"{silent} of {asked} came without token ids, so there is nothing to compare", ""
-    fine = same >= 0.8 * asked  # rounding turns a few
-    fix = "it runs another target, dtype or template: start it with this target"
-    return check, fine, f"{same} of {asked} are ours", "" if fine else fix
+        return Finding(check, None, f"{silent} of {asked} came without token ids, so there is nothing to compare")
+    fine = same >= 0.8 * asked  # rounding changes a few
+    fix = "the server has another target, dtype or template: start it with this target"
+    return Finding(check, fine, f"{same} of {asked} equal ours", "" if fine else fix)
 
 
-def _compare_acceptance(url: str, before: Counts | None, after: Counts | None, reached: Sequence[float]) -> Line:
+def _compare_acceptance(url: str, before: Counts | None, after: Counts | None, reached: Sequence[float]) -> Finding:
     check = "engine's acceptance"
     if before is None or after is None:
-        return check, None, f"{url} has no metrics of drafts by position", ""
+        return Finding(check, None, f"{url} has no metrics of drafts by position")
     drafts = after[0] - before[0]
     if not drafts:
-        return check, False, "the server drafted nothing", "start it with the head"
+        return Finding(check, False, "the server drafted nothing", "start it with the head")
     theirs = [(late - early) / drafts for late, early in zip(after[1], before[1], strict=True)][: len(reached)]
     ours = [math.prod(reached[: depth + 1]) for depth in range(len(theirs))]
     says = "accepted by position: " + " ".join(f"{value:.0%}" for value in theirs)
     says += "; ours " + " ".join("-" if math.isnan(value) else f"{value:.0%}" for value in ours)
     noise = max(0.1, 3 * math.sqrt(0.5 / drafts))
     fine = not any(abs(a - b) > noise for a, b in zip(theirs, ours, strict=True))
-    fix = "it feeds the head otherwise: compare layer ids, norm flags and the exported config with this table"
-    return check, fine, says, "" if fine else fix
+    fix = "the server feeds the head differently: compare layer ids, norm flags and the exported config with this table"
+    return Finding(check, fine, says, "" if fine else fix)
 
 
 def acceptance_counts(url: str) -> Counts | None:
-    """(drafts, accepted ones by position) from a server's metrics, as vLLM has them; None where there are none."""
+    """Read the number of drafts and of accepted ones by position from vLLM's metrics; None without them."""
     parts = urlsplit(url)
     try:
         text = requests.get(f"{parts.scheme}://{parts.netloc}/metrics", timeout=10).text

@@ -1,8 +1,8 @@
-"""`fsd-train estimate`: what a recipe needs, before anything long starts.
+"""`fsd-train estimate`: memory, disk and time of a recipe.
 
-Memory and disk follow from the target's config and the rows. Time is measured: the target answers a prompt, runs
-through a few rows, and a few steps are trained; what a token takes is multiplied by the tokens to come. On paper
-(:func:`on_paper`) nothing is measured: time is the least that GPUs' data sheets allow.
+Memory and disk follow from the target's config and the rows. Time follows from a measurement: the target answers part
+of a prompt and reads a row, and a few steps are trained. :func:`on_paper` measures nothing; its times are the least
+that the data sheets of GPUs allow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
 
 from fsd_bench.estimate import head_on_paper, planned_head, weights_read
-from fsd_bench.planned import count_weights
+from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.roofline import Hardware, Work, device_rows, seconds, size
 from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
@@ -27,34 +27,41 @@ from fsd_infer.drafters import NoDrafter
 from fsd_infer.errors import DataError
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.fit import Recipe, head_module, quiet, read_recipe, run_errors
-from fsd_train.commands.sizing import facts_of, feature_bytes, step_memory
+from fsd_train.commands.sizing import Batch, TargetFacts, facts_of, feature_bytes, step_memory
 from fsd_train.data.features import check_disk
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
 
-_TIMED = 16  # tokens of the answer that is timed
-_STEPS = 3  # batches that are timed, after one that is not
-Line = tuple[str, str, str]  # what, how much, how it was found
+_TIMED = 16  # tokens of the timed answer
+_STEPS = 3  # timed batches, after one warm-up
+Line = tuple[str, str, str]  # name, amount, source
 
 
 def head_recipe(path: str | Path) -> Recipe:
-    """Raises DataError if a recipe is not that of a head, or as :func:`fsd_train.commands.fit.read_recipe` does."""
+    """Read the recipe of a head. Raises DataError for a small LM's, and as :func:`read_recipe`."""
     recipe = read_recipe(path)
     if "drafter" in recipe.model:
-        raise DataError(f"{path} trains a small LM: estimate takes the recipe of a head.")
+        raise DataError(f"{path} trains a small LM. Give the recipe of a head.")
     return recipe
 
 
 def _head(recipe: Recipe, target: Target) -> EagleHead:
-    """The recipe's head, without values."""
+    """Plan the recipe's head, without values."""
     options = {name: value for name, value in recipe.model["head"].items() if value is not None}
     return planned_head(target, draft_vocab_size=recipe.model["draft_vocab_size"], **options)
 
 
+def _loaded(facts: TargetFacts, cached: bool) -> int:
+    """Count the target's weights in memory: with cached features, embeddings and LM head, tied ones once."""
+    model = facts.target.model
+    tables = {id(part.weight): part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings())}
+    return sum(weight.numel() for weight in tables.values()) if cached else facts.parameters
+
+
 class _Clock(Callback):
-    """Seconds of each batch, the wait for it included."""
+    """Callback that times batches, including the wait for them."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -63,21 +70,20 @@ class _Clock(Callback):
         self.ends.append(time.perf_counter())
 
     def seconds(self) -> float:
-        """Of a batch, without the first, which warms up."""
+        """Return the mean seconds of a batch, except the first."""
         return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
 
 
 def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 256) -> list[Line]:
-    """What a recipe needs.
+    """Estimate the needs of a recipe.
 
     Args:
-        recipe: the recipe; its answers are there.
-        prompts: file of further prompts that are to be answered.
-        max_new_tokens: of each answer.
+        recipe: the recipe; its answers exist.
+        prompts: file of prompts that are still to be answered.
+        max_new_tokens: tokens of each answer.
 
     Raises:
-        DataError: the answers are missing, or the disk has no room for the features. The latter is found before any
-            weights are read.
+        DataError: the answers are missing, or the disk has no room for the features.
     """
     facts = facts_of(recipe.model["target"])
     given = recipe.data["features"]
@@ -94,12 +100,10 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
         lines.append(("disk for features", size(tokens * each), f"{each} B a token"))
     module, step = _train(recipe, data)
     cached = given is not None
-    parts = step_memory(
-        facts, 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters,
-        count_weights(module.head),
-        module.head.config.draft_vocab_size or facts.vocab_size, data.batch_tokens, module.unroll_steps,
-        module.device.type,
-    )  # fmt: skip
+    loaded = _loaded(facts, cached)
+    drafted = module.head.config.draft_vocab_size or facts.vocab_size
+    batch = Batch(data.batch_tokens, min(data.max_length, max(data.train_set.lengths)), module.unroll_steps)
+    parts = step_memory(facts, loaded, count_weights(module.head), drafted, batch, module.device.type)
     lines += [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
     lines.append(("memory per device", size(sum(part.bytes for part in parts)), "together"))
     target: Target = module.target
@@ -112,7 +116,7 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
     if prompts is not None:
         rows = list(read_prompts(prompts))
         if not rows:
-            raise DataError(f"{prompts}: no prompts. Give a file with at least one row.")
+            raise DataError(f"{prompts} has no prompts. Give a file with at least one row.")
         ids = encode_chat(target.tokenizer, rows[0].messages)
         start = time.perf_counter()
         FuzzyDecoder(target, NoDrafter(target.vocab_size)).generate(
@@ -131,7 +135,7 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
 
 
 def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[EagleModule, float]:
-    """A few batches: the module, and seconds of a batch."""
+    """Train a few batches; return the module and the seconds of a batch."""
     module = head_module(recipe.path)
     clock = _Clock()
     kept = {name: recipe.trainer[name] for name in ("accelerator", "precision") if name in recipe.trainer}
@@ -142,12 +146,12 @@ def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[EagleModule, float]
             use_distributed_sampler=False, default_root_dir=scratch,
         ).fit(module, data)  # fmt: skip
     if len(clock.ends) < 2:
-        raise DataError("the recipe's rows make fewer than two batches: there is nothing to measure.")
+        raise DataError("the recipe's rows make fewer than two batches. Add rows, or lower data.batch_tokens.")
     return module, clock.seconds()
 
 
 def _forward_seconds(target: Target, data: AnswersDataModule) -> float:
-    """Of the target's forward, per token."""
+    """Measure the seconds of the target's forward, per token."""
     rows = data.train_set
     assert rows is not None
     longest = max(range(len(rows)), key=rows.lengths.__getitem__)
@@ -159,16 +163,43 @@ def _forward_seconds(target: Target, data: AnswersDataModule) -> float:
     return (time.perf_counter() - start) / ids.shape[1]
 
 
-def on_paper(recipe: Recipe, name: str | None = None) -> str:
-    """What a recipe needs by its target's config alone: no weights and no answers are read.
+def step_work(recipe: Recipe, target: Target | None = None, head: EagleHead | None = None) -> list[Work]:
+    """Return the work of one optimiser step on paper.
 
-    The target runs over a batch (2 operations per weight and token, of its LM head those of the draft vocabulary). The
-    head runs forwards and backwards once per unrolled step (6 per weight and token). The optimiser reads and writes
-    fp32 weights, gradients and moments once a step (28 B per weight).
+    The target runs over a batch: 2 operations per weight and token, its LM head with the rows of the draft vocabulary.
+    The head runs forwards and backwards once per unrolled step: 6 operations per weight and token, 4 per weight of
+    LM head rows that it shares with the target. The optimiser reads and writes weights, gradients and moments in fp32
+    (28 B per weight).
 
     Args:
         recipe: the recipe.
-        name: another name for its target, e.g. a shape of ``planned_target``.
+        target: a planned target to use instead of the recipe's.
+        head: of that target, instead of the recipe's.
+    """
+    target = target or planned_target(recipe.model["target"])
+    head = head or _head(recipe, target)
+    drafter, weights = head_on_paper(target, head), count_weights(head)
+    tokens, steps = recipe.data["batch_tokens"], recipe.model["unroll_steps"]
+    batches = int(recipe.trainer.get("accumulate_grad_batches") or 1)
+    # the target's own LM head is not run, but for the draft vocabulary's rows
+    read = weights_read(target) - (target.vocab_size - drafter.vocabulary) * target.hidden_size
+    run, how = 6.0 * weights + 4.0 * drafter.lm_rows, f"(6 x {weights:,} + 4 x {drafter.lm_rows:,}) x {tokens}"
+    work = [
+        Work("head", run, run * tokens, how, batches * steps, shared=True),
+        Work("optimiser", 28.0 * weights, 0.0, f"28 B x {weights:,}"),
+    ]
+    if recipe.data.get("features") is None:
+        target_work = Work("target", 2.0 * read, 2.0 * read * tokens, f"2 x {read:,} x {tokens}", batches, shared=True)
+        work.insert(0, target_work)
+    return work
+
+
+def on_paper(recipe: Recipe, name: str | None = None) -> str:
+    """Estimate the needs of a recipe from its target's config alone, without weights and answers.
+
+    Args:
+        recipe: the recipe.
+        name: another target, such as a shape of ``planned_target``.
 
     Raises:
         ModelLoadError: the target's config cannot be found or used.
@@ -177,24 +208,13 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
     name = name or recipe.model["target"]
     facts = facts_of(name)
     head = _head(recipe, facts.target)
-    drafter, weights = head_on_paper(facts.target, head), count_weights(head)
-    tokens, steps = recipe.data["batch_tokens"], recipe.model["unroll_steps"]
-    batches = int(recipe.trainer.get("accumulate_grad_batches") or 1)
+    batch = Batch(recipe.data["batch_tokens"], recipe.data["max_length"], recipe.model["unroll_steps"])
     total = int(recipe.trainer.get("max_steps") or 0)
     cached = recipe.data.get("features") is not None
-    loaded = 2 * facts.vocab_size * facts.hidden_size if cached else facts.parameters
-    parts = step_memory(facts, loaded, weights, drafter.vocabulary, tokens, steps, "cuda")
-    # the target's own LM head is not run, but for the draft vocabulary's rows
-    read = weights_read(facts.target) - (facts.vocab_size - drafter.vocabulary) * facts.hidden_size
-    run = weights + drafter.lm_rows
-    work = [
-        Work("head", 6.0 * run, 6.0 * run * tokens, f"6 x {run:,} x {tokens}", batches * steps, shared=True),
-        Work("optimiser", 28.0 * weights, 0.0, f"28 B x {weights:,}"),
-    ]
-    if not cached:
-        work.insert(
-            0, Work("target", 2.0 * read, 2.0 * read * tokens, f"2 x {read:,} x {tokens}", batches, shared=True)
-        )
+    loaded = _loaded(facts, cached)
+    drafted = head_on_paper(facts.target, head).vocabulary
+    parts = step_memory(facts, loaded, count_weights(head), drafted, batch, "cuda")
+    work = step_work(recipe, facts.target, head)
     lines = [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
     for each in work:
         amount = each.times * each.operations
@@ -216,8 +236,8 @@ def _time(seconds: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train estimate`."""
-    args = command_lines.estimate().parse_args(argv)
+    """Run `fsd-train estimate`."""
+    args = PARSERS["estimate"]().parse_args(argv)
     recipe = head_recipe(args.config)
     if args.on_paper or args.target:
         print(on_paper(recipe, args.target))

@@ -1,4 +1,4 @@
-"""From a training checkpoint or a head to what ``fsd_infer`` and other engines load: `fsd-train export`."""
+"""`fsd-train export`: write a checkpoint or head for ``fsd_infer`` or another engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsd_infer.heads.hub import find_head
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import read_checkpoint
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.data.answers import read_answers
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
@@ -31,21 +31,23 @@ from fsd_train.models.vocabulary import choose_draft_ids
 
 
 def load_module(checkpoint: str | Path) -> DistillationModule:
-    """The module of a Lightning checkpoint. Raises CheckpointError if it is missing, truncated or foreign."""
+    """Load the module of a checkpoint. Raises CheckpointError if it is missing, truncated or foreign."""
     state = read_checkpoint(checkpoint)
     options = state["hyper_parameters"]
     if "drafter" in options:
         module: DistillationModule = LMModule(options["target"], options["drafter"], options.get("lora"))
     else:
         head = HeadOptions(**options.get("head", {}))
-        module = EagleModule(options["target"], head, draft_vocab_size=options.get("draft_vocab_size"))
+        # every layout allows a loss without feature term; the loss does not affect weights
+        size = options.get("draft_vocab_size")
+        module = EagleModule(options["target"], head, draft_vocab_size=size, loss="kl_pq")
     module.configure_model()
     module.load_state_dict(state["state_dict"])  # with EMA these are the averaged weights
     return module
 
 
 def target_facts(name: str) -> TargetFacts:
-    """What other programs' formats want to know of a target; its weights are read when they are asked for."""
+    """Collect the facts of a target for other formats; its weights are read only on demand."""
     directory = resolve_target(name)
     config = load_config(name)
     text = config.get_text_config(decoder=True)
@@ -59,8 +61,8 @@ def _lm_head_rows(name: str, ids: Tensor | None) -> Tensor:
 
 
 def export_main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train export`."""
-    parser = command_lines.export()
+    """Run `fsd-train export`."""
+    parser = PARSERS["export"]()
     args = parser.parse_args(argv)
     if (args.draft_vocab_size is None) != (args.data is None):
         parser.error("--draft-vocab-size and --data go together")
@@ -69,28 +71,28 @@ def export_main(argv: Sequence[str] | None = None) -> int:
         if found is None:
             raise DataError(f"{args.source} is no head: it has no config.json of one. Give a head or a .ckpt file.")
         if Path(args.output).resolve() == found.resolve():
-            raise DataError(f"{args.output} is what is exported: give another directory, so that it is kept.")
+            raise DataError(f"{args.output} is the source of the export. Give another directory.")
         return _export_head(found, args)
     module = load_module(args.source)
     if args.data:
         if not isinstance(module, EagleModule):
-            raise DataError("a small LM drafts over its whole vocabulary: leave --draft-vocab-size out.")
+            raise DataError("a small LM drafts over its whole vocabulary. Omit --draft-vocab-size.")
         _choose_ids(module.head, module.target, args, module.always_drafted())
     if args.to is None:
         print(module.export(args.output, {"checkpoint": Path(args.source).name}), file=sys.stderr)
         return 0
     if not isinstance(module, EagleModule):
-        raise DataError("a small LM is exported in Hugging Face's format, which every engine reads: leave --to out.")
+        raise DataError("a small LM is exported in Hugging Face's format, which every engine reads. Omit --to.")
     return _export_to(module.head, args.target or module.target_name, args)
 
 
 def record_of(training: Any) -> dict[str, Any]:
-    """The record of a head's training, which is free-form and may hold anything, as a dict."""
+    """Return a head's free-form training record as a dict."""
     return training if isinstance(training, dict) else {}
 
 
 def target_of(config: Mapping[str, Any]) -> str | None:
-    """The target that the config of a head names, if it does."""
+    """Return the target that a head's config names, or None."""
     options = record_of(record_of(config.get("training")).get("hyperparameters"))
     name = options.get("target") or config.get("target_model")
     return name if isinstance(name, str) else None
@@ -99,7 +101,7 @@ def target_of(config: Mapping[str, Any]) -> str | None:
 def _export_head(source: Path, args: argparse.Namespace) -> int:
     name = args.target or target_of(read_config(source))
     if name is None:
-        raise DataError(f"{args.source} does not name its target: give --target.")
+        raise DataError(f"{args.source} does not name its target. Give --target.")
     if args.data is None and args.to is not None:
         return _export_to(EagleHead.from_pretrained(source), name, args)
     options = record_of(record_of(read_config(source).get("training")).get("hyperparameters"))

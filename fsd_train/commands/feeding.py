@@ -1,4 +1,4 @@
-"""How a head agrees with its target, fed as it should be and in the ways that heads are known to be fed by mistake."""
+"""Agreement of a head with its target, fed correctly and in ways that are common mistakes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,26 @@ _CHUNK = 512  # positions whose logits are alive at a time
 Shift = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class Finding:
+    """A line of doctor's table.
+
+    Attributes:
+        check: name of the check.
+        ok: whether it passed; None: a remark.
+        says: result.
+        fix: remedy, if it failed.
+    """
+
+    check: str
+    ok: bool | None
+    says: str
+    fix: str = ""
+
+
 @dataclass
 class Row:
-    """A conversation: ids [1, M], mask [1, M], and the target's features [1, M, F] with every watched layer."""
+    """A conversation: ids [1, M], mask [1, M], and the target's features [1, M, F] with all watched layers."""
 
     values: dict[str, Any]
     ids: Tensor
@@ -38,20 +55,20 @@ def _same(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Variant:
-    """Another way to feed or read a head, which is the right one where a head was trained so.
+    """Another way to feed or read a head, in case the head was trained like that.
 
     Attributes:
-        check: the line of the table that it belongs to.
-        what: it in words.
-        fix: what to do if the head wants it so.
+        check: the line of the table.
+        what: the variant in words.
+        fix: remedy if the head fits the variant.
         layers: inner layers to read; None: the head's own.
-        features, tokens: what is done to the features [1, M, F] and to the token ids [1, M] before pairing.
-        readout: how the LM head's input is made of the outputs.
-        final: layer whose outputs stand in the final features' place.
-        feedback: feed back normalised outputs where the head feeds back raw ones, and the other way round.
-        step: chain step that is compared.
-        below: the head's own agreement must be below this share of the variant's: more than 0.7 may be chance, and
-            some variants see what is to be predicted.
+        features, tokens: changes of the features [1, M, F] and token ids [1, M] before pairing.
+        readout: function from head and outputs to the LM head's input.
+        final: layer whose outputs replace the final features.
+        feedback: swap between feeding back normalised and raw outputs.
+        step: chain step to compare.
+        below: the head's own agreement must be below this share of the variant's. Above 0.7 the difference may be
+            chance, and some variants see the token to predict.
     """
 
     check: str
@@ -68,7 +85,7 @@ class Variant:
 
 
 def at_step(step: int) -> Variant:
-    """The head as it is, at another chain step."""
+    """Return the unchanged head at another chain step."""
     return Variant("", "", "", step=step)
 
 
@@ -76,12 +93,12 @@ AS_IT_IS = at_step(0)
 
 
 class Feeding:
-    """A head, its target and conversations.
+    """A head, its target and conversations to compare them on.
 
     Args:
-        target: the target; it watches the head's layers and those beside them.
+        target: the target; it watches the head's layers and their neighbours.
         head: the head.
-        rows: what is looked at.
+        rows: the conversations.
     """
 
     def __init__(self, target: Target, head: EagleHead, rows: list[Row]) -> None:
@@ -90,9 +107,9 @@ class Feeding:
 
     @torch.no_grad()
     def drafted(self, variant: Variant = AS_IT_IS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """(draft vocabulary entries that the head finds most likely, the target's most likely ids), both [N].
+        """Return the head's most likely draft vocabulary entries and the target's most likely ids, both [N].
 
-        At every position whose chain step is supervised, all rows together.
+        N counts the positions of all rows at which the chain step is supervised.
         """
         found, wanted = [], []
         step = variant.step
@@ -109,7 +126,7 @@ class Feeding:
         return torch.cat(found), torch.cat(wanted)
 
     def inputs(self, features: Tensor, variant: Variant = AS_IT_IS) -> Tensor:
-        """What the head reads of the target's features [1, M, F]."""
+        """Return the head's input features, made from the target's features [1, M, F]."""
         layers = self.head.config.fused_layers if variant.layers is None else variant.layers
         inputs = self.target.features_of(features, layers)
         if variant.final is not None:
@@ -128,7 +145,7 @@ class Feeding:
         return entries if self.head.draft_ids is None else self.head.draft_ids[entries]
 
     def agreement(self, variant: Variant) -> float:
-        """Share of supervised positions where the head's most likely token is the target's."""
+        """Return the share of supervised positions at which head and target have the same most likely token."""
         with self._feedback(variant.feedback):
             found, wanted = self.drafted(variant)
         return float((self.ids(found) == wanted).float().mean())
@@ -137,7 +154,7 @@ class Feeding:
         return sum(int(supervised(row.mask, 1).sum()) for row in self.rows)
 
     def variants(self) -> list[Variant]:
-        """What heads are known to have been trained with instead."""
+        """Return the variants that some heads were trained with."""
         config, own = self.head.config, self.head.config.fused_layers
         found = [
             Variant(
@@ -146,7 +163,7 @@ class Feeding:
                 features=lambda x: torch.cat([x[:, :1], x[:, :-1]], 1),
             ),
             Variant(
-                "positions", "the feature of the token after, which is not there in decoding",
+                "positions", "the feature of the token after, which decoding does not have",
                 "pair token i+1 with the feature of token i in training",
                 features=lambda x: torch.cat([x[:, 1:], x[:, -1:]], 1), below=0.2,
             ),
@@ -159,16 +176,16 @@ class Feeding:
         for move in (-1, 1):
             moved = [number + move for number in own]
             if own and moved[0] >= 0 and moved[-1] < self.layers:
-                fix = f"write fused_layers {moved} into config.json: programs number layers differently by one"
+                fix = f"set fused_layers {moved} in config.json: programs number layers differently by one"
                 found.append(Variant("feature layers", f"layers {moved} instead of {own}", fix, layers=moved))
         final = getattr(self.target.decoder, "norm", None)
         if self.head.norm is None and final is not None:
             found.append(
-                Variant("norms", "the target's final norm after it", "set final_norm, and give the head its weight",
+                Variant("norms", "the target's final norm after it", "set final_norm and copy the norm's weight",
                         readout=lambda head, x: final(x.to(self.target.dtype)).to(x.dtype))
             )  # fmt: skip
         if self.head.eagle3 and not config.norm_output and self.head.norm is not None:
-            found.append(Variant("norms", "no norm before the LM head", "leave norm out", readout=lambda head, x: x))
+            found.append(Variant("norms", "no norm before the LM head", "remove the norm", readout=lambda head, x: x))
         if self.head.eagle3:
             found.append(
                 Variant("norms", f"norm_output {str(not config.norm_output).lower()}",
@@ -176,14 +193,14 @@ class Feeding:
             )  # fmt: skip
         else:
             found.append(
-                Variant("norms", "features from before the target's final norm", "take what enters the LM head",
+                Variant("norms", "features from before the target's final norm", "use the inputs of the LM head",
                         final=self.layers - 1)
             )  # fmt: skip
         return found
 
     @contextmanager
     def _feedback(self, flipped: bool) -> Iterator[None]:
-        """With ``flipped`` a head of layout eagle3 feeds back what it otherwise does not: normalised or raw outputs."""
+        """With ``flipped``, swap between feeding back normalised and raw outputs of layout eagle3."""
         config = self.head.config
         self.head.config = dataclasses.replace(config, norm_output=config.norm_output != flipped)
         try:

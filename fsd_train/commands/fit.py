@@ -1,4 +1,4 @@
-"""`fsd-train fit` and `fsd-train validate`: LightningCLI, with every mistake in a recipe or an option as one line."""
+"""`fsd-train fit` and `fsd-train validate`: LightningCLI with one-line errors for recipes and options."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from fsd_train.models import DistillationModule, EagleModule
 from fsd_train.repository import find
 from fsd_train.strategies import check_ranks, named_strategy
 
-MOST_SAID = 800  # characters of a library's message
-HEAD = ("--model", "fsd_train.models.EagleModule")  # what a model section without class_path means
-# what Lightning says that a user can do nothing about, or need not: by the beginning of the message
+MOST_SAID = 800  # characters shown of a library's message
+HEAD = ("--model", "fsd_train.models.EagleModule")  # class of a model section without class_path
+# beginnings of messages of Lightning that ask for no action
 _IDLE_WARNINGS = (
     "`isinstance(treespec, LeafSpec)`", "Checkpoint directory", "The 'train_dataloader' does not have many",
     "The 'val_dataloader' does not have many", "The number of training batches", "LightningCLI's args parameter",
@@ -42,23 +42,23 @@ _IDLE_WARNINGS = (
 
 
 class Parser(LightningArgumentParser):
-    """Raises what is wrong, where jsonargparse prints its usage and exits."""
+    """Parser that raises an error instead of printing its usage and exiting."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         raise FsdError(one_line(message)[:MOST_SAID]) from ex
 
 
 class TrainCLI(LightningCLI):
-    """LightningCLI for this package's modules: what a recipe says, read, checked and made, but not run."""
+    """LightningCLI for this package's modules; it reads, checks and builds a recipe without running it."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
             "--ckpt_path", type=str | None, default=None,
-            help="checkpoint to go on from, or to validate; auto: the newest in the run's directories",
+            help="checkpoint to resume or to validate; auto: the newest in the run's directories",
         )  # fmt: skip
         parser.add_argument(
             "--overwrite", type=bool, default=False,
-            help="fit: remove the checkpoints and heads that another run left in this one's directories",
+            help="fit: remove checkpoints and heads of another run in this run's directories",
         )  # fmt: skip
 
     def before_instantiate_classes(self) -> None:
@@ -66,7 +66,7 @@ class TrainCLI(LightningCLI):
         sections["model.head"] = self.config.get("model.init_args.head", Namespace())
         for name, section in sections.items():
             if not isinstance(section, Namespace):
-                raise FsdError(f"the section {name} holds no options: see recipes/template.yaml.")
+                raise FsdError(f"the section {name} holds no options. See recipes/template.yaml.")
         if self.config.get("ckpt_path") != AUTO:
             check_checkpoint(self.config.get("ckpt_path"))  # before anything is loaded
 
@@ -81,7 +81,7 @@ class TrainCLI(LightningCLI):
         return super().instantiate_trainer(**{**kwargs, "callbacks": [Announce(), *callbacks]})
 
     def prepare_run(self) -> str | None:
-        """Check the run's directories; returns the checkpoint to go on from, if any."""
+        """Check the run's directories and return the checkpoint to resume, or None."""
         check_ranks(self.trainer)
         directory = RunDirectory(self.trainer, self.config["overwrite"])
         directory.check_writable(self.trainer)
@@ -91,14 +91,14 @@ class TrainCLI(LightningCLI):
 
 
 class _Reader(TrainCLI):
-    """Reads and checks, and goes no further."""
+    """A CLI that reads and checks without building."""
 
     def instantiate_classes(self) -> None:
         pass
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `fit` or `validate` (the first argument); every option of Trainer, module and data is in --help."""
+    """Run `fit` or `validate`, the first argument."""
     with _command_line(argv), quiet():
         cli = configured(argv[1:])
         with run_errors():
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def configured(argv: Sequence[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI:
-    """Trainer, module and data by a command line's options. Raises FsdError for every mistake in them."""
+    """Build trainer, module and data from a command line. Raises FsdError for a bad option."""
     with config_errors():
         return kind(
             DistillationModule,
@@ -121,9 +121,9 @@ def configured(argv: Sequence[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI
             parser_class=Parser,
             auto_configure_optimizers=False,
             seed_everything_default=0,
-            # the data module's batch sampler splits the batches among replicas itself
+            # the data module's sampler divides batches among replicas
             trainer_defaults={"use_distributed_sampler": False, "enable_model_summary": False},
-            # a run that is continued must not be stopped by the record of its own settings
+            # a resumed run replaces the record of its settings
             save_config_kwargs={"overwrite": True},
             args=[*HEAD, *with_recipes(argv)],
             run=False,
@@ -132,7 +132,7 @@ def configured(argv: Sequence[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI
 
 @dataclass(frozen=True)
 class Recipe:
-    """The sections of a recipe with their defaults; ``model`` holds the options of its class."""
+    """The sections of a recipe with defaults; ``model`` holds the options of its class."""
 
     path: str
     trainer: dict[str, Any]
@@ -141,7 +141,7 @@ class Recipe:
 
 
 def read_recipe(path: str | Path) -> Recipe:
-    """A recipe, checked as `fit` checks it. Raises FsdError, which names the file, as `fit` does."""
+    """Read a recipe with the checks of `fit`. Raises FsdError with the file's name."""
     try:
         config = _read(path).config
     except FsdError as error:
@@ -151,7 +151,7 @@ def read_recipe(path: str | Path) -> Recipe:
 
 
 def head_module(path: str | Path) -> EagleModule:
-    """The module of a head's recipe. Raises FsdError as `fit` does."""
+    """Build the module of a head's recipe. Raises FsdError like `fit`."""
     cli = _read(path)
     module: EagleModule = cli.parser.instantiate(cli.config).model
     return module
@@ -167,7 +167,7 @@ def _read(path: str | Path) -> TrainCLI:
 
 
 def with_recipes(argv: Sequence[str]) -> list[str]:
-    """``argv`` with the names of recipes after --config replaced by their paths, as far as they are not files here."""
+    """Replace recipe names after --config by their paths, unless they are files here."""
     words, after = [], False
     for word in argv:
         option, equals, value = word.partition("=")
@@ -185,35 +185,35 @@ def with_recipes(argv: Sequence[str]) -> list[str]:
 
 @contextmanager
 def config_errors() -> Iterator[None]:
-    """Turns whatever libraries raise for a configuration, before anything runs, into FsdError."""
+    """Turn every exception about a configuration into FsdError."""
     try:
         yield
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
-            raise  # the command line says how to install it
+            raise  # the command line names the package to install
         raise _innermost(error) or DataError(f"the configuration: {one_line(str(error))[:MOST_SAID]}") from error
 
 
 @contextmanager
 def run_errors() -> Iterator[None]:
-    """Turns what Lightning and torch raise for settings that a run cannot have, and lost processes, into FsdError."""
+    """Turn exceptions of Lightning and torch about settings and lost processes into FsdError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise FsdError("the device's memory is full: lower data.batch_tokens, or model.unroll_steps.") from error
+        raise FsdError("the device is out of memory. Lower data.batch_tokens or model.unroll_steps.") from error
     except (MisconfigurationException, ImportError, ValueError) as error:
         raise _innermost(error) or DataError(one_line(str(error))[:MOST_SAID]) from error
     except Exception as error:
         if isinstance(error, torch.distributed.DistError) or any(name in str(error) for name in ("gloo", "NCCL")):
             raise FsdError(
-                "another process of this run has ended, or did not answer in time: see what it said, and go on with "
-                f"--ckpt_path of the last checkpoint ({one_line(str(error))[:300]})."
+                f"another process of this run has ended, or did not answer in time ({one_line(str(error))[:300]}). See "
+                "its output, and resume the last checkpoint with --ckpt_path."
             ) from error
         raise _innermost(error) or error from error.__cause__
 
 
 def _innermost(error: BaseException) -> FsdError | None:
-    """The innermost error of ours: libraries wrap what a class raises."""
+    """Return the innermost FsdError, because libraries wrap exceptions."""
     ours: FsdError | None = None
     current: BaseException | None = error
     while current is not None:
@@ -227,7 +227,7 @@ def _innermost(error: BaseException) -> FsdError | None:
 
 @contextmanager
 def _command_line(argv: Sequence[str]) -> Iterator[None]:
-    """Within it, sys.argv holds these arguments: Lightning starts other ranks with them."""
+    """Set sys.argv within the context, because Lightning starts other ranks with it."""
     before = sys.argv
     sys.argv = [before[0], *argv]
     try:
@@ -238,7 +238,7 @@ def _command_line(argv: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Ours to say is printed as it is, warnings in one line, and none of Lightning's notices."""
+    """Print our log lines plainly and warnings on one line; hide Lightning's notices."""
     ours, handler = logging.getLogger("fsd_train"), logging.StreamHandler()
     levels = {ours: logging.INFO}
     levels.update({logging.getLogger(name): logging.WARNING for name in ("lightning.pytorch", "lightning.fabric")})

@@ -13,7 +13,7 @@ import yaml
 from fsd_infer.errors import DataError
 from fsd_infer.files import write_text
 from fsd_infer.targets.loading import EAGER_FAMILIES
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.sizing import (
     SMALL,
     Choices,
@@ -33,17 +33,17 @@ TEMPLATE = Path(__file__).with_name("recipe.yaml.in")
 
 
 def slug(name: str) -> str:
-    """The last part of a target's name, fit for a file name."""
+    """Make a file name of the last part of a target's name."""
     return re.sub(r"[^a-z0-9.]+", "-", Path(name).name.lower()).strip("-.") or "target"
 
 
 def _yaml(*names: str) -> str:
-    """Names as items of a YAML list on one line, quoted where they have to be."""
+    """Format names as items of a YAML list on one line."""
     return yaml.safe_dump(list(names), default_flow_style=True, allow_unicode=True, width=math.inf).strip()[1:-1]
 
 
 def own_directory(name: str) -> str:
-    """Where a run for a target writes, unless a shipped recipe's run writes there: then a directory beside it."""
+    """Return the directory of a target's run, with a suffix if a shipped recipe writes there."""
     run = f"runs/{slug(name)}"
     files = [path for root in (SHIPPED.parent.parent, SHIPPED) for path in root.glob("recipes/*.yaml")]
     line = re.compile(rf"^ +default_root_dir: {re.escape(run)}$", re.M)
@@ -52,7 +52,7 @@ def own_directory(name: str) -> str:
 
 
 def _head_and_loss(facts: TargetFacts) -> tuple[str, str]:
-    """The lines of the head's options, and those that follow the loss."""
+    """Return the lines of the head's options and those after the loss."""
     if facts.layout == "eagle3":
         head = (
             "    layout: eagle3          # read by vLLM, SGLang, TensorRT-LLM and others: fsd-train export --to vllm\n"
@@ -71,7 +71,7 @@ def _head_and_loss(facts: TargetFacts) -> tuple[str, str]:
 
 
 def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), run: str = "") -> str:
-    """The recipe as YAML, of a run that writes to the directory ``run`` (by default named after the target)."""
+    """Format the recipe as YAML; ``run``: directory of the run (default: named after the target)."""
     run = run or f"runs/{slug(facts.name)}"
     answers = list(files) or [f"{run}/answers.jsonl"]
     parts = memory(facts, choices)
@@ -124,17 +124,17 @@ def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), run:
 
 
 def recipe_for(name: str, files: Sequence[str] = ()) -> str:
-    """A recipe for a target, and, given answers, for these. Raises as :func:`facts_of` and :func:`fit_to_data`."""
+    """Make a recipe for a target and optional answers. Raises as :func:`facts_of` and :func:`fit_to_data`."""
     facts = facts_of(name)
     choices = choose(facts)
     return render(facts, fit_to_data(facts, choices, files) if files else choices, files, run=own_directory(name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train new-recipe`."""
-    args = command_lines.new_recipe().parse_args(argv)
+    """Run `fsd-train new-recipe`."""
+    args = PARSERS["new-recipe"]().parse_args(argv)
     if args.output and Path(args.output).exists():
-        raise DataError(f"{args.output} exists already: give another name, or remove it.")
+        raise DataError(f"{args.output} exists. Give another name, or remove it.")
     text = recipe_for(args.target, args.data)
     path = args.output or "RECIPE"
     if args.output is None:

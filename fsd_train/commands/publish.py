@@ -1,4 +1,4 @@
-"""`fsd-train publish`: a head is checked with its target, described by a model card, shown, and uploaded to the Hub."""
+"""`fsd-train publish`: check a head with its target, show its model card, and upload both to the Hub."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from fsd_infer.heads.hub import hub_errors, is_hub_id
 from fsd_infer.heads.weights import INDEX, SINGLE
 from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
 from fsd_infer.targets.target import Target
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.export import record_of, target_of
 from fsd_train.repository import find
 
-LEAST_TAU = 1.05  # below, next to no draft is accepted
+LEAST_TAU = 1.05  # acceptance length below which hardly any draft is accepted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train publish`. The exit status is 1 if the user does not want the upload."""
-    parser = command_lines.publish()
+    """Run `fsd-train publish`. The exit status is 1 if the user declines the upload."""
+    parser = PARSERS["publish"]()
     args = parser.parse_args(argv)
     directory = Path(args.directory)
     kind = head_kind(directory)
     if kind in (None, OLD):
-        found = "no head" if kind is None else "a head in the form of an earlier version"
-        raise DataError(f"{directory} is {found}: give what `fsd-train export` writes now.")
+        found = "no head" if kind is None else "a head in the format of an earlier version"
+        raise DataError(f"{directory} is {found}. Write it with `fsd-train export` first.")
     name = args.target or target_of(read_config(directory))
     if name is None:
-        raise DataError(f"{directory} does not name its target: give --target.")
+        raise DataError(f"{directory} does not name its target. Give --target.")
     target = Target.from_pretrained(name)
     head = EagleHead.from_pretrained(directory, target, dtype=target.dtype)
     card = card_of(head, target, kind == OURS, measured(head, target, args), args)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{args.repository}: README.md (above), {', '.join(files)} of {directory}", file=sys.stderr)
     if not args.yes:
         if not sys.stdin.isatty():
-            raise DataError("nobody is there to be asked: look at the card above, and give --yes to upload.")
+            raise DataError("no terminal to ask for confirmation. Check the card above, and give --yes to upload.")
         if input(f"Upload these to {args.repository}? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
     print(upload(args.repository, directory, files, card, args), file=sys.stderr)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def upload(repository: str, directory: Path, files: Sequence[str], card: ModelCard, args: argparse.Namespace) -> str:
-    """Make the repository if need be and commit the files and the card to it; the commit's address."""
+    """Commit the files and the card to a repository, created if missing; return the commit's address."""
     config = json.dumps(without_paths(read_config(directory)), indent=2).encode()
     added = [CommitOperationAdd(file, config if file == CONFIG else str(directory / file)) for file in files]
     added.append(CommitOperationAdd("README.md", str(card).encode()))
@@ -72,7 +72,7 @@ def upload(repository: str, directory: Path, files: Sequence[str], card: ModelCa
 
 
 def without_paths(value: Any) -> Any:
-    """A JSON value with the last part of every absolute path: where files lie on a machine is nobody's business."""
+    """Reduce absolute paths in a JSON value to their last part, to publish nothing about the machine."""
     if isinstance(value, dict):
         return {key: without_paths(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -81,27 +81,27 @@ def without_paths(value: Any) -> Any:
 
 
 def measured(head: EagleHead, target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """Accepted length in exact decoding at temperature 0. Raises CheckpointError if hardly any draft is accepted."""
+    """Measure the acceptance length of exact, greedy decoding. Raises CheckpointError if it is near 1."""
     shape = TreeShape.parse(args.tree)
     source = find(args.prompts)
     if not source.exists():
-        raise DataError(f"{args.prompts} is missing: give prompts that the head is to be measured on, as --prompts.")
+        raise DataError(f"{args.prompts} is missing. Give prompts for the measurement as --prompts.")
     prompts: list[Any] = [row.messages for row in islice(read_prompts(source), args.limit)]
     if not prompts:
-        raise DataError(f"{source} holds no prompts.")
+        raise DataError(f"{source} holds no prompts. Give others as --prompts.")
     decoder = FuzzyDecoder(target, EagleDrafter(head, target, shape))
     tau = decoder.generate(prompts, max_new_tokens=args.max_new_tokens, do_sample=False).stats.tau
     if not tau >= LEAST_TAU:
         raise CheckpointError(
-            f"{args.directory} has an accepted length of {tau:.2f} with {target.name}, of which 1 is the target's own "
-            "token: `fsd-train doctor` says why."
+            f"{args.directory} has an acceptance length of {tau:.2f} with {target.name}, where 1 means no draft. "
+            "Run `fsd-train doctor`."
         )
     tree = f"depth {shape.depth}, width {shape.width}, {shape.nodes} nodes"
     return {"tau": tau, "tree": tree, "prompts": f"{len(prompts)} of {source.name}", "tokens": args.max_new_tokens}
 
 
 def base_of(name: str) -> tuple[str | None, str | None]:
-    """(hub id, commit) of a target, as far as they are known."""
+    """Return hub id and commit of a target, each None if unknown."""
     if is_builtin(name):
         origin = BUILTIN_TARGETS.get(name).origin.partition(",")[0]
         return (origin if is_hub_id(origin) else None), None
@@ -112,7 +112,7 @@ def base_of(name: str) -> tuple[str | None, str | None]:
 
 
 def card_of(head: EagleHead, target: Target, ours: bool, found: dict[str, Any], args: argparse.Namespace) -> ModelCard:
-    """The card: the Hub's metadata, what the training's record says, what was measured, and how to use the head."""
+    """Write the card: the Hub's metadata, training record, measurement and usage."""
     config, record = head.config, record_of(head.config.training)
     base, revision = base_of(target.name)
     base, revision = args.base_model or base, args.base_revision or revision
@@ -158,7 +158,7 @@ def agreement_text(metrics: dict[str, Any]) -> str:
 
 
 def use(repository: str, base: str, target: Target, config: EagleConfig, ours: bool) -> list[tuple[str, str]]:
-    """(engine, commands) for each engine that can run the head."""
+    """Return (engine, commands) for each engine that can run the head."""
     found = [
         ("fsd-toolkit", "pip install fsd-toolkit\n"
          f"fsd-infer generate --target {base} --drafter {repository} --prompt 'Why is the sky blue?'"),

@@ -1,6 +1,6 @@
-"""`fsd-train quickstart`: one command from nothing to a comparison of plain, exact and fuzzy decoding.
+"""`fsd-train quickstart`: download, short training, and a comparison of plain, exact and lossy decoding.
 
-Training runs as a process of its own, as a user would start it, so that nothing it loads is timed with decoding.
+Training runs in its own process, so that its imports do not affect the timing of decoding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.loading import builtin_dir, shipped_drafter
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.repository import find
 
 TARGET = "smollm2-135m"
@@ -30,38 +30,36 @@ ANSWERS = Path("data/smollm2-135m-answers.jsonl.gz")
 PROMPTS = Path("data/quickstart_prompts.jsonl")
 OUTPUT = Path("runs/quickstart")
 NEXT = "fsd-infer generate --prompt 'Why is the sky blue?' --rule tilted --show-accepted"
-STEPS_PER_SECOND = 1.0  # of the short run on two cores; its learning rate has fallen to 0 at the end
+STEPS_PER_SECOND = 1.0  # on two cores; the learning rate reaches 0 at the end
 
 
 def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: int = 64) -> None:
-    """Fetch the built-in model, train a head for a moment, decode with the shipped head and print the table.
+    """Download the built-in model, train a head, decode with the shipped head and print the table.
 
     Args:
-        train_seconds: 0 leaves the training out.
-        prompts: how many of the quickstart prompts are decoded.
-        max_new_tokens: of each answer.
+        train_seconds: seconds of training; 0: none.
+        prompts: number of quickstart prompts to decode.
+        max_new_tokens: tokens of each answer.
 
     Raises:
-        FsdError: no shipped head or prompts, training not installed or failed.
+        FsdError: the shipped head or the prompts are missing, or training is not installed or fails.
     """
     for path in (RECIPE, PROMPTS):
         if not find(path).is_file():
-            raise FsdError(f"{path} is missing: fetch the repository whole, or install the package again.")
+            raise FsdError(f"{path} is missing. Clone the whole repository, or reinstall the package.")
     if shipped_drafter(TARGET) is None:
         raise FsdError(
-            f"there is no trained head for {TARGET} (fsd_infer/shipped/{TARGET}): fetch it whole, "
-            f"or train one with: fsd-train fit --config {RECIPE}"
+            f"no trained head for {TARGET} (fsd_infer/shipped/{TARGET}). Clone the whole repository, "
+            f"or train a head: fsd-train fit --config {RECIPE}"
         )
     start = time.perf_counter()
     _say(f"1/3  the built-in model {TARGET}")
     _say(f"     {builtin_dir(TARGET)}")
     if train_seconds > 0:
-        _say(
-            f"2/3  training a head for {train_seconds} s, to show that it runs (the shipped one had nearly seven hours)"
-        )
+        _say(f"2/3  training a head for {train_seconds} s, as a demonstration (the shipped one had nearly seven hours)")
         train(train_seconds)
     else:
-        _say("2/3  training left out")
+        _say("2/3  no training")
     _say(f"3/3  decoding {prompts} prompts with the shipped head, methods taking turns on every prompt")
     import fsd_bench
     from fsd_bench.report import bench_table
@@ -78,32 +76,32 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`fsd-train quickstart`."""
-    args = command_lines.quickstart().parse_args(argv)
+    """Run `fsd-train quickstart`."""
+    args = PARSERS["quickstart"]().parse_args(argv)
     run_quickstart(args.train_seconds, args.prompts, args.max_new_tokens)
     return 0
 
 
 def train(seconds: int) -> None:
-    """A short run of the recipe on the sample of answers, and its loss at both ends. Raises FsdError if it fails."""
+    """Run the recipe briefly on sample answers and print its first and last loss. Raises FsdError on failure."""
     if importlib.util.find_spec("lightning") is None:
-        raise FsdError("training is not installed: pip install 'fsd-toolkit[train]', or quickstart --train-seconds 0.")
+        raise FsdError("training is not installed. Run pip install 'fsd-toolkit[train]', or use --train-seconds 0.")
     if not find(ANSWERS).is_file():
-        raise FsdError(f"{ANSWERS} is missing: fetch the repository whole, or quickstart --train-seconds 0.")
+        raise FsdError(f"{ANSWERS} is missing. Clone the whole repository, or use --train-seconds 0.")
     shutil.rmtree(OUTPUT / "logs", ignore_errors=True)
     done = subprocess.run(train_command(seconds), check=False)
     if done.returncode != 0:
-        raise FsdError(f"the training run failed with exit status {done.returncode}; its output is above.")
+        raise FsdError(f"the training failed with exit status {done.returncode}. Its output is above.")
     losses = read_losses(OUTPUT / "logs")
     if len(losses) < 2:
-        raise FsdError(f"the training run logged {len(losses)} losses: give it more time, --train-seconds 60.")
+        raise FsdError(f"the training logged {len(losses)} losses. Give it more time: --train-seconds 60.")
     few = max(1, len(losses) // 10)
     first, last = sum(losses[:few]) / few, sum(losses[-few:]) / few
     _say(f"     loss {first:.2f} at the start, {last:.2f} at the end; the head: {OUTPUT / 'head'}")
 
 
 def train_command(seconds: int) -> list[str]:
-    """The recipe with a few overrides: sample of answers, short batches, one step ahead, no checkpoints."""
+    """Return the command of the recipe with sample answers, short batches, one chain step and no checkpoints."""
     export = {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(OUTPUT / "head")}}
     overrides = {
         "trainer.max_steps": max(10, round(seconds * STEPS_PER_SECOND)),
@@ -128,12 +126,12 @@ def train_command(seconds: int) -> list[str]:
 
 
 def time_limit(seconds: int) -> str:
-    """As Lightning takes it: days:hours:minutes:seconds."""
+    """Format seconds for Lightning: days:hours:minutes:seconds."""
     return f"{seconds // 86400:02}:{seconds // 3600 % 24:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def read_losses(logs: Path) -> list[float]:
-    """The logged losses, in the order of the steps."""
+    """Return the logged losses by step."""
     for path in sorted(logs.rglob("metrics.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             return [float(row["loss"]) for row in csv.DictReader(file) if row.get("loss")]

@@ -1,7 +1,7 @@
-"""`fsd-train regenerate`: the target's own answers to prompts, the text a drafter is trained on.
+"""`fsd-train regenerate`: the target's answers to prompts, as training data.
 
-The output is JSONL, one answer per line, written in whole lines that are on disk before the next batch begins. A killed
-run is continued by the same command: a torn last line is cut off and rows already there are not made again.
+The output is JSONL with one answer per line. Whole lines are on disk before the next batch begins. The same command
+continues a killed run: it removes a torn last line and skips finished rows.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import disk_errors, read_json, write_json
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
 from fsd_train import LONGEST
-from fsd_train.commands import command_lines
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.fit import read_recipe
 from fsd_train.data.backends import RULE, Backend, EndpointBackend, LocalBackend
 from fsd_train.data.plan import Plan, answer_line, next_turns, plan_jobs
 
 
 class AnswerFile:
-    """A JSONL file of answers that only ever holds whole lines, with its settings beside it in ``<name>.meta.json``.
+    """A JSONL file of whole lines of answers, with its settings in ``<name>.meta.json``.
 
     Args:
-        path: the .jsonl file, or a directory that will hold answers.jsonl.
-        settings: what the answers depend on; a file begun with other settings is refused.
+        path: the .jsonl file, or a directory for answers.jsonl.
+        settings: settings that determine the answers; a file with other settings is refused.
 
     Raises:
         FsdError: the settings differ.
@@ -54,27 +54,27 @@ class AnswerFile:
 
     @contextmanager
     def open(self) -> Iterator[tuple[set[str], IO[bytes]]]:
-        """Yields the ids that are answered already and the file to append to. One process at a time may hold it."""
+        """Yield the finished ids and the file to append to. Only one process may hold it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with disk_errors(self.path), open(self.path, "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise FsdError(
-                    f"{self.path}: another run is writing it. Wait for it or choose another --output."
+                    f"another run is writing {self.path}. Wait for it or choose another --output."
                 ) from error
             self._check_settings()
             self._cut_torn_line()
             yield self._done(), file
 
     def append(self, file: IO[bytes], lines: Sequence[bytes]) -> None:
-        """Writes whole lines, each of JSON with an ``id``, and returns when they are on disk."""
+        """Write whole lines, each of JSON with an ``id``; return when they are on disk."""
         file.write(b"".join(lines))
         file.flush()
         os.fsync(file.fileno())
 
     def answers(self) -> dict[str, tuple[str, str]]:
-        """Response and finish_reason by id."""
+        """Return response and finish_reason by id."""
         return {row["id"]: (row["response"], row["finish_reason"]) for _, row in read_jsonl(self.path)}
 
     def _check_settings(self) -> None:
@@ -86,7 +86,7 @@ class AnswerFile:
         found = read_json(self.meta_path, "Choose another --output.")
         if not isinstance(found, dict):
             raise FsdError(f"{self.meta_path} holds no settings of a run. Choose another --output.")
-        wanted = json.loads(json.dumps(self.settings))  # as JSON holds it: tuples are lists there
+        wanted = json.loads(json.dumps(self.settings))  # JSON turns tuples into lists
         differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
         if differing:
             what = ", ".join(f"{key} was {found.get(key)!r}, now {wanted.get(key)!r}" for key in differing)
@@ -116,7 +116,7 @@ class AnswerFile:
 
 
 def regenerate(plan: Plan, backend: Backend, output: AnswerFile, progress: bool = True) -> Counter[str]:
-    """Answers what of ``plan`` is not yet in ``output``.
+    """Answer the jobs of ``plan`` that ``output`` lacks.
 
     Returns:
         Counts: answered (by this run), kept (from earlier ones), tokens, stop, length.
@@ -141,22 +141,22 @@ def regenerate(plan: Plan, backend: Backend, output: AnswerFile, progress: bool 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Raises FsdError for bad input."""
-    counts = run(command_lines.regenerate().parse_args(argv))
+    """Run the command. Raises FsdError for bad input."""
+    counts = run(PARSERS["regenerate"]().parse_args(argv))
     print(
         f"{counts['answered']} answered ({counts['tokens']} tokens; {counts['stop']} ended by themselves, "
         f"{counts['length']} cut at the limit), {counts['kept']} kept from earlier runs, "
-        f"{counts['too_long']} of {counts['read']} prompts left out as too long"
-        + (f", {counts['later']} later turns left out" if counts["later"] else "")
+        f"{counts['too_long']} of {counts['read']} prompts skipped as too long"
+        + (f", {counts['later']} later turns skipped" if counts["later"] else "")
     )
     return 0
 
 
 def run(args: argparse.Namespace) -> Counter[str]:
-    """`main` with parsed arguments. Raises FsdError on bad input."""
+    """Run the command with parsed arguments. Raises FsdError for bad input."""
     resolve(args)
     if args.endpoint and args.features:
-        raise DataError("--features needs the target here: with --endpoint run `fsd-train cache-features` afterwards.")
+        raise DataError("--features needs the local target. With --endpoint, run `cache-features` afterwards.")
     backend = _endpoint(args) if args.endpoint else _local(args)
     plan = plan_jobs(
         args.prompts,
@@ -189,11 +189,11 @@ def run(args: argparse.Namespace) -> Counter[str]:
 
 
 def resolve(args: argparse.Namespace) -> None:
-    """Fill in what is left open: from the recipe, else so that prompt and answer share LONGEST tokens or the context.
+    """Fill in missing options from the recipe, or so that prompt and answer share LONGEST tokens or the context.
 
     Raises:
         DataError: neither the command line nor a recipe names the target or the output.
-        FsdError: the recipe is none.
+        FsdError: the recipe is malformed.
     """
     if args.config is not None:
         recipe = read_recipe(args.config)
@@ -204,7 +204,7 @@ def resolve(args: argparse.Namespace) -> None:
         args.max_length = args.max_length or recipe.data["max_length"]
     for name in ("target", "output"):
         if not getattr(args, name):
-            raise DataError(f"no {name}: give --{name}, or a recipe that names it as --config.")
+            raise DataError(f"no {name} was given. Give --{name}, or a recipe with it as --config.")
     length = args.max_length or min(_window(args.target) or LONGEST, LONGEST)
     args.max_new_tokens = args.max_new_tokens or max(1, length // 2)
     args.max_prompt_tokens = args.max_prompt_tokens or max(1, length - args.max_new_tokens)
@@ -215,7 +215,7 @@ def _say_what_is_left_out(plan: Plan, args: argparse.Namespace) -> None:
         return
     print(
         f"{'warning: ' if 2 * plan.too_long > plan.read else ''}{plan.too_long} of {plan.read} prompts are longer than "
-        f"{args.max_prompt_tokens} tokens and are left out (--max-prompt-tokens)",
+        f"{args.max_prompt_tokens} tokens and are skipped (--max-prompt-tokens)",
         file=sys.stderr,
     )
 
@@ -228,12 +228,12 @@ def _local(args: argparse.Namespace) -> LocalBackend:
 
 
 def _endpoint(args: argparse.Namespace) -> EndpointBackend:
-    """Of the target itself only the tokenizer and the generation config are needed: its directory may hold no more."""
+    """Make the backend of a server. The target's directory needs only tokenizer and generation config."""
     directory = builtin_dir(args.target) if is_builtin(args.target) else args.target
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError) as error:
-        raise FsdError(f"target {args.target!r}: no tokenizer found ({error}).") from error
+        raise FsdError(f"target {args.target!r} has no tokenizer ({error}). Add its files.") from error
     return EndpointBackend(
         args.endpoint, args.endpoint_model or args.target, tokenizer, _generation_config(directory),
         args.max_new_tokens, None if args.no_request_seeds else args.seed, args.concurrency,
@@ -242,7 +242,7 @@ def _endpoint(args: argparse.Namespace) -> EndpointBackend:
 
 
 def _window(target: str) -> int | None:
-    """Longest context by the target's config; None where it says nothing, or is not here."""
+    """Return the target's longest context, or None if its config is missing or does not say."""
     try:
         config = load_config(target)
     except FsdError:
@@ -251,10 +251,10 @@ def _window(target: str) -> int | None:
 
 
 def _generation_config(directory: str | Path) -> GenerationConfig | None:
-    """The target's, read as transformers does; None where there is a tokenizer alone."""
+    """Read the target's generation config like transformers; None without a model config."""
     try:
         return GenerationConfig.from_pretrained(directory)
-    except OSError:  # the model has no such file: what is said of generation is in its config
+    except OSError:  # without such a file, the model config has the options
         pass
     try:
         return GenerationConfig.from_model_config(load_config(directory))
@@ -263,7 +263,7 @@ def _generation_config(directory: str | Path) -> GenerationConfig | None:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the answers depend on. Where they are made is not part of it, but batches and drafts shape local ones."""
+    """Return the settings that determine the answers. Batches and drafts affect only local ones."""
     names = ["target", "max_new_tokens", "max_prompt_tokens", "temperature", "limit", "seed"]
     names.append("chat_template_args")
     settings = {name: getattr(args, name) for name in names}

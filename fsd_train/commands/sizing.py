@@ -1,4 +1,4 @@
-"""What a target's config says of training a head for it: sizes, settings by size, memory."""
+"""Sizes, settings and memory for the training of a head, from its target's config."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.losses.rows import default_chunk_size
 
-SMALL = 1024  # hidden size up to which a target is trained on a CPU, where the LM head dominates the cost of drafting
+SMALL = 1024  # largest hidden size for training on a CPU, where the LM head dominates the cost of drafts
 COVERAGE = 0.99
 DRAFT_VOCABULARIES = (4096, 8192, 16000, 32000)
-# bytes that backward keeps per token and run of the head: 2·(20 H + 4 I), counted on a Llama layer under bf16 autocast
-ACTIVATION_BUDGET = 12e9
+ACTIVATION_BUDGET = 13.1e9
+LIBRARIES = 0.7e9  # bytes of torch, transformers, Lightning and oneDNN's buffers in a process on a CPU
 TOKENS_PER_STEP = 16384
 GPUS = (24, 48, 80)  # GB
 LARGEST = GPUS[-1]
@@ -28,11 +28,11 @@ LARGEST = GPUS[-1]
 
 @dataclass(frozen=True)
 class TargetFacts(Sizes):
-    """What a recipe depends on; ``name`` is how the target is asked for.
+    """Facts about a target that determine its recipe.
 
     Attributes:
-        target: without values.
-        scaled_norm: whether it has a final norm with a weight under the name the head reads.
+        target: the target, without values.
+        scaled_norm: whether its final norm has a weight under the name that the head reads.
         experts: whether it is a mixture of experts.
     """
 
@@ -42,22 +42,22 @@ class TargetFacts(Sizes):
 
     @property
     def layout(self) -> str:
-        """Of its head: EAGLE-3, which other engines run, or for a target that is trained on a CPU our own."""
+        """Layout of its head: EAGLE-3, which other engines run, or our own for small targets."""
         return "fsd" if self.hidden_size <= SMALL else "eagle3"
 
     def head(self, drafted: int | None) -> EagleHead:
-        """Its head of one layer, without values."""
+        """Plan its head of one layer, without values."""
         return planned_head(self.target, layout=self.layout, draft_vocab_size=drafted)
 
 
 def feature_bytes(head: EagleHead) -> int:
-    """Of a token's cached features: the final ones and those of the inner layers that a head reads."""
+    """Return the bytes of a token's cached features: final ones and those of fused layers."""
     return 2 * head.config.target_hidden_size * (1 + len(set(head.config.fused_layers)))
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a recipe sets, see :func:`choose`."""
+    """Settings of a recipe, see :func:`choose`."""
 
     max_length: int
     batch_tokens: int
@@ -71,11 +71,11 @@ class Choices:
 
 
 def facts_of(name: str) -> TargetFacts:
-    """The facts of a target, from its config alone: no weights are read.
+    """Read the facts of a target from its config, without weights.
 
     Raises:
-        ModelLoadError: it cannot be found, is no decoder-only language model, or has layers that token trees cannot be
-            verified through.
+        ModelLoadError: the target is missing, is no decoder-only language model, or has layers that cannot verify a
+            draft tree.
         UnknownNameError: see :func:`fsd_infer.targets.loading.resolve_target`.
     """
     target = planned_target(name)
@@ -86,7 +86,7 @@ def facts_of(name: str) -> TargetFacts:
 
 
 def choose(facts: TargetFacts) -> Choices:
-    """Settings by size: what EAGLE, SpecForge and speculators use for large targets, our own for small ones."""
+    """Choose settings by size: those of EAGLE, SpecForge and speculators for large targets, our own for small ones."""
     small = facts.hidden_size <= SMALL
     max_length = min(512 if small else 2048, facts.positions or 2048)
     unroll_steps = 3 if small else 5
@@ -125,13 +125,13 @@ def _fits(facts: TargetFacts, choices: Choices, gigabytes: int) -> bool:
 
 
 def covering_vocabulary(counts: Tensor) -> tuple[int | None, float]:
-    """The smallest of ``DRAFT_VOCABULARIES`` that holds 99 % of the answers' tokens, and the share that it holds.
+    """Choose the smallest of ``DRAFT_VOCABULARIES`` that covers 99 % of the answers' tokens.
 
     Args:
         counts: [V] occurrences in the answers.
 
     Returns:
-        (size, share); size None, the whole vocabulary, where none of them is enough or smaller than V.
+        (size, covered share); size None means the whole vocabulary, if none of them is smaller than V and enough.
     """
     ranked = counts.sort(descending=True).values.double()
     total = float(ranked.sum())
@@ -142,9 +142,9 @@ def covering_vocabulary(counts: Tensor) -> tuple[int | None, float]:
 
 
 def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> Choices:
-    """Draft vocabulary and length after the answers that will be trained on.
+    """Fit draft vocabulary and length to the training answers.
 
-    Raises DataError on malformed rows and on token ids that the target lacks.
+    Raises DataError for malformed rows and token ids outside the target's vocabulary.
     """
     from fsd_train.data import AnswersDataModule
 
@@ -172,46 +172,69 @@ def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> C
 
 
 def activation_bytes(facts: TargetFacts, tokens: int, steps: int) -> float:
-    """What backward keeps, about: 2 B · (20 H + 4 I) · tokens · steps."""
-    return 2.0 * (20 * facts.hidden_size + 4 * facts.intermediate_size) * tokens * steps
+    """Return the bytes that backward keeps of ``steps`` runs of the head: (36 H + 9 A + 8 I) · tokens · steps.
+
+    A is the width of queries, keys and values. Counted under bf16 autocast on layers of Qwen3-0.6B, Gemma-3-1B and
+    Llama-3.2-1B, which keep 0.96 to 1.03 times as much.
+    """
+    return float(_kept_width(facts) * tokens * steps)
+
+
+def _kept_width(facts: TargetFacts) -> int:
+    attention = (facts.heads + 2 * facts.kv_heads) * facts.head_dim
+    return 36 * facts.hidden_size + 9 * attention + 8 * facts.intermediate_size
 
 
 def memory(facts: TargetFacts, choices: Choices) -> list[Part]:
-    """What fills a device's memory, with the target in the step."""
-    drafted = choices.draft_vocab_size or facts.vocab_size
+    """Return the parts of a device's memory, with the target in the step."""
     device = "cpu" if facts.hidden_size <= SMALL else "cuda"
     weights = count_weights(facts.head(choices.draft_vocab_size))
-    return step_memory(facts, facts.parameters, weights, drafted, choices.batch_tokens, choices.unroll_steps, device)
+    drafted = choices.draft_vocab_size or facts.vocab_size
+    batch = Batch(choices.batch_tokens, choices.max_length, choices.unroll_steps)
+    return step_memory(facts, facts.parameters, weights, drafted, batch, device)
 
 
-def step_memory(
-    facts: TargetFacts, loaded: int, weights: int, drafted: int, tokens: int, steps: int, device: str
-) -> list[Part]:
-    """What a training step holds under bf16 autocast.
+@dataclass(frozen=True)
+class Batch:
+    """Size of a training batch: padded tokens, tokens of a row, runs of the head."""
+
+    tokens: int
+    length: int
+    steps: int
+
+
+def step_memory(facts: TargetFacts, loaded: int, weights: int, drafted: int, batch: Batch, device: str) -> list[Part]:
+    """Return the parts of the memory of a training step under bf16 autocast.
 
     Args:
-        facts: of the target.
-        loaded: weights of the target in memory; of embeddings and LM head alone where features are cached.
-        weights: of the head.
+        facts: facts of the target.
+        loaded: target weights in memory; with cached features only embeddings and LM head.
+        weights: weights of the head.
         drafted: size of the draft vocabulary.
-        tokens, steps: of a batch, and runs of the head over it.
-        device: its type.
+        batch: its size.
+        device: device type. A CPU also holds the libraries and a checkpoint while it is written.
     """
-    h, chunk = facts.hidden_size, default_chunk_size(device, drafted)
+    h, chunk, tokens, steps = facts.hidden_size, default_chunk_size(device, drafted), batch.tokens, batch.steps
     head = f"18 B x {count_text(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)"
-    kept = f"2 B x (20 x {h} + 4 x {facts.intermediate_size}) x {tokens} tokens x {steps} steps"
+    kept = f"{_kept_width(facts)} B x {tokens} tokens x {steps} steps"
+    masks = (steps - 1) * (steps + 2) * batch.length
     rows = Part("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}")
-    return [
+    parts = [
         Part("target", 2.0 * loaded, f"2 B x {count_text(loaded)} weights (bf16)", shared=True),
         Part("head", 18.0 * weights, head, shared=True),
         *([rows] if drafted < facts.vocab_size else []),
         Part("activations", activation_bytes(facts, tokens, steps), kept),
+        Part("masks", float(masks * tokens), f"{(steps - 1) * (steps + 2)} B x {batch.length} x {tokens} tokens"),
         Part("logits", 1.3 * 4 * chunk * drafted, f"1.3 x 4 B x {chunk} rows x {drafted}"),
     ]
+    if device == "cpu":
+        parts.append(Part("checkpoint", 12.0 * weights, f"12 B x {count_text(weights)}, while it is written"))
+        parts.append(Part("libraries", LIBRARIES, "torch, transformers, Lightning"))
+    return parts
 
 
 def hardware(facts: TargetFacts, choices: Choices) -> str:
-    """What a recipe is meant for, with a tenth of the memory to spare."""
+    """Name the smallest hardware for a recipe, with a tenth of the memory to spare."""
     if facts.hidden_size <= SMALL and _fits(facts, choices, 4):
         return "two CPU cores and 4 GB of memory, or any GPU"
     for size in GPUS:

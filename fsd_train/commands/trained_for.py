@@ -1,4 +1,4 @@
-"""What it costs a head to draft for another target than it was trained for: quantised weights, an adapter."""
+"""The loss of agreement if a head drafts for another target than in training: quantised weights, an adapter."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from fsd_infer.targets.adapters import base_of
 from fsd_infer.targets.loading import adapter_of, is_builtin
 from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.target import Target
-from fsd_train.commands.feeding import at_step
+from fsd_train.commands.feeding import Finding, at_step
 
 if TYPE_CHECKING:
     from fsd_train.commands.doctor import Doctor
 
-LOST = 0.01  # of agreement; less is no change
+LOST = 0.01  # loss of agreement that counts
 
 
 def trained_precision(head: str | Path) -> str | None:
-    """The precision of the target that a head was trained for, "" for plain weights; None where it does not say."""
+    """Return the precision of a head's training target, "" for plain weights, or None if unknown."""
     facts = read_config(Path(head)).get("target")
     return str(facts.get("precision", "")) if isinstance(facts, dict) else None
 
 
 def other_target(args: argparse.Namespace, target: Target) -> tuple[str, dict[str, Any]] | None:
-    """Name and options of the target that the head was trained for, if that is another and can be had."""
+    """Return name and options of the head's training target if it differs and is available."""
     if args.trained_on is not None:
         return args.trained_on, {}
     given = dict(args.target_kwargs or {})
@@ -46,32 +46,34 @@ def other_target(args: argparse.Namespace, target: Target) -> tuple[str, dict[st
     return None if adapter is None else (base_of(adapter), given)
 
 
-def says_precision(head: str | Path, target: Target) -> tuple[bool | None, str]:
-    """Whether the head was trained for weights of the target's precision, in words."""
+def check_precision(head: str | Path, target: Target) -> Finding:
+    """Check whether the head was trained for weights of the target's precision."""
     trained, ours = trained_precision(head), target.precision or PLAIN
     if trained is None:
-        return None, f"the head does not say what it was trained for; the target has {ours}"
+        return Finding("precision", None, f"the head does not name its training target; this one has {ours}")
     same = trained == target.precision
-    return same or None, f"trained for {trained or PLAIN}" + ("" if same else f", used with {ours}")
+    says = f"trained for {trained or PLAIN}" + ("" if same else f", used with {ours}")
+    return Finding("precision", same or None, says)
 
 
-def says_cost(mine: Doctor, other: Doctor) -> tuple[bool | None, str, str]:
-    """Agreement with the target, beside that with the one that the head was trained for; and what to do."""
+def check_cost(mine: Doctor, other: Doctor) -> Finding:
+    """Compare the agreement with this target to that with the training target."""
     steps = range(2)
     here, there = ([doctor.feeding.agreement(at_step(step)) for step in steps] for doctor in (mine, other))
     lost = there[0] - here[0]
     shown = [f"{a:.1%} ({b:.1%})" for a, b in zip(here, there, strict=True)]
     says = f"first and second drafts agree in {' and '.join(shown)}, in brackets with {other.target.name}"
-    fix = "" if lost <= LOST else "train on from this head with this target: fsd-train fit --model.initial_head DIR"
-    return (True if lost <= LOST else None), says, fix
+    if lost <= LOST:
+        return Finding("what it costs", True, says)
+    fix = "continue the training with this target: fsd-train fit --model.initial_head DIR"
+    return Finding("what it costs", None, says, fix)
 
 
-def findings(args: argparse.Namespace, mine: Doctor, rows: Sequence[dict[str, Any]], make: Any) -> list[Any]:
-    """Lines of doctor's table. ``make``: doctor's classes (Doctor, Finding)."""
-    doctor, finding = make
-    found = [finding("precision", *says_precision(args.head, mine.target))]
+def findings(args: argparse.Namespace, mine: Doctor, rows: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Return the lines of doctor's table on the training target."""
+    found = [check_precision(args.head, mine.target)]
     named = other_target(args, mine.target)
     if named is not None:
         other = Target.from_pretrained(named[0], dtype=mine.target.dtype, **named[1])
-        found.append(finding("what it costs", *says_cost(mine, doctor(other, mine.head, rows))))
+        found.append(check_cost(mine, type(mine)(other, mine.head, rows)))
     return found

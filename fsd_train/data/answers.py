@@ -1,4 +1,4 @@
-"""Answers to train on: rows of data files as token ids with a mask on what the target said."""
+"""Training answers: rows of data files as token ids with a loss mask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Item(TypedDict):
-    """One sequence: ``input_ids`` and ``loss_mask`` [M]; ``index``: place in the dataset; ``id``: its row's."""
+    """One sequence: ``input_ids`` and ``loss_mask`` [M], its ``index`` in the dataset and the ``id`` of its row."""
 
     index: int
     id: str
@@ -35,11 +35,11 @@ class Item(TypedDict):
 
 
 class AnswersDataset(Dataset[Item]):
-    """Sequences in memory, in the order of their files; the index of one never changes while the files do not.
+    """Sequences in memory, in the order of their files.
 
     Args:
         rows: (id of the row, ids, loss mask) per sequence.
-        highest: the highest token id in the files, and the row ("file:line") it was found in.
+        highest: the highest token id in the files and its row ("file:line").
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class AnswersDataset(Dataset[Item]):
         }
 
     def subset(self, indices: Sequence[int]) -> AnswersDataset:
-        """The rows with these indices, in this order, as a dataset of its own."""
+        """Return a dataset of the rows with these indices, in this order."""
         return AnswersDataset([(self.row_ids[i], self._ids[i], self._masks[i]) for i in indices], self.highest)
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise DataError, which names a row, if the files hold ids that a target of this vocabulary lacks."""
+        """Raise DataError with a row if the files hold a token id outside this vocabulary."""
         check_id(*self.highest, vocab_size)
 
     def answer_counts(self, vocab_size: int) -> Tensor:
-        """[V] how often each id occurs under the loss mask. Raises as :meth:`check_ids`."""
+        """Count each id under the loss mask: [V]. Raises as :meth:`check_ids`."""
         self.check_ids(vocab_size)
         counts = torch.zeros(vocab_size, dtype=torch.long)
         for ids, mask in zip(self._ids, self._masks, strict=True):
@@ -90,30 +90,29 @@ class AnswersDataset(Dataset[Item]):
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens under the loss mask."""
+        """Number of tokens under the loss mask."""
         return sum(int(mask.sum()) for mask in self._masks)
 
 
 def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> list[tuple[list[int], list[int]]]:
-    """Token ids and loss mask of one row of answers: one sequence, or several as `encode_conversation` has it.
+    """Return token ids and loss mask of a row's sequences: one, or several by `encode_conversation`.
 
-    Rows with ``prompt_ids`` and ``response_ids`` are taken as they are: these are the target's own tokens. Others are
-    conversations (see :func:`.row_conversation`) and encoded with the chat template, as decoding
-    does; every assistant turn is an answer.
+    ``prompt_ids`` and ``response_ids`` are used unchanged. Other rows are conversations (see
+    :func:`.row_conversation`), encoded with the chat template like in decoding; every assistant turn is an answer.
 
     Args:
         row: the row.
-        tokenizer: needed for rows without ids only; may be None otherwise.
-        where: how errors name the row, "file:line".
+        tokenizer: tokenizer for rows without ids; may be None otherwise.
+        where: name of the row in errors, "file:line".
 
     Raises:
-        DataError: the row has neither form, its ids are no token ids, or the template does not allow it.
+        DataError: the row has neither form, its ids are malformed, or the template refuses it.
     """
     if row.get("response_ids") is not None or row.get("prompt_ids") is not None:
         prompt, response = (_token_ids(row, field, where) for field in ("prompt_ids", "response_ids"))
         return [(prompt + response, [0] * len(prompt) + [1] * len(response))]
     if tokenizer is None:
-        raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer was given to encode the text.")
+        raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer for the text. Set data.tokenizer.")
     try:
         complete = row.get("finish_reason") in (None, "stop")
         return encode_conversation(tokenizer, row_conversation(row, where), complete)
@@ -129,7 +128,7 @@ def _token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
 
 
 def check_id(token: int, where: str, vocab_size: int) -> None:
-    """Raise DataError if a token id, that of the row ``where``, is none of a vocabulary's."""
+    """Raise DataError if a token id of the row ``where`` is outside a vocabulary."""
     if token >= vocab_size:
         raise DataError(
             f"{where}: token id {token} is outside the target's vocabulary of {vocab_size}. "
@@ -138,7 +137,7 @@ def check_id(token: int, where: str, vocab_size: int) -> None:
 
 
 def _point(prompt: Any) -> float:
-    """A prompt's place in [0, 1), by its hash: those below the fraction are held out, equal ones together."""
+    """Map a prompt to [0, 1) by its hash; prompts below the validation fraction are held out."""
     return stable_seed("validation", prompt) / 2**31
 
 
@@ -150,24 +149,24 @@ def read_answers(
     validation_fraction: float = 0.0,
     vocab_size: int | None = None,
 ) -> tuple[AnswersDataset, AnswersDataset]:
-    """Reads files of answers.
+    """Read files of answers.
 
     Args:
-        paths: files or directories, see :func:`fsd_infer.chat.rows.read_rows`; what ships is found from anywhere, see
-            :func:`fsd_train.repository.find`.
-        tokenizer: for rows without ids.
-        max_length: longer sequences are cut to their first tokens, and left out if no answer token remains.
-        validation_fraction: share of the prompts that goes to the second dataset, one at least unless it is 0; all
-            sequences of a row together.
-        vocab_size: the target's; ids beyond it are an error. Without it see :meth:`AnswersDataset.check_ids`.
+        paths: files or directories, see :func:`fsd_infer.chat.rows.read_rows` and :func:`fsd_train.repository.find`.
+        tokenizer: tokenizer for rows without ids.
+        max_length: most tokens of a sequence. Longer ones are cut, and skipped if no answer token remains.
+        validation_fraction: share of the prompts in the second dataset, at least one prompt unless 0. All sequences of
+            a row stay together.
+        vocab_size: size of the target's vocabulary; other ids are an error. None: :meth:`AnswersDataset.check_ids`
+            checks later.
 
     Returns:
         (training, validation)
 
     Raises:
-        DataError: a malformed row, with file and line or row number, or no row at all.
+        DataError: a row is malformed (with file and line or row number), or there is no row.
     """
-    placed: list[tuple[float, tuple[str, list[int], list[int]]]] = []  # with its prompt's place between 0 and 1
+    placed: list[tuple[float, tuple[str, list[int], list[int]]]] = []  # with :func:`_point` of its prompt
     read = left_out = 0
     highest = (-1, "")
     for path in paths:
@@ -181,11 +180,11 @@ def read_answers(
             if not kept:
                 left_out += 1
                 continue
-            # what was asked, without the answers: by text where there is one, since ids depend on the target
+            # the questions, as text if possible, because ids depend on the target
             asked = row_questions(row.values, row.where)
             ids, mask = kept[0]
             first = next((place for place, turn in enumerate(asked, start=1) if turn["role"] == "user"), len(asked))
-            # all turns of a conversation stand on one side, in one row or in several
+            # all turns of a conversation go to the same dataset, in one row or in several
             key: Any = [(turn["role"], turn["content"]) for turn in asked[:first]] or ids[: mask.index(1)]
             name = row.values.get("id")
             if not isinstance(name, str):
@@ -194,15 +193,15 @@ def read_answers(
             placed += [(point, (name, ids[:max_length], mask[:max_length])) for ids, mask in kept]
     named = ", ".join(map(str, paths))
     if not placed:
-        raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}).")
+        raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}). Add rows with answers.")
     if left_out:
-        what = "%s: %d of %d rows have no answer in their first %d tokens and are left out: see data.max_length"
+        what = "%s: %d of %d rows have no answer in their first %d tokens and are skipped. Raise data.max_length."
         log.warning(what, named, left_out, read, max_length)
     points = {point for point, _ in placed}
     border = validation_fraction
     if border and len(points) > 1:
-        border = max(border, math.nextafter(min(points), 1.0))  # one at least is held out
+        border = max(border, math.nextafter(min(points), 1.0))  # at least one is held out
     parts = [[row for point, row in placed if (point < border) is held] for held in (False, True)]
     if not parts[0]:
-        raise DataError(f"{named}: all {len(placed)} rows were held out; lower validation_fraction, or give more rows.")
+        raise DataError(f"{named}: all {len(placed)} rows were held out. Lower validation_fraction, or add rows.")
     return AnswersDataset(parts[0], highest), AnswersDataset(parts[1], highest)

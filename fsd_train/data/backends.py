@@ -1,4 +1,4 @@
-"""What answers prompts for training: the target run here by our engine, or a server that speaks OpenAI's protocol."""
+"""Backends that answer prompts for training: the local target in our engine, or an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from fsd_infer.targets.token_ids import eos_ids
 from fsd_train.data.features import FeatureRecorder
 from fsd_train.data.sampler import stable_seed
 
-RULE = "exact"  # of answers made here: the target's own law, whatever drafts
-_ENDED_BY = ("stop_reason", "matched_stop")  # fields for the id that ended an answer: vLLM's, SGLang's
+RULE = "exact"  # local answers follow the target's distribution with any drafter
+_ENDED_BY = ("stop_reason", "matched_stop")  # vLLM's and SGLang's fields for the id that ended an answer
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Job:
     """One prompt to answer.
 
     Attributes:
-        id: of its answer; with ``/N`` at the end for turn N of a conversation, from the second on.
+        id: id of the answer, with the suffix ``/N`` for turn N ≥ 2 of a conversation.
         messages: the conversation so far.
-        prompt_ids: of `fsd_infer.chat.encoding.encode_chat`.
+        prompt_ids: token ids of `fsd_infer.chat.encoding.encode_chat`.
         temperature, top_k, top_p: sampling; temperature 0 is greedy, top_k 0 and top_p 1 are off.
-        source: where it comes from, for statistics.
-        fields: of the prompt's row, kept in the answer's.
+        source: origin of the prompt, for statistics.
+        fields: fields of the prompt's row to keep in the answer.
         template: arguments of the chat template.
-        given: the answer that the row itself holds, if any.
-        rest: the exchanges that follow: (what is asked, the row's own answer).
-        turn: from 1.
+        given: the row's own answer, if any.
+        rest: the following exchanges: (question, the row's own answer).
+        turn: number of the turn, from 1.
     """
 
     id: str
@@ -75,9 +75,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target said: ``response_ids`` with the end token if it was produced, ``finish_reason`` stop or length.
+    """The target's answer: ``response_ids`` with a produced end token, ``finish_reason`` stop or length.
 
-    ``ids_from`` is "target" where the ids are those the target emitted, "text" where they were made from its text.
+    ``ids_from`` is "target" if the target emitted the ids, "text" if they are encoded from its text.
     """
 
     job: Job
@@ -88,25 +88,25 @@ class Answer:
 
 
 class Backend(Protocol):
-    """Answers batches of jobs, yielding groups of answers to be written together; ids in ``done`` are not needed."""
+    """Answers batches of jobs, except ids in ``done``, and yields groups of answers to write together."""
 
     def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]: ...
 
 
 class LocalBackend:
-    """Batches through this package's engine: the frozen target with a drafter, under the rule `exact`.
+    """Backend of this package's engine: the target with a drafter, under the rule `exact`.
 
-    A batch is always generated whole, also when a resumed run lacks only some of its rows, and by a drafter that knows
-    of no other, so that rounding, trees and the random draws are those of an uninterrupted run.
+    It always generates whole batches, with a drafter without memory of earlier ones. So a resumed run has the rounding,
+    trees and draws of an uninterrupted run.
 
     Args:
-        decoder: the target, with its tokenizer, and the drafter.
-        max_new_tokens: limit per answer.
-        seed: with the batch's ids, the seed of its random draws.
-        features: directory of a feature cache that gets the answers' features as they are made; None: none are kept.
+        decoder: the target with its tokenizer, and the drafter.
+        max_new_tokens: most tokens of an answer.
+        seed: seed of the draws, together with the batch's ids.
+        features: directory of a cache for the answers' features; None: store none.
 
     Raises:
-        FsdError: the target has no tokenizer, or the cache is another target's.
+        FsdError: the target has no tokenizer, or the cache belongs to another target.
     """
 
     def __init__(
@@ -154,22 +154,22 @@ class LocalBackend:
 
 
 class EndpointBackend:
-    """OpenAI-compatible /v1/completions servers, asked with prompts as token ids.
+    """Backend of OpenAI-compatible /v1/completions servers, which get prompts as token ids.
 
     Args:
-        urls: the servers' addresses, with or without /v1; each request goes to the least busy.
-        model: the name under which it serves the target.
-        tokenizer: the target's, for the end token and for servers that return text only.
-        generation_config: the target's, for the tokens that end an answer beside the tokenizer's eos and the end of
-            turn of its chat template; None: these two alone.
-        max_new_tokens: limit per answer.
-        seed: with the row's id, the seed of each request; None sends none (some servers cannot seed requests).
-        concurrency: requests in flight at once.
-        group: answers handed out together at most.
+        urls: addresses of the servers, with or without /v1; each request goes to the least busy one.
+        model: the server's name for the target.
+        tokenizer: the target's tokenizer, for the end token and for servers that return only text.
+        generation_config: the target's, whose end tokens count beside the tokenizer's eos and the chat template's end
+            of turn; None: only these two.
+        max_new_tokens: most tokens of an answer.
+        seed: seed of each request, together with the row's id; None: send none.
+        concurrency: most requests in flight.
+        group: most answers per yielded group.
         api_key, attempts, timeout, pause: see :class:`fsd_bench.openai_client.Server`.
 
     Raises:
-        FsdError: no address, or one that is none.
+        FsdError: an address is missing or malformed.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class EndpointBackend:
             for url in ([urls] if isinstance(urls, str) else urls)
         ]
         if not self.servers:
-            raise FsdError("no endpoint. Give an address such as http://127.0.0.1:8000/v1.")
+            raise FsdError("no endpoint was given. Give an address such as http://127.0.0.1:8000/v1.")
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.concurrency, self.group = concurrency, group
@@ -202,21 +202,21 @@ class EndpointBackend:
         self._lock = threading.Lock()
 
     def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
-        """Groups of answers, each in the order asked.
+        """Yield groups of answers in the order of the requests.
 
-        What has come when a request fails for good, or at Ctrl-C, is handed out before the error goes on. Requests in
-        flight are left to themselves then: neither the caller nor the interpreter's end waits for them.
+        After a final failure or Ctrl-C, finished answers are yielded before the error is raised. Nothing waits for
+        requests in flight, not even the end of the interpreter.
         """
         jobs = iter([job for batch in batches for job in batch if job.id not in done])
         queue: SimpleQueue[tuple[Future[Answer], Job] | None] = SimpleQueue()
-        asked: list[Future[Answer]] = []  # in their order, until they are handed out
+        asked: list[Future[Answer]] = []  # in order, until yielded
         try:
             for _ in range(self.concurrency):
-                # a ThreadPoolExecutor's threads are no daemons: the interpreter would join them at its end
+                # the interpreter joins a ThreadPoolExecutor's threads at its end, but not daemons
                 threading.Thread(target=self._work, args=(queue,), daemon=True).start()
             while True:
                 landed = [future for future in asked if future.done()]
-                answers = [future.result() for future in landed]  # raises if a request failed for good
+                answers = [future.result() for future in landed]  # raises after a final failure
                 for job in islice(jobs, 2 * self.concurrency - (len(asked) - len(landed))):
                     asked.append(Future())
                     queue.put((asked[-1], job))
@@ -239,7 +239,7 @@ class EndpointBackend:
                 queue.put(None)
 
     def _work(self, queue: SimpleQueue[tuple[Future[Answer], Job] | None]) -> None:
-        """Answers jobs one after the other until None comes."""
+        """Answer jobs from the queue until None."""
         for future, job in iter(queue.get, None):
             if future.set_running_or_notify_cancel():
                 try:
@@ -258,7 +258,7 @@ class EndpointBackend:
                 self._in_flight[which] -= 1
 
     def ask(self, job: Job, server: Server) -> Answer:
-        """Answers one job by one server. Raises FsdError if the server refuses it or stays unreachable."""
+        """Answer one job by one server. Raises FsdError if the server refuses it or stays unreachable."""
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": job.prompt_ids,
@@ -276,16 +276,16 @@ class EndpointBackend:
             if not error.may_pass:
                 raise
             raise ServerError(
-                f"{error} Finished rows are kept: when the server is back, run the same command again.", error.status
+                f"{error} Finished rows are kept: repeat the command when the server is back.", error.status
             ) from error
         try:
             choice = reply["choices"][0]
             text, reason, ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
         except (KeyError, IndexError, TypeError) as error:
-            raise FsdError(f"server {server.url}: the reply is not a completion: {str(reply)[:200]}") from error
+            raise FsdError(f"server {server.url} sent no completion, but {str(reply)[:200]}") from error
         seen = choice.get("prompt_token_ids")
         if seen is not None and seen != job.prompt_ids:
-            raise FsdError(f"server {server.url} changed the prompt's token ids; is {self.model!r} the target?")
+            raise FsdError(f"server {server.url} changed the prompt's token ids. Is {self.model!r} the target?")
         ids_from = "target"
         if ids is None:
             ids, ids_from = list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), "text"
@@ -294,12 +294,12 @@ class EndpointBackend:
         return Answer(job, text, list(ids), "stop" if reason == "stop" else "length", ids_from)
 
     def _ended(self, ids: list[int], choice: dict[str, Any]) -> list[int]:
-        """An answer's ids with the token that ended it, which some servers keep to themselves."""
+        """Append the end token of an answer, which some servers omit."""
         end = next((choice[field] for field in _ENDED_BY if type(choice.get(field)) is int), self.end_of_turn)
         return ids if end is None or (ids and ids[-1] in {end, self.end_of_turn, *self.eos_ids}) else [*ids, end]
 
 
 def end_ids(tokenizer: Any, generation_config: GenerationConfig | None) -> set[int]:
-    """The tokens that end an answer: the tokenizer's eos and all that the target's generation config names."""
+    """Return the end tokens of an answer: the tokenizer's eos and those of the generation config."""
     own = tokenizer.eos_token_id
     return eos_ids(generation_config) | (set() if own is None else {own})

@@ -1,4 +1,4 @@
-"""Sequences as right-padded batches, and what of a batch stays in host memory."""
+"""Right-padded batches of sequences, with parts that stay in host memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing_extensions import NotRequired
 
 
 class Batch(TypedDict):
-    """Right-padded sequences: tensors [B, M]; ``index`` [B]; ``ids`` the rows' ids."""
+    """Right-padded sequences: tensors [B, M], ``index`` [B], and the rows' ``ids``."""
 
     input_ids: Tensor
     loss_mask: Tensor
     index: Tensor
     ids: list[str]
-    features: NotRequired[Tensor]  # [B, M, F], where they are cached
+    features: NotRequired[Tensor]  # [B, M, F], if cached
 
 
 def collate(items: Sequence[Mapping[str, Any]]) -> Batch:
-    """Items of a dataset as one right-padded batch."""
+    """Collate items of a dataset into one right-padded batch."""
     batch: Batch = {
         "input_ids": pad_sequence([item["input_ids"] for item in items], batch_first=True),
         "loss_mask": pad_sequence([item["loss_mask"] for item in items], batch_first=True),
@@ -34,19 +34,16 @@ def collate(items: Sequence[Mapping[str, Any]]) -> Batch:
     return batch
 
 
-_HOST = "host_"  # before the names of arrays that stay in host memory when a batch goes to its device
+_HOST = "host_"  # prefix of arrays that stay in host memory when a batch moves to its device
 
 
 def keep_on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with views of its ids and mask that stay in host memory: a step is planned by them.
-
-    Asking the device for them would wait for all that it still has to do.
-    """
+    """Add views of ids and mask that stay in host memory, so that planning a step does not sync with the device."""
     views = {_HOST + name: batch[name].numpy() for name in ("input_ids", "loss_mask")}  # tensors would be moved
     return {**batch, **views}
 
 
 def on_host(batch: Mapping[str, Any], name: str) -> Tensor:
-    """A batch's ``input_ids`` or ``loss_mask`` in host memory. Waits for the device where no view was kept."""
+    """Return a batch's ``input_ids`` or ``loss_mask`` in host memory; syncs with the device without a kept view."""
     kept = batch.get(_HOST + name)
     return batch[name].cpu() if kept is None else torch.from_numpy(kept)

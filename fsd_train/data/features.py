@@ -1,14 +1,14 @@
-"""Cached target features: computed once, read by every epoch.
+"""Cached target features, computed once and read in every epoch.
 
 A cache is a directory:
 
     index.json               format, target (fingerprint and digest of its weights), layers whose outputs follow
                              the final features
-    shard-00000.safetensors  features [tokens, F] bf16, the sequences one after the other
+    shard-00000.safetensors  features [tokens, F] bf16 of the concatenated sequences
     shard-00000.json         keys and offsets of the sequences, checksum of the file above
 
-A sequence's key is a digest of its token ids, so a cache serves any file that holds the same sequences. A shard is
-complete once its .json is there (written last, by renaming), so an interrupted run goes on with the shard it was at.
+A sequence's key is a digest of its token ids, so any file with the same sequences can use the cache. The .json of a
+shard is written last, by renaming, so an interrupted run resumes with the first shard without one.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ FORMAT = "fsd-features"
 VERSION = 1
 _WEIGHTS = "weights_sha256"  # in the header's target
 _AGAIN = "Delete it and its .json, and run `fsd-train cache-features` again."
-_DISK_RESERVE = 256 * 2**20  # bytes left free on purpose
+_DISK_RESERVE = 256 * 2**20  # bytes to keep free
 _Row = tuple[str, Sequence[int] | Tensor]  # key, token ids
 
 
 def sequence_key(ids: Sequence[int] | Tensor) -> str:
-    """16 hexadecimal digits that identify a sequence of token ids."""
+    """Return 16 hexadecimal digits that identify a sequence of token ids."""
     values = torch.as_tensor(ids, dtype=torch.int32).contiguous().numpy().astype("<i4", copy=False)
     return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
@@ -56,7 +56,7 @@ class FeatureStore:
         directory: the cache.
 
     Raises:
-        DataError: no cache, another format, or a missing or truncated shard.
+        DataError: the directory is no cache or has another format, or a shard is missing or truncated.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -64,7 +64,7 @@ class FeatureStore:
         self.header = _read_header(self.directory)
         self.layers: list[int] = self.header.get("layers", [])
         self._shards: list[Path] = []
-        self._checksums: list[str | None] = []  # None once a shard was found to match: data workers inherit that
+        self._checksums: list[str | None] = []  # None after a check, which data workers inherit
         self._where: dict[str, tuple[int, int, int]] = {}
         self._open: dict[int, Any] = {}
         self._pid = os.getpid()
@@ -79,18 +79,18 @@ class FeatureStore:
             self._checksums.append(record["sha256"])
 
     def check_target(self, target: Target) -> None:
-        """Raise DataError if the features are another target's, or one's of the same shape with other weights."""
+        """Raise DataError if the features belong to another target, or to other weights of the same shape."""
         held = self.header["target"]
         for key, ours in _facts(target).items():
             theirs = held.get(key)
             if ours is not None and theirs is not None and ours != theirs:
                 raise DataError(
-                    f"the features in {self.directory} are another target's ({key}: {theirs!r}, {target.name} has "
-                    f"{ours!r}). Cache this target's in another directory, or delete this one."
+                    f"the features in {self.directory} belong to another target ({key}: {theirs!r}, {target.name} has "
+                    f"{ours!r}). Choose another directory for this target, or delete this one."
                 )
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self._where)
 
     def __contains__(self, key: object) -> bool:
@@ -101,12 +101,12 @@ class FeatureStore:
         return sum(stop - start for _, start, stop in self._where.values())
 
     def get(self, key: str) -> Tensor:
-        """Features [M, F] bf16 of a sequence. Raises DataError if it is not in the cache or its shard is damaged.
+        """Return the features [M, F] bf16 of a sequence.
 
-        Of each shard that means its checksum: it is compared once, when a process first reads from it.
+        Raises DataError if the cache lacks it or its shard fails its checksum, which each process compares once.
         """
         if key not in self._where:
-            raise DataError(f"{self.directory} lacks the features of sequence {key}: run `fsd-train cache-features`.")
+            raise DataError(f"{self.directory} lacks the features of sequence {key}. Run `fsd-train cache-features`.")
         shard, start, stop = self._where[key]
         if self._pid != os.getpid():  # a data worker must not share its parent's file handles
             self._open, self._pid = {}, os.getpid()
@@ -117,7 +117,7 @@ class FeatureStore:
         return self._open[shard][start:stop]
 
     def _verify(self, shard: int) -> None:
-        """Raise DataError unless a shard matches its checksum, the first time that this process opens it."""
+        """Raise DataError unless a shard matches its checksum; each process checks once."""
         path, expected = self._shards[shard], self._checksums[shard]
         if expected is not None and sha256_of(path) != expected:
             raise DataError(f"{path} does not match its checksum. {_AGAIN}")
@@ -128,10 +128,10 @@ class FeatureStore:
 
 
 class WithFeatures(Dataset[dict[str, Any]]):
-    """A dataset whose items also carry ``features`` [M, F] from a cache.
+    """A dataset whose items also have ``features`` [M, F] from a cache.
 
     Args:
-        dataset: items are dicts with ``input_ids``.
+        dataset: dataset of dicts with ``input_ids``.
         store: the cache.
     """
 
@@ -158,19 +158,19 @@ def cache_features(
     max_tokens: int | None = None,
     progress: bool = True,
 ) -> FeatureStore:
-    """Compute and store the features of sequences that the cache does not hold yet.
+    """Compute and store the features of sequences that the cache lacks.
 
     Args:
-        target: whose features, those of watched layers included; bf16 is what is stored, whatever its dtype.
+        target: the target; outputs of its watched layers are stored too. All features are stored in bf16.
         sequences: token ids.
-        directory: of the cache, made if missing.
-        shard_tokens: tokens per shard, the unit of work that an interruption can lose.
-        batch_tokens: padded tokens per forward; sequences of similar length go together.
-        max_tokens: stop adding sequences once the cache holds this many tokens.
+        directory: directory of the cache, created if missing.
+        shard_tokens: tokens per shard, the most work that an interruption can lose.
+        batch_tokens: padded tokens per forward; a batch has sequences of similar length.
+        max_tokens: most tokens in the cache.
         progress: show a progress bar.
 
     Raises:
-        DataError: the cache is another target's or has other layers, or the disk has no room for it.
+        DataError: the cache has another target or other layers, or the disk lacks space.
     """
     directory = Path(directory)
     held = _opened(directory, target)
@@ -198,7 +198,7 @@ def cache_features(
 
 
 def _opened(directory: Path, target: Target) -> FeatureStore:
-    """The cache there, begun if there is none. Raises DataError if it is another target's or has other layers."""
+    """Open or create a cache. Raises DataError if it has another target or other layers."""
     directory.mkdir(parents=True, exist_ok=True)
     header = directory / "index.json"
     if not header.exists():
@@ -213,22 +213,23 @@ def _opened(directory: Path, target: Target) -> FeatureStore:
 
 
 def _next_number(directory: Path) -> int:
-    """Of the next shard. Not their count: a damaged shard that was deleted leaves a hole."""
+    """Return the number of the next shard; deleted damaged shards leave gaps."""
     return 1 + max((int(path.stem.removeprefix("shard-")) for path in _record_files(directory)), default=-1)
 
 
 class FeatureRecorder:
-    """Stores the features of texts as the target writes them: no second pass over its own answers.
+    """Recorder of features while the target answers, which saves a second pass over the answers.
 
-    It stands in for a prefix cache (:mod:`fsd_infer.targets.prefixes`) that finds nothing and is handed every text
-    that ended. A text's last token was never read, and no loss looks at its features: they repeat those before it.
+    It takes the place of a prefix cache (:mod:`fsd_infer.targets.prefixes`) that finds nothing and receives every
+    finished text. The target never reads a text's last token, whose features no loss needs; they repeat the previous
+    token's.
 
     Args:
-        target: whose ``prefixes`` it becomes.
-        directory: of the cache, see :func:`cache_features`, which adds what a killed run could not store.
+        target: the target whose ``prefixes`` it replaces.
+        directory: directory of the cache; :func:`cache_features` can complete it after a killed run.
 
     Raises:
-        DataError: the cache is another target's or has other layers.
+        DataError: the cache has another target or other layers.
     """
 
     def __init__(self, target: Target, directory: str | Path) -> None:
@@ -244,7 +245,7 @@ class FeatureRecorder:
         self._read.append(replace(text, states={}))
 
     def save(self, texts: Sequence[Sequence[int]]) -> None:
-        """Write one shard with the whole texts that begin with what was stored since the last call."""
+        """Write one shard with those whole texts whose features were stored since the last call."""
         found = {tuple(text.tokens.tolist()): text.features for text in self._read}
         self._read = []
         rows: dict[str, Tensor] = {}
@@ -266,7 +267,7 @@ def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int,
     places = features.split(list(lengths.values()))
     for batch in TokenBudgetSampler(list(lengths.values()), batch_tokens, shuffle=False):
         texts = [torch.as_tensor(rows[row][1], dtype=torch.long) for row in batch]
-        # padding stands on the right, where causal attention never looks: no mask is needed
+        # right padding needs no mask under causal attention
         with torch.inference_mode():
             out = target.features(pad_sequence(texts, batch_first=True).to(target.device)).to(torch.bfloat16).cpu()
         for row, made in zip(batch, out, strict=True):
@@ -276,7 +277,7 @@ def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int,
 
 
 def _save_shard(directory: Path, number: int, lengths: Mapping[str, int], features: Tensor) -> None:
-    """Write features [tokens, F] of whole sequences; ``lengths`` by their keys, in their order."""
+    """Write features [tokens, F] of whole sequences, with lengths by key in the same order."""
     path = directory / f"shard-{number:05d}.safetensors"
     with replacing(path) as draft:
         save_file({"features": features}, draft)
@@ -311,7 +312,7 @@ def _records(directory: Path) -> Iterator[dict[str, Any]]:
     for path in _record_files(directory):
         record = read_json(path, "Delete it and cache again.")
         if not _is_record(record):
-            raise DataError(f"{path}: not the record of a shard. Delete it and cache again.")
+            raise DataError(f"{path} is no record of a shard. Delete it and cache again.")
         yield record
 
 
@@ -327,22 +328,22 @@ def _is_record(record: Any) -> bool:
 def _read_header(directory: Path) -> dict[str, Any]:
     path = directory / "index.json"
     if not path.is_file():
-        raise DataError(f"{directory} is not a feature cache (no index.json): run `fsd-train cache-features`.")
-    header = read_json(path, "Delete the cache, make it again.")
+        raise DataError(f"{directory} is not a feature cache (no index.json). Run `fsd-train cache-features`.")
+    header = read_json(path, "Delete the cache and make it again.")
     known = isinstance(header, dict) and header.get("format") == FORMAT and header.get("version") == VERSION
     facts = header.get("target") if known else None
     if not isinstance(facts, dict) or _WEIGHTS not in facts or not is_layers(header.get("layers", [])):
-        raise DataError(f"{path}: not a feature cache of version {VERSION}. Make it again with this program.")
+        raise DataError(f"{path} is not a feature cache of version {VERSION}. Make it again with this program.")
     return dict(header)
 
 
 def is_layers(value: Any) -> bool:
-    """Is it a list of whole numbers?"""
+    """Return whether the value is a list of whole numbers."""
     return isinstance(value, list) and all(type(layer) is int for layer in value)
 
 
 def _facts(target: Target) -> dict[str, Any]:
-    """What the header records of a target."""
+    """Return the header's facts about a target."""
     return {**target.fingerprint(), _WEIGHTS: target.weights_digest()}
 
 
@@ -359,10 +360,10 @@ def token_bytes(target: Target) -> int:
 
 
 def check_disk(directory: Path, needed: int) -> None:
-    """Raise DataError if the disk of a directory cannot hold so many bytes of features."""
+    """Raise DataError if the disk of a directory has no room for ``needed`` bytes of features."""
     free = shutil.disk_usage(directory).free
     if needed and needed + _DISK_RESERVE > free:
         raise DataError(
-            f"{directory}: the features need {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB free. "
-            "Give another --output, lower --max-tokens or --max-length, or train with online features (no cache)."
+            f"{directory}: the features need {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free. "
+            "Give another --output, lower --max-tokens or --max-length, or train without a cache."
         )

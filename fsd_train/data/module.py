@@ -1,4 +1,4 @@
-"""Batches of answers for Trainer, in an order that checkpoints hold."""
+"""The data module: batches of answers in an order that checkpoints record."""
 
 from __future__ import annotations
 
@@ -25,29 +25,28 @@ log = logging.getLogger(__name__)
 class AnswersDataModule(LightningDataModule):
     """Batches of answers for training and validation.
 
-    The sampler shares batches out among replicas itself; set ``use_distributed_sampler: false`` on Trainer, which
-    cannot know how to split a batch sampler of this kind (`fsd-train` does so). The place within an epoch is stored in
-    checkpoints and resumed from, with the same rows, ``batch_tokens``, ``seed`` and number of replicas only.
+    The sampler divides batches among replicas, so Trainer needs ``use_distributed_sampler: false``, which `fsd-train`
+    sets. Checkpoints hold the position within an epoch. It is valid for the same rows, ``batch_tokens``, ``seed`` and
+    number of replicas.
 
     Args:
-        train_files: files that `fsd-train regenerate` wrote, or conversations as JSON lines, Parquet or directories of
-            the `datasets` library: see docs/training-data.md.
-        validation_files: rows to validate on; without them a share of the training prompts is held out.
-        validation_fraction: that share, chosen by the hash of the prompt.
-        max_length: tokens per sequence at most; longer ones are cut.
+        train_files: files of answers, see docs/training-data.md.
+        validation_files: rows for validation (default: a share of the training prompts).
+        validation_fraction: share of training prompts to hold out, chosen by the hash of the prompt.
+        max_length: most tokens of a sequence; longer ones are cut.
         batch_tokens: padded tokens per training batch.
-        validation_batch_tokens: the same for validation; as ``batch_tokens`` by default.
-        tokenizer: built-in name, directory or hub id; needed only for rows without token ids.
-        vocab_size: the target's, to stop reading at the first row that it does not fit. Without it training and
-            validation compare the rows with their target once all are read.
-        features: directory that `fsd-train cache-features` wrote; rows it does not hold are left out. Without it the
-            target runs in every step.
-        num_workers: processes that collate; None for some on a CUDA device and none on a CPU.
-        pin_memory: copies to the device do not wait; None for where there is a CUDA device.
-        seed: of the order of batches.
+        validation_batch_tokens: padded tokens per validation batch (default: ``batch_tokens``).
+        tokenizer: built-in name, directory or hub id, for rows without token ids.
+        vocab_size: size of the target's vocabulary, to stop at the first row with other ids. Without it, training and
+            validation check the ids after all rows are read.
+        features: directory of `fsd-train cache-features`; rows without cached features are skipped. None: the target
+            runs in every step.
+        num_workers: processes that collate (default: some with CUDA, none on a CPU).
+        pin_memory: use pinned memory for asynchronous copies (default: with CUDA).
+        seed: seed of the order of batches.
 
     Attributes:
-        feature_store: the cached features, after ``setup``; None where features are computed during training.
+        feature_store: the cached features after ``setup``, or None.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class AnswersDataModule(LightningDataModule):
         self.validation_set: AnswersDataset | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the files, once. Raises DataError on a malformed row."""
+        """Read the files (idempotent). Raises DataError for a malformed row."""
         if self.train_set is not None:
             return
         tokenizer = self._tokenizer()
@@ -93,40 +92,37 @@ class AnswersDataModule(LightningDataModule):
             self.validation_set = self._cached(held, self.feature_store) if len(held) else held
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order of training batches follows from. Checkpoints hold it."""
+        """Return the facts that determine the order of training batches, for checkpoints."""
         assert self.train_set is not None, "setup() has not run"
         replicas = 1 if self.trainer is None else self.trainer.world_size
         order = {"batch_tokens": int(self.batch_tokens), "seed": int(self.seed), "replicas": replicas}
         return {"rows": self.train_set.digest, **order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise CheckpointError if training would go on in another order than the checkpoint's."""
+        """Raise CheckpointError if training would resume in another order of batches."""
         if self.trainer is not None and self.trainer.training:
             check_order(self.trainer, self.state_dict(), state_dict)
 
     def _cached(self, rows: AnswersDataset, store: FeatureStore) -> AnswersDataset:
-        """The rows whose features are in the cache. Raises DataError if there are none."""
+        """Return the rows with cached features. Raises DataError if there are none."""
         keep = [i for i in range(len(rows)) if sequence_key(rows[i]["input_ids"]) in store]
         if not keep:
             raise DataError(
-                f"{self.features} holds the features of none of the {len(rows)} rows: run `fsd-train cache-features` "
+                f"{self.features} holds the features of none of the {len(rows)} rows. Run `fsd-train cache-features` "
                 f"on these files with --max-length {self.max_length}."
             )
         if len(keep) < len(rows):
-            log.warning("%d of %d rows have no cached features and are left out", len(rows) - len(keep), len(rows))
+            log.warning("%d of %d rows have no cached features and are skipped", len(rows) - len(keep), len(rows))
         return rows.subset(keep)
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise DataError, which names file and row, if rows hold ids that a target of this vocabulary lacks."""
+        """Raise DataError with file and row if a token id is outside this vocabulary."""
         for rows in (self.train_set, self.validation_set):
             assert rows is not None, "setup() has not run"
             rows.check_ids(vocab_size)
 
     def answer_counts(self, vocab_size: int) -> Tensor:
-        """[V] how often each id occurs in the training answers (draft vocabularies are chosen by it).
-
-        Raises DataError as :meth:`check_ids`.
-        """
+        """Count each id in the training answers: [V]. Raises DataError as :meth:`check_ids`."""
         assert self.train_set is not None, "setup() has not run"
         return self.train_set.answer_counts(vocab_size)
 
@@ -138,15 +134,15 @@ class AnswersDataModule(LightningDataModule):
         return load_tokenizer(self.tokenizer_name)
 
     def train_dataloader(self) -> DataLoader[Item]:
-        """Batches of the training rows, in another order each epoch."""
+        """Return batches of the training rows, in another order each epoch."""
         assert self.train_set is not None, "setup() has not run"
         sampler = self._make_sampler(self.train_set, self.batch_tokens, shuffle=True)
         return ResumableLoader(self._with_features(self.train_set), sampler, **self._loader_options())
 
     def val_dataloader(self) -> DataLoader[Item] | list[Any]:
-        """Batches of the held-out rows, always in the same order; an empty list if there are none.
+        """Return batches of the held-out rows in a fixed order, or an empty list without any.
 
-        So that all replicas have the same number, some may get an earlier one again, but without its loss mask.
+        Replicas get equally many batches. Repeated ones have an empty loss mask.
         """
         if not self.validation_set:
             return []

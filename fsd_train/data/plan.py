@@ -1,4 +1,4 @@
-"""Which prompts `fsd-train regenerate` answers, with what sampling, in which batches, and which turns follow."""
+"""The plan of `fsd-train regenerate`: prompts, their sampling and batches, and later turns."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fsd_infer.chat.encoding import PromptRow, encode_chat, encode_text, read_pr
 from fsd_infer.errors import DataError
 from fsd_train.data.backends import Answer, Job, stable_seed
 
-WINDOW = 16  # batches that are sorted by length together: little padding, while any prefix stays a fair sample
-# of a prompt's row, what its answers' rows have of their own
+WINDOW = 16  # batches sorted by length together: little padding, while a prefix of the output stays a fair sample
+# fields of a prompt's row that answers replace
 _OWN = {*PROMPT_FIELDS, "id", "prompt_ids", "response_ids", "finish_reason", "source", "ids_from"}
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be answered.
+    """Jobs to answer.
 
     Attributes:
-        batches: in their final order.
-        read: prompts, or conversations with another turn.
-        too_long: of them, those left out because the prompt is too long.
-        cut: of them, those left out because the answer before was cut at the limit.
-        max_prompt_tokens, batch_size: for the turns that follow.
+        batches: jobs by batch, in their final order.
+        read: number of prompts, or of conversations with another turn.
+        too_long: how many of them are skipped because the prompt is too long.
+        cut: how many of them are skipped because the previous answer reached the limit.
+        max_prompt_tokens, batch_size: limits for later turns.
         template: arguments of the chat template.
     """
 
@@ -63,25 +63,25 @@ def plan_jobs(
     template: Mapping[str, Any] | None = None,
     raw: bool = False,
 ) -> Plan:
-    """Reads prompts and settles which are answered, with what sampling and in which batches: the first turns.
+    """Read prompts and plan the first turns.
 
-    Everything here depends on the arguments alone, never on what is already answered, so that a resumed run meets the
-    very batches it left. Rows are taken in an order shuffled by ``seed``: a prefix of the output is a fair sample.
+    The plan depends only on the arguments, not on finished answers, so that a resumed run has the same batches. Rows
+    are shuffled by ``seed``, so that a prefix of the output is a fair sample.
 
     Args:
-        paths: prompt files. A row may have ``temperature``, ``top_k`` and ``top_p`` of its own, ``tools`` for the chat
-            template, and further arguments of it in ``chat_template_kwargs``.
-        tokenizer: the target's.
-        temperatures: (temperature, weight) pairs; each row without its own gets one by the hash of its content.
-        max_prompt_tokens: longer prompts (template included) are left out and counted.
-        limit: how many rows to answer.
+        paths: prompt files. A row may have ``temperature``, ``top_k`` and ``top_p``, and ``tools`` and
+            ``chat_template_kwargs`` for the chat template.
+        tokenizer: the target's tokenizer.
+        temperatures: (temperature, weight) pairs, of which the hash of a row chooses one.
+        max_prompt_tokens: most tokens of a prompt with its template; longer ones are skipped and counted.
+        limit: most rows to answer.
         template: arguments of the chat template for all rows, such as ``enable_thinking``.
-        raw: each row is one text that the target continues, without the chat template.
+        raw: each row is one text that the target continues without the chat template.
 
     Raises:
-        DataError: a malformed row, with file and line.
+        DataError: a row is malformed (with file and line).
     """
-    chosen: list[tuple[str, Job]] = []  # with the hash that a row is known by
+    chosen: list[tuple[str, Job]] = []  # with the row's hash
     known: set[str] = set()
     names: set[str] = set()
     read = too_long = 0
@@ -96,7 +96,7 @@ def plan_jobs(
                 too_long += 1
             elif row.id not in known:  # the same file given twice
                 known.add(row.id)
-                # files often count their rows from 0, each of them; and what looks like a later turn's id is not free
+                # several files may count their rows from 0, and ids of later turns are reserved
                 if job.id in names or re.search(r"/\d+$", job.id):
                     job = replace(job, id=f"{job.id}-{row.id[:8]}")
                 names.add(job.id)
@@ -107,15 +107,15 @@ def plan_jobs(
 
 
 def next_turns(plan: Plan, answers: Mapping[str, tuple[str, str]], tokenizer: Any) -> Plan:
-    """The turns that follow those of ``plan``, with the target's own answers before them.
+    """Plan the turns after those of ``plan``, which follow the target's answers.
 
-    An answer that the row itself holds stays where a tool's result follows it, since that is the result of this very
-    call. A conversation ends where an answer was cut at the limit.
+    A row's own answer stays if a tool's result follows it, because the result belongs to that call. A conversation ends
+    at an answer that reached the limit.
 
     Args:
-        plan: whose jobs are answered.
-        answers: by the id of the job, response and finish_reason.
-        tokenizer: the target's.
+        plan: plan whose jobs are answered.
+        answers: response and finish_reason by the id of the job.
+        tokenizer: the target's tokenizer.
     """
     following = [job for job in plan.jobs if job.rest]
     jobs: list[Job] = []
@@ -155,7 +155,7 @@ def _first(
     (asked, given), *rest = row_exchanges(row.row)
     options = {**template, **template_options(row.row)}
     if raw and (rest or options or [turn["role"] for turn in asked] != ["user"]):
-        raise DataError("a conversation or template options, which --raw leaves no place for: give one text per row.")
+        raise DataError("a conversation or template options, which --raw does not support. Give one text per row.")
     own = row.row.get("id")
     sampling = {name: _sampling(row.row, name) for name in _SAMPLING if row.row.get(name) is not None}
     return Job(
@@ -176,20 +176,20 @@ def _first(
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's own arguments of the chat template. Raises DataError for those of another type."""
+    """Return a row's arguments of the chat template. Raises DataError for a wrong type."""
     options: dict[str, Any] = _object(row, "chat_template_kwargs", dict)
     tools = _object(row, "tools", list)
     return {**options, "tools": tools} if tools else options
 
 
 def _object(row: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A field's list or object, written as such or as JSON text; an empty one where there is none."""
+    """Return a field's list or object, also from JSON text; an empty one if the field is missing."""
     value = row.get(name)
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise DataError(f"`{name}` is text and no JSON ({error}).") from error
+            raise DataError(f"`{name}` is no JSON ({error}).") from error
     if value is None:
         return kind()
     if not isinstance(value, kind):
@@ -215,7 +215,7 @@ def _shuffle_key(seed: int, row_id: str) -> tuple[int, str]:
 
 
 def pick_temperature(row_id: str, temperatures: Sequence[tuple[float, float]]) -> float:
-    """One of the (temperature, weight) pairs' temperatures, drawn by the hash of the row's id."""
+    """Choose a temperature of (temperature, weight) pairs by the hash of the row's id."""
     point = stable_seed("temperature", row_id) / 2**31 * sum(weight for _, weight in temperatures)
     for temperature, weight in temperatures:
         point -= weight
@@ -225,7 +225,7 @@ def pick_temperature(row_id: str, temperatures: Sequence[tuple[float, float]]) -
 
 
 def _batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
-    """Jobs of one sampling and like length together."""
+    """Batch jobs with equal sampling and similar length."""
     batches = []
     for start in range(0, len(jobs), WINDOW * size):
         window = jobs[start : start + WINDOW * size]
@@ -236,7 +236,7 @@ def _batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
 
 
 def answer_line(answer: Answer) -> bytes:
-    """One answer as a line of JSON, newline included: the prompt row's own fields, and ours."""
+    """Return one answer as a line of JSON with newline: the fields of the prompt's row, and ours."""
     job = answer.job
     row = {
         **job.fields,

@@ -1,4 +1,4 @@
-"""The order of training batches: like lengths together, within a budget of tokens, resumable inside an epoch."""
+"""The order of training batches: similar lengths, within a token budget, resumable within an epoch."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ MOST_PADDING = 0.1  # share of a batch's positions
 
 
 def stable_seed(*parts: object) -> int:
-    """A 31-bit seed that depends on the parts alone, not on the process."""
+    """Return a 31-bit seed that depends only on the parts, not on the process."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
 class TokenBudgetSampler(Sampler[list[int]]):
-    """Batches of conversations of like length whose padded size stays within a budget of tokens.
+    """Sampler of batches with rows of similar length, within a budget of padded tokens.
 
-    Each epoch deals the rows to new windows, each of which gets its share of every length, fills batches up to
-    B·M <= ``max_tokens`` with a window's rows in the order of length, and shuffles the batches. Where that would leave
-    more padding than a tenth, as with few rows and a large budget, the budget is lowered until it fits. The
-    order follows from seed and epoch alone, and all epochs have the same number of batches: Trainer counts those of the
-    first only. With several replicas each gets every n-th batch; the first batches are repeated at the end where
-    needed, so that all replicas have the same number.
+    Each epoch deals the rows to new windows with equal shares of every length. Within a window, rows sorted by length
+    fill batches up to B·M <= ``max_tokens``; the batches are then shuffled. If padding exceeds a tenth, as with few
+    rows and a large budget, the budget is lowered. The order depends only on seed and epoch. All epochs have the same
+    number of batches, because Trainer counts only the first. Each of n replicas gets every n-th batch, and the first
+    batches repeat at the end to give all replicas the same number.
 
-    `start_at` makes the next pass begin inside an epoch.
+    `start_at` begins the next pass within an epoch.
 
     Args:
         lengths: tokens per row.
-        max_tokens: padded tokens per batch; a single longer row makes a batch of its own.
-        seed: of the order.
-        shuffle: False keeps one order in every epoch, whatever the seed: long and short batches mixed, so that the
-            first ones (``limit_val_batches``) speak for all.
-        window: rows that are sorted together, at most.
-        rank, replicas: which share of the batches to give, of how many.
+        max_tokens: padded tokens per batch; a longer row forms its own batch.
+        seed: seed of the order.
+        shuffle: False keeps the same order in every epoch, independent of the seed, with long and short batches mixed
+            so that the first ones (``limit_val_batches``) represent all.
+        window: most rows sorted together.
+        rank, replicas: which replica this is, of how many.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         replicas: int = 1,
     ) -> None:
         if max_tokens < 1:
-            raise DataError(f"max_tokens is {max_tokens}; a batch needs at least one token.")
+            raise DataError(f"max_tokens is {max_tokens}. Give at least 1.")
         self.lengths, self.max_tokens, self.seed = list(lengths), max_tokens, seed
         self.shuffle, self.window, self.rank, self.replicas = shuffle, window, rank, replicas
         self.epoch = 0
@@ -63,33 +62,33 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> TokenBudgetSampler:
-        """Itself: Trainer looks for `set_epoch` on a batch sampler's inner sampler."""
+        """The sampler itself, because Trainer looks for `set_epoch` on a batch sampler's inner sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is that of ``epoch``."""
+        """Begin the next pass with ``epoch``."""
         if epoch != self.epoch:
             self.epoch, self._skip = epoch, 0
 
     def start_at(self, epoch: int, batch: int) -> None:
-        """The next pass is that of ``epoch`` without its first ``batch`` batches, or the one after if none is left."""
+        """Begin the next pass at batch ``batch`` of ``epoch``, or with the next epoch if it has no more batches."""
         self.epoch, self._skip = epoch, batch
         if batch >= len(self):
             self.epoch, self._skip = epoch + 1, 0
 
     def batches(self) -> list[list[int]]:
-        """All batches of this replica in the current epoch, whatever `start_at` says."""
+        """Return all batches of this replica in the current epoch, regardless of `start_at`."""
         batches = self._all()
         size = math.ceil(len(batches) / self.replicas)
         return [batches[i % len(batches)] for i in range(self.rank, size * self.replicas, self.replicas)]
 
     @property
     def own(self) -> int:
-        """How many of this replica's batches no other one has before it; those after them are repeats."""
+        """Number of this replica's batches before the repeated ones."""
         return len(self._all()[self.rank :: self.replicas])
 
     def _all(self) -> list[list[int]]:
-        """The batches of all replicas in the current epoch."""
+        """Return the batches of all replicas in the current epoch."""
         epoch = self.epoch if self.shuffle else 0
         if self._batches is None or self._batches[0] != epoch:
             self._batches = epoch, self._plan(epoch)
@@ -102,7 +101,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         rows = sorted(order, key=self.lengths.__getitem__)
         windows = max(math.ceil(count / self.window), 1) if self.shuffle else 1
         # Each group gives one row to every window. Batches planned for the groups' longest rows fit all windows, so
-        # their number is the same whoever gets which row.
+        # their number does not depend on the draw.
         groups = [rows[start : start + windows] for start in range(0, count, windows)]
         parts = self._parts([self.lengths[group[-1]] for group in groups], windows)
         groups = [[group[i] for i in torch.randperm(len(group), generator=random).tolist()] for group in groups]
@@ -115,12 +114,12 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
 
     def _parts(self, widths: Sequence[int], windows: int) -> list[list[int]]:
-        """Which groups' rows make a batch, in each of the windows alike. ``widths``: longest row per group, rising."""
+        """Divide groups into batches, alike for all windows; ``widths``: longest row per group, ascending."""
         budget, tokens = float(self.max_tokens), sum(self.lengths)
         while True:
             parts: list[list[int]] = []
             for number, width in enumerate(widths):
-                # in rising order the newest row is the longest, so it sets the padded width
+                # the last row is the longest and sets the padded width
                 if not parts or (len(parts[-1]) + 1) * width > budget:
                     parts.append([])
                 parts[-1].append(number)
@@ -131,7 +130,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     @property
     def skip(self) -> int:
-        """Batches that the next pass leaves out at its beginning."""
+        """Number of batches that the next pass skips at its begin."""
         return self._skip
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -139,23 +138,23 @@ class TokenBudgetSampler(Sampler[list[int]]):
         yield from self.batches()[skip:]
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches in an epoch."""
         return len(self.batches())
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A DataLoader that knows how far it is: Trainer stores its state in checkpoints and resumes with the next batch.
+    """A DataLoader whose position Trainer stores in checkpoints, to resume with the next batch.
 
     Args:
-        dataset: indexed by the sampler's batches.
+        dataset: dataset indexed by the sampler's batches.
         sampler: the order.
-        options: as for DataLoader.
+        options: options of DataLoader.
     """
 
     def __init__(self, dataset: Dataset[Any], sampler: TokenBudgetSampler, **options: Any) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
         self.order = sampler
-        self._given = 0  # batches of the epoch that were handed out, those before a resumption included
+        self._given = 0  # batches of the epoch so far, those before a resume included
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # a generator, since Trainer asks for the iterator before it sets the epoch
@@ -168,27 +167,27 @@ class ResumableLoader(DataLoader[Any]):
         return {"epoch": self.order.epoch, "batch": self._given, "replicas": self.order.replicas}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where n replicas stopped: their k-th batches are the first n·k of the order.
+        """Resume where n replicas stopped: their k-th batches are the first n·k of the order.
 
-        Raises CheckpointError if this number of replicas cannot have had as many batches each.
+        Raises CheckpointError if the current replicas cannot share these batches evenly.
         """
         given, replicas = state["batch"] * state["replicas"], self.order.replicas
         if given % replicas:
             raise CheckpointError(
-                f"the checkpoint was written by {state['replicas']} devices after {given} batches of its epoch, which "
-                f"{replicas} cannot share evenly: use a checkpoint of another step, or another number of devices."
+                f"{state['replicas']} devices wrote the checkpoint after {given} batches of its epoch. {replicas} "
+                "devices cannot share these evenly. Use a checkpoint of another step, or another number of devices."
             )
         self.order.start_at(state["epoch"], given // replicas)
         self._given = self.order.skip
 
 
 class ValidationLoader(DataLoader[Any]):
-    """A DataLoader whose repeated batches supervise nothing: replicas keep in step, and no row counts twice.
+    """A DataLoader whose repeated batches have an empty loss mask, so that no row counts twice.
 
     Args:
-        dataset: indexed by the sampler's batches; it collates to batches with a ``loss_mask``.
+        dataset: dataset indexed by the sampler's batches; they collate to batches with a ``loss_mask``.
         sampler: the order.
-        options: as for DataLoader.
+        options: options of DataLoader.
     """
 
     def __init__(self, dataset: Dataset[Any], sampler: TokenBudgetSampler, **options: Any) -> None:

@@ -1,7 +1,6 @@
-"""Losses by name. One file per kind of loss; importing this package registers them all.
+"""Losses by name, one file per kind; importing this package registers them all.
 
-A loss is a :class:`fsd_train.losses.base.Loss`; a recipe names it (``loss: eagle``) or gives ``class_path`` and
-``init_args``.
+A recipe names a :class:`fsd_train.losses.base.Loss` (``loss: eagle``) or gives its ``class_path`` and ``init_args``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training on the tokens that a reference drafter shows to be worth it: AdaSPEC (arXiv 2510.19779)."""
+"""AdaSPEC (arXiv 2510.19779): training on tokens chosen with a reference drafter."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fsd_train.types import PositiveInt, Share
 
 
 def largest(values: Tensor, rows: Rows, keep: float) -> Tensor:
-    """Which rows have the largest values of their step.
+    """Mark the rows with the largest values of their step.
 
     Args:
         values: [R].
-        rows: their steps.
-        keep: share of each step's rows, in (0, 1]; rounded up to whole rows.
+        rows: the rows.
+        keep: share of each step's rows, in (0, 1], rounded up to whole rows.
 
     Returns:
         [R] bool.
@@ -36,22 +36,21 @@ def largest(values: Tensor, rows: Rows, keep: float) -> Tensor:
 
 @LOSSES.register("adaspec")
 class AdaSpecLoss(Loss):
-    """Another loss on the share k of tokens with the largest gap Δ = D(p, q) − D(p, q_ref).
+    """Another loss on the share ``keep`` of tokens with the largest gap Δ = D(p, q) − D(p, q_ref).
 
-    q_ref is a frozen reference drafter's distribution at the same row, and D is KL(p||q) (``kl_pq``) in the paper.
-    A large gap marks a token that a drafter of this kind can fit and this one does not yet; where both fail alike,
-    the target is out of reach and the token is left out. The paper's reference is a drafter of the same size, distilled
-    beforehand from the same target on all tokens.
+    q_ref is the distribution of a frozen reference drafter at the same row. A large gap marks a token that such a
+    drafter can fit and this one does not yet. In the paper D is KL(p||q), and the reference has the same size and was
+    distilled from the same target on all tokens.
 
-    Tokens are chosen afresh in every batch, among those supervised and for each unrolled step on its own. Without a
-    reference in the batch, as in validation, all tokens count.
+    Each batch chooses its tokens anew, separately for each chain step. In validation the batch has no reference and all
+    tokens count.
 
     Args:
-        reference: directory of an exported head of the same target, or of a small LM where one is trained
-            (:class:`fsd_train.models.lm.LMModule`). A head reads what the trained head reads, and its estimates go
-            through the same rows of the LM head, so its own draft vocabulary does not matter.
-        keep: k, a number in (0, 1] or a schedule (see :class:`fsd_train.losses.schedule.Schedule`).
-        loss: the loss on the chosen tokens.
+        reference: directory of an exported head of the same target, or of a small LM for
+            :class:`fsd_train.models.lm.LMModule`. A head shares the inputs and LM head rows of the trained head, so its
+            own draft vocabulary does not matter.
+        keep: share of tokens, in (0, 1], or a :class:`fsd_train.losses.schedule.Schedule`.
+        loss: loss on the chosen tokens.
         divergence: D, a name of :mod:`fsd_infer.divergence`.
         chunk_size: memory bound of the gap in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
@@ -65,18 +64,18 @@ class AdaSpecLoss(Loss):
         chunk_size: PositiveInt | None = None,
     ) -> None:
         if not reference:
-            raise DataError("adaspec: reference must name the directory of an exported head or small LM.")
+            raise DataError("adaspec: reference is empty; name the directory of an exported head or small LM.")
         self.keep = Schedule.of(keep)
         if not all(0 < value <= 1 for value in (self.keep.start, self.keep.end)):
-            raise DataError(f"adaspec: keep is a share of the tokens, above 0 and up to 1, got {keep!r}.")
+            raise DataError(f"adaspec: keep is {keep!r}; give a share of the tokens above 0 and up to 1.")
         self.reference = reference
         self.inner = as_loss(loss)
         self.parts = [self.inner]
         if reference_of(self.inner) is not None:
-            raise DataError("adaspec: the loss on the chosen tokens must not choose tokens itself.")
+            raise DataError("adaspec: the inner loss is adaspec too; choose another loss.")
         if self.inner.couples_rows:
             raise DataError(
-                "adaspec: fsd needs whole chains, which a choice of single tokens breaks; put both in a mix instead."
+                "adaspec: fsd needs whole chains, which a choice of single tokens breaks; use a mix of both."
             )
         self.chunk_size = chunk_size
         rows = divergence_rows(divergence)
@@ -95,7 +94,7 @@ class AdaSpecLoss(Loss):
 
     @torch.no_grad()
     def gap(self, batch: DraftBatch) -> Tensor:
-        """Δ at every row, [R] fp32."""
+        """Return Δ at every row, [R] fp32."""
         assert batch.reference is not None
         pair = (batch.estimates, batch.reference.to(batch.estimates.dtype))
         own, reference = (

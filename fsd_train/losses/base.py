@@ -1,4 +1,4 @@
-"""What every loss sees and returns."""
+"""The input and output of every loss, and the registry of losses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LMHead:
         bias: [Vd] or None.
         scale: factor on the logits (families with a logit scale).
         cap: soft cap on the logits or None.
-        ids: [Vd] target id of each row; None if Vd = V, or where nobody asks.
+        ids: [Vd] target id of each row; None if Vd = V or if unknown.
     """
 
     weight: Tensor
@@ -42,7 +42,7 @@ class LMHead:
 
     @classmethod
     def of(cls, target: Target, ids: Tensor | None = None) -> LMHead:
-        """The target's LM head, restricted to the ids [Vd] where given."""
+        """Return the target's LM head, or its rows for the ids [Vd]."""
         weight, bias = target.lm_head_rows(ids)
         factor = getattr(target.config, "logit_scale", None)
         divisor = getattr(target.config, "logits_scaling", None)
@@ -50,30 +50,26 @@ class LMHead:
         return cls(weight.detach(), bias, scale, getattr(target.config, "final_logit_softcapping", None), ids)
 
     def joined(self, other: LMHead) -> LMHead:
-        """The rows of both, of one LM head, in this order."""
+        """Concatenate the rows of two parts of one LM head."""
         bias = None if self.bias is None or other.bias is None else torch.cat([self.bias, other.bias])
         ids = None if self.ids is None or other.ids is None else torch.cat([self.ids, other.ids])
         return replace(self, weight=torch.cat([self.weight, other.weight]), bias=bias, ids=ids)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [..., H] -> logits [..., Vd] in fp32; the product runs in the weight's dtype."""
+        """Compute logits [..., Vd] in fp32 from hidden [..., H]; the product runs in the weight's dtype."""
         return self.finish(torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float())
 
     def finish(self, products: Tensor) -> Tensor:
-        """h Wᵀ + b [..., Vd] -> logits: the family's scale and soft cap."""
+        """Apply the family's scale and soft cap to h Wᵀ + b [..., Vd]."""
         logits = products if self.scale == 1.0 else products * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def grad_hidden(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """The gradient [..., H] on the input, given the logits and the fp32 gradient on them (both [..., Vd])."""
-        return self._inner(logits, grad) @ self.weight
+        """Return the gradient [..., H] on the input, given logits and the fp32 gradient on them, [..., Vd] each."""
+        return self.grad_products(logits, grad) @ self.weight
 
-    def grad_weight(self, logits: Tensor, grad: Tensor, hidden: Tensor) -> Tensor:
-        """The gradient [Vd, H] on the weight, given the input [n, H], the logits and the gradient on them [n, Vd]."""
-        return self._inner(logits, grad).mT @ hidden.to(self.weight.dtype)
-
-    def _inner(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """The gradient on what scale and cap are applied to, in the weight's dtype."""
+    def grad_products(self, logits: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient on h Wᵀ + b in the weight's dtype; arguments as of :meth:`grad_hidden`."""
         if self.cap is not None:
             grad = grad * (1 - (logits / self.cap) ** 2)
         if self.scale != 1.0:
@@ -83,18 +79,18 @@ class LMHead:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a batch supervises: R rows, each the draft of one step at one of N positions, sorted by position.
+    """The supervised rows of a batch: R drafts, each of one chain step at one of N positions, sorted by position.
 
-    Row r predicts token i+2 from the estimate of feature i+1, where i is its position (:mod:`fsd_train.models.unroll`
-    has the indexing). Every position has a row of step 0.
+    A row at position i predicts token i+2 from the estimate of feature i+1 (:mod:`fsd_train.models.unroll` defines the
+    indexing). Every position has a row of step 0.
 
     Attributes:
         position: [N] flat index b·(M−1) + i, ascending.
-        feature: [R], which of the N positions it stands at, ascending.
-        step: [R], which draft of its chain it is, from 0.
+        feature: [R] index of each row's position among the N, ascending.
+        step: [R] chain step, from 0.
         weight: [R] fp32.
-        chains: [S, C] rows: column c is a chain whose S steps are all here.
-        ends: N+1 numbers in host memory: the rows of position n are ends[n] … ends[n+1]−1.
+        chains: [S, C] rows; column c is a chain with all S steps supervised.
+        ends: N+1 numbers in host memory; position n has the rows ends[n] … ends[n+1]−1.
     """
 
     position: Tensor
@@ -105,30 +101,30 @@ class Rows:
     ends: Sequence[int]
 
     def to(self, device: torch.device) -> Rows:
-        """The same on a device, which is not waited for."""
+        """Copy to a device without waiting for it."""
         names = ("position", "feature", "step", "weight", "chains")
         moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
         return replace(self, **moved)
 
     def sum_by_step(self, values: Tensor) -> Tensor:
-        """Sums [S] of values [R] over the rows of each step."""
+        """Sum values [R] over the rows of each step: [S]."""
         return values.new_zeros(len(self.chains)).index_add(0, self.step, values)
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """One batch of predictions: an estimate per row, a feature per position.
+    """A batch of predictions: an estimate per row, a feature per position.
 
     Attributes:
-        estimates: [R, H], the head's output.
-        features: [N, H], the target's own feature.
-        rows: which step and position each estimate stands for, and its weight.
+        estimates: [R, H] outputs of the head.
+        features: [N, H] features of the target.
+        rows: step, position and weight of each estimate.
         head: the target's LM head over the draft vocabulary.
-        own_head: the drafter's LM head over the same, where it has one of its own: its weight is trained.
-        feature_scale: [H] that the head divides features by, or None.
-        reference: [R, H], a frozen reference drafter's estimates on the same inputs, or None.
-        progress: share of the run that has passed, 0 to 1; 1 outside of training, so that schedules are at their end.
-        step: optimiser steps that have passed.
+        own_head: the drafter's trained LM head over the draft vocabulary; None if it shares the target's.
+        feature_scale: [H] divisor of the features in the head, or None.
+        reference: [R, H] estimates of a frozen reference drafter on the same inputs, or None.
+        progress: completed share of the run, 0 to 1; 1 outside training, where schedules have ended.
+        step: completed optimizer steps.
     """
 
     estimates: Tensor
@@ -143,28 +139,28 @@ class DraftBatch:
 
     @property
     def weights(self) -> Tensor:
-        """[R], of the rows."""
+        """[R] weights of the rows."""
         return self.rows.weight
 
     def with_weights(self, weights: Tensor) -> DraftBatch:
-        """The same batch with other weights [R]."""
+        """Replace the weights [R]."""
         return replace(self, rows=replace(self.rows, weight=weights))
 
     @property
     def draft_head(self) -> LMHead:
-        """The LM head that reads the estimates."""
+        """The LM head that is applied to the estimates."""
         return self.head if self.own_head is None else self.own_head
 
 
 @dataclass
 class LossOutput:
-    """A loss and what was seen on the way.
+    """The value of a loss, with figures to log.
 
     Attributes:
-        loss: scalar, differentiable.
-        parts: detached scalars by name, logged as they are.
-        agreement: [R] bool: the drafter's most likely token is the target's (within the draft vocabulary); None
-            where a loss does not compute it.
+        loss: differentiable scalar.
+        parts: detached scalars to log, by name.
+        agreement: [R] bool: drafter and target have the same most likely token of the draft vocabulary. None if not
+            computed.
     """
 
     loss: Tensor
@@ -173,13 +169,13 @@ class LossOutput:
 
 
 class Loss(ABC):
-    """A loss: its constructor takes what a recipe gives as ``init_args``.
+    """A loss; its constructor takes the ``init_args`` of a recipe.
 
     Attributes:
-        reference: directory of an exported drafter whose estimates it wants in :attr:`DraftBatch.reference`, or None.
-        couples_rows: whether rows count only together with others.
-        w_feature: weight of a term that compares estimates with features.
-        parts: losses that it is made of.
+        reference: directory of the exported drafter that fills :attr:`DraftBatch.reference`, or None.
+        couples_rows: whether a row's value depends on other rows.
+        w_feature: weight of the term that compares estimates with features.
+        parts: component losses.
     """
 
     reference: str | None = None
@@ -195,41 +191,40 @@ LOSSES: Registry[Callable[..., Loss]] = Registry("loss")
 
 
 def as_loss(loss: Loss | str) -> Loss:
-    """A loss itself, or the one registered under a name, with its defaults.
+    """Return a loss unchanged, or build the one with this name with its defaults.
 
     Raises:
-        UnknownNameError: no loss has that name.
-        DataError: that loss needs arguments.
+        UnknownNameError: the name is unknown.
+        DataError: the loss needs arguments.
     """
     if isinstance(loss, Loss):
         return loss
     kind = LOSSES.get(loss)
     needed = [name for name, value in inspect.signature(kind).parameters.items() if value.default is value.empty]
     if needed:
-        raise DataError(f"loss {loss!r} needs {', '.join(needed)}: write it as class_path and init_args.")
+        raise DataError(f"loss {loss!r} needs {', '.join(needed)}: give it as class_path and init_args.")
     return kind()
 
 
 def reference_of(loss: Loss) -> str | None:
-    """Directory of the reference drafter that a loss, or a part of it, wants, or None."""
+    """Return the directory of the reference drafter that a loss or one of its parts needs, or None."""
     return loss.reference or next(filter(None, map(reference_of, loss.parts)), None)
 
 
 def has_feature_term(loss: Loss) -> bool:
-    """Does a loss, or a part of it, compare estimates with features?"""
+    """Return whether a loss or one of its parts compares estimates with features."""
     return bool(loss.w_feature) or any(map(has_feature_term, loss.parts))
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Σ w·x / Σ w, a scalar; 0 where all weights are 0. values and weights [R]."""
+    """Return the scalar Σ w·x / Σ w of values and weights [R], 0 if all weights are 0."""
     return (values * weights).sum() / weights.sum().clamp_min(1e-6)
 
 
 def feature_distance(batch: DraftBatch) -> Tensor:
-    """SmoothL1(estimate, feature) per row, averaged over the H dimensions: [R] fp32, differentiable.
+    """Return SmoothL1(estimate, feature) per row, averaged over the H dimensions: [R] fp32, differentiable.
 
-    Taken in the space the head reads: divided by ``feature_scale`` where the head has one, so that outlier dimensions
-    do not drown the others.
+    Both are divided by ``feature_scale`` if the head has one, so that outlier dimensions do not dominate.
     """
     estimates, features = batch.estimates, batch.features
     if batch.feature_scale is not None:
@@ -240,7 +235,7 @@ def feature_distance(batch: DraftBatch) -> Tensor:
 
 
 def with_features(weight: float, batch: DraftBatch, out: LossOutput) -> LossOutput:
-    """``out`` and weight·:func:`feature_distance`, its mean over supervised rows; at weight 0 ``out`` itself."""
+    """Add weight times the mean :func:`feature_distance` of the supervised rows to a loss."""
     if not weight:
         return out
     feature = weighted_mean(feature_distance(batch), batch.weights)

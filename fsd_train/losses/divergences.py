@@ -1,28 +1,25 @@
-"""Losses that are a divergence of drafter and target, by the names of :mod:`fsd_infer.divergence`."""
+"""Divergences of drafter and target as losses, with the names of :mod:`fsd_infer.divergence`."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from fsd_infer.divergence import BOTH_KL, RENAMED
-from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, weighted_mean, with_features
-from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, with_features
+from fsd_train.losses.rows import RowFunction, divergence_rows, mean_of_rows
 from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class DivergenceLoss(Loss):
     """w_divergence·D(p, q) + w_feature·SmoothL1(estimate, feature), each a weighted mean over supervised rows.
 
-    D is on raw distributions over the draft vocabulary: p, the target's, is renormalised within it. The feature term
-    is that of the ``eagle`` loss.
+    D compares raw distributions over the draft vocabulary, within which p is renormalised. The feature term is that of
+    the ``eagle`` loss. docs/losses.md compares the divergences.
 
     Args:
-        divergence: D, a name of :mod:`fsd_infer.divergence`. ``kl_qp`` seeks a mode, since q pays wherever it puts mass
-            that p has not; ``kl_pq`` covers the mass of p, with the gradient of soft cross-entropy; ``js`` is at most
-            ln 2, so that hopeless rows do not rule the mean; ``tv`` is the chance that the exact test refuses a sampled
-            draft, and its gradient vanishes where p and q hardly overlap (see the lk loss).
+        divergence: D, a name of :mod:`fsd_infer.divergence`: ``kl_pq``, ``kl_qp``, ``js``, ``tv`` or a top-k form.
         w_divergence: weight of the divergence.
-        w_feature: weight of the feature term; 0 leaves it out.
+        w_feature: weight of the feature term; 0 omits it.
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
 
@@ -39,8 +36,7 @@ class DivergenceLoss(Loss):
         self._rows = RowFunction(lambda log_p, log_q: rows(log_p, log_q)[None])
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        values, agree = chunked_rows(self._rows, batch, self.chunk_size)
-        mean = weighted_mean(values[0], batch.weights)
+        mean, agree = mean_of_rows(self._rows, batch, self.chunk_size)
         loss, parts = self.w_divergence * mean, {f"{self.name}_loss": mean.detach()}
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))
 

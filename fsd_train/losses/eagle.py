@@ -1,4 +1,4 @@
-"""The loss of EAGLE-1/2: match the target's features, and its distributions over the draft vocabulary."""
+"""The loss of EAGLE-1/2: match the target's features and its distributions over the draft vocabulary."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, weighted_mean, with_features
-from fsd_train.losses.rows import RowFunction, chunked_rows
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, with_features
+from fsd_train.losses.rows import RowFunction, mean_of_rows
 from fsd_train.types import NonNegativeFloat, PositiveInt
 
 
@@ -19,7 +19,7 @@ def _slope(p: Tensor, log_q: Tensor) -> Tensor:
     return log_q.exp_().sub_(p)
 
 
-# −Σ_v p(v) log q(v) in nats; alive at the peak: p, logits, q, and what a soft cap's gradient makes of them
+# −Σ_v p(v) log q(v) in nats; alive at the peak: p, logits, q and temporaries of a soft cap's gradient
 CROSS_ENTROPY = RowFunction(_cross_entropy, slope=_slope, of_p=True, live=5)
 
 
@@ -27,11 +27,10 @@ CROSS_ENTROPY = RowFunction(_cross_entropy, slope=_slope, of_p=True, live=5)
 class EagleLoss(Loss):
     """w_feature·SmoothL1(estimate, feature) + w_ce·soft cross-entropy, each a weighted mean over supervised rows.
 
-    SmoothL1 (averaged over the H dimensions) is taken in the space the head reads: divided by ``feature_scale`` where
-    the head has one, so that outlier dimensions do not drown the others.
+    :func:`fsd_train.losses.base.feature_distance` defines the first term.
 
     Args:
-        w_feature: weight of the feature term; 0 leaves it out.
+        w_feature: weight of the feature term; 0 omits it.
         w_ce: weight of the cross-entropy.
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
@@ -43,13 +42,12 @@ class EagleLoss(Loss):
         chunk_size: PositiveInt | None = None,
     ) -> None:
         if w_feature + w_ce == 0:
-            raise DataError("eagle: w_feature and w_ce are both 0: leave one above.")
+            raise DataError("eagle: w_feature and w_ce are both 0; set one above 0.")
         self.w_feature = w_feature
         self.w_ce = w_ce
         self.chunk_size = chunk_size
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        values, agree = chunked_rows(CROSS_ENTROPY, batch, self.chunk_size)
-        ce = weighted_mean(values[0], batch.weights)
+        ce, agree = mean_of_rows(CROSS_ENTROPY, batch, self.chunk_size)
         loss, parts = self.w_ce * ce, {"ce_loss": ce.detach()}
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))

@@ -1,4 +1,4 @@
-"""Expected accepted length under the fuzzy rule that will judge the drafts. Derivation: docs/losses.md."""
+"""Expected accepted length under the fuzzy rule. Derivation: docs/losses.md."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _kl_pq = divergence_rows("kl_pq")
 
 
 def expected_length(acceptance: Tensor) -> Tensor:
-    """Σ_k Π_{j≤k} a_j, the expected number of accepted drafts: acceptance [S, C] -> [C]."""
+    """Return the expected number of accepted drafts Σ_k Π_{j≤k} a_j [C] for acceptance [S, C]."""
     return acceptance.cumprod(0).sum(0)
 
 
 def soft_gate(distance: Tensor, threshold: float, softness: float) -> Tensor:
-    """σ((T−D)/s), the smooth form of [D ≤ T]; shut at T = 0 and open at T = inf, as the gate itself is."""
+    """Return σ((T−D)/s), a smooth [D ≤ T]; like the gate, closed at T = 0 and open at T = inf."""
     if threshold == 0:
         return torch.zeros_like(distance)
     if math.isinf(threshold):
@@ -33,23 +33,21 @@ def soft_gate(distance: Tensor, threshold: float, softness: float) -> Tensor:
 
 @LOSSES.register("fsd")
 class FsdLoss(Loss):
-    """−ln(L/S) of every chain, L = Σ_k Π_{j≤k} a_j its expected number of accepted drafts, plus an anchor.
+    """−ln(L/S) per chain plus an anchor, where L = Σ_k Π_{j≤k} a_j is the expected number of accepted drafts.
 
-    a = e + (1−e)·σ((T−D(p, q))/s) is the chance that ``fuzzy`` keeps a draft. All of it lies over the draft vocabulary,
-    p renormalised within it, at the contexts of the training text. With ``width`` None drafts are a chain sampled from
-    q: e = Σ min(p, q). With ``width`` k a node has k children sampled from q, which hold the target's draw with chance
-    e = Σ p·(1−(1−q)^k).
+    a = e + (1−e)·σ((T−D(p, q))/s) is the probability that ``fuzzy`` keeps a draft, at the contexts of the training text
+    and over the draft vocabulary, within which p is renormalised. If ``width`` is None, a chain is sampled from q and
+    e = Σ min(p, q). Otherwise a node has ``width`` = k children sampled from q, and e = Σ p·(1−(1−q)^k).
 
     Args:
-        divergence: D, a name of :mod:`fsd_infer.divergence`; on raw distributions.
-        threshold: T, or several: the loss is then its mean over them, since one head serves many settings. 0 is exact
-            decoding.
+        divergence: D, a name of :mod:`fsd_infer.divergence`, on raw distributions.
+        threshold: T, or several values over which the loss is averaged. 0 is exact decoding.
         softness: s > 0, in the unit of D.
-        width: children per node, or None for a sampled chain.
-        temperature: of p in e and the anchor, and of a chain's q. The gate reads raw distributions, as decoding does.
-        anchor: weight of KL(p||q) over all supervised rows, p at the temperature and q as drafts are drawn from it.
-            Where a first step is refused, the steps after it get no gradient from L: the anchor keeps them learning.
-        w_feature: weight of the ``eagle`` loss's feature term; 0 leaves it out.
+        width: children per node; None: a sampled chain.
+        temperature: temperature of p in e and in the anchor, and of a chain's q. The gate reads raw distributions.
+        anchor: weight of KL(p||q) over all supervised rows. It trains the steps after a refused first step, which get
+            no gradient from L.
+        w_feature: weight of the ``eagle`` loss's feature term; 0 omits it.
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
 
@@ -68,13 +66,13 @@ class FsdLoss(Loss):
     ) -> None:
         self.thresholds = list(threshold) if isinstance(threshold, list) else [threshold]
         if not self.thresholds or not all(value >= 0 for value in self.thresholds):
-            raise DataError(f"fsd: threshold is one or more numbers that are not negative, got {threshold}.")
+            raise DataError(f"fsd: threshold is {threshold}; give one or more numbers of at least 0.")
         self.softness, self.width, self.temperature = softness, width, temperature
         self.anchor, self.w_feature, self.chunk_size = anchor, w_feature, chunk_size
         self._distance = divergence_rows(divergence)
 
     def _rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """[3, n]: D, e, and the anchor's KL."""
+        """Return D, e and the anchor's KL: [3, n]."""
         distance = self._distance(log_p, log_q)
         if self.temperature != 1.0:
             log_p = (log_p / self.temperature).log_softmax(-1)
@@ -82,7 +80,7 @@ class FsdLoss(Loss):
             if self.temperature != 1.0:
                 log_q = (log_q / self.temperature).log_softmax(-1)
             passed = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
-        else:  # children come from the raw q. 1−(1−q)^k without loss where q is tiny; finite where q rounds to 1
+        else:  # 1−(1−q)^k, precise for tiny q and finite for q that rounds to 1; children are drawn from raw q
             missed = torch.expm1(self.width * torch.log1p(-log_q.exp().clamp_max(_ALMOST_ONE)))
             passed = -torch.linalg.vecdot(log_p.exp(), missed)
         return torch.stack([distance, passed, _kl_pq(log_p, log_q)])

@@ -1,4 +1,4 @@
-"""LK losses (arXiv 2602.23881): the acceptance rate itself, with a gradient that does not vanish at the start."""
+"""LK losses (arXiv 2602.23881): acceptance rate as a loss whose gradient does not vanish at the start."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ def _kl_and_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 @LOSSES.register("lk")
 class LKLoss(Loss):
-    """With α = Σ min(p, q) = 1 − TV, the chance that a token sampled from q passes the exact test at a row:
+    """Loss of α = Σ min(p, q) = 1 − TV, the probability that a token sampled from q passes the exact test.
 
-    - form "adaptive": λ·KL(p||q) + (1−λ)·(1−α), with λ = exp(−eta·α) held constant in the gradient: KL while the
-      drafter is bad, TV once it is good. This KL is ``kl_pq`` (target from draft).
-    - form "log": −ln α, whose gradient is that of TV divided by α. It has no parameter.
+    - form "adaptive": λ·KL(p||q) + (1−λ)·(1−α), with λ = exp(−eta·α) constant in the gradient. KL dominates for a weak
+      drafter, TV for a good one.
+    - form "log": −ln α, whose gradient is that of TV divided by α.
 
-    p and q are raw distributions over the draft vocabulary, p renormalised within it.
+    p and q are raw distributions over the draft vocabulary, within which p is renormalised.
 
     Args:
         form: "adaptive" or "log".
-        eta: how fast the adaptive form turns to TV (the paper's best is 3); 0 is pure KL.
-        level: what α stands for where it is not averaged linearly, in λ or under the logarithm. "step": its weighted
-            mean over the batch's rows of one unrolled step, as the paper's authors implement both forms; "row": each
-            row's own.
-        w_feature: weight of the ``eagle`` loss's feature term; 0 leaves it out.
+        eta: rate at which the adaptive form turns to TV (the paper's best is 3); 0 is pure KL.
+        level: α in λ or under the logarithm. "step": the weighted mean over the rows of one chain step, as in the
+            authors' code. "row": each row's α.
+        w_feature: weight of the ``eagle`` loss's feature term; 0 omits it.
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
 
@@ -78,7 +77,7 @@ class LKLoss(Loss):
 
 
 def _per_step(alpha: Tensor, batch: DraftBatch) -> Tensor:
-    """alpha [R] -> [R], the weighted mean of all rows of its step in each one's place."""
+    """Replace each row's alpha [R] by the weighted mean of its step."""
     total = batch.rows.sum_by_step(batch.weights)
     mean = batch.rows.sum_by_step(alpha * batch.weights) / total.clamp_min(1e-6)
     return torch.where(total > 0, mean, 1.0).clamp_min(torch.finfo(mean.dtype).tiny)[batch.rows.step]

@@ -1,4 +1,4 @@
-"""Metrics of a draft head, teacher-forced: they need no decoding and run on validation batches."""
+"""Teacher-forced metrics of a draft head on validation batches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ DEFAULT_RULES = ("exact", "fuzzy:js:0.3")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The drafter beside the target at every row, [R] each.
+    """Comparison of drafter and target at every row, [R] each.
 
     Attributes:
-        agree: bool, the drafter's most likely token is the target's most likely one in its whole vocabulary.
-        overlap: Σ_v min(p, q), the chance that a token drawn from q passes the exact test.
+        agree: bool, both have the same most likely token of the target's whole vocabulary.
+        overlap: Σ_v min(p, q), the probability that a token drawn from q passes the exact test.
         distances: D(p, q) by the divergence's name, in nats (tv: dimensionless).
     """
 
@@ -43,17 +43,16 @@ def compare(
     divergences: Sequence[str] = (),
     chunk_size: int | None = None,
 ) -> Comparison:
-    """Drafter and target over the target's whole vocabulary, where q is 0 outside the draft vocabulary.
+    """Compare drafter and target over the target's whole vocabulary; q is 0 outside the draft vocabulary.
 
-    These are the raw distributions that a rule's gate sees in decoding, not p renormalised within the draft vocabulary
-    as losses see it.
+    A rule's gate sees these raw distributions in decoding, while losses renormalise p within the draft vocabulary.
 
     Args:
         batch: estimates [R, H] and features [N, H].
         full_head: the target's whole LM head.
-        draft_ids: [Vd] target id of each draft vocabulary entry; None if the draft vocabulary is the target's.
+        draft_ids: [Vd] target id of each draft vocabulary entry; None if it is the target's vocabulary.
         divergences: names of :mod:`fsd_infer.divergence`.
-        chunk_size: rows whose [V] logits are alive at a time; None for 128 on a CPU, elsewhere a quarter of a GiB.
+        chunk_size: rows of [V] logits alive at a time; None: 128 on a CPU, elsewhere a quarter of a GiB.
     """
     rows, device = len(batch.estimates), batch.features.device
     if chunk_size is None:
@@ -70,7 +69,7 @@ def compare(
         inside, lumped = log_p, log_p
         if draft_ids is not None:
             inside = log_p[:, draft_ids]
-            lumped, _ = reduced(p, inside, draft_ids)  # one bin for all tokens that the drafter lacks
+            lumped, _ = reduced(p, inside, draft_ids)  # one bin for all tokens outside the draft vocabulary
         q = batch.draft_head(batch.estimates[here])
         drafted = q.argmax(-1)
         agree[here] = (drafted if draft_ids is None else draft_ids[drafted]) == best
@@ -87,7 +86,7 @@ def compare(
 
 
 class StepMean(Metric):
-    """Mean of a quantity over the supervised rows of each unrolled step."""
+    """Mean of a quantity over the supervised rows of each chain step."""
 
     total: Tensor
     rows: Tensor
@@ -98,53 +97,50 @@ class StepMean(Metric):
         self.add_state("rows", torch.zeros(steps, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, values: Tensor, step: Tensor) -> None:
-        """values [R], bool for a share; step [R] of each."""
+        """Add values [R] (bool for a share) with their steps [R]."""
         values = values.double()
         self.total.index_add_(0, step, values)
         self.rows.index_add_(0, step, torch.ones_like(values))
 
     def compute(self) -> Tensor:
-        """[S], of one step a scalar (torchmetrics has it so); NaN for a step that was never supervised."""
+        """Return the means [S], NaN for a step without rows; torchmetrics makes a scalar of one step."""
         return self.total / self.rows
 
     def by_step(self) -> list[Tensor]:
-        """What :meth:`compute` gives as S scalars."""
+        """Return :meth:`compute` as S scalars."""
         return list(self.compute().reshape(-1))
 
 
 def mean_metric() -> Metric:
-    """torchmetrics' mean in fp64, without its look for NaN, which would wait for the device."""
+    """Return torchmetrics' mean in fp64, without its NaN check, which would sync with the device."""
     return MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
 
 
 def chain_lengths(acceptance: Tensor, chains: Tensor) -> Tensor:
-    """Expected accepted lengths 1 + Σ_{k=1…S} Π_{s<k} a_s of chains, teacher-forced: [C] fp64.
-
-    a_s is the chance that the draft of step s survives: what a rule accepts of a draft sampled from q, or 1 where a
-    greedy draft agrees with the target and 0 where it does not. The leading 1 is the target's own token.
+    """Return the teacher-forced acceptance length 1 + Σ_{k=1…S} Π_{s<k} a_s of each chain: [C] fp64.
 
     Args:
-        acceptance: [R] in [0, 1] or bool.
-        chains: [S, C] of rows: the roots whose S steps are all supervised.
+        acceptance: [R] a, the probability that a row's draft is accepted, or bool for greedy drafts.
+        chains: [S, C] rows of the chains whose S steps are all supervised.
     """
     return 1 + expected_length(acceptance.double()[chains])
 
 
 class RuleMetrics(nn.Module):
-    """What acceptance rules would make of the drafter, teacher-forced at temperature 1, by name:
+    """Teacher-forced metrics of acceptance rules at temperature 1:
 
-    - ``divergence_js_0``: mean D(p, q) at depth 0, 1, …, for each divergence that a rule names;
+    - ``divergence_js_0``: mean D(p, q) at depth 0, 1, … for each divergence of a rule;
     - ``gate_open_0/fuzzy:js:0.3``: share of contexts with D ≤ T;
-    - ``expected_tau/fuzzy:js:0.3``: mean of :func:`chain_lengths` with a = e + (1 − e)·[D ≤ T] and e = Σ min(p, q), NaN
-      if no chain was long enough.
+    - ``expected_tau/fuzzy:js:0.3``: mean of :func:`chain_lengths` with a = e + (1 − e)·[D ≤ T] and e = Σ min(p, q); NaN
+      without a whole chain.
 
     Args:
         rules: "exact" and "fuzzy:DIVERGENCE:T".
-        steps: depths looked at.
+        steps: number of depths.
 
     Raises:
-        UnknownNameError, FsdError: a rule that does not exist or is malformed.
-        DataError: a rule other than these two, or a gate on processed distributions.
+        UnknownNameError, FsdError: a rule is unknown or malformed.
+        DataError: a rule is neither of these, or its gate reads processed distributions.
     """
 
     def __init__(self, rules: Sequence[str], steps: int) -> None:
@@ -162,10 +158,10 @@ class RuleMetrics(nn.Module):
         self.distance = [StepMean(steps) for _ in self.divergences]
         self.gate = [StepMean(steps) for _ in self.rules]
         self.tau = [mean_metric() for _ in self.rules]
-        self.metrics = nn.ModuleList([*self.distance, *self.gate, *self.tau])  # so that they move with the module
+        self.metrics = nn.ModuleList([*self.distance, *self.gate, *self.tau])  # they move with the module
 
     def update(self, seen: Comparison, rows: Rows) -> None:
-        """Add a batch: what :func:`compare` saw of its rows."""
+        """Add a batch's rows and their :func:`compare`."""
         for name, metric in zip(self.divergences, self.distance, strict=True):
             metric.update(seen.distances[name], rows.step)
         for (_, gated, threshold), gate, tau in zip(self.rules, self.gate, self.tau, strict=True):
@@ -177,7 +173,7 @@ class RuleMetrics(nn.Module):
             tau.update(chain_lengths(acceptance, rows.chains))
 
     def compute(self) -> dict[str, Tensor]:
-        """Scalars by name, and a clean slate for the next epoch."""
+        """Return the scalars by name and reset all metrics."""
         values: dict[str, Tensor] = {}
         for name, metric in zip(self.divergences, self.distance, strict=True):
             values.update({f"divergence_{name}_{step}": value for step, value in enumerate(metric.by_step())})

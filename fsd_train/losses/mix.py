@@ -1,4 +1,4 @@
-"""Several losses at once, each with a weight that may change in the course of a run."""
+"""A weighted sum of losses, with weights that may follow a schedule."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ class Part:
 
 
 class MixLoss(Loss):
-    """Σ w_i(t)·loss_i, where t is how much of the run has passed (:attr:`DraftBatch.progress`).
+    """Σ w_i(t)·loss_i, where t is the completed share of the run (:attr:`DraftBatch.progress`).
 
-    A part whose weight is 0 at the moment is not computed. Logged are, by the label of each part (its name; with a
-    number after it where a name occurs again): ``label/loss`` before weighting, ``label/…`` for what the loss itself
-    reports, and ``label/weight`` where it changes.
+    A part with weight 0 is not computed. Each part logs ``label/loss`` before weighting, ``label/…`` for the figures of
+    the loss, and ``label/weight`` if it changes. The label is the loss's name, with a number if the name repeats.
 
     Args:
         parts: at least one.
 
     Raises:
-        DataError: no part, all weights are 0 at an end of the run, or two references.
+        DataError: there is no part, all weights are 0 at an end of the run, or parts name two references.
     """
 
     def __init__(self, parts: list[Part]) -> None:
         if not parts:
-            raise DataError("mix: the list is empty; name at least one loss.")
+            raise DataError("mix: parts is empty; name at least one loss.")
         self.parts: Sequence[Loss] = [as_loss(part.loss) for part in parts]
         self.weights = [Schedule.of(part.weight) for part in parts]
         self.labels: list[str] = []
@@ -50,10 +49,10 @@ class MixLoss(Loss):
             self.labels.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
         for progress, step, when in ((0.0, 0.0, "beginning"), (1.0, torch.inf, "end")):
             if not any(weight.at(progress, step) for weight in self.weights):
-                raise DataError(f"mix: all weights are 0 at the {when} of the run; leave one above 0.")
+                raise DataError(f"mix: all weights are 0 at the {when} of the run; keep one above 0.")
         references = {where for loss in self.parts if (where := reference_of(loss)) is not None}
         if len(references) > 1:
-            raise DataError(f"mix: one reference at a time, but the mix names {', '.join(sorted(references))}.")
+            raise DataError(f"mix: two references, {', '.join(sorted(references))}; use one for all parts.")
         self.couples_rows = any(loss.couples_rows for loss in self.parts)
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
@@ -72,13 +71,11 @@ class MixLoss(Loss):
             parts.update({f"{label}/{name}": value for name, value in out.parts.items()})
             agreement = out.agreement if agreement is None else agreement
         if total is None:
-            raise DataError(
-                f"mix: all weights are 0 when {batch.progress:.0%} of the run have passed; let the schedules overlap."
-            )
+            raise DataError(f"mix: all weights are 0 at {batch.progress:.0%} of the run; let the schedules overlap.")
         return LossOutput(total, parts, agreement)
 
 
 def name_of(loss: Loss) -> str:
-    """What a loss is registered under, else the name of its class."""
+    """Return a loss's registered name, or the name of its class."""
     own = getattr(loss, "name", None)
     return own or next((name for name in LOSSES if LOSSES.get(name) is type(loss)), type(loss).__name__)

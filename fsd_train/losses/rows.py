@@ -1,9 +1,8 @@
-"""Functions of a row's two distributions, evaluated without ever holding [R, Vd].
+"""Functions of two distributions per row, evaluated in blocks so that no [R, Vd] tensor exists.
 
 A *row function* maps the target's log p and the drafter's log q (both [n, Vd], fp32, normalised over the draft
-vocabulary) to K values per row, [K, n]. :func:`chunked_rows` evaluates one at all R rows of a batch, block by block,
-and knows its gradient on the estimates. A loss that couples rows (a product along a chain, a batch mean) is then
-ordinary autograd on the [K, R] values.
+vocabulary) to K values per row, [K, n]. :func:`chunked_rows` evaluates it on all R rows of a batch, with gradients.
+A loss that couples rows, by a product along a chain for example, applies ordinary autograd to the [K, R] values.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from torch.autograd.function import once_differentiable
 from fsd_infer.divergence import Divergence, divergence
 from fsd_train.losses.base import DraftBatch
 
-# A block has 1/LIVE of chunk_size's rows: at the peak 6 to 18 tensors of a block's size are alive (logits, both
-# log-probabilities, what autograd keeps of the row function), so that 1.3 chunk_size bounds them all.
+# A block has chunk_size/LIVE rows. At the peak 6 to 18 tensors of its size are alive: logits, log-probabilities and
+# tensors saved by autograd. Together they stay below the size of 1.3·chunk_size rows.
 LIVE = 14
+_PART = 4096  # rows of an LM head's gradient that are computed at a time
 Distributions = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -31,12 +31,12 @@ class RowFunction:
     """A row function.
 
     Attributes:
-        values: log p [n, Vd], log q [n, Vd] -> [K, n], differentiable in the second.
+        values: function of log p and log q [n, Vd] that returns [K, n]; differentiable in log q.
         count: K.
-        slope: of a function with K = 1, the gradient [n, Vd] of its values on the logits of q, from the same arguments,
-            which it may overwrite; None for autograd.
-        of_p: its first argument is p instead of log p.
-        live: tensors of a block's size that are alive at the peak.
+        slope: for K = 1, a function of the same arguments that returns the gradient [n, Vd] on the logits of q and may
+            overwrite them; None: use autograd.
+        of_p: take p instead of log p.
+        live: number of block-sized tensors alive at the peak.
     """
 
     values: Distributions
@@ -47,24 +47,27 @@ class RowFunction:
 
 
 def default_chunk_size(device: str, vocabulary: int) -> int:
-    """1024 rows on a CPU, whose caches a block should fit; on accelerators 1 GiB of logits, at most 8192 rows."""
+    """Return 1024 rows on a CPU, so that blocks fit its caches; elsewhere rows for 1 GiB of logits, at most 8192."""
     return 1024 if device == "cpu" else max(1024, min(8192, 2**28 // vocabulary))
 
 
 @dataclass(frozen=True)
 class Block:
-    """Positions, and the rows that stand at them."""
+    """Consecutive positions and their rows."""
 
     positions: slice
     rows: slice
 
 
+Groups = Sequence[Sequence[Block]]
+
+
 def blocks(ends: Sequence[int], size: int) -> list[Block]:
-    """The rows of whole positions in blocks of at most ``size`` rows (one position at least).
+    """Divide the rows into blocks of whole positions.
 
     Args:
-        ends: of :class:`fsd_train.losses.base.Rows`.
-        size: rows.
+        ends: as in :class:`fsd_train.losses.base.Rows`.
+        size: most rows of a block with more than one position.
     """
     pieces, first = [], 0
     for position in range(1, len(ends)):
@@ -75,73 +78,107 @@ def blocks(ends: Sequence[int], size: int) -> list[Block]:
     return pieces
 
 
+def grouped(pieces: Sequence[Block], size: int) -> list[list[Block]]:
+    """Group consecutive blocks into at most ``size`` rows, or one block."""
+    groups: list[list[Block]] = []
+    for block in pieces:
+        if not groups or block.rows.stop - groups[-1][0].rows.start > size:
+            groups.append([])
+        groups[-1].append(block)
+    return groups
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """No autocast within it."""
+    """Disable autocast."""
     known = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
 class _RowValues(torch.autograd.Function):
-    """See :func:`chunked_rows`.
+    """See :func:`chunked_rows` and :func:`mean_of_rows`.
 
-    With one value per row (K = 1) and a frozen LM head the gradient is taken in forward, while the block's logits are
-    at hand, and only scaled in backward. Else backward, which knows the weights that the K values go into the loss
-    with, makes a second pass over the blocks, which turns their weighted sum into one gradient: one product with the LM
-    head and one [R, H] instead of K of each, and the LM head's own gradient [Vd, H] without ever holding logits of more
-    than a block.
+    Forward takes the gradient while a block's logits are at hand if it knows the weights of the values in the loss:
+    with ``share``, or with one value per row and a frozen LM head, whose rows backward scales. Otherwise backward
+    makes a second pass over the blocks.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, estimates: Tensor, weight: Tensor | None, batch: DraftBatch, function: RowFunction,
-        pieces: Sequence[Block],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        count, rows = function.count, len(estimates)
-        values = torch.zeros(count, rows, dtype=torch.float32, device=estimates.device)
-        agree = torch.zeros(rows, dtype=torch.bool, device=estimates.device)
-        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        grad = torch.zeros_like(estimates) if wanted and count == 1 and weight is None else None
-        head = batch.draft_head
-        for block in pieces:
-            p, logits, agree[block.rows] = _distributions(batch, function, block)
-            values[:, block.rows], slope = _values(function, p, logits, grad is not None)
-            if grad is not None and slope is not None:
-                grad[block.rows] = head.grad_hidden(logits, slope).to(grad.dtype)
-            del p, logits, slope  # or they live on beside the next block's
-        ctx.unit = grad is not None
-        ctx.settings = None if ctx.unit else (batch, function, pieces)
-        ctx.save_for_backward(*([grad] if grad is not None else [estimates] if wanted else []))
-        ctx.mark_non_differentiable(agree)
-        return values, agree
+        ctx: Any, estimates: Tensor, weight: Tensor | None, share: Tensor | None, batch: DraftBatch,
+        function: RowFunction, groups: Groups,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        wanted, trained = ctx.needs_input_grad[0] or ctx.needs_input_grad[1], ctx.needs_input_grad[1]
+        ctx.done = wanted and (share is not None or (function.count == 1 and not trained))
+        weights = share if share is not None else estimates.new_ones(len(estimates), dtype=torch.float32)
+        known = weights[None] if ctx.done else None
+        values, agree, found = _sweep(batch, function, groups, known, trained and ctx.done)
+        ctx.settings = None if ctx.done else (batch, function, groups)
+        ctx.save_for_backward(*(found if ctx.done else ()))
+        ctx.trained = trained
+        total = (values[0] * weights).sum()
+        ctx.by_row = share is None
+        ctx.mark_non_differentiable(agree, total if ctx.by_row else values)
+        return values, agree, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        coefficients, nothing = grads[0], (None,) * 3
-        if ctx.unit:
-            (unit,) = ctx.saved_tensors
-            return (coefficients[0, :, None] * unit).to(unit.dtype), None, *nothing
-        (estimates,) = ctx.saved_tensors
-        batch, function, pieces = ctx.settings
-        head = batch.draft_head
-        grad = torch.zeros_like(estimates)
-        trained = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if trained else None
-        with full_precision(estimates.device):
-            for block in pieces:
-                p, logits, _ = _distributions(batch, function, block)
-                _, slope = _autograd_slope(function, p, logits, coefficients[:, block.rows])
-                grad[block.rows] = head.grad_hidden(logits, slope).to(grad.dtype)
-                if grad_weight is not None:
-                    grad_weight += head.grad_weight(logits, slope, estimates[block.rows])
-                del p, logits, slope
-        return grad, None if grad_weight is None else grad_weight.to(head.weight.dtype), *nothing
+        values, _, total = grads
+        if ctx.done:
+            factor = values[0, :, None] if ctx.by_row else total
+            found = [(factor * each).to(each.dtype) for each in ctx.saved_tensors]
+        else:
+            batch, function, groups = ctx.settings
+            found = _sweep(batch, function, groups, values, ctx.trained)[2]
+        return found[0], found[1] if len(found) > 1 else None, None, None, None, None
+
+
+@torch.no_grad()
+def _sweep(
+    batch: DraftBatch, function: RowFunction, groups: Groups, weights: Tensor | None, trained: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Evaluate all rows, block by block, and accumulate gradients.
+
+    Args:
+        batch: the rows.
+        function: K values per row.
+        groups: blocks by group. Each group adds once to the LM head's fp32 gradient, which costs a pass over [Vd, H].
+        weights: [K, R] weights of the values in the loss; None: compute no gradient.
+        trained: also compute the gradient on the LM head's weight.
+
+    Returns:
+        (values [K, R] fp32, agreement [R], gradients on the estimates and, if trained, on the LM head's weight)
+    """
+    estimates, head = batch.estimates, batch.draft_head
+    values = torch.zeros(function.count, len(estimates), dtype=torch.float32, device=estimates.device)
+    agree = torch.zeros(len(estimates), dtype=torch.bool, device=estimates.device)
+    grad = torch.zeros_like(estimates)
+    grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if trained else None
+    with full_precision(estimates.device):
+        for group in groups:
+            rows = slice(group[0].rows.start, group[-1].rows.stop)
+            slopes = head.weight.new_empty(rows.stop - rows.start, len(head.weight)) if trained else None
+            for block in group:
+                here = block.rows
+                p, logits, agree[here] = _distributions(batch, function, block)
+                values[:, here], slope = _values(function, p, logits, None if weights is None else weights[:, here])
+                if slope is not None and slopes is None:
+                    grad[here] = head.grad_hidden(logits, slope).to(grad.dtype)
+                elif slope is not None and slopes is not None:
+                    slopes[here.start - rows.start : here.stop - rows.start] = head.grad_products(logits, slope)
+                del p, logits, slope  # or they live on beside the next block's
+            if grad_weight is not None and slopes is not None:
+                grad[rows] = (slopes @ head.weight).to(grad.dtype)
+                inputs = estimates[rows].to(slopes.dtype)
+                for part in range(0, len(grad_weight), _PART):
+                    grad_weight[part : part + _PART] += slopes[:, part : part + _PART].mT @ inputs
+    return values, agree, [grad] if grad_weight is None else [grad, grad_weight.to(head.weight.dtype)]
 
 
 def _distributions(batch: DraftBatch, function: RowFunction, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """log p (or p) and q's logits [n, Vd] at a block's rows, and where both have the same most likely entry [n] bool.
+    """Return log p (or p) and q's logits [n, Vd] at a block's rows, and whether their most likely entries agree [n].
 
-    Of one LM head both are one product: a block's positions alone are too few rows to run at full speed.
+    If both share an LM head, one product computes them, because a block has too few positions for full speed.
     """
     features, estimates = batch.features[block.positions], batch.estimates[block.rows].detach()
     if batch.own_head is None and features.shape[-1] == estimates.shape[-1]:
@@ -157,61 +194,75 @@ def _distributions(batch: DraftBatch, function: RowFunction, block: Block) -> tu
     return p, draft, draft.argmax(-1) == target.argmax(-1).index_select(0, at)
 
 
-def _values(function: RowFunction, p: Tensor, logits: Tensor, sloping: bool) -> tuple[Tensor, Tensor | None]:
-    """Values [K, n] of a block and, if asked for, their gradient [n, Vd] on the logits (K = 1)."""
-    if sloping and function.slope is None:
-        return _autograd_slope(function, p, logits, None)
-    log_q = logits.log_softmax(-1)
-    values = function.values(p, log_q)
-    return values, function.slope(p, log_q) if sloping and function.slope is not None else None
-
-
-def _autograd_slope(
-    function: RowFunction, p: Tensor, logits: Tensor, coefficients: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Values [K, n], and the gradient [n, Vd] on the logits of their sum weighted by coefficients [K, n] (or 1)."""
+def _values(function: RowFunction, p: Tensor, logits: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return a block's values [K, n] and, given weights [K, n], the logits' gradient [n, Vd] of the weighted sum."""
+    if weights is None:
+        return function.values(p, logits.log_softmax(-1)), None
+    if function.slope is not None:
+        log_q = logits.log_softmax(-1)
+        return function.values(p, log_q), function.slope(p, log_q).mul_(weights[0, :, None])
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
         values = function.values(p, leaf.log_softmax(-1))
-    weights = torch.ones_like(values) if coefficients is None else coefficients
     return values.detach(), torch.autograd.grad(values, leaf, weights)[0]
 
 
 def chunked_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
-    """A row function at every row of a batch.
+    """Evaluate a row function at every row of a batch.
 
     Args:
-        function: K values a row.
-        batch: its estimates, and the weight of its ``own_head`` if it has one, are what is differentiated.
-        chunk_size: rows whose fp32 logits would fill the memory that may be used: beyond arguments and results the
-            peak stays below 1.3·4·chunk_size·Vd bytes where a position's rows are fewer than a block's. None:
-            :func:`default_chunk_size`.
+        function: K values per row.
+        batch: differentiable in the estimates and in the weight of ``own_head``, if any.
+        chunk_size: memory bound in rows of fp32 logits. Beyond arguments and results the peak stays below
+            1.3·4·chunk_size·Vd bytes if a block holds a position's rows. None: :func:`default_chunk_size`.
 
     Returns:
         (values [K, R] fp32, agreement [R] bool: both distributions have the same most likely token)
     """
+    values, agree, _ = _apply(function, batch, chunk_size, None)
+    return values, agree
+
+
+def mean_of_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
+    """Return the mean Σ w·x / Σ w of a row function with one value per row, and the agreement [R].
+
+    One pass computes the mean and its gradients, since the weights are known beforehand.
+
+    Args:
+        function, batch, chunk_size: as of :func:`chunked_rows`, with K = 1.
+    """
+    share = batch.weights.float() / batch.weights.sum().clamp_min(1e-6)
+    _, agree, mean = _apply(function, batch, chunk_size, share)
+    return mean, agree
+
+
+def _apply(
+    function: RowFunction, batch: DraftBatch, chunk_size: int | None, share: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     if chunk_size is None:
         chunk_size = default_chunk_size(batch.estimates.device.type, len(batch.head.weight))
-    pieces = blocks(batch.rows.ends, max(1, chunk_size // function.live))
-    with full_precision(batch.estimates.device):
-        own = None if batch.own_head is None else batch.own_head.weight
-        values, agree = _RowValues.apply(batch.estimates, own, batch, function, pieces)
-    return values, agree
+    own = None if batch.own_head is None else batch.own_head.weight
+    if own is None:
+        groups = [[block] for block in blocks(batch.rows.ends, max(1, chunk_size // function.live))]
+    else:  # a quarter of the memory for the gradients of a group
+        size = chunk_size * 4 // own.element_size()
+        groups = grouped(blocks(batch.rows.ends, max(1, chunk_size * 3 // 4 // function.live)), size // 4)
+    values, agree, total = _RowValues.apply(batch.estimates, own, share, batch, function, groups)
+    return values, agree, total
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
     return torch.linalg.vecdot(log_a.exp(), log_a - log_b)
 
 
-# the shared library's formulas without what they do for probabilities of 0, which a softmax does not give
+# the shared formulas without their handling of zero probabilities, which a softmax never returns
 _FINITE: dict[str, Distributions] = {"kl_pq": _kl, "kl_qp": lambda log_p, log_q: _kl(log_q, log_p)}
 
 
 def divergence_rows(name: str | Divergence) -> Distributions:
-    """D(p, q) as [n] by the shared library's formula. Raises UnknownNameError for an unknown name.
+    """Return the row function D(p, q) -> [n] of a divergence. Raises UnknownNameError for an unknown name.
 
-    The plain forms are called directly, since the block is a chunk already and its log-probabilities are finite; the
-    top-k forms through the object, which lumps.
+    Plain forms skip the object, because blocks need no further chunks; top-k forms need its lumping.
     """
     measure = divergence(name)
     if measure.k is None:
@@ -220,5 +271,5 @@ def divergence_rows(name: str | Divergence) -> Distributions:
 
 
 def log_overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """ln Σ_v min(p, q), [n]: the logarithm of the chance that a token drawn from q passes the exact test."""
+    """Return ln Σ_v min(p, q) [n], the log probability that a token drawn from q passes the exact test."""
     return torch.minimum(log_p, log_q).logsumexp(-1)

@@ -1,4 +1,4 @@
-"""Numbers that change in the course of a run: weights of a mix, the share of tokens that a selection keeps."""
+"""Numbers that change during a run, such as weights of a mix."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fsd_train.types import NonNegativeFloat, PositiveFloat
 
 @dataclass(frozen=True)
 class Schedule:
-    """A number that goes from ``start`` to ``end`` in the first part of a run and then stays.
+    """A number that moves from ``start`` to ``end`` in the first part of a run and then stays.
 
     Attributes:
         start, end: the values.
-        over: length of that part: up to 1 a share of the run, above 1 optimiser steps.
-        kind: "linear", "cosine" (half a period), or "constant" (``start`` until the part is over, then ``end``).
+        over: length of the first part: a share of the run if at most 1, else a number of optimizer steps.
+        kind: "linear", "cosine" (half a period), or "constant" (``start`` during the first part, then ``end``).
     """
 
     start: NonNegativeFloat
@@ -26,16 +26,16 @@ class Schedule:
 
     @classmethod
     def of(cls, value: float | Schedule) -> Schedule:
-        """A number as a schedule that stays."""
+        """Wrap a number in a constant schedule."""
         return value if isinstance(value, Schedule) else cls(value, value)
 
     @property
     def moves(self) -> bool:
-        """Whether it ever changes."""
+        """Whether the value ever changes."""
         return self.start != self.end
 
     def at(self, progress: float, step: float) -> float:
-        """The value when the share ``progress`` (0 to 1) of the run and ``step`` optimiser steps have passed."""
+        """Return the value after the share ``progress`` (0 to 1) of the run and ``step`` optimizer steps."""
         passed = progress / self.over if self.over <= 1 else step / self.over
         passed = min(max(passed, 0.0), 1.0)
         shapes = {"linear": passed, "cosine": 0.5 * (1 - math.cos(math.pi * passed)), "constant": float(passed >= 1)}

@@ -1,4 +1,4 @@
-"""What trains any drafter towards a frozen target: schedule, steps, metrics, checkpoints."""
+"""Distillation of any drafter towards a frozen target: steps, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
 
 class _Frozen:
-    """Holds the target outside the module tree: never in a state_dict, an optimiser, or a deep copy (EMA makes one)."""
+    """Holder of the target outside the module tree, so that no state_dict, optimizer or deep copy (EMA) contains it."""
 
     def __init__(self) -> None:
         self.target: Target | None = None
         self.draft_head: LMHead | None = None
         self.full_head: LMHead | None = None
-        self.reference: Any = None  # a drafter of the kind in training, see DraftBatch
+        self.reference: Any = None  # the reference drafter of DraftBatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
         return self
 
 
 class DistillationModule(RunModule, ABC):
-    """Trains ``head``, whatever drafts, on a frozen target's features.
+    """LightningModule that trains the drafter ``head`` on the features of a frozen target.
 
-    Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and, where
-    they are cached, ``features`` [B, M, F]; without the last the target runs in the step.
+    Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and optionally
+    cached ``features`` [B, M, F]. Without cached features the target runs in the step.
 
     Args:
         target: built-in name, directory or hub id.
-        loss: a loss, or the name of one with its defaults. In validation schedules are at their end and no tokens are
-            left out, so that ``val_loss`` means one thing.
-        unroll_steps: how many drafts of a chain the loss sees, 1 to 7.
-        step_decay: weight of step s is step_decay^s.
-        optimizer: of the weights; vectors (norms, biases) get no weight decay.
-        lr_scheduler: of its learning rate, stepped with it.
-        eval_steps: chain steps looked at in validation (at least ``unroll_steps``).
-        eval_rules: acceptance rules whose expected accepted length and gates are logged in validation (see
-            :class:`fsd_train.losses.metrics.RuleMetrics`); "exact" and "fuzzy:js:0.3" by default.
-        seed: of initial weights and all draws.
-        target_kwargs: how the target is loaded, as :func:`fsd_infer.targets.loading.load_target` takes it:
-            ``quantization_config`` with its ``quant_method``, ``revision``, ``subfolder`` ...
+        loss: a loss, or a loss's name for its defaults. Validation uses the end of schedules and all tokens, so that
+            ``val_loss`` keeps its meaning.
+        unroll_steps: drafts per chain in the loss, 1 to 7.
+        step_decay: base of the weight step_decay^s of step s.
+        optimizer: optimizer of the weights; vectors (norms, biases) get no weight decay.
+        lr_scheduler: schedule of the learning rate, advanced with every step.
+        eval_steps: chain steps in validation, at least ``unroll_steps``.
+        eval_rules: acceptance rules whose gates and expected acceptance length are logged in validation (see
+            :class:`fsd_train.losses.metrics.RuleMetrics`); default "exact" and "fuzzy:js:0.3".
+        seed: seed of initial weights and all draws.
+        target_kwargs: keywords of :func:`fsd_infer.targets.loading.load_target`: ``quantization_config`` with its
+            ``quant_method``, ``revision``, ``subfolder`` ...
 
     Attributes:
-        head: the drafter in training; it has ``draft_ids``, the target's ids [Vd] that it drafts over, or None for all.
+        head: the drafter in training, with ``draft_ids``: the target's ids [Vd] that it drafts over, or None for all.
 
     Raises:
-        UnknownNameError: no loss or rule of a given name.
+        UnknownNameError: a loss or rule is unknown.
         DataError: the loss needs arguments.
     """
 
-    steps_differ = True  # whether a draft depends on how far in its chain it stands
+    steps_differ = True  # whether a draft depends on its chain step
 
     def __init__(
         self,
@@ -97,42 +97,42 @@ class DistillationModule(RunModule, ABC):
         self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, told_apart)
         self._frozen = _Frozen()
 
-    # what drafters differ in ---------------------------------------------------------------------------------------
+    # to implement per drafter --------------------------------------------------------------------------------------
 
     @abstractmethod
     def configure_model(self) -> None:
-        """Load the target and make ``head`` (idempotent)."""
+        """Load the target and build ``head`` (idempotent)."""
 
     @abstractmethod
     def new_head(self) -> nn.Module:
-        """Another head of the same shape, with weights of its own, whatever they are."""
+        """Build another head of the same shape with arbitrary weights."""
 
     @abstractmethod
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
-        """Run the drafter over a batch and gather what is supervised; None if nothing is."""
+        """Run the drafter over a batch and return the supervised rows, or None without any."""
 
     def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
-        """:meth:`draft` in training, with what is done to batches there only."""
+        """Return :meth:`draft` with the augmentations of training."""
         return self.draft(batch, steps)
 
     @abstractmethod
     def _idle(self, steps: int) -> Tensor:
-        """Zero, by way of every weight: other ranks wait for this one's part in gathering weights and gradients."""
+        """Return a zero that depends on every weight, so that this rank takes part in exchanges of weights."""
 
     def _new_lm_head(self) -> LMHead:
         return LMHead.of(self.target, self.head.draft_ids)
 
     @abstractmethod
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
-        """Write what ``fsd_infer`` loads as a drafter, with a record of the training and ``extra`` in it."""
+        """Write a drafter for ``fsd_infer`` with a record of the training and ``extra``."""
 
     # setting up ----------------------------------------------------------------------------------------------------
 
     @property
     def target(self) -> Target:
-        """The frozen target, loaded when first asked for; without its layers if features come from a cache.
+        """The frozen target, loaded on first use, without its layers if features come from a cache.
 
-        Raises DataError if the cached features are another target's.
+        Raises DataError if the cached features belong to another target.
         """
         if self._frozen.target is None:
             target = self._load_target()
@@ -151,17 +151,17 @@ class DistillationModule(RunModule, ABC):
         return target
 
     def whole_target(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
-        """Another copy of the target, with its layers."""
+        """Load another copy of the target, with its layers."""
         return Target.from_pretrained(self.target_name, dtype=dtype, device=device, **self.target_kwargs)
 
     @property
     def _runs_target(self) -> bool:
-        """Does training need the target's layers?"""
+        """Whether training needs the target's layers."""
         return self._attached is not None and getattr(self._datamodule, "features", None) is None
 
     @property
     def _feature_store(self) -> FeatureStore | None:
-        """The data module's cached features, if there are any."""
+        """The data module's cached features, or None."""
         return getattr(self._datamodule, "feature_store", None)
 
     def _move_target(self) -> None:
@@ -171,7 +171,7 @@ class DistillationModule(RunModule, ABC):
     on_validation_start = _move_target
 
     def setup(self, stage: str) -> None:
-        """Make the model. Raises DataError if the data has token ids that the target lacks."""
+        """Build the model. Raises DataError if the data has token ids outside the target's vocabulary."""
         self.configure_model()
         if hasattr(self._datamodule, "check_ids"):
             self._datamodule.check_ids(self.target.vocab_size)
@@ -183,7 +183,7 @@ class DistillationModule(RunModule, ABC):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = self._attached
         check_target(self.target, checkpoint.get("target", {}), source_of(trainer))
-        # a strategy that reads its checkpoints itself has compared them
+        # strategies that read checkpoints themselves have compared them
         if trainer is None or not trainer.strategy.restore_checkpoint_after_setup:
             check_weights(self, checkpoint, source_of(trainer))
         super().on_load_checkpoint(checkpoint)
@@ -197,17 +197,19 @@ class DistillationModule(RunModule, ABC):
         return self._frozen.draft_head
 
     def _features(self, batch: dict[str, Any], plan: Plan) -> Tensor | None:
-        """The target's features [B, M, F]; None if nothing is supervised.
+        """Return the target's features [B, M, F], or None if the batch has no supervised token.
 
-        Of several ranks each runs the target, even over a batch without supervised tokens: where it is sharded, the
-        others wait for this one's part.
+        With several ranks the target runs in any case, because other ranks may wait for this one's shards.
         """
         if not len(plan) and self._alone:
             return None
         features: Tensor | None = batch.get("features")
         if features is None:
             if any(parameter.is_meta for parameter in self.target.model.parameters()):
-                raise DataError("the target was loaded without its layers, but a batch has no cached features.")
+                raise DataError(
+                    "a batch has no cached features, and the target was loaded without its layers. Set data.features "
+                    "to null, or cache the features of all rows."
+                )
             features = self.target.features(batch["input_ids"])
         return features if len(plan) else None
 
@@ -224,12 +226,12 @@ class DistillationModule(RunModule, ABC):
         return out.loss
 
     def _log_step(self, out: LossOutput | None, rows: Rows | None) -> None:
-        """Log a batch's loss, its parts and agreements. Where loggers take it, loss and agreements are all ranks'.
+        """Log a batch's loss, its parts and agreements; loss and agreements cover all ranks at log steps.
 
-        ``out`` is None on a rank whose batch supervises nothing: it takes part in the exchange all the same.
+        ``out`` is None on a rank whose batch has no supervised token. The rank still takes part in the exchange.
         """
         steps = self.unroll_steps if self.steps_differ else 1
-        seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks with one, agreeing rows, counted rows
+        seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks with a loss, agreeing rows, counted rows
         if out is not None and rows is not None:
             seen[0], seen[1] = out.loss.detach(), 1
             if out.agreement is not None:
@@ -266,7 +268,7 @@ class DistillationModule(RunModule, ABC):
         self.val_rules.update(seen, rows)
 
     def on_validation_epoch_end(self) -> None:
-        # these exchange what ranks counted, so all ranks come here, with or without a supervised token
+        # these exchange counts, so every rank computes them
         self.log("val_loss", self.val_loss.compute().float(), prog_bar=True)
         for step, value in enumerate(self.val_agreement.by_step()):
             self.log(f"val_agreement_{step}", value.float(), prog_bar=step == 0)

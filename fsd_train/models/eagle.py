@@ -27,32 +27,28 @@ from fsd_train.models.vocabulary import choose_draft_ids
 from fsd_train.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 
 DEFAULT_HEAD = HeadOptions()
-_CONTEXT_BLOCK = 512  # the prompts' ids that join the draft vocabulary are so many, or twice as many ...
+_CONTEXT_BLOCK = 512  # added prompt ids are padded to a multiple, to limit the number of distinct shapes
 
 
 class EagleModule(DistillationModule):
-    """Trains a draft head on a frozen target's features.
-
-    Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and, where
-    they are cached, ``features`` [B, M, F]; without the last the target runs in the step.
+    """Trains a draft head on the features of a frozen target.
 
     Args:
         target: built-in name, directory or hub id.
         head: options of the head.
-        initial_layers: layers of the target (numbers from 0) whose weights the head's layers start with.
-        initial_head: directory or hub id of an exported head whose weights this one starts with; what that one lacks
-            starts by adding nothing. The draft vocabulary is chosen again.
-        draft_vocab_size: size Vd of the draft vocabulary; its ids are the most frequent ones of the training answers
-            and always the target's end-of-sequence tokens. None: the whole vocabulary.
-        context_ids: a reduced draft vocabulary is joined by the ids of the batch's prompts, as decoding joins it by
-            those of each text (:class:`fsd_infer.drafters.vocabulary.ContextVocabulary`).
-        chain_share: share of the batch's chains that run beyond step 0, drawn for every batch, in (0, 1]. The
-            expected gradient stays the same (of ``fsd``, that of the chains drawn), and later steps cost that much
-            less.
-        noise: half-width of the uniform noise added to input features (in the scaled space if the head has a
-            feature_scale). Layout "eagle3" does not read those: there it must be 0.
-        optimizer: of the weights; vectors (norms, biases) get no weight decay.
-        training: the other options of :class:`fsd_train.models.distillation.DistillationModule`.
+        initial_layers: target layers (from 0) with whose weights the head's layers start.
+        initial_head: directory or hub id of an exported head to start from. Modules that it lacks start with zero
+            output. The draft vocabulary is chosen again.
+        draft_vocab_size: size Vd of the draft vocabulary: the most frequent ids of the training answers and the
+            target's end-of-sequence ids. None: the whole vocabulary.
+        context_ids: add the ids of a batch's prompts to a reduced draft vocabulary, as decoding does
+            (:class:`fsd_infer.drafters.vocabulary.ContextVocabulary`).
+        chain_share: share of the batch's chains, drawn per batch, that run beyond step 0, in (0, 1]. Unbiased, except
+            for loss ``fsd``, which sees only the sampled chains.
+        noise: half-width of uniform noise on input features, in the scaled space if the head has a feature_scale.
+            Must be 0 for layout "eagle3", which does not read final features.
+        optimizer: optimizer of the weights; vectors (norms, biases) get no weight decay.
+        training: further options of :class:`fsd_train.models.distillation.DistillationModule`.
     """
 
     head: EagleHead
@@ -76,7 +72,7 @@ class EagleModule(DistillationModule):
         self.draft_vocab_size, self.context_ids = draft_vocab_size, context_ids
         self.chain_share, self.noise = chain_share, noise
         self.save_hyperparameters()
-        self._own_ids: Tensor | None = None  # the head's draft_ids in host memory
+        self._own_ids: Tensor | None = None  # draft_ids in host memory
 
     # setting up ----------------------------------------------------------------------------------------------------
 
@@ -91,34 +87,34 @@ class EagleModule(DistillationModule):
             self._check(config)
             head = EagleHead(config).float()
             initialise_from(head, target)
-            # here rather than in setup(): an averaging callback copies the module before that runs
+            # not in setup(), because an averaging callback copies the module before it
             if self._in_training:
                 choose(head, None if head.draft_ids is None else self._choose_draft_ids(len(head.draft_ids)), target)
             self.head = head
             self._start_from()
 
     def _check(self, config: EagleConfig) -> None:
-        """Raise DataError if an option of training means nothing to a head of this kind."""
+        """Raise DataError if a training option does not apply to a head of this layout."""
         if config.layout != "eagle3":
             return
         if self.noise:
-            raise DataError("a head of layout eagle3 does not read the final features: set noise to 0.")
+            raise DataError(f"noise is {self.noise}, but a head of layout eagle3 reads no final features. Set it to 0.")
         if config.own_lm_head and self.context_ids:
-            raise DataError("context_ids needs the target's LM head: set head.own_lm_head or context_ids to false.")
+            raise DataError("context_ids needs the target's LM head. Set head.own_lm_head or context_ids to false.")
         if config.own_lm_head and has_feature_term(self.loss):
             raise DataError(
-                "a head of layout eagle3 estimates no features: set the loss's w_feature to 0 (or head.own_lm_head to "
-                "false: what enters the LM head is then an estimate)."
+                "a head of layout eagle3 with its own LM head estimates no features. Set the loss's w_feature to 0, or "
+                "head.own_lm_head to false."
             )
         if config.own_lm_head and reference_of(self.loss) is not None:
-            raise DataError("adaspec compares heads by the target's LM head: set head.own_lm_head to false.")
+            raise DataError("adaspec compares heads by the target's LM head. Set head.own_lm_head to false.")
 
     @property
     def _in_training(self) -> bool:
         return self._attached is not None and bool(self.trainer.training)
 
     def _start_from(self) -> None:
-        """Initial weights: the target's layers, or an earlier head."""
+        """Copy initial weights from the target's layers or from an earlier head."""
         layers, head = self.initial_layers, self.initial_head
         if layers:
             target = self.target
@@ -127,7 +123,7 @@ class EagleModule(DistillationModule):
             if target.precision:
                 raise DataError(
                     f"initial_layers: the layers of {target.name} hold {target.precision} weights, which cannot be "
-                    "trained. Leave it out, or start from a head (initial_head)."
+                    "trained. Omit the option, or start from a head (initial_head)."
                 )
             take_layers(self.head, target.layers(layers))
         if head:
@@ -135,16 +131,16 @@ class EagleModule(DistillationModule):
             continue_from(self.head, initial)
             ids, own = initial.draft_ids, self.head.draft_ids
             if not self._in_training and ids is not None and own is not None and ids.shape == own.shape:
-                own.copy_(ids)  # a head is measured over the ids that it drafts
+                own.copy_(ids)  # validation measures a head on its own draft vocabulary
 
     def _choose_draft_ids(self, size: int) -> Tensor:
         data = self._datamodule
         if not hasattr(data, "answer_counts"):
-            raise DataError("draft_vocab_size needs a data module with answer_counts() to choose the ids by; unset it.")
+            raise DataError("draft_vocab_size needs a data module with answer_counts(). Unset it, or use one.")
         return choose_draft_ids(data.answer_counts(self.target.vocab_size), size, self.always_drafted())
 
     def always_drafted(self) -> list[int]:
-        """Ids that end an answer or a turn: end-of-sequence, and the tokenizer's special tokens."""
+        """Return the ids that end an answer or a turn: end-of-sequence ids and the tokenizer's special tokens."""
         target = self.target
         special = set() if target.tokenizer is None else special_ids(target.tokenizer)
         return sorted(i for i in {*target.eos_token_ids, *special} if i < target.vocab_size)
@@ -163,14 +159,14 @@ class EagleModule(DistillationModule):
         return target
 
     def _agree_on_layers(self, target: Target, cached: list[int] | None) -> None:
-        """Make the target speak of the inner layers that the batches will have."""
+        """Set the inner layers of the target's features, or check them against the cached ones."""
         wanted = self.head_options.capture_layers(target)
         if cached is None:
             if not any(parameter.is_meta for parameter in target.model.parameters()):
                 target.capture_layers(wanted)
         elif missing := sorted(set(wanted) - set(cached)):
             raise DataError(
-                f"the head reads inner layers {wanted}, and the cached features lack {missing}: cache them again with "
+                f"the head reads inner layers {wanted}, but the cached features lack {missing}. Cache them again with "
                 f"`--layers {' '.join(map(str, wanted))}`."
             )
         else:
@@ -182,7 +178,7 @@ class EagleModule(DistillationModule):
         return self.draft(batch, steps, self.noise)
 
     def draft(self, batch: dict[str, Any], steps: int, noise: float = 0.0) -> DraftBatch | None:
-        """Run the head over a batch and gather what is supervised; None if nothing is."""
+        """Run the head over a batch and return the supervised rows, or None without any."""
         share = self.chain_share if self.training else 1.0
         generator = self._generator() if share < 1.0 else None
         plan = plan_chains(on_host(batch, "loss_mask"), steps, self.step_decay, share, generator)
@@ -192,7 +188,7 @@ class EagleModule(DistillationModule):
         features = self.target.features_of(raw, self.head.config.fused_layers).to(self.head.fc.weight.dtype)
         inputs = features[:, :-1]
         features = features[:, 1:, : self.head.config.target_hidden_size]
-        if noise:  # on the final features alone: the head's own outputs replace these, never the inner layers'
+        if noise:  # only on final features: in later steps the head's outputs replace these, not the inner layers'
             extra = inputs.shape[-1] - features.shape[-1]
             inputs = inputs + torch.nn.functional.pad(self._draw_noise(features.shape, noise), (0, extra))
         with torch.no_grad():
@@ -213,20 +209,17 @@ class EagleModule(DistillationModule):
     def _estimates(
         head: EagleHead, embeds: Tensor, inputs: Tensor, steps: int, roots: Tensor, source: Tensor
     ) -> Tensor:
-        """[R, H], what enters the LM head at the rows of a plan."""
+        """Return the inputs of the LM head at the rows of a plan, [R, H]."""
         outputs = [each.flatten(0, 1) for each in unroll(head, embeds, inputs, steps, roots)]
         return head.readout(torch.cat(outputs).index_select(0, source))
 
     def _own_head(self) -> LMHead | None:
-        """The head's own LM head in the precision in which the target's runs; None where it shares the target's."""
+        """Return the head's own LM head in the target's precision; None if it shares the target's."""
         own = self.head.lm_head
         return None if own is None else LMHead(own.weight.to(self.target.dtype), ids=self.head.draft_ids)
 
     def _lm_head_of(self, batch: dict[str, Any]) -> LMHead:
-        """The LM head over the draft vocabulary, and where wanted over the ids of the batch's prompts too.
-
-        The latter are filled up with other ids to few different numbers: libraries prepare a product once per shape.
-        """
+        """Return the LM head over the draft vocabulary and, with ``context_ids``, the ids of the batch's prompts."""
         head = self.lm_head()
         if self.head.draft_ids is None or not self.context_ids:
             return head
@@ -235,7 +228,7 @@ class EagleModule(DistillationModule):
         prompts = torch.zeros(self.target.vocab_size, dtype=torch.bool)
         prompts[on_host(batch, "input_ids")[~on_host(batch, "loss_mask").bool()]] = True
         others = ~prompts
-        prompts[self._own_ids] = others[self._own_ids] = False  # drafted anyhow
+        prompts[self._own_ids] = others[self._own_ids] = False  # these are in the draft vocabulary
         ids, rest = prompts.nonzero().squeeze(1), others.nonzero().squeeze(1)
         ids = torch.cat([ids, rest[: -len(ids) % _CONTEXT_BLOCK]])
         return head.joined(LMHead.of(self.target, to_device(ids, self.device))) if len(ids) else head
@@ -244,10 +237,7 @@ class EagleModule(DistillationModule):
     def _reference_estimates(
         self, embeds: Tensor, features: Tensor, steps: int, roots: Tensor, source: Tensor
     ) -> Tensor | None:
-        """[R, H], what the loss's reference head makes of the target's features; None where it is not wanted.
-
-        It reads them without noise. Not wanted in validation.
-        """
+        """Return the reference head's estimates [R, H] on features without noise; None in validation or without one."""
         directory = reference_of(self.loss)
         if directory is None or not self.training:
             return None
@@ -255,11 +245,11 @@ class EagleModule(DistillationModule):
             reference = EagleHead.from_pretrained(directory, self.target, dtype=torch.float32)
             self._frozen.reference = reference.requires_grad_(False)
             if self._frozen.reference.lm_head is not None:
-                raise DataError(f"the reference head {directory} has an LM head of its own: use one without.")
+                raise DataError(f"the reference head {directory} has its own LM head. Use one without.")
             if lacking := sorted(set(self._frozen.reference.config.fused_layers) - set(self.target.captured_layers)):
                 raise DataError(
-                    f"the reference head {directory} reads inner layers {lacking}, which the trained head does not: "
-                    "add them to head.fused_layers, or use another reference."
+                    f"the reference head {directory} reads inner layers {lacking}, which the trained head does not. "
+                    "Add them to head.fused_layers, or use another reference."
                 )
         head = self._frozen.reference.to(self.device)
         inputs = self.target.features_of(features, head.config.fused_layers).to(embeds.dtype)
@@ -271,7 +261,7 @@ class EagleModule(DistillationModule):
         return noise if self.head.feature_scale is None else noise * self.head.feature_scale
 
     def _generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """Depends on seed, rank and batch number only, so that a resumed run draws the same."""
+        """Return a generator that depends only on seed, rank and batch number, so that a resumed run draws the same."""
         seed = self.seed * 1_000_003 + self._batch_number
         return torch.Generator(device).manual_seed(seed * 4096 + self.global_rank)
 
@@ -289,7 +279,7 @@ class EagleModule(DistillationModule):
     # checkpoints ---------------------------------------------------------------------------------------------------
 
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
-        """Write the head where :meth:`EagleHead.from_pretrained` finds it."""
+        """Write the head for :meth:`EagleHead.from_pretrained`."""
         self.head.config.training = self.record(extra)
         self.head.save_pretrained(directory, torch.bfloat16)
         return Path(directory)

@@ -1,7 +1,7 @@
-"""Distillation of an independent small causal LM towards the target, on fixed answers or on its own (DistillSpec).
+"""Distillation of an independent small causal LM towards the target, on fixed answers or its own samples.
 
-DistillSpec (Zhou et al., arXiv 2310.08461) trains the drafter on answers that it sampled itself, since those are the
-contexts it drafts in. With probability ``on_policy`` a batch keeps its prompts and gets new answers.
+DistillSpec (Zhou et al., arXiv 2310.08461) trains the drafter on its own samples, because these are the contexts in
+which it drafts. With probability ``on_policy`` a batch keeps its prompts and gets new answers.
 """
 
 from __future__ import annotations
@@ -32,32 +32,30 @@ from fsd_train.types import PositiveFloat, PositiveInt, ShareOrNone
 
 
 class LMModule(DistillationModule):
-    """Distils a small causal LM of the target's vocabulary towards the target.
+    """LightningModule that distils a small causal LM with the target's vocabulary.
 
     Batches, schedule, resumption and metrics are those of heads. The rows of a batch are the contexts in which decoding
-    drafts: from the first answer token on, each next token of the answer.
+    drafts: every answer token from the second on.
 
-    Memory beyond that of the model: its logits at the supervised tokens and their gradient, 2·N·V values in the
-    training precision (N answer tokens of a batch; ``data.batch_tokens`` bounds N), and with ``adaspec`` as many again
-    and the reference's. The target's logits are computed in chunks by the loss.
+    Memory beyond the model's: logits at the supervised tokens and their gradient, 2·N·V values in the training
+    precision for N answer tokens in a batch. ``adaspec`` doubles this and adds the reference's logits.
 
     Args:
         target: built-in name, directory or hub id of the target.
-        drafter: the same of the small model that training starts from.
-        lora: train a LoRA adapter with these options of ``peft.LoraConfig`` ({} for the defaults: r 16, alpha 32, all
-            linear layers); None trains all weights.
-        on_policy: probability λ that a batch's answers are sampled from the drafter itself. Above 0 the target runs in
-            those steps, so it is loaded with all its layers even where features are cached.
-        on_policy_tokens: longest such answer.
-        on_policy_temperature: of the sampling.
-        loss: as for EagleModule, without the feature term (a small LM has features of its own). The reference of
-            ``adaspec`` is a small LM too: its directory, a hub id, or a peft adapter. A draft's distribution does not
-            depend on the step, since the model reads the text itself: only losses that couple steps (``fsd``) gain by
-            ``unroll_steps`` above 1.
-        loss_vocab_size: how many tokens the loss looks at: the most frequent ones of the training answers, p and q
-            renormalised within them. Most of a step's time goes by vocabulary. The model keeps and drafts all tokens.
-        optimizer: of the weights; vectors (norms, biases) get no weight decay.
-        training: the other options of :class:`fsd_train.models.distillation.DistillationModule`.
+        drafter: built-in name, directory or hub id of the small LM to start from.
+        lora: options of ``peft.LoraConfig`` for training a LoRA adapter ({}: r 16, alpha 32, all linear layers). None:
+            train all weights.
+        on_policy: probability λ that a batch's answers are sampled from the drafter. Above 0 the target is loaded with
+            its layers even with cached features.
+        on_policy_tokens: most tokens of a sampled answer.
+        on_policy_temperature: temperature of the samples.
+        loss: a loss without a feature term, because a small LM has other features. ``adaspec`` takes a small LM as
+            reference: directory, hub id or peft adapter. Only losses that couple steps (``fsd``) gain by
+            ``unroll_steps`` above 1, because a draft's distribution does not depend on the step.
+        loss_vocab_size: number of tokens in the loss: the most frequent ones of the training answers, within which p
+            and q are renormalised. It shortens a step. The model keeps and drafts all tokens.
+        optimizer: optimizer of the weights; vectors (norms, biases) get no weight decay.
+        training: further options of :class:`fsd_train.models.distillation.DistillationModule`.
     """
 
     head: SmallLM
@@ -82,8 +80,8 @@ class LMModule(DistillationModule):
         self.on_policy_temperature = on_policy_temperature
         if has_feature_term(self.loss):
             raise DataError(
-                "a small LM has features of its own, which cannot match the target's: set w_feature to 0 in the loss's "
-                "init_args (what is left of eagle is then its cross-entropy, whose gradient is that of kl_pq)."
+                "a small LM's features cannot match the target's. Set w_feature to 0 in the loss's init_args: eagle is "
+                "then a cross-entropy with the gradient of kl_pq."
             )
         self.save_hyperparameters()
 
@@ -94,30 +92,30 @@ class LMModule(DistillationModule):
         if hasattr(self, "head"):
             return
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)  # of fresh adapters
+            torch.manual_seed(self.seed)  # for new adapters
             self.head = self.new_head()
         if self.loss_vocab_size is not None:
             self.head.draft_ids = self._loss_ids(self.loss_vocab_size).to(self.device)
 
     def _loss_ids(self, size: int) -> Tensor:
-        """The most frequent ids of the answers. Raises DataError where they cannot be counted or used."""
+        """Return the most frequent ids of the answers. Raises DataError if they cannot be counted or used."""
         data = self._datamodule
         if not hasattr(data, "answer_counts"):
-            raise DataError("loss_vocab_size needs a data module with answer_counts() to choose the ids by; unset it.")
+            raise DataError("loss_vocab_size needs a data module with answer_counts(). Unset it, or use one.")
         if self.lora is not None or "FSDP" in type(self.trainer.strategy).__name__:
             raise DataError(
-                "loss_vocab_size reads rows of the drafter's LM head, so it goes with neither lora nor fsdp."
+                "loss_vocab_size reads rows of the drafter's LM head, so it excludes lora and fsdp. Unset it or these."
             )
         if size == self.target.hidden_size:
-            raise DataError(f"loss_vocab_size must differ from the target's hidden size, {size}.")
+            raise DataError(f"loss_vocab_size is {size}, the target's hidden size. Choose another number.")
         counts = data.answer_counts(self.target.vocab_size)[: self.head.common]
         return choose_draft_ids(counts, size, [i for i in self.target.eos_token_ids if i < len(counts)])
 
     def setup(self, stage: str) -> None:
-        """As for every drafter. Raises DataError if the rows hold ids that the drafter's embedding lacks."""
+        """Build the model. Raises DataError if the rows hold ids that the drafter's embedding lacks."""
         callbacks: Any = [] if self._attached is None else self.trainer.callbacks  # type: ignore[attr-defined]
         if self.lora is not None and any(isinstance(callback, WeightAveraging) for callback in callbacks):
-            raise DataError("weights are averaged as a whole: leave that callback out with lora.")
+            raise DataError("weight averaging does not support lora. Omit the callback or model.lora.")
         super().setup(stage)
         embedded = int(self.head.causal_lm.get_input_embeddings().weight.shape[0])
         data = self._datamodule
@@ -125,8 +123,8 @@ class LMModule(DistillationModule):
             token, where = rows.highest
             if token >= embedded:
                 raise DataError(
-                    f"{where}: token id {token} is beyond the embedding of drafter {self.head.name} ({embedded} rows): "
-                    "use a drafter with the target's whole vocabulary, or resize its embedding."
+                    f"{where}: token id {token} is beyond the embedding of drafter {self.head.name} ({embedded} rows). "
+                    "Use a drafter with the target's whole vocabulary, or resize its embedding."
                 )
 
     def new_head(self) -> SmallLM:
@@ -140,24 +138,24 @@ class LMModule(DistillationModule):
 
     @property
     def _runs_target(self) -> bool:
-        """Whatever is cached, the target runs where answers are sampled."""
+        """Whether training needs the target's layers: also if answers are sampled, even with cached features."""
         return super()._runs_target or (self._attached is not None and self.on_policy > 0)
 
     def _new_lm_head(self) -> LogitsHead:
-        """It passes the drafter's logits through."""
+        """Return an LM head that passes the drafter's logits through."""
         head = super()._new_lm_head()
         return LogitsHead(head.weight, head.bias, head.scale, head.cap, head.ids)
 
     # steps ---------------------------------------------------------------------------------------------------------
 
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
-        """The drafter's logits beside the target's features at the supervised rows; None if there are none."""
+        """Return the drafter's logits and the target's features at the supervised rows, or None without any."""
         plan = plan_positions(on_host(batch, "loss_mask"), steps, self.step_decay)
         features = self._features(batch, plan)
         if features is None:
             return None
         rows, ids = plan.rows.to(self.device), batch["input_ids"]
-        # position i+1 of either model predicts token i+2, so both rows stand one further than a head's input
+        # position i+1 of either model predicts token i+2: one position after a head's input
         return DraftBatch(
             estimates=self.head(ids, rows.position),
             features=features[:, 1:, : self.target.hidden_size].flatten(0, 1).index_select(0, rows.position),
@@ -168,10 +166,7 @@ class LMModule(DistillationModule):
 
     @torch.no_grad()
     def _reference_logits(self, ids: Tensor, rows: Tensor) -> Tensor | None:
-        """[N, Vd], the logits of the loss's reference where the drafter's are; None where it is not wanted.
-
-        Not wanted in validation. Loaded when first asked for, in the target's dtype and on its device.
-        """
+        """Return the reference's logits [N, Vd] at the drafter's rows; None in validation or without a reference."""
         directory = reference_of(self.loss)
         if directory is None or not self.training:
             return None
@@ -181,7 +176,7 @@ class LMModule(DistillationModule):
             if reference.vocab_size < self.head.common:
                 raise DataError(
                     f"the reference {directory} has logits for {reference.vocab_size} tokens, the drafter for "
-                    f"{self.head.common}: use a reference that knows them all."
+                    f"{self.head.common}. Use a reference with the whole vocabulary."
                 )
             reference.check_lm_head()
             self._frozen.reference = reference
@@ -198,15 +193,15 @@ class LMModule(DistillationModule):
         return self.draft(self.maybe_on_policy(batch), steps)
 
     def maybe_on_policy(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """With probability ``on_policy`` the batch with answers of the drafter's own, else the batch.
+        """With probability ``on_policy`` replace the answers of a batch by samples of the drafter.
 
-        Chance and draws depend on seed, rank and batch number only, so that a resumed run samples the same.
+        The decision and the samples depend only on seed, rank and batch number, so that a resumed run draws the same.
         """
         share = self.on_policy
         if not share:
             return batch
         seed = self.seed * 1_000_003 + self._batch_number
-        # the same on all ranks: one that samples would keep the others waiting
+        # the same decision on all ranks, so that none waits for another's samples
         if float(torch.rand((), generator=torch.Generator().manual_seed(seed))) >= share:
             return batch
         devices = [self.device] if self.device.type == "cuda" else []
@@ -215,10 +210,10 @@ class LMModule(DistillationModule):
             return self.on_policy_batch(batch)
 
     def on_policy_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch's conversations up to their last answer, and the drafter's own answer in place of that one.
+        """Replace the last answer of each conversation by a sample of the drafter.
 
         Returns:
-            a batch like the given one, without features; ``loss_mask`` is 1 on the sampled tokens alone.
+            A batch without features, whose ``loss_mask`` is 1 only on sampled tokens.
         """
         ids, mask = on_host(batch, "input_ids"), on_host(batch, "loss_mask").bool()
         prompts = [row[: _last_answer(answer)] for row, answer in zip(ids, mask, strict=True)]
@@ -239,7 +234,7 @@ class LMModule(DistillationModule):
     # checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What is trained: all weights, or the adapter's alone."""
+        """Return the trained weights: all, or only the adapter's."""
         state = super().state_dict(*args, **kwargs)
         if not hasattr(self, "head") or not hasattr(self.head.model, "peft_config"):
             return state
@@ -247,28 +242,25 @@ class LMModule(DistillationModule):
         return {name: value for name, value in state.items() if name in trained}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what :meth:`state_dict` gives; ``strict`` means all of that and nothing else."""
+        """Load the result of :meth:`state_dict`; ``strict`` requires exactly its tensors."""
         wrong = sorted(set(self.state_dict()) ^ set(state_dict))
         if strict and wrong:
-            raise RuntimeError(f"the state has {len(wrong)} tensors too many or too few, first {wrong[0]!r}.")
+            raise RuntimeError(f"the state has {len(wrong)} extra or missing tensors, first {wrong[0]!r}.")
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
-        """Write what ``fsd_infer`` loads as a drafter, with a record of the training in training.json.
-
-        See :meth:`fsd_train.models.small_lm.SmallLM.export`.
-        """
+        """Write a drafter for ``fsd_infer`` by :meth:`fsd_train.models.small_lm.SmallLM.export`."""
         record = self.record({"target": self.target.fingerprint(), **(extra or {})})
         return self.head.export(Path(directory), record)
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> LMDrafter:
-        """The drafter as it is now, as a copy in the target's dtype, adapters merged."""
+        """Copy the current drafter in the target's dtype, with adapters merged."""
         model = self.head.merged(target.dtype).to(target.device)
         return LMDrafter(Target(model, self.head.tokenizer, self.head.name), target, tree)
 
 
 def _last_answer(mask: Tensor) -> int:
-    """Where the last run of ones in mask [M] begins; at least 1, so that there is a prompt."""
+    """Return the begin of the last run of ones in mask [M], at least 1, so that a prompt remains."""
     ends = mask.nonzero()
     if not len(ends):
         return max(len(mask), 1)

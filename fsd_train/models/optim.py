@@ -1,4 +1,4 @@
-"""What recipes name beside torch's optimisers and schedules."""
+"""An optimizer and a learning rate schedule in addition to torch's."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from fsd_train.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Sha
 
 
 class MuonAdamW(Optimizer):
-    """Muon (Jordan 2024) for matrices and AdamW for the rest, as one optimiser with one list of parameter groups.
+    """Muon (Jordan 2024) for matrices and AdamW for the rest, as one optimizer with one list of parameter groups.
 
-    Muon's update is scaled so that its root mean square is that of AdamW's (Liu et al., arXiv 2502.16982), so one
-    learning rate serves both.
+    Muon's update has the root mean square of AdamW's (Liu et al., arXiv 2502.16982), so both share a learning rate.
 
     Args:
-        params: groups of parameters; matrices of a group with ``table`` true, with a row per token, are AdamW's.
+        params: groups of parameters. AdamW also updates matrices of groups with ``table`` true (a row per token).
         lr: learning rate of both.
-        weight_decay: of Muon's matrices.
-        betas: of AdamW.
+        weight_decay: weight decay of Muon's matrices.
+        betas: AdamW's betas.
 
     Raises:
         DataError: a parameter is sharded.
@@ -45,7 +44,7 @@ class MuonAdamW(Optimizer):
         for group in (each if isinstance(each, dict) else {"params": [each]} for each in params):
             for parameter in group["params"]:
                 if isinstance(parameter, DTensor):
-                    raise DataError("Muon needs whole matrices, which fsdp does not keep: use AdamW, or ddp.")
+                    raise DataError("Muon needs whole matrices, but fsdp shards them. Use AdamW, or ddp.")
                 (matrices if parameter.ndim == 2 and not group.get("table") else others).append(parameter)
         self.parts: list[Optimizer] = []
         if matrices:
@@ -56,7 +55,7 @@ class MuonAdamW(Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        # the very same dicts, so that a scheduler's learning rate reaches both parts
+        # the same dict objects, so that a scheduler's learning rate reaches both parts
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     @torch.no_grad()
@@ -79,10 +78,10 @@ class MuonAdamW(Optimizer):
 
 
 class WarmupCosine(LRScheduler):
-    """A linear warm-up times a half cosine over the run, which ends with its steps or its time, whichever is sooner.
+    """A linear warm-up times a half cosine, which ends with the run's steps or time, whichever comes first.
 
     Args:
-        optimizer: whose learning rates are the peak.
+        optimizer: optimizer with the peak learning rates.
         warmup_steps: length of the warm-up.
         final_lr: learning rate at the end, as a share of the peak.
     """
@@ -93,7 +92,7 @@ class WarmupCosine(LRScheduler):
         super().__init__(optimizer)
 
     def follow(self, passed: Callable[[int], float]) -> None:
-        """Let ``passed`` say which share of the run has passed when a step begins, 0 to 1."""
+        """Set the function from a step to the completed share of the run at its begin, 0 to 1."""
         self._passed = passed
 
     def get_lr(self) -> list[float | Tensor]:
@@ -106,12 +105,12 @@ class WarmupCosine(LRScheduler):
 
 
 def cosine_factor(step: int, warmup: int, share: float, floor: float) -> float:
-    """Factor on the peak learning rate: a half cosine from 1 to ``floor`` over the run, times a linear warm-up.
+    """Return the factor on the peak learning rate: a half cosine from 1 to ``floor`` times a linear warm-up.
 
     Args:
-        step: from 0.
+        step: step, from 0.
         warmup: steps of the warm-up.
-        share: how much of the run has passed, 0 to 1.
+        share: completed share of the run, 0 to 1.
         floor: factor at the end.
     """
     cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))

@@ -1,4 +1,4 @@
-"""What every training module has of a run: its optimiser, how much has passed, what its checkpoints hold."""
+"""The common part of all training modules: optimizer, progress of the run, contents of checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsd_train.models.optim import WarmupCosine
 
 
 def plain(value: Any) -> Any:
-    """An option as records and checkpoints hold it: objects by the name of their class."""
+    """Convert an option for records and checkpoints: objects become the name of their class."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
@@ -29,16 +29,16 @@ def plain(value: Any) -> Any:
         return value
     for kind in (int, float, str):
         if isinstance(value, kind):
-            return kind(value)  # the command line's numbers are of classes that know their range
+            return kind(value)  # the command line's numbers are of classes with a range
     return getattr(value, "__name__", type(value).__name__)
 
 
 class RunModule(LightningModule):
-    """Trains the parameters of ``head`` that want gradients.
+    """LightningModule that trains the parameters of ``head`` that require gradients.
 
     Args:
-        optimizer: of the weights; vectors (norms, biases) get no weight decay.
-        lr_scheduler: of its learning rate, stepped with it.
+        optimizer: optimizer of the weights; vectors (norms, biases) get no weight decay.
+        lr_scheduler: schedule of the learning rate, advanced with every step.
     """
 
     head: Any
@@ -46,12 +46,12 @@ class RunModule(LightningModule):
     def __init__(self, optimizer: OptimizerCallable, lr_scheduler: LRSchedulerCallable) -> None:
         super().__init__()
         self.optimizer_of, self.scheduler_of = optimizer, lr_scheduler
-        self._batches = 0  # of training that have begun, those of resumed runs included
-        self._replicas = 0  # of the run that this one resumes
+        self._batches = 0  # training batches begun, those before a resume included
+        self._replicas = 0  # devices of the resumed run
 
     @property
     def _attached(self) -> Trainer | None:
-        """The trainer, if there is one."""
+        """The trainer, or None."""
         try:
             return self.trainer
         except RuntimeError:
@@ -67,12 +67,12 @@ class RunModule(LightningModule):
 
     @property
     def _datamodule(self) -> Any:
-        """The trainer's data module, if there is one."""
+        """The trainer's data module, or None."""
         return getattr(self._attached, "datamodule", None)
 
     @property
     def tables(self) -> list[Tensor]:
-        """Matrices of ``head`` with a row per token, which optimisers for hidden layers leave alone."""
+        """Matrices of ``head`` with a row per token, which Muon does not update."""
         return []
 
     def configure_callbacks(self) -> list[Callback]:
@@ -98,9 +98,9 @@ class RunModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _passed(self, step: int) -> float:
-        """Which share of the run has passed when a step begins, 0 to 1: the further of steps and time.
+        """Return the completed share of the run at the begin of a step, 0 to 1: the larger share of steps or time.
 
-        Time counts where ``trainer.max_time`` ends the run of one process: the clocks of several differ.
+        Time counts with ``trainer.max_time`` in a run of one process. The clocks of several processes differ.
         """
         total = float(self.trainer.estimated_stepping_batches)
         shares = [step / total if 0 < total < math.inf else 0.0]
@@ -113,19 +113,19 @@ class RunModule(LightningModule):
 
     @property
     def progress(self) -> float:
-        """How much of the run has passed, 0 to 1."""
+        """The completed share of the run, 0 to 1."""
         return self._passed(self.global_step)
 
     def on_train_start(self) -> None:
-        """Where another number of devices goes on: the loop counts batches per device."""
+        """Convert counts of batches per device if a run resumes on another number of devices."""
         before, now = self._replicas, self.trainer.world_size
         if before in (0, now):
             return
-        # Lightning has no other way to say how far an epoch is: a loader's state moves its rows alone
+        # Lightning has no other way to set the position in an epoch; a loader's state moves only its rows
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         for count in (progress.current, progress.total):
             more = count.ready * before // now - count.ready
-            for name in ("ready", "started", "processed", "completed"):  # the last one may be under way
+            for name in ("ready", "started", "processed", "completed"):  # the last batch may be unfinished
                 setattr(count, name, getattr(count, name) + more)
         self._batches = self._batches * before // now
 
@@ -134,16 +134,16 @@ class RunModule(LightningModule):
 
     @property
     def _batch_number(self) -> int:
-        """How many batches came before this one. What is drawn depends on it, so that a resumed run draws the same."""
+        """Number of earlier batches, which seeds the draws of this one."""
         return max(self._batches - 1, 0)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options that were given, by name, for records."""
+        """The given options by name, for records."""
         return {name: plain(value) for name, value in self.hparams.items() if not name.startswith("_")}
 
     def record(self, extra: dict[str, Any] | None) -> dict[str, Any]:
-        """What is stored beside exported weights: steps so far, all options, and ``extra``."""
+        """Return the record beside exported weights: completed steps, all options, and ``extra``."""
         steps = int(self.global_step) if self._attached is not None else None
         return {"steps": steps, "hyperparameters": self.settings, **(extra or {})}
 

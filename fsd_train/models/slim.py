@@ -1,4 +1,4 @@
-"""A target without its layers: embeddings, final norm and LM head, which is all that cached features leave to do."""
+"""A target without its layers: embeddings, final norm and LM head, enough for training on cached features."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fsd_infer.targets.adapters import adapter_digest
 from fsd_infer.targets.loading import adapter_of, attention_for, explained, resolve_target
 from fsd_infer.targets.target import Target
 
-_AGAIN = "Fetch the model again."
+_AGAIN = "Download the model again."
 
 
 def load_slim(name: str, dtype: torch.dtype) -> Target | None:
-    """The target with every other weight left on the meta device, or None where that is not possible.
+    """Load a target with all layers on the meta device, or return None if that is impossible.
 
-    It is possible for directories of safetensors whose embedding layer has no computed buffers. Only the result's
-    :meth:`Target.embed`, LM head and facts are usable: it cannot run.
+    It needs a directory of safetensors and an embedding layer without computed buffers. The result cannot run; only
+    :meth:`Target.embed`, its LM head and its facts are usable.
     """
     directory = Path(resolve_target(name))
     if not directory.is_dir():
@@ -38,7 +38,7 @@ def _load(name: str, directory: Path, dtype: torch.dtype) -> Target | None:
     if files is None or any(list(part.buffers()) for part in kept):
         return None
     wanted = {id(parameter) for part in kept for parameter in part.parameters()}
-    keys = [key for key, parameter in model.named_parameters() if id(parameter) in wanted]  # tied weights once
+    keys = [key for key, parameter in model.named_parameters() if id(parameter) in wanted]  # tied weights count once
     if not set(keys) <= set(files):
         return None
     model.requires_grad_(False)
@@ -46,7 +46,7 @@ def _load(name: str, directory: Path, dtype: torch.dtype) -> Target | None:
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     adapter = adapter_of(name)
-    if adapter is not None:  # it changes linear layers inside the decoder only
+    if adapter is not None:  # it changes only linear layers inside the decoder
         model.config.get_text_config(decoder=True).merged_adapter = adapter_digest(adapter)
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -55,7 +55,7 @@ def _load(name: str, directory: Path, dtype: torch.dtype) -> Target | None:
 
 
 def _weight_files(directory: Path) -> dict[str, str] | None:
-    """Tensor name -> file, or None if the weights are not safetensors."""
+    """Map tensor names to files; None if the weights are not safetensors."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         return read_weight_map(index, _AGAIN)
@@ -73,7 +73,7 @@ def _read(path: Path, key: str) -> torch.Tensor:
 
 
 def move(target: Target, device: torch.device) -> None:
-    """Move what is loaded of a target to a device, in place."""
+    """Move the loaded tensors of a target to a device, in place."""
     for tensor in [*target.model.parameters(), *target.model.buffers()]:
         if not tensor.is_meta and tensor.device != device:
             tensor.data = tensor.data.to(device)

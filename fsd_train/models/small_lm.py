@@ -28,15 +28,15 @@ LORA_DEFAULTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 16, "lora_alpha"
 
 @dataclass(frozen=True)
 class LogitsHead(LMHead):
-    """The target's LM head for features [..., H], and nothing at all for a drafter's own logits [..., Vd].
+    """The target's LM head for features [..., H], and the identity for a drafter's logits [..., Vd].
 
-    So a small model with an LM head of its own hands its logits to any loss as its estimates, and gradients reach all
-    of its weights. Their last dimension distinguishes the two.
+    A small LM passes its logits to any loss as estimates, so that gradients reach all of its weights. The last
+    dimension tells features from logits.
     """
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.shape[-1] == self.weight.shape[0]:
-            return hidden.to(torch.float32, copy=True)  # losses set requires_grad on what they get
+            return hidden.to(torch.float32, copy=True)  # losses set requires_grad on it
         return super().__call__(hidden)
 
     def grad_hidden(self, logits: Tensor, grad: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ class LogitsHead(LMHead):
 
 
 class SmallLM(nn.Module):
-    """A causal LM in training, whole or by a LoRA adapter.
+    """A causal LM in training, with all weights or with a LoRA adapter.
 
     Args:
         source: directory, hub id or built-in name.
-        target: whose vocabulary it must share.
-        lora: options of ``peft.LoraConfig`` on top of :data:`LORA_DEFAULTS`; None trains all weights.
+        target: target with the same vocabulary.
+        lora: options of ``peft.LoraConfig`` in addition to :data:`LORA_DEFAULTS`; None: train all weights.
 
     Raises:
         VocabularyMismatchError: the vocabularies differ.
@@ -72,26 +72,26 @@ class SmallLM(nn.Module):
         else:
             self.model = _adapted(model, source, lora)
         self.model.train()
-        # rows that padding added to one of the two vocabularies only are never drafted
+        # padding rows of only one of the two vocabularies are never drafted
         ids = torch.arange(common) if common < target.vocab_size else None
         self.register_buffer("draft_ids", ids, persistent=False)
         self.common = common
         self._check_lm_head()
 
     def _common(self, target: Target) -> int:
-        """How many tokens both models know. Raises VocabularyMismatchError."""
+        """Return the number of tokens in both vocabularies. Raises VocabularyMismatchError."""
         check_same_vocabulary(self, target)
         common = min(self.vocab_size, target.vocab_size)
         if common == target.hidden_size:
             raise ModelLoadError(
-                f"{target.name} has as many tokens as hidden dimensions ({common}): logits and features have "
+                f"{target.name} has as many tokens as hidden dimensions ({common}), so logits and features have "
                 "the same shape. Pad one of the two vocabularies."
             )
         return common
 
     @property
     def causal_lm(self) -> Any:
-        """The transformers model itself, adapter layers inside."""
+        """The transformers model, with adapter layers inside."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     @property
@@ -99,21 +99,21 @@ class SmallLM(nn.Module):
         return getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
 
     def lm_head_rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`fsd_infer.targets.target.Target.lm_head_rows`."""
+        """Return weight and bias, like :meth:`fsd_infer.targets.target.Target.lm_head_rows`."""
         head = self.causal_lm.get_output_embeddings()
         return head.weight, getattr(head, "bias", None)
 
     def forward(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Logits [N, Vd] of right-padded ids [B, M] at the flat positions rows [N] of [B, M-1], one further each."""
+        """Return logits [N, Vd] of right-padded ids [B, M], one after the flat positions rows [N] of [B, M-1]."""
         return self.logits(self.hidden(ids)[:, 1:].flatten(0, 1).index_select(0, rows))
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """What enters the LM head: right-padded ids [B, M] -> [B, M, H']."""
+        """Return the inputs of the LM head [B, M, H'] for right-padded ids [B, M]."""
         return self.causal_lm.get_decoder()(input_ids=ids, use_cache=False)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H'] -> [..., Vd] over ``draft_ids``, or all tokens that both models have; with scale and soft cap."""
-        head = LMHead.of(self)  # type: ignore[arg-type]  # it asks for config and lm_head_rows only
+        """Return logits [..., Vd] of hidden [..., H'] over ``draft_ids`` or the common vocabulary."""
+        head = LMHead.of(self)  # type: ignore[arg-type]  # it uses only config and lm_head_rows
         own = self.causal_lm.get_output_embeddings()
         if self.draft_ids is None or len(self.draft_ids) == self.common:
             return head.finish(own(hidden)[..., : self.common])
@@ -121,21 +121,21 @@ class SmallLM(nn.Module):
         return head.finish(nn.functional.linear(hidden, own.weight[self.draft_ids], bias))
 
     def merged(self, dtype: torch.dtype) -> Any:
-        """A copy as a plain transformers model, adapters merged into its weights."""
+        """Copy as a plain transformers model, with adapters merged into the weights."""
         model = copy.deepcopy(self.model)
         if hasattr(model, "peft_config"):
             model = model.merge_and_unload()
         return model.to(dtype).eval().requires_grad_(False)
 
     def trained(self) -> set[str]:
-        """Names of the parameters in training: all, or the adapter's."""
+        """Return the names of the trained parameters: all, or the adapter's."""
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def export(self, directory: Path, record: Mapping[str, Any]) -> Path:
-        """Write what :func:`fsd_infer.targets.loading.load_target` loads, and ``record`` as training.json.
+        """Write a directory for :func:`fsd_infer.targets.loading.load_target`, with ``record`` as training.json.
 
-        All weights: a transformers directory in bf16, with the tokenizer if there is one. LoRA: an adapter directory
-        in bf16, whose adapter_config.json records the base model as ``source`` named it.
+        Without LoRA it is a transformers directory in bf16, with the tokenizer if there is one. With LoRA it is an
+        adapter directory in bf16 whose adapter_config.json names the base model like ``source``.
         """
         directory.mkdir(parents=True, exist_ok=True)
         with disk_errors(directory):
@@ -149,7 +149,7 @@ class SmallLM(nn.Module):
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(directory)
         else:
-            # peft would look the base model up on the hub to see whether its vocabulary grew
+            # otherwise peft looks up the base model on the hub, to see whether its vocabulary grew
             state = {name: value.to(EXPORT_DTYPE) for name, value in self.model.state_dict().items() if "lora_" in name}
             self.model.save_pretrained(directory, save_embedding_layers=False, state_dict=state)
             (directory / "README.md").unlink(missing_ok=True)  # peft's empty model card
@@ -158,11 +158,9 @@ class SmallLM(nn.Module):
     def sample(
         self, prompts: list[Tensor], max_new_tokens: int, temperature: float, eos_token_ids: list[int]
     ) -> list[Tensor]:
-        """An answer of the model's own to each prompt [P], its end-of-sequence token included: [A] each, A ≥ 1.
+        """Sample an answer [A] to each prompt [P], with its end-of-sequence token, A ≥ 1.
 
-        Prompts and answers are in host memory.
-
-        Draws from torch's global generator.
+        Prompts and answers are in host memory. Draws come from torch's global generator.
         """
         device = self.causal_lm.device
         eos = sorted({*eos_token_ids, *eos_ids(self.causal_lm.generation_config)})
@@ -186,7 +184,7 @@ class SmallLM(nn.Module):
 
     @torch.no_grad()
     def _check_lm_head(self) -> None:
-        """Raise ModelLoadError unless :meth:`logits` of :meth:`hidden` is what the model itself computes."""
+        """Raise ModelLoadError unless :meth:`logits` of :meth:`hidden` equals the model's own logits."""
         model = self.causal_lm
         was_training = model.training
         model.eval()
@@ -196,21 +194,21 @@ class SmallLM(nn.Module):
         model.train(was_training)
         if not torch.allclose(ours, theirs, atol=1e-2 * float(theirs.abs().max()), rtol=1e-2):
             raise ModelLoadError(
-                f"{self.name} ({self.config.model_type}): its LM head does more than a linear map, a scale and a soft "
-                "cap, so it cannot be trained here. Use another small model."
+                f"the LM head of {self.name} ({self.config.model_type}) is more than a linear map, a scale and a soft "
+                "cap. Use another small LM."
             )
 
 
 def _adapted(model: Any, source: str, lora: Mapping[str, Any]) -> Any:
-    """The model with a fresh LoRA adapter, whose saved config names ``source`` as base model."""
+    """Add a new LoRA adapter, whose saved config names ``source`` as base model."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ModelLoadError("lora needs peft: pip install fsd-toolkit[train].") from error
+        raise ModelLoadError("model.lora needs peft: pip install fsd-toolkit[train].") from error
     options = {**LORA_DEFAULTS, **lora}
     unknown = sorted(set(options) - set(inspect.signature(LoraConfig).parameters))
     if unknown:
-        raise DataError(f"lora has no option {', '.join(unknown)}; see peft.LoraConfig.")
+        raise DataError(f"model.lora has no option {', '.join(unknown)}. See peft.LoraConfig.")
     adapted = get_peft_model(model, LoraConfig(**options))
     adapted.peft_config["default"].base_model_name_or_path = source
     return adapted

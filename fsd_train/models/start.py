@@ -1,4 +1,4 @@
-"""Where the training of a head starts: the identity on what it reads, the target's layers, or another head."""
+"""Initial weights of a head: the identity on its inputs, the target's layers, or another head."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from fsd_infer.targets.target import Target
 
 @torch.no_grad()
 def _norm_gain(norm: Any, size: int) -> Tensor:
-    """[H] absolute gain per dimension of a layer or RMS norm (families store w or w - 1, so it is measured)."""
+    """Measure the absolute gain per dimension [H] of a layer or RMS norm, because families store w or w - 1."""
     weight = next(norm.parameters())
     probe = torch.ones(1, size, device=weight.device, dtype=weight.dtype)
     probe[:, 1::2] = -1  # mean 0, mean square 1
     return ((norm(probe) - norm(-probe)).float() / 2).abs()[0]
 
 
-# The linear layers whose output is added to the residual stream, by the names families give them.
+# Names that families give to linear layers whose output is added to the residual stream.
 _OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "c_proj")
 
 
 @torch.no_grad()
 def initialise_from(head: EagleHead, target: Target) -> None:
-    """Start as the identity on what is read; norm and scale are the target's final norm's.
+    """Start as the identity on the final feature, with norm and scale of the target's final norm.
 
-    What is read is the final feature, or for "eagle3" the highest of the fused layers. Its outputs are large and
-    speak of the token before the one that is wanted: scaled down, so that the layer soon outweighs them.
+    "eagle3" starts with the highest fused layer. Its outputs are large and predict the token before the wanted one, so
+    they are scaled down and the head's layer soon outweighs them.
     """
     width, size = head.config.embed_size, head.config.hidden_size
     if head.eagle3:
@@ -47,14 +47,14 @@ def initialise_from(head: EagleHead, target: Target) -> None:
         head.norm.get_parameter("weight").copy_(weight)
     if head.feature_scale is not None:
         if weight is None:
-            raise CheckpointError(f"{target.config.model_type} has no final norm weight: set feature_scale to false.")
-        magnitude = _norm_gain(final, size)  # near-zero gains would blow their dimension up
+            raise CheckpointError(f"{target.config.model_type} has no final norm weight. Set feature_scale to false.")
+        magnitude = _norm_gain(final, size)  # a near-zero gain would blow up its dimension
         head.feature_scale.copy_(magnitude.clamp_min(0.01 * float(magnitude.mean())))
 
 
 @torch.no_grad()
 def choose(head: EagleHead, ids: Tensor | None, target: Target) -> None:
-    """Draft over the target ids [Vd], or all; an LM head of its own starts with the target's rows for them."""
+    """Set the draft vocabulary to the ids [Vd], or all; a trained LM head starts with the target's rows."""
     if head.draft_ids is not None and ids is not None:
         head.draft_ids.copy_(ids)
     if head.lm_head is not None:
@@ -63,33 +63,35 @@ def choose(head: EagleHead, ids: Tensor | None, target: Target) -> None:
 
 @torch.no_grad()
 def take_layers(head: EagleHead, layers: Sequence[nn.Module]) -> None:
-    """Start the decoder layers with the weights of the target's. Raises CheckpointError if they do not fit."""
+    """Copy the weights of target layers to the head's layers. Raises CheckpointError if they do not fit."""
     if len(layers) != len(head.layers):
-        raise CheckpointError(f"{len(layers)} layer(s) are to be copied to a head that has {len(head.layers)}.")
+        raise CheckpointError(
+            f"initial_layers names {len(layers)} layer(s), but the head has {len(head.layers)}. Name as many."
+        )
     for own, source in zip(head.layers, layers, strict=True):
         state, wanted = source.state_dict(), own.state_dict()
         wrong = sorted(name for name in wanted if name not in state or state[name].shape != wanted[name].shape)
         if wrong:
             raise CheckpointError(
                 f"the target's {type(source).__name__} does not fit the head's {type(own).__name__} "
-                f"({', '.join(wrong)}): leave initial_layers out."
+                f"({', '.join(wrong)}). Omit initial_layers."
             )
         own.load_state_dict({name: state[name] for name in wanted})
 
 
 @torch.no_grad()
 def continue_from(head: EagleHead, other: EagleHead) -> None:
-    """Start with another head's weights; what that one lacks (layers, fusion) starts by adding nothing.
+    """Copy another head's weights; layers and fusion that it lacks start with zero output.
 
-    The draft vocabulary is that head's only where the LM head is too.
+    The draft vocabulary is copied only together with a trained LM head.
 
-    Raises CheckpointError if its weights do not fit.
+    Raises CheckpointError if the weights do not fit.
     """
     state, wanted = other.state_dict(), head.state_dict()
     taken = {name: value for name, value in state.items() if name != "draft_ids" or head.lm_head is not None}
     wrong = sorted(name for name in taken if name not in wanted or wanted[name].shape != taken[name].shape)
     if wrong:
-        raise CheckpointError(f"the initial head does not fit this one ({', '.join(wrong)}): give it the same options.")
+        raise CheckpointError(f"the initial head does not fit this one ({', '.join(wrong)}). Give it the same options.")
     head.load_state_dict(taken, strict=False)
     for layer in head.layers[len(other.layers) :]:
         for name, parameter in layer.named_parameters():

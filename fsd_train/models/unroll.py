@@ -1,21 +1,21 @@
 """Indexing of draft training, and the head run on its own outputs ("training-time test").
 
-A sequence has tokens x_0 … x_{M-1}; f_i is what enters the LM head at position i, so that LMHead(f_i) is the
-target's distribution of x_{i+1}. m_j = 1 where x_j belongs to an answer.
+A sequence has tokens x_0 … x_{M-1}. The feature f_i enters the LM head at position i, so LMHead(f_i) is the target's
+distribution of x_{i+1}. m_j = 1 if x_j belongs to an answer.
 
-Step 0, position i reads (embedding of x_{i+1}, f_i), sees positions ≤ i and estimates f_{i+1}, hence the
-distribution of x_{i+2}. Step s ≥ 1, position i reads (embedding of x_{i+1}, output of step s-1 at position i-1): it
-is the (s+1)-th token of a chain whose round began when x_0 … x_{i-s+1} were known, so the target's features reach to
-f_{i-s}. It therefore sees
+Step 0 at position i reads (embedding of x_{i+1}, f_i), attends to positions ≤ i and estimates f_{i+1}, hence the
+distribution of x_{i+2}. Step s ≥ 1 at position i reads (embedding of x_{i+1}, output of step s-1 at position i-1). It
+drafts token s+1 of a chain whose round began with known x_0 … x_{i-s+1}, and so with features up to f_{i-s}. It
+attends to
 
 - step-0 keys at positions ≤ i-s, made from the target's features,
-- of every step r = 1 … s exactly one key, at position i-s+r: the chain's own earlier tokens.
+- one key of every step r = 1 … s, at position i-s+r: the earlier tokens of the chain.
 
-Position ids are i in every step. This is what decoding computes with one growing cache, for all chains at once.
+Position ids are i in every step. Decoding computes the same with one growing cache; here all chains run at once.
 
-Step s at position i is supervised iff m holds for x_{i-s+1} … x_{i+2}: x_{i+2} is the predicted token, x_{i-s+1} the
-round's root, which the target emitted. So the first token of an answer is never a draft, the second one is drafted
-from the feature of the last prompt token and the embedding of the first answer token.
+Step s at position i is supervised iff m holds for x_{i-s+1} … x_{i+2}. x_{i+2} is the predicted token, and x_{i-s+1}
+the round's root, which the target emitted. So the first token of an answer is never a draft. The second is drafted from
+the feature of the last prompt token and the embedding of the first answer token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsd_train.losses.base import Rows
 
 
 def supervised(loss_mask: Tensor, steps: int) -> Tensor:
-    """Where each unrolled step counts.
+    """Mark the supervised positions of each chain step.
 
     Args:
         loss_mask: [B, M] bool or 0/1, m of the module's docstring.
@@ -48,26 +48,25 @@ def supervised(loss_mask: Tensor, steps: int) -> Tensor:
         return result
     result[0, :, : length - 2] = answer[:, 1:-1] & answer[:, 2:]
     for step in range(1, steps):
-        # adds the condition on the root x_{i-s+1}; chains need a step-0 position i-s >= 0
+        # also require the root x_{i-s+1} in an answer, and a step-0 position i-s >= 0
         result[step, :, step:] = result[step - 1, :, step:] & answer[:, 1 : length - step]
     return result
 
 
 def chain_roots(wanted: Tensor, share: float = 1.0, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Which chains run beyond step 0: all that supervise anything there, or a random share of them.
+    """Choose the chains that run beyond step 0: all with a supervised later step, or a random share of them.
 
-    A chain is named by its root position r: its step s stands at position r+s. Every row gets the same number of
-    chains where it has that many, so that none of the work is padding, and weights that make up for it: an expected
-    gradient does not depend on ``share``.
+    Step s of the chain with root position r is at position r+s. Rows get equally many chains, to avoid padding. The
+    weights compensate, so that the expected gradient does not depend on ``share``.
 
     Args:
-        wanted: [S, B, L] bool, of :func:`supervised`, S ≥ 2; in host memory, as the result is.
-        share: of the chains of the whole batch, in (0, 1].
-        generator: of the choice.
+        wanted: [S, B, L] bool of :func:`supervised`, S ≥ 2, in host memory like the result.
+        share: share of the batch's chains, in (0, 1].
+        generator: generator of the choice.
 
     Returns:
-        (roots [B, K], ascending and repeating the last position where a row has fewer than K chains;
-        weights [B, K] fp32, chains of a row that each chosen one stands for, 0 for padding)
+        (roots [B, K], ascending, padded with the last position in rows with fewer than K chains;
+        weights [B, K] fp32: number of the row's chains that each root represents, 0 for padding)
     """
     rows, length = wanted.shape[1:]
     possible = torch.zeros_like(wanted[0])
@@ -80,21 +79,21 @@ def chain_roots(wanted: Tensor, share: float = 1.0, generator: torch.Generator |
     order = torch.rand(rows, length, generator=generator) if share < 1.0 else torch.zeros(rows, length)
     chosen = order.masked_fill(~possible, torch.inf).sort(dim=1, stable=True).indices[:, :count]
     real = torch.arange(count) < counts[:, None]
-    roots = chosen.masked_fill(~real, length - 1).sort(dim=1).values  # ascending: neighbours in memory, padding last
+    roots = chosen.masked_fill(~real, length - 1).sort(dim=1).values  # ascending: neighbours in memory, then padding
     weights = real * (counts / counts.clamp(min=1, max=count))[:, None]
     return roots, weights.float()
 
 
 def chain_mask(roots: Tensor, keys: int, step: int) -> Tensor:
-    """Who sees whom in step ``step`` ≥ 1 of the chains with these roots.
+    """Return the attention mask of step ``step`` ≥ 1 of the chains with these roots.
 
     Args:
         roots: [B, K] root positions.
-        keys: L, number of step-0 keys, at positions 0 … L−1; steps 1 … ``step`` have one key a chain, in this order.
+        keys: L, the number of step-0 keys; one key per chain follows for each of the steps 1 … ``step``.
         step: s.
 
     Returns:
-        [B, 1, K, L + s·K] bool, True where the chain may attend: step-0 keys up to its root, and its own later ones.
+        [B, 1, K, L + s·K] bool: True for step-0 keys up to the root, and for the chain's own later keys.
     """
     rows, count = roots.shape
     context = torch.arange(keys, device=roots.device) <= roots[..., None]
@@ -103,7 +102,7 @@ def chain_mask(roots: Tensor, keys: int, step: int) -> Tensor:
 
 
 def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int, roots: Tensor) -> list[Tensor]:
-    """Run the head at every position, then ``steps`` − 1 times along chains, each time on its own last outputs.
+    """Run the head at every position, then ``steps`` − 1 times along chains on its own last outputs.
 
     Args:
         head: the draft head.
@@ -113,8 +112,8 @@ def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int, roots:
         roots: [B, K] root positions of the chains, see :func:`chain_roots`.
 
     Returns:
-        S tensors: [B, L, H] of step 0, then [B, K, H], in step s that of chain k at position roots[k] + s; beyond the
-        end (position ≥ L) they mean nothing.
+        S tensors: [B, L, H] of step 0, then [B, K, H] per step s, of chain k at position roots[k] + s. Outputs at
+        positions ≥ L are undefined.
     """
     rows, length = embeds.shape[:2]
     positions = torch.arange(length, device=embeds.device)
@@ -132,17 +131,17 @@ def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int, roots:
 
 
 def take(values: Tensor, positions: Tensor) -> Tensor:
-    """values [B, L, X] at positions [B, K]: [B, K, X]."""
+    """Gather values [B, L, X] at positions [B, K]: [B, K, X]."""
     return values.gather(1, positions[..., None].expand(-1, -1, values.shape[-1]))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a batch supervises, and the chains that it runs for that; in host memory.
+    """The supervised rows of a batch and the chains that it runs for them, in host memory.
 
     Attributes:
-        roots: [B, K], of :func:`chain_roots`.
-        source: [R], where each row's output stands among those of :func:`unroll`, flattened one after the other.
+        roots: [B, K] of :func:`chain_roots`.
+        source: [R] index of each row's output in the concatenated outputs of :func:`unroll`.
         rows: the rows.
     """
 
@@ -151,21 +150,21 @@ class Plan:
     rows: Rows
 
     def __len__(self) -> int:
-        """Positions that are supervised."""
+        """Return the number of supervised positions."""
         return len(self.rows.position)
 
 
 def plan_chains(
     loss_mask: Tensor, steps: int, decay: float = 1.0, share: float = 1.0, generator: torch.Generator | None = None
 ) -> Plan:
-    """Which chains a batch runs, and the rows that come of them.
+    """Plan the chains of a batch and their rows.
 
     Args:
         loss_mask: [B, M], m of the module's docstring, in host memory.
         steps: S.
-        decay: weight of step s is decay^s.
-        share: of the chains, see :func:`chain_roots`.
-        generator: of their choice.
+        decay: base of the weight decay^s of step s.
+        share: share of the chains, see :func:`chain_roots`.
+        generator: generator of their choice.
     """
     wanted = supervised(loss_mask, steps)
     rows, length = wanted.shape[1:]
@@ -178,7 +177,7 @@ def plan_chains(
     there = (roots + step < length) & (stands_for > 0)
     there &= wanted.gather(2, here) if roots.numel() else there
     at = here + torch.arange(rows)[:, None] * length
-    # by position and step: where the output stands, -1 for none, and what it weighs
+    # by position and step: index of the output or -1, and its weight
     source, weight = torch.full((rows * length, steps), -1), torch.zeros(rows * length, steps)
     source[position, 0], weight[position, 0] = position, 1.0
     for number in range(1, steps):
@@ -198,7 +197,7 @@ def plan_chains(
 
 
 def plan_positions(loss_mask: Tensor, steps: int, decay: float = 1.0) -> Plan:
-    """The same for a drafter whose drafts do not depend on the step: one row a position, with all steps' weights."""
+    """Plan a batch for a drafter whose drafts do not depend on the step: a row per position, with summed weights."""
     wanted = supervised(loss_mask, steps)
     position = wanted[0].flatten().nonzero().squeeze(1)
     counted = wanted.flatten(1)[:, position]  # [S, N]

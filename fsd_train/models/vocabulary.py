@@ -1,4 +1,4 @@
-"""Which of the target's tokens a head drafts over."""
+"""The choice of a draft vocabulary."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from fsd_infer.errors import DataError
 
 
 def choose_draft_ids(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
-    """The ``size`` most frequent ids (ties: the smaller id), among them all of ``always``; ascending.
+    """Return ``always`` and the most frequent other ids, ascending, [Vd]; the smaller id wins a tie.
 
     Args:
         counts: [V] occurrences.
         size: Vd ≤ V.
-        always: ids that must be there.
+        always: ids to include in any case.
     """
     if size > len(counts) or size < len(set(always)):
-        raise DataError(
-            f"draft_vocab_size is {size}; it must be {len(set(always))} (special tokens) to {len(counts)} (all)."
-        )
+        raise DataError(f"draft_vocab_size is {size}; give {len(set(always))} (special tokens) to {len(counts)} (all).")
     ranked = counts.double()
     ranked[list(always)] = torch.inf
     order = torch.sort(ranked, descending=True, stable=True).indices
