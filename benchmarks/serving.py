@@ -74,7 +74,7 @@ class Watch:
 
     def round(self, row: int, round: Round) -> None:
         """End a round, the prefill too, which is left out."""
-        if "prefill" not in round.seconds:
+        if not round.seconds.get("prefill"):
             self.guide.append(self._open)
             self.rounds.append(sum(round.seconds.values()))
         self._open = 0.0

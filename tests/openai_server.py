@@ -17,7 +17,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def send(self, status: int, body: Any) -> None:
-        """A whole answer: bytes, text, or what becomes JSON."""
+        """Send a whole answer: bytes, text, or a value that becomes JSON."""
         text = body if isinstance(body, bytes | str) else json.dumps(body)
         data = text if isinstance(text, bytes) else text.encode()
         self.send_response(status)
@@ -48,14 +48,14 @@ def _running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 @dataclass
 class Behaviour:
-    """What a server of the model "toy" does.
+    """The behaviour of a server of the model "toy".
 
     Attributes:
         answer: prompt ids and a limit -> new ids.
-        tells_ids: whether it sends token ids (else a request with ``return_token_ids`` is refused: an unknown field).
+        tells_ids: whether it sends token ids; else it refuses requests with ``return_token_ids`` as an unknown field.
         burst: tokens per event.
-        text: of every event.
-        metrics: what it answers at /metrics; None: nothing is there.
+        text: of every token.
+        metrics: makes the answer at /metrics; None: 404.
     """
 
     answer: Callable[[list[int], int], list[int]]
@@ -66,12 +66,12 @@ class Behaviour:
     requests: list[dict[str, Any]] = field(default_factory=list)
 
     def choice(self, index: int, text: str, ids: list[int], reason: str | None) -> dict[str, Any]:
-        """Of an answer, as this server tells it."""
+        """One choice of an answer."""
         choice = {"index": index, "text": text, "finish_reason": reason}
         return {**choice, "token_ids": ids} if self.tells_ids else choice
 
     def whole(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """The answer to a request without streaming."""
         ids, reason = self.answered(body["prompt"], body["max_tokens"])
         return {"choices": [self.choice(0, self.text * len(ids), ids, reason)]}
 
@@ -80,7 +80,7 @@ class Behaviour:
         return ids, "length" if len(ids) == limit else "stop"
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The answers to the prompts of a request, piece by piece, and how many tokens they have."""
+        """The answers to a request's prompts, piece by piece, and then the number of tokens."""
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         count = 0
         for index, prompt in enumerate(prompts):
@@ -94,7 +94,7 @@ class Behaviour:
 
 @contextmanager
 def serving(behaviour: Behaviour) -> Iterator[str]:
-    """The server's address while it runs."""
+    """Run a server. Yields its address."""
 
     class Handler(_Handler):
         def do_GET(self) -> None:
@@ -130,14 +130,14 @@ def serving(behaviour: Behaviour) -> Iterator[str]:
 
 @contextmanager
 def replying(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server that answers every POST by ``reply``, and then closes the connection without saying so.
+    """Run a server that answers every POST by ``reply`` and closes the connection without notice.
 
     Args:
-        reply: the request's body and its number from 1 -> status and answer (bytes, or what becomes JSON); None: it
+        reply: a request's body and its number from 1 -> status and answer, bytes or a value that becomes JSON. None
             closes the connection at once.
 
     Yields:
-        Its address, and the requests so far: path, Authorization header (``key``) and body.
+        The address, and the requests so far: path, Authorization header (``key``) and body.
     """
     asked: list[dict[str, Any]] = []
     lock = threading.Lock()
@@ -158,5 +158,5 @@ def replying(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def made_up(prompt: list[int], limit: int) -> list[int]:
-    """Tokens that depend on the prompt."""
+    """Return tokens that depend on the prompt."""
     return [(sum(prompt) + 7 * i) % 200 + 5 for i in range(limit)]

@@ -1,4 +1,4 @@
-"""What CUDA graphs forbid, checked on the simulated device for every count of tokens that forwards are padded to."""
+"""Forwards do nothing that CUDA graphs forbid, at every padded count of tokens, on the simulated device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Forward = Callable[[SlotCache, Tensor, Tensor, Tensor], Tensor]  # cache, visibl
 
 
 def forwards(kind: str, recorder: SimRecorder) -> tuple[Forward, Forward, Graphs, Any, list[torch.nn.Module]]:
-    """A forward by recordings and as it is, the recordings, the cache's config and whose weights are read."""
+    """A recorded forward, the plain one, the recordings, the cache's config, and the modules that hold the weights."""
     family = "llama" if kind in HEADS else kind
     target = Target(tiny_model(family, num_hidden_layers=2).to(SIM))
     if kind not in HEADS:

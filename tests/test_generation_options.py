@@ -1,7 +1,7 @@
-"""Arguments of transformers' ``generate`` through both doors: each is honoured, or refused by name.
+"""Arguments of transformers' ``generate`` through both entries: each is honoured, or refused by name.
 
-``MEANINGFUL`` holds a value for every field of GenerationConfig. A field that a version of transformers adds fails
-``test_every_field_is_accounted_for`` until it has one, and is refused meanwhile.
+Every field of GenerationConfig has a value here. A field that a later version of transformers adds fails
+``test_every_field_is_accounted_for`` until it has one, and the loop refuses it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.text_toys import tiny_tokenizer
 PROMPT = [5, 6, 7, 5, 6]
 LENGTH = 12
 
-# Honoured: our answer is generate's, greedily; "do_sample" marks those that need it.
+# honoured: our greedy answer equals that of generate
 MEANINGFUL: dict[str, Any] = {
     "max_length": 9,
     "max_new_tokens": 7,
@@ -51,7 +51,7 @@ MEANINGFUL: dict[str, Any] = {
     "bos_token_id": 1,
     "return_dict_in_generate": True,
     "do_sample": False,
-    # of no effect on an answer
+    # without effect on an answer
     "use_cache": False,
     "disable_compile": True,
     "prefill_chunk_size": 2,
@@ -99,7 +99,7 @@ REFUSED: dict[str, Any] = {
     "is_assistant": True,
     "use_mtp": True,
 }
-ELSEWHERE = {  # with tests of their own, or of no public meaning
+ELSEWHERE = {  # tested elsewhere, or without a public meaning
     "stop_strings", "token_healing", "num_return_sequences", "num_beams",
     "compile_config", "continuous_batching_config",
     "_from_model_config", "_commit_hash",
@@ -156,7 +156,7 @@ def test_honoured_fields_mean_what_they_mean_in_transformers(name: str, model: A
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_honoured_fields_of_sampling(name: str, model: Any, ask: Ask) -> None:
-    """Each so extreme that one token is left to draw, or (eta_cutoff) with a temperature that leaves one."""
+    """Values so extreme that one token remains; eta_cutoff needs a low temperature for it."""
     options = {"do_sample": True, "max_new_tokens": LENGTH, "top_k": 0, name: SAMPLED[name]}
     if name == "eta_cutoff":
         options["temperature"] = 1e-3
@@ -215,8 +215,8 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
 
 
 def test_what_generate_keeps_from_a_loop(model: Any, decoder: FuzzyDecoder) -> None:
-    """It hands on neither ``streamer`` nor ``assistant_model``, so no loop can see them. A version that does will have
-    them refused by name.
+    """``generate`` keeps ``streamer`` and ``assistant_model`` to itself. A version that hands them on will have them
+    refused by name.
     """
     ids, kept = torch.tensor([PROMPT]), _Recorder()
     hook: dict[str, Any] = dict(drafter=decoder.drafter)

@@ -1,4 +1,4 @@
-"""Structured output: exact under the masked target, and no rule leaves the grammar."""
+"""Structured output: exact under the masked target, forced tokens are drafted, and no rule leaves the grammar."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decoder(toy: Any, toy_decoder: FuzzyDecoder) -> FuzzyDecoder:
 
 
 class Masks:
-    """What a grammar allows after a text, by a matcher that reads all of it again."""
+    """The tokens that a grammar allows after a text, by a matcher that reads the whole text."""
 
     def __init__(self, decoder: FuzzyDecoder, guide: Guide) -> None:
         self.eos = decoder.target.model.generation_config.eos_token_id

@@ -1,4 +1,4 @@
-"""The client of OpenAI-compatible servers: what is sent, what is retried, what is reported."""
+"""The client of OpenAI-compatible servers: its requests, its retries and its errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_last_try_tells_address_and_reason(status: int, tries: int, said: st
 
 
 def strict(status: int) -> Any:
-    """A server that takes OpenAI's fields alone and streams."""
+    """A server that accepts only OpenAI's fields, and streams."""
 
     def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
         if "top_k" in body or body["max_tokens"] > 9:

@@ -1,4 +1,4 @@
-"""`fsd-infer serve`: good requests complete as they do alone, whatever else is asked at the same time."""
+"""`fsd-infer serve`: requests complete as they do alone, whatever other clients ask at the same time."""
 
 from __future__ import annotations
 
