@@ -75,8 +75,7 @@ class RunDirectory(Callback):
             )
             first = "Resume it with --ckpt_path auto" if checkpoints else "It has no checkpoint to resume"
             raise DataError(
-                f"a run is in {there} already. {first}, replace it with --overwrite true, or choose other "
-                "directories."
+                f"a run is in {there} already. {first}, replace it with --overwrite true, or choose other directories."
             )
         elif stale and begin is not None:
             raise DataError(
