@@ -247,7 +247,7 @@ def test_a_checkpoint_is_not_continued_in_another_order(toys: Path, checkpoint: 
         r"batch_tokens \(128, now 96\)": {"batch_tokens": 96},
         r"seed \(0, now 1\)": {"seed": 1},
     }.items():
-        with pytest.raises(CheckpointError, match=f"{checkpoint} stands .* another order.*by {words}.*initial_head"):
+        with pytest.raises(CheckpointError, match=f"{checkpoint} belongs to another order.*by {words}.*initial_head"):
             resumed(toys, tmp_path / "run", checkpoint, change)
     other = make(toys)[1]
     other.batch_tokens = 96

@@ -148,7 +148,7 @@ def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> C
     """
     from fsd_train.data import AnswersDataModule
 
-    longest = min(facts.positions or 2048, 4 * choices.max_length)
+    longest = facts.positions or 4 * choices.max_length
     options: dict[str, Any] = {"validation_fraction": 0.0, "max_length": longest, "vocab_size": facts.vocab_size}
     tokenizer: str | None = None
     data = AnswersDataModule(list(files), **options)
