@@ -262,7 +262,7 @@ def test_another_number_of_devices_goes_on_at_the_same_place() -> None:
     two = loader(2)
     two.load_state_dict(six)
     assert two.state_dict() == {"epoch": 0, "batch": 3, "replicas": 2}
-    with pytest.raises(CheckpointError, match="6 devices wrote .* after 6 batches of its epoch. 4 devices cannot share"):
+    with pytest.raises(CheckpointError, match="6 devices wrote .* after 6 batches .* 4 devices cannot share"):
         loader(4).load_state_dict(six)
 
 
