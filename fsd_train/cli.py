@@ -9,7 +9,6 @@ import io
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,35 +17,19 @@ import fsd_infer
 from fsd_infer.cli.run import BAD_INPUT, needed, run
 from fsd_infer.errors import UnknownNameError
 from fsd_infer.files import cache_dir, write_text
-from fsd_train.commands.command_lines import PARSERS
+from fsd_train.commands.command_lines import COMMANDS, PARSERS
 
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its function (``module:function`` of fsd_train.commands) and one line of help."""
-
-    function: str
-    help: str
-
-
-COMMANDS = {
-    "fit": Command("fit:main", "train a head: fsd-train fit --config recipes/smollm2-135m.yaml"),
-    "validate": Command("fit:main", "measure a checkpoint on the validation split"),
-    "regenerate": Command("regenerate:main", "let the target answer prompts, to train on its answers"),
-    "cache-features": Command("cache_features:main", "store the target's features of the answers"),
-    "new-recipe": Command("new_recipe:main", "write a recipe for a target from its config"),
-    "quickstart": Command("quickstart:main", "fetch the built-in model, train for a minute, decode, compare"),
-    "export": Command("export:export_main", "write a head for fsd-infer or another engine (--to vllm ...)"),
-    "publish": Command("publish:main", "check a head, write its model card, and upload both to the Hub"),
-    "doctor": Command("doctor:main", "find out why a head accepts less than it should"),
-    "estimate": Command("estimate:main", "estimate memory, disk and time of a recipe"),
+HELP = {
+    "fit": "Train a head: fsd-train fit --config recipes/smollm2-135m.yaml.",
+    "validate": "Measure a checkpoint on the validation split.",
+    **{name: description for name, (description, _) in COMMANDS.items()},
 }
 
 
 def usage() -> str:
     """Return the text of `fsd-train --help`."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    width = max(map(len, HELP))
+    lines = [f"  {name:<{width}}  {text}" for name, text in HELP.items()]
     return "\n".join(
         ["usage: fsd-train COMMAND [options]", "", "Trains draft heads for fsd-infer.", "", "commands:", *lines, "",
          "`fsd-train COMMAND --help` lists a command's options."]
@@ -60,28 +43,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage(), file=sys.stderr if not args else sys.stdout)
         return 0 if args else BAD_INPUT
     name = args[0]
-    return run(f"fsd-train {name}" if name in COMMANDS else "fsd-train", partial(_command, args))
+    return run(f"fsd-train {name}" if name in HELP else "fsd-train", partial(_command, args))
 
 
 def _command(args: Sequence[str]) -> int:
-    command = COMMANDS.get(args[0])
-    if command is None:
-        raise UnknownNameError(f"unknown command {args[0]!r}. Known: {', '.join(COMMANDS)}.")
+    if args[0] not in HELP:
+        raise UnknownNameError(f"unknown command {args[0]!r}. Known: {', '.join(HELP)}.")
     if args[0] in PARSERS:
         PARSERS[args[0]]().parse_args(args[1:])  # --help and mistakes end here, before heavy imports
-    if command.function.startswith("fit:") and list(args[1:]) in (["--help"], ["-h"]):
-        print(_kept_help(args, command))
+    elif list(args[1:]) in (["--help"], ["-h"]):
+        print(_kept_help(args))
         return 0
-    return _run(args, command)
+    return _run(args)
 
 
-def _run(args: Sequence[str], command: Command) -> int:
-    module_name, function_name = command.function.split(":")
-    function = getattr(importlib.import_module(f"fsd_train.commands.{module_name}"), function_name)
-    return int(function(args if module_name == "fit" else args[1:]) or 0)
+def _run(args: Sequence[str]) -> int:
+    parsed = args[0] in PARSERS  # else Lightning parses the options of fit and validate
+    module = importlib.import_module(f"fsd_train.commands.{args[0].replace('-', '_') if parsed else 'fit'}")
+    return int(module.main(args[1:] if parsed else args) or 0)
 
 
-def _kept_help(args: Sequence[str], command: Command) -> str:
+def _kept_help(args: Sequence[str]) -> str:
     """Return the help of options from class signatures, cached because their imports take seconds.
 
     The cache depends on this code, the installed versions and the terminal's width.
@@ -98,7 +80,7 @@ def _kept_help(args: Sequence[str], command: Command) -> str:
     shown = io.StringIO()
     for asked in ("--help", "--model.help=EagleModule"):  # the second for a model section without class_path
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-            _run([args[0], asked], command)
+            _run([args[0], asked])
     text = shown.getvalue().rstrip()
     with contextlib.suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)

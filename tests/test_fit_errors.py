@@ -107,7 +107,7 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "no answers": (["--data.train_files", "[empty.jsonl]", "--model.target", "nowhere/x"], "empty.jsonl: no row"),
     "share held out": (["--data.validation_fraction", "1.0"], "validation_fraction"),
     "length": (["--data.max_length", "1"], "max_length"),
-    "nothing held out": (["--data.train_files", "[one.jsonl]"], "validation_fraction 0.3 of one prompt holds out none"),
+    "nothing held out": (["--data.train_files", "[one.jsonl]"], "validation_fraction 0.3 holds out none of one prompt"),
     "unwritable": (["--trainer.default_root_dir", "/dev/null/x"], "/dev/null is a file"),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
-from fsd_train.commands.export import export_main
+from fsd_train.commands.export import main as export_main
 from tests.test_strategies import ACCUMULATE, LR, RANKS, check_same_run, command, run_ranks, toys  # noqa: F401
 from tests.train_toys import assert_same, in_bf16, toy_model
 

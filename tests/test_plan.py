@@ -64,7 +64,7 @@ def test_rows_keep_their_ids_sampling_and_template(tmp_path: Path) -> None:
         ({"temperature": "hot"}, "`temperature` must be"),
         ({"top_p": 0}, "`top_p` must be"),
         ({"top_k": 2.5}, "`top_k` must be"),
-        ({"tools": "{"}, "`tools` is text and no JSON"),
+        ({"tools": "{"}, "`tools` is no JSON"),
         ({"tools": {}}, "`tools` must be a list"),
         ({"chat_template_kwargs": [1]}, "`chat_template_kwargs` must be an object"),
         ({"chat_template_kwargs": {"conversation": 1, "chat_template": "{{"}}, "the chat template refuses"),

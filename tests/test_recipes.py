@@ -257,3 +257,4 @@ def test_draft_vocabulary_covers_the_answers() -> None:
     assert covering_vocabulary(counts[:6000]) == (None, 1.0)
     counts[6000:] = 0
     assert covering_vocabulary(counts) == (8192, 1.0)
+    assert covering_vocabulary(torch.ones(262144, dtype=torch.long)) == (32000, pytest.approx(32000 / 262144))

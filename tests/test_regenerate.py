@@ -170,7 +170,7 @@ def test_a_file_is_continued_as_it_was_begun_or_left_alone(
     [
         ("--prompts bad.jsonl", "bad.jsonl:2: not JSON"),
         ("--max-new-tokens 250 --max-prompt-tokens 100", "exceed the target's context of 256"),
-        ("--target=", "no target: give --target"),
+        ("--target=", "no target was given. Give --target"),
         ("--config bad.yaml", "bad.yaml is no recipe: "),
         ("--target bare", "bare has no tokenizer"),
     ],
@@ -325,7 +325,7 @@ def test_endpoint_reads_the_targets_end_tokens(tmp_path: Path, kept_in: str) -> 
     [
         ((404, {"error": "no such model"}), 1, "no such model"),
         ((500, {"error": "out of memory"}), 3, "status 500: .*out of memory.* after 3 tries. Finished"),
-        ((200, {"result": 1}), 1, "not a completion"),
+        ((200, {"result": 1}), 1, "sent no completion"),
         (completion({"prompt": [5] * 9}, prompt_token_ids=[1]), 1, "changed the prompt's token ids"),
     ],
 )

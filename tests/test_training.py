@@ -20,7 +20,7 @@ from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
-from fsd_train.commands.export import export_main
+from fsd_train.commands.export import main as export_main
 from fsd_train.data import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.optim import cosine_factor

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 log = logging.getLogger(__name__)
 
-MOST_PASSES = 20  # passes over the data beyond which a run gets a warning
+MOST_EPOCHS = 20  # beyond it a run gets a warning
 
 
 class Announce(Callback):
@@ -28,7 +28,7 @@ class Announce(Callback):
 def _model(trainer: Trainer, module: Any) -> str:
     weights = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
     cached = getattr(trainer.datamodule, "features", None)  # type: ignore[attr-defined]
-    seen = "its features are cached" if cached else "it runs in every step"
+    seen = "cached features" if cached else "runs in every step"
     devices = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
     what = f"{type(module).__name__}: {sum(weights):,} weights to train"
     return f"{what} towards {module.target_name} ({seen}), {trainer.precision} on {devices}"
@@ -37,15 +37,15 @@ def _model(trainer: Trainer, module: Any) -> str:
 def _data(trainer: Trainer) -> str:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     rows, held = getattr(data, "train_set", None), getattr(data, "validation_set", None)
-    steps, passes = trainer.estimated_stepping_batches, _passes(trainer)
-    counted = "" if rows is None else f"{len(rows)} answers, {rows.answer_tokens} tokens of theirs; "
+    steps, epochs = trainer.estimated_stepping_batches, _epochs(trainer)
+    counted = "" if rows is None else f"{len(rows)} answers ({rows.answer_tokens} tokens); "
     held_out = f"{len(held)} held out; " if held is not None else ""
-    many = "until stopped" if steps == math.inf else f"{steps:.0f} steps, {passes:.2g} passes"
-    begun = f", {trainer.global_step} of them done" if trainer.global_step else ""
-    return f"{counted}{held_out}{trainer.num_training_batches} batches a pass; {many}{begun}"
+    many = "until stopped" if steps == math.inf else f"{steps:.0f} steps, {epochs:.2g} epochs"
+    begun = f", {trainer.global_step} done" if trainer.global_step else ""
+    return f"{counted}{held_out}{trainer.num_training_batches} batches per epoch; {many}{begun}"
 
 
-def _passes(trainer: Trainer) -> float:
+def _epochs(trainer: Trainer) -> float:
     batches = float(trainer.num_training_batches)
     steps = float(trainer.estimated_stepping_batches)
     return steps * trainer.accumulate_grad_batches / batches if 0 < batches < math.inf else 0.0
@@ -58,14 +58,14 @@ def advice(trainer: Trainer, module: Any) -> list[str]:
     warmup = max((getattr(each.scheduler, "warmup_steps", 0) for each in trainer.lr_scheduler_configs), default=0)
     if warmup >= steps:
         warnings.append(
-            f"the warm-up has {warmup} steps and the run has {steps:.0f} steps: the learning rate never reaches "
-            f"its peak. Lower model.lr_scheduler's warmup_steps to about {max(1, round(steps / 20))}."
+            f"the warm-up has {warmup} steps and the run {steps:.0f}, so the learning rate never peaks. Lower "
+            f"model.lr_scheduler's warmup_steps to about {max(1, round(steps / 20))}."
         )
-    passes = _passes(trainer)
-    if MOST_PASSES < passes < math.inf:
-        enough = max(1, round(steps * MOST_PASSES / passes))
+    epochs = _epochs(trainer)
+    if MOST_EPOCHS < epochs < math.inf:
+        enough = max(1, round(steps * MOST_EPOCHS / epochs))
         warnings.append(
-            f"the run passes {passes:.0f} times over its data: lower trainer.max_steps to about {enough} for "
-            f"{MOST_PASSES} passes, or add answers."
+            f"the run has {epochs:.0f} epochs. Lower trainer.max_steps to about {enough} for {MOST_EPOCHS}, or add "
+            "answers."
         )
     return warnings

@@ -83,7 +83,3 @@ def _complete_lines(path: Path, scratch: Path) -> Path:
     copy = Path(tempfile.mkdtemp(dir=scratch)) / path.name  # files of several directories may share a name
     copy.write_bytes(content[:last])
     return copy
-
-
-if __name__ == "__main__":
-    sys.exit(main())

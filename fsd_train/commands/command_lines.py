@@ -188,7 +188,7 @@ def _parser(name: str, description: str, options: Options) -> argparse.ArgumentP
     return parser
 
 
-_COMMANDS: dict[str, tuple[str, Options]] = {
+COMMANDS: dict[str, tuple[str, Options]] = {
     "regenerate": (
         "Let the target answer prompts and write training data as JSONL. The same command continues a killed run.",
         _REGENERATE,
@@ -205,5 +205,5 @@ _COMMANDS: dict[str, tuple[str, Options]] = {
     "estimate": ("Estimate memory, disk and time of a recipe by a short measurement.", _ESTIMATE),
 }
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
-    name: partial(_parser, name, *rest) for name, rest in _COMMANDS.items()
+    name: partial(_parser, name, *rest) for name, rest in COMMANDS.items()
 }

@@ -8,7 +8,6 @@ config names, for example, the table reports that.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -360,7 +359,3 @@ def show(findings: Sequence[Finding]) -> str:
     texts = ["found", "", *(f.says + (f". Fix: {f.fix}" if f.fix else "") for f in findings)]
     width = max(map(len, rows))
     return "\n".join(f"{row.removesuffix('found').ljust(width)}  {text}".rstrip() for row, text in zip(rows, texts))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ that the data sheets of GPUs allow.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -245,7 +244,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = estimate(recipe, args.prompts, args.max_new_tokens)
     print(table(["what", "needs", "found by"], [list(line) for line in lines]))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

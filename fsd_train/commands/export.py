@@ -60,7 +60,7 @@ def _lm_head_rows(name: str, ids: Tensor | None) -> Tensor:
     return target.lm_head_rows(ids)[0]
 
 
-def export_main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run `fsd-train export`."""
     parser = PARSERS["export"]()
     args = parser.parse_args(argv)

@@ -281,7 +281,3 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         digests.setdefault(Path(path).name, []).append(rows_digest(path))
     settings["prompts"] = {name: found[0] if len(found) == 1 else found for name, found in digests.items()}
     return settings
-
-
-if __name__ == "__main__":
-    sys.exit(main())

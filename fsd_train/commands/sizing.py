@@ -19,6 +19,7 @@ from fsd_train.losses.rows import default_chunk_size
 SMALL = 1024  # largest hidden size for training on a CPU, where the LM head dominates the cost of drafts
 COVERAGE = 0.99
 DRAFT_VOCABULARIES = (4096, 8192, 16000, 32000)
+HUGE = 128_000  # vocabulary beyond which a head never drafts over all of it: its LM head would dominate every step
 ACTIVATION_BUDGET = 13.1e9
 LIBRARIES = 0.7e9  # bytes of torch, transformers, Lightning and oneDNN's buffers in a process on a CPU
 TOKENS_PER_STEP = 16384
@@ -131,14 +132,15 @@ def covering_vocabulary(counts: Tensor) -> tuple[int | None, float]:
         counts: [V] occurrences in the answers.
 
     Returns:
-        (size, covered share); size None means the whole vocabulary, if none of them is smaller than V and enough.
+        (size, covered share). If none is enough, the largest for V > 128,000, else None for the whole vocabulary.
     """
     ranked = counts.sort(descending=True).values.double()
-    total = float(ranked.sum())
-    for size in DRAFT_VOCABULARIES:
-        if size < len(counts) and total and float(ranked[:size].sum()) >= COVERAGE * total:
-            return size, float(ranked[:size].sum()) / total
-    return None, 1.0
+    total = max(float(ranked.sum()), 1.0)
+    shares = {size: float(ranked[:size].sum()) / total for size in DRAFT_VOCABULARIES if size < len(counts)}
+    enough = [size for size, share in shares.items() if share >= COVERAGE]
+    if not enough and len(counts) > HUGE:
+        enough = [DRAFT_VOCABULARIES[-1]]
+    return (enough[0], shares[enough[0]]) if enough else (None, 1.0)
 
 
 def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> Choices:
@@ -148,7 +150,7 @@ def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> C
     """
     from fsd_train.data import AnswersDataModule
 
-    longest = min(facts.positions or 2048, 4 * choices.max_length)
+    longest = facts.positions or 4 * choices.max_length
     options: dict[str, Any] = {"validation_fraction": 0.0, "max_length": longest, "vocab_size": facts.vocab_size}
     tokenizer: str | None = None
     data = AnswersDataModule(list(files), **options)

@@ -6,16 +6,7 @@ A recipe names a :class:`fsd_train.losses.base.Loss` (``loss: eagle``) or gives 
 from __future__ import annotations
 
 from fsd_train.losses.adaspec import AdaSpecLoss
-from fsd_train.losses.base import (
-    LOSSES,
-    DraftBatch,
-    LMHead,
-    Loss,
-    LossOutput,
-    as_loss,
-    has_feature_term,
-    reference_of,
-)
+from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, Loss, LossOutput, as_loss, has_feature_term, reference_of
 from fsd_train.losses.divergences import DivergenceLoss
 from fsd_train.losses.eagle import EagleLoss
 from fsd_train.losses.fsd import FsdLoss

@@ -36,10 +36,7 @@ class EagleLoss(Loss):
     """
 
     def __init__(
-        self,
-        w_feature: NonNegativeFloat = 1.0,
-        w_ce: NonNegativeFloat = 0.1,
-        chunk_size: PositiveInt | None = None,
+        self, w_feature: NonNegativeFloat = 1.0, w_ce: NonNegativeFloat = 0.1, chunk_size: PositiveInt | None = None
     ) -> None:
         if w_feature + w_ce == 0:
             raise DataError("eagle: w_feature and w_ce are both 0; set one above 0.")

@@ -90,10 +90,7 @@ class FsdLoss(Loss):
         values, agree = chunked_rows(RowFunction(self._rows, count=3), batch, self.chunk_size)
         distance, passed = values[0][chains], values[1][chains]  # [S, C] each
         anchor = weighted_mean(values[2], batch.weights)
-        parts = {
-            "acceptance": weighted_mean(values[1], batch.weights).detach(),
-            "kl_pq_loss": anchor.detach(),
-        }
+        parts = {"acceptance": weighted_mean(values[1], batch.weights).detach(), "kl_pq_loss": anchor.detach()}
         loss = self.anchor * anchor
         for threshold in self.thresholds if chains.numel() else ():
             gate = soft_gate(distance, threshold, self.softness)
