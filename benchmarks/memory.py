@@ -34,6 +34,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -222,30 +223,33 @@ def partial_of(args: argparse.Namespace) -> Path:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """{method: [answers]}: every method in its own process, over the same rows. A killed run goes on with the method
-    that it was at."""
-    given = "".join(json.dumps(row) + "\n" for row in rows_of(args))
+    """{method: [answers]}: a process for each group of workloads and method, in turns. A killed run goes on with the
+    one that it was at."""
     from fsd_infer.files import append_json
 
+    groups: dict[str, str] = {}
+    for row in rows_of(args):
+        name = "prompts" if row["workload"] in ("chat", "rag", "summaries", "replay") else row["workload"]
+        groups[name] = groups.get(name, "") + json.dumps(row) + "\n"
     partial = partial_of(args)
     lines = partial.read_text(encoding="utf-8").splitlines() if partial.exists() else []
-    asked = hashlib.sha256(f"{given}{args.target}{args.tree}{args.max_new_tokens}".encode()).hexdigest()
-    found = {row["method"]: row["answers"] for row in map(json.loads, lines) if row["asked"] == asked}
-    for text in args.methods.split(","):
+    done = {(row["method"], row["asked"]): row["answers"] for row in map(json.loads, lines)}
+    found: dict[str, list[Any]] = {}
+    for (group, given), text in product(groups.items(), args.methods.split(",")):
         name, _, drafter = text.partition("=")
-        if name in found:
-            continue
-        drafter, _, where = drafter.partition("@")
-        checkout = args.before if where == "before" else ROOT
-        if checkout is None:
-            raise SystemExit(f"memory: {text} needs --before CHECKOUT.")
-        words = [drafter, args.target, args.tree, str(args.threads), str(args.max_new_tokens)]
-        command = [sys.executable, str(Path(__file__).resolve()), "--answer", *words]
-        environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
-        print(f"[{name}]", file=sys.stderr, flush=True)
-        done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-        found[name] = [json.loads(line) for line in done.stdout.splitlines()]
-        append_json(partial, {"asked": asked, "method": name, "answers": found[name]})
+        words = [drafter.partition("@")[0], args.target, args.tree, str(args.threads), str(args.max_new_tokens)]
+        asked = hashlib.sha256(" ".join([given, *words]).encode()).hexdigest()
+        if (name, asked) not in done:
+            print(f"[{group}: {name}]", file=sys.stderr, flush=True)
+            checkout = args.before if drafter.endswith("@before") else ROOT
+            if checkout is None:
+                raise SystemExit(f"memory: {text} needs --before CHECKOUT.")
+            command = [sys.executable, str(Path(__file__).resolve()), "--answer", *words]
+            environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
+            ended = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+            done[name, asked] = [json.loads(line) for line in ended.stdout.splitlines()]
+            append_json(partial, {"method": name, "asked": asked, "answers": done[name, asked]})
+        found.setdefault(name, []).extend(done[name, asked])
     return found
 
 

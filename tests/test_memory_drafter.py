@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fsd_bench.engine import EngineMethod
 from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer.cli.main import main
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, MemoryDrafter
 from fsd_infer.drafters import corpus as corpora
 from fsd_infer.drafters.automaton import Automaton
@@ -331,6 +332,17 @@ def test_names(tmp_path: Path, target: Target) -> None:
     }.items():
         with pytest.raises(FsdError, match=message):
             load_drafter(name, target)
+
+
+def test_the_command_line_names_a_corpus(tmp_path: Path, toy: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}])
+    words = ["generate", "--target", str(toy.target), "--prompt", "the cat", "--max-new-tokens", "4", "--json"]
+    for drafter in ([], ["--drafter", "recycle+memory"]):
+        assert main([*words, *drafter, "--dtype", "fp32", "--memory", str(file)]) == 0
+        made = json.loads(capsys.readouterr().out)["stats"]["drafter"]
+        assert made["name"] == "recycle+memory" and made["side"]["corpus"] > 5
+    assert main([*words, "--memory", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl: No such file" in capsys.readouterr().err
 
 
 def test_benchmarks_forget_unless_the_name_says_keep() -> None:

@@ -173,6 +173,20 @@ def test_drafting_pauses_where_it_costs_more_than_the_target_and_is_tried_again(
     assert 1 <= tried < 10, "once in so many rounds"
 
 
+def test_nothing_is_drafted_beside_what_is_surely_right() -> None:
+    """A side's chain of drafts: the surer it is, the less a head adds. What it leaves open counts."""
+    choice = AutoTree(AutoMemory("cpu"), 1, LawKind(), 48)
+    choice.known.rounds = 99  # no trials
+    for sure, drafts in ((0.99, False), (0.3, True)):
+        chain = [0.0, *(depth * math.log(sure) for depth in range(1, 9))]
+        choice._begin(1)
+        choice.cover(tree_of(([0] * 9, [0, *range(8)], chain), vocab=1))
+        assert choice.expands() == drafts
+    choice._begin(1)
+    choice.cover(tree_of(([0, 0], [0, 0], [0.0, math.log(0.99)]), vocab=1))
+    assert choice.expands(), "nothing is known of what follows the one sure draft"
+
+
 def test_costs_keep_what_is_known_of_them() -> None:
     costs, source = Costs(PRIORS["cpu"]), random.Random(0)
     for _ in range(300):

@@ -227,7 +227,7 @@ def warmup(args: argparse.Namespace) -> int:
     decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size), not args.no_quantize)
     if args.cuda_graphs:
         decoder.use_graphs()
-    decoder.drafter = decoder.load_drafter(args.drafter, pack=False)
+    decoder.drafter = decoder.load_drafter(model_options(args)["drafter"], pack=False)
     clock.lap("load")
     decoder.pack(decoder.drafter, release=True)
     clock.lap("pack")

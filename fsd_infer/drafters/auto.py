@@ -29,6 +29,7 @@ mixture. (Dropping x where q(x) is small would keep the test for likely x alone 
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -155,6 +156,7 @@ class AutoTree:
         self._reaches = [float(batch)]  # rows that are expected to come to nodes that are expanded, by depth
         self._chances: list[float] = []  # of all drafts so far, of any row
         self._frontier = [[1.0] for _ in range(batch)]
+        self._open = [[1.0] * AHEAD for _ in range(batch)]  # chances that other drafters' trees are wrong by a depth
         self._worth = self._net(self._chances)
         self._marks: list[float] = []
         self._ignored = False
@@ -187,6 +189,19 @@ class AutoTree:
         if pays:
             self.count(1)
         return pays
+
+    def cover(self, tree: DraftTree) -> None:
+        """What another drafter proposes in this round, before this one drafts: a root is worth expanding where that is
+        likely to be wrong."""
+        if not self.looks:
+            return
+        for row, scores, parents in zip(self._open, *lists(tree.scores, tree.parents), strict=True):
+            depths, right = [0], [0.0] * AHEAD
+            for score, parent in zip(scores[1:], parents[1:]):
+                depths.append(depths[parent] + 1)
+                if depths[-1] <= AHEAD:
+                    right[depths[-1] - 1] += math.exp(score)
+            row[:] = [chance * (1.0 - min(covered, 1.0)) for chance, covered in zip(row, right)]
 
     def expand(self, log_q: Tensor) -> Tensor | None:
         """Which candidates of this depth to expand, [B, E'] places among the row's E · w; None: drafting stops here.
@@ -232,7 +247,10 @@ class AutoTree:
         best = [[chance * reach * hit for chance in row[:width]] for row in self._frontier]
         for depth in range(AHEAD):
             cost += known.costs.drafting(1, (width if depth == 0 else 1) * self.batch)
-            children = sorted([*children, *(chance for row in best for chance in row)], reverse=True)
+            news = (
+                chance * (1.0 if self.depths else open[depth]) for row, open in zip(best, self._open) for chance in row
+            )
+            children = sorted([*children, *news], reverse=True)
             if self._net(children) - self._worth > rate * cost:
                 return True
             best = [[row[0] * hit] for row in best]

@@ -118,11 +118,13 @@ class GraftedSession(DraftSession):
             session.finish(row, prompt, answer)
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter, main = self.drafter, self.main.draft(roots)
+        drafter, side = self.drafter, self.side.draft(roots)
+        if self.auto is not None and not side.sampled:
+            self.auto.cover(side)
+        main = self.main.draft(roots)
         if main.sampled:
             _warn_sampled(drafter.main.name)
             return main
-        side = self.side.draft(roots)
         if side.sampled:
             _warn_sampled(drafter.side.name)
             return main
