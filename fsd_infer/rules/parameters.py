@@ -98,7 +98,7 @@ class Parameter:
                 raise self._error(" or ".join(map(repr, known)), value)
             return self.type(value) if is_enum else value
         wanted, types = _TYPES.get(self.type, ("", object))
-        if not isinstance(value, types) or (isinstance(value, bool) and self.type is not bool):
+        if not isinstance(value, types) or (isinstance(value, bool) and self.type in (float, int)):
             raise self._error(wanted, value)
         if self.type not in (float, int):
             return value
