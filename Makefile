@@ -34,7 +34,7 @@ lint: $(STAMP)  ## ruff, mypy, the spelling and the length of sentences
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
-	$(BIN)/python scripts/prose.py --worst 5 --max-share 0.02
+	$(BIN)/python scripts/prose.py --worst 5 --max-share 0.02 --hold docs fsd_infer fsd_bench fsd_train
 
 test: lint  ## lint, then the fast tests, in WORKERS processes
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
