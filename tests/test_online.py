@@ -90,7 +90,7 @@ def round_of(text: Text, machine: Machine, choice: AutoTree | TreeShape) -> int:
     depths = 0
     if isinstance(choice, AutoTree):
         choice.mark()
-    if not isinstance(choice, AutoTree) or choice.expands():
+    if not isinstance(choice, AutoTree) or choice.expands_root():
         while True:
             depths += 1
             machine.takes(machine.depth)
@@ -166,7 +166,7 @@ def test_drafting_pauses_where_it_costs_more_than_the_target_and_is_tried_again(
     machine = Machine(small_machine, 0.02)
     choice = AutoTree(AutoMemory("cpu", clock=machine), 1, LawKind(), 48)
     speed(choice, machine, 0.5, 100)
-    assert choice.idle
+    assert choice.paused
     before = machine.spent
     speed(choice, machine, 0.5, 2 * RETRY)
     tried = (machine.spent - before - 2 * RETRY * (small_machine(1) + 1e-3)) / 0.02
