@@ -16,9 +16,9 @@ import torch
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
-from fsd_infer.drafters.auto import RETRY, AutoMemory, AutoTree, LawKind
+from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.eagle import EagleSession
-from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior
+from fsd_infer.drafters.estimates import KNOTS, PRIORS, RETRY, AutoMemory, Costs, Curve, LawKind, Prior
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.drafters.shape import AUTO, parse_tree

@@ -4,10 +4,10 @@ A round drafts L depths, expands E nodes and verifies N nodes. In forwards over 
 
     cost = C(N) + a·L + b·E + f,    C(1) = 1, C piecewise linear and non-decreasing; a, b, f > 0.
 
-It emits 1 + Σ P(n) tokens in expectation. The sum runs over its drafts n, and P(n) is the chance that n is accepted:
-the product of g(q) over the steps to n. Here q is the drafter's probability of a step, tilted under a law that favours
-drafts (:mod:`fsd_infer.drafters.visits`), and g is a calibration curve. Costs and g are estimated while decoding
-(:mod:`fsd_infer.drafters.estimates`). Every round maximises
+It emits 1 + Σ P(n) tokens in expectation, summed over its drafts n. The chance P(n) that n is accepted is the product
+of g(q) over the steps to n. Here q is the drafter's probability of a step, and g is a calibration curve that includes
+the tilt of a law that favours drafts. Costs and g are estimated while decoding (:mod:`fsd_infer.drafters.estimates`).
+Every round maximises
 
     tokens - rate · cost,    rate = tokens per unit of cost so far.
 
@@ -32,9 +32,8 @@ drafts with a small q(x) would break this: the test would see likely x only, and
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -42,14 +41,13 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import lists
-from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior, Rate, Trees
+from fsd_infer.drafters.estimates import KNOTS, RETRY, AutoMemory, Costs, Knowledge, LawKind, Trees
 from fsd_infer.tree import DraftTree
 
-RATE_MEMORY, DEPTH_MEMORY, LONG_MEMORY = 20, 40, 50  # rounds
+RATE_MEMORY = 20  # rounds
 UNLIKELY = 0.01  # chance of acceptance below which a draft is ignored
 TRIALS, LEAST_TRIALS = 12, 4  # first rounds, per row and per batch size; every other one drafts unconditionally
-RETRY = 64  # rounds without drafts before a new attempt; doubled after each attempt that does not pay
-LONGEST_RETRY = 1024
+LONGEST_RETRY = 1024  # rounds
 AHEAD = 3  # depths that the decision to go on looks ahead
 MOST_TOGETHER = 160  # nodes of all trees in a batch
 
@@ -66,73 +64,6 @@ class Step(NamedTuple):
     parent: int
     log_q: float
     first: bool
-
-
-class LawKind(NamedTuple):
-    """How the drafts of a request are verified.
-
-    Attributes:
-        tilt: nats that the law gives for an accepted draft, as in :class:`DraftRequest`.
-        name: of the rule. Requests with the same name and tilt share what they learn.
-        sampled: whether the drafts are a chain sampled from q.
-    """
-
-    tilt: float = 0.0
-    name: str = ""
-    sampled: bool = False
-
-
-class Knowledge:
-    """Estimates for one law and one batch size.
-
-    Attributes:
-        costs: of rounds.
-        curve: calibration of the drafter's probabilities.
-        rate: tokens per unit of cost.
-        reach_ratio: rows that reached expanded nodes, per row that was expected to.
-        accept_rate: rows that accepted a child of an expanded node, per row that reached one.
-        trials: trial rounds so far.
-        pause: rounds since the last drafted one.
-        retry: length of the pause after which drafting is tried again, in rounds.
-    """
-
-    def __init__(self, costs: Costs, batch: int, law: LawKind) -> None:
-        self.costs, self.curve = costs, Curve(law.tilt, law.sampled)
-        self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
-        self.reach_ratio = Rate(1.0, 1.0, DEPTH_MEMORY)
-        self.accept_rate = Rate(0.6, 1.0, DEPTH_MEMORY)
-        self.trials = self.pause = 0
-        self.retry = RETRY
-
-
-class AutoMemory:
-    """What a drafter's requests have learned about rounds.
-
-    Args:
-        device: type of the device, such as "cpu".
-        clock: returns seconds.
-        prior: assumed costs of a round (default: a draft head's on this device).
-
-    Attributes:
-        reads_scores: whether the host reads the scores of every depth to choose the next one. Only on a CPU, because
-            elsewhere each read would sync with the device.
-    """
-
-    def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter, prior: Prior | None = None) -> None:
-        self.prior = prior or PRIORS.get(device, PRIORS["cuda"])
-        self.reads_scores = device == "cpu"
-        self.clock = clock
-        self._costs: dict[int, Costs] = {}
-        self._known: dict[tuple[int, LawKind], Knowledge] = {}
-
-    def knowledge(self, batch: int, law: LawKind) -> Knowledge:
-        """Return the estimates of earlier requests with a similar batch and law. The caller updates them in place."""
-        size = batch.bit_length()
-        costs = self._costs.setdefault(size, Costs(self.prior))
-        key = size, law._replace(tilt=round(4 * min(law.tilt, 4.0)))
-        if key not in self._known:
-            self._known[key] = Knowledge(costs, batch, law)
-        return self._known[key]
 
 
 class AutoTree:

@@ -7,11 +7,12 @@ free. A stall or a clock that jumps counts for little.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsd_infer.drafters.visits import MOST_TILT
 
@@ -25,6 +26,8 @@ CERTAIN = 0.99  # upper bound of a draft's chance
 BINS, LEAST = 20, -6.0  # of the calibration curve, equal in √(-ln q) down to ln q = LEAST: narrow where q is near 1
 STARTING = 0.05  # fixed cost of a small LM's forward, in forwards of the target
 TEXT_MEMORY, BIN_MEMORY = 40, 200  # drafts
+DEPTH_MEMORY, LONG_MEMORY = 40, 50  # rounds
+RETRY = 64  # rounds without drafts before a new attempt; doubled after each attempt that does not pay
 
 
 @dataclass(frozen=True)
@@ -283,3 +286,70 @@ class Trees:
     def to_dict(self) -> dict[str, Any]:
         """Return a record, with ``nodes`` as the number of rounds by tree size."""
         return {**asdict(self), "nodes": {str(nodes): count for nodes, count in sorted(Counter(self.nodes).items())}}
+
+
+class LawKind(NamedTuple):
+    """How the drafts of a request are verified.
+
+    Attributes:
+        tilt: nats that the law gives for an accepted draft, as in :class:`DraftRequest`.
+        name: of the rule. Requests with the same name and tilt share what they learn.
+        sampled: whether the drafts are a chain sampled from q.
+    """
+
+    tilt: float = 0.0
+    name: str = ""
+    sampled: bool = False
+
+
+class Knowledge:
+    """Estimates for one law and one batch size.
+
+    Attributes:
+        costs: of rounds.
+        curve: calibration of the drafter's probabilities.
+        rate: tokens per unit of cost.
+        reach_ratio: rows that reached expanded nodes, per row that was expected to.
+        accept_rate: rows that accepted a child of an expanded node, per row that reached one.
+        trials: trial rounds so far.
+        pause: rounds since the last drafted one.
+        retry: length of the pause after which drafting is tried again, in rounds.
+    """
+
+    def __init__(self, costs: Costs, batch: int, law: LawKind) -> None:
+        self.costs, self.curve = costs, Curve(law.tilt, law.sampled)
+        self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
+        self.reach_ratio = Rate(1.0, 1.0, DEPTH_MEMORY)
+        self.accept_rate = Rate(0.6, 1.0, DEPTH_MEMORY)
+        self.trials = self.pause = 0
+        self.retry = RETRY
+
+
+class AutoMemory:
+    """What a drafter's requests have learned about rounds.
+
+    Args:
+        device: type of the device, such as "cpu".
+        clock: returns seconds.
+        prior: assumed costs of a round (default: a draft head's on this device).
+
+    Attributes:
+        reads_scores: whether the host reads the scores of every depth to choose the next one. Only on a CPU, because
+            elsewhere each read would sync with the device.
+    """
+
+    def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter, prior: Prior | None = None) -> None:
+        self.prior = prior or PRIORS.get(device, PRIORS["cuda"])
+        self.reads_scores = device == "cpu"
+        self.clock = clock
+        self._costs: dict[int, Costs] = {}
+        self._known: dict[tuple[int, LawKind], Knowledge] = {}
+
+    def knowledge(self, batch: int, law: LawKind) -> Knowledge:
+        """Return the estimates of earlier requests with a similar batch and law. The caller updates them in place."""
+        size = batch.bit_length()
+        costs = self._costs.setdefault(size, Costs(self.prior))
+        key = size, law._replace(tilt=round(4 * min(law.tilt, 4.0)))
+        if key not in self._known:
+            self._known[key] = Knowledge(costs, batch, law)
+        return self._known[key]

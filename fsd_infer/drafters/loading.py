@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.drafters.auto import AutoMemory
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
+from fsd_infer.drafters.estimates import AutoMemory
 from fsd_infer.drafters.free import FreeDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.growth import TreeDrafter
