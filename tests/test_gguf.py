@@ -53,7 +53,7 @@ def test_expansion_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     garbage.write_bytes(b"not a model at all" * 10)
     with pytest.raises(ModelLoadError, match="garbage.gguf is not a readable GGUF file"):
         expand_gguf(garbage, tmp_path)
-    with pytest.raises(ModelLoadError, match="architecture 'starcoder2'; only llama, qwen2, qwen3"):
+    with pytest.raises(ModelLoadError, match="architecture 'starcoder2'. Only llama, qwen2, qwen3"):
         expand_gguf(write_gguf(tmp_path / "q.gguf", tiny_llama(), arch="starcoder2"), tmp_path)
     with pytest.raises(ModelLoadError, match="pre-tokenizer 'tekken'"):
         expand_gguf(write_gguf(tmp_path / "p.gguf", tiny_llama(), pre="tekken"), tmp_path)

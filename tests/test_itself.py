@@ -126,11 +126,11 @@ def test_names() -> None:
     assert made_of(target, "self:layers=0,2").describe()["model"] == "self:layers=0,2"
     assert load_drafter("self:layers=0+lookup", target).auto is not None
     for name, words in {
-        "self:": "says nothing", "self:bits": "says nothing", "self:bits=": "says nothing", "self:bits=1": "2 to 8",
-        "self:bits=9": "2 to 8", "self:bits=x": "2 to 8", "self:bits=3:bits=3": "says nothing", "self:a=3": "a=3",
-        "self:layers=": "says nothing", "self:layers=2-1": "no range", "self:layers=a": "'a' is no layer",
-        "self:layers=1-2-3": "no range", "self:layers=1,1": "once", "self:layers=2,0": "ascending",
-        "self:layers=0-3": "has no layer 3", "self:layers=0-99999": "no range",
+        "self:": "cannot use", "self:bits": "cannot use", "self:bits=": "cannot use", "self:bits=1": "2 to 8",
+        "self:bits=9": "2 to 8", "self:bits=x": "2 to 8", "self:bits=3:bits=3": "cannot use", "self:a=3": "a=3",
+        "self:layers=": "cannot use", "self:layers=2-1": "nor a range", "self:layers=a": "'a' is neither a layer",
+        "self:layers=1-2-3": "nor a range", "self:layers=1,1": "once", "self:layers=2,0": "ascending",
+        "self:layers=0-3": "has no layer 3", "self:layers=0-99999": "nor a range",
     }.items():  # fmt: skip
         with pytest.raises(FsdError, match=words) as refused:
             load_drafter(name, target)

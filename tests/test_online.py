@@ -16,9 +16,9 @@ import torch
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
-from fsd_infer.drafters.auto import RETRY, AutoMemory, AutoTree, LawKind
+from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.eagle import EagleSession
-from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior
+from fsd_infer.drafters.estimates import KNOTS, PRIORS, RETRY, AutoMemory, Costs, Curve, LawKind, Prior
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.drafters.shape import AUTO, parse_tree
@@ -90,7 +90,7 @@ def round_of(text: Text, machine: Machine, choice: AutoTree | TreeShape) -> int:
     depths = 0
     if isinstance(choice, AutoTree):
         choice.mark()
-    if not isinstance(choice, AutoTree) or choice.expands():
+    if not isinstance(choice, AutoTree) or choice.expands_root():
         while True:
             depths += 1
             machine.takes(machine.depth)
@@ -166,7 +166,7 @@ def test_drafting_pauses_where_it_costs_more_than_the_target_and_is_tried_again(
     machine = Machine(small_machine, 0.02)
     choice = AutoTree(AutoMemory("cpu", clock=machine), 1, LawKind(), 48)
     speed(choice, machine, 0.5, 100)
-    assert choice.idle
+    assert choice.paused
     before = machine.spent
     speed(choice, machine, 0.5, 2 * RETRY)
     tried = (machine.spent - before - 2 * RETRY * (small_machine(1) + 1e-3)) / 0.02
@@ -181,10 +181,10 @@ def test_nothing_is_drafted_beside_what_is_surely_right() -> None:
         chain = [0.0, *(depth * math.log(sure) for depth in range(1, 9))]
         choice._begin(1)
         choice.cover(tree_of(([0] * 9, [0, *range(8)], chain), vocab=1))
-        assert choice.expands() == drafts
+        assert choice.expands_root() == drafts
     choice._begin(1)
     choice.cover(tree_of(([0, 0], [0, 0], [0.0, math.log(0.99)]), vocab=1))
-    assert choice.expands(), "nothing is known of what follows the one sure draft"
+    assert choice.expands_root(), "nothing is known of what follows the one sure draft"
 
 
 def test_costs_keep_what_is_known_of_them() -> None:

@@ -1,1 +1,1 @@
-"""Conversations, prompts and data rows, up to token ids."""
+"""Read conversations and prompts from data files, and encode them as token ids."""

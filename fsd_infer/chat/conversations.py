@@ -1,4 +1,4 @@
-"""Conversations from rows of data files, in the forms of common data sets."""
+"""Read conversations from rows of data files in the layouts of common data sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from fsd_infer.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
-# role by speaker in ShareGPT's `conversations`
+# role of each speaker in ShareGPT's `conversations`
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -32,7 +32,7 @@ class _Turn(TypedDict):
 
 
 class Message(_Turn, total=False):
-    """One turn of a conversation. An assistant's may call tools; a tool's may name the call that it answers."""
+    """One turn of a conversation. An assistant turn may call tools. A tool turn may name the call that it answers."""
 
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
@@ -40,7 +40,7 @@ class Message(_Turn, total=False):
 
 
 def check_text(text: str, where: str) -> str:
-    """Return ``text``. Raises DataError if it holds a lone surrogate, which no tokenizer and no file can hold."""
+    """Return ``text``. Raise DataError if it holds a lone surrogate, which tokenizers and files cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -52,15 +52,15 @@ def check_text(text: str, where: str) -> str:
 
 
 def check_messages(messages: Any, where: str = "messages", field: str = "messages") -> list[Message]:
-    """Return ``messages`` as plain turns: role, content, and what belongs to tool calls.
+    """Return ``messages`` as plain turns with role, content and the fields of tool calls.
 
     Args:
-        messages: what the row holds.
-        where: how errors name the row, "file:line".
-        field: how errors name what was read.
+        messages: a list of turns, unchecked.
+        where: names the row in errors, "file:line".
+        field: names the row's field in errors.
 
     Raises:
-        DataError: no list of chat turns.
+        DataError: not a list of chat turns.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise DataError(f"{where}: {field} must be a list of at least one turn.")
@@ -68,7 +68,7 @@ def check_messages(messages: Any, where: str = "messages", field: str = "message
 
 
 def _turn(turn: Any, where: str) -> Message:
-    """One turn as a plain dict. ``where`` names it in errors."""
+    """Return one turn as a plain dict. ``where`` names the turn in errors."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{where} must be an object with `role` and `content`.")
     role, content = turn.get("role"), turn.get("content")
@@ -94,7 +94,7 @@ def _turn(turn: Any, where: str) -> Message:
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls as chat templates read them: arguments are an object, which OpenAI's API has as JSON text."""
+    """Return calls as chat templates read them: with arguments as an object, which OpenAI's API sends as JSON text."""
     return [_tool_call(call, where) for call in (calls if isinstance(calls, list) else [None])]
 
 
@@ -121,22 +121,22 @@ def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
     The first field of these counts, unless it is null:
 
     - ``messages``;
-    - ``data``, UltraChat's texts in turn, the user's first;
+    - ``data``, UltraChat's alternating texts, the user's first;
     - ``conversations``, ShareGPT's turns with ``from`` and ``value``, or with ``role`` and ``content``;
     - ``prompt``, a text or a list of turns;
     - ``question``;
-    - ``turns``, of which the first counts;
-    - ``instruction``, with ``input`` below it.
+    - ``turns``, a list of user texts, of which the first is the prompt;
+    - ``instruction``, followed by ``input``.
 
     A final assistant turn is a reference answer and is dropped. Earlier answers stay. Assistant turns before the first
     user turn answer nothing and are dropped.
 
     Args:
         row: one row of a prompt file.
-        where: how errors name the row, "file:line".
+        where: names the row in errors, "file:line".
 
     Raises:
-        DataError: none of the fields, or one of the wrong type, or an empty one.
+        DataError: none of these fields, or a field that is empty or of the wrong type.
     """
     turns = _asked(row, where)
     while turns and turns[-1]["role"] == "assistant":
@@ -147,9 +147,13 @@ def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
 
 
 def row_exchanges(row: Mapping[str, Any], where: str = "row") -> list[tuple[list[Message], list[Message]]]:
-    """Return the exchanges of a row: turns that ask, and the turns that answer them, if the row holds any.
+    """Return the exchanges of a row: pairs of asking turns and answering turns, which may be missing.
 
     A conversation is cut after each run of assistant turns. Each text of ``turns`` is an exchange.
+
+    Args:
+        row: one row of a prompt file.
+        where: names the row in errors, "file:line".
 
     Raises:
         DataError: as for :func:`row_messages`.
@@ -180,11 +184,15 @@ def row_exchanges(row: Mapping[str, Any], where: str = "row") -> list[tuple[list
 def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message]:
     """Return the conversation of a row with its answers, up to its last assistant turn.
 
-    Either the row has a prompt, as :func:`row_messages` reads it, and its answer in ``response`` or ``completion``, a
-    text or a list of turns. Or it has a conversation that holds the answers.
+    The answer is in ``response`` or ``completion``, a text or a list of turns, beside a prompt as
+    :func:`row_messages` reads it. Otherwise the conversation itself holds the answers.
+
+    Args:
+        row: one row of a training file.
+        where: names the row in errors, "file:line".
 
     Raises:
-        DataError: no answer, or a malformed field; and as for :func:`row_messages`.
+        DataError: no answer, a malformed field, or a fault as for :func:`row_messages`.
     """
     field = next((name for name in ANSWERS if row.get(name) is not None), None)
     if field is not None:
@@ -199,7 +207,7 @@ def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message
 
 
 def row_questions(row: Mapping[str, Any], where: str = "row") -> list[Message]:
-    """Return the turns of ``messages``, ``data`` or ``conversations`` that are no answers; none for other rows."""
+    """Return all turns of ``messages``, ``data`` or ``conversations`` except answers; no turns for other rows."""
     return [turn for turn in _turns(row, where) or [] if turn["role"] != "assistant"]
 
 
@@ -217,7 +225,7 @@ def _turns(row: Mapping[str, Any], where: str) -> list[Message] | None:
 
 
 def _named(turns: Any, where: str) -> Any:
-    """ShareGPT's turns with the usual names. Turns of another form stay for the caller to check."""
+    """Rename the fields of ShareGPT's turns. Other turns stay as they are, for the caller to check."""
     if not isinstance(turns, Sequence) or isinstance(turns, (str, bytes)):
         return turns
     named: list[Any] = []
@@ -235,7 +243,7 @@ def _named(turns: Any, where: str) -> Any:
 
 
 def _asked(row: Mapping[str, Any], where: str) -> list[Message]:
-    """The turns of the row's prompt field, without answers before the first question."""
+    """Return the turns of the row's prompt field, without answers before the first question."""
     turns = _turns(row, where)
     if turns is None:
         turns = _prompt(row, where)

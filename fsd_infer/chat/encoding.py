@@ -1,6 +1,6 @@
-"""From rows of a data file to messages, and through the chat template from messages to token ids.
+"""Read prompts from data files, and encode messages as token ids by the chat template.
 
-Decoding and training both encode conversations here, so they cannot differ.
+Decoding and training both encode conversations here, so their ids agree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsd_infer.chat.conversations import Message, check_messages, check_text, ro
 from fsd_infer.chat.rows import read_jsonl, read_rows
 from fsd_infer.errors import DataError, FsdError
 
-__all__ = [  # with readers from other modules
+__all__ = [  # includes readers of other modules
     "Message",
     "PromptRow",
     "check_messages",
@@ -40,11 +40,11 @@ class PromptRow:
     """One prompt of a data file.
 
     Attributes:
-        id: hash of file name, line and messages.
-        messages: the conversation up to and including the turn that wants an answer.
+        id: hash of file name, line and messages, see :func:`row_id`.
+        messages: the conversation up to the turn to answer.
         source: the row's ``source`` or ``category``, else the file's name without suffixes.
         file: name of the file.
-        line: number of the line, or of a table's row, from 1.
+        line: number of the line or table row, from 1.
         row: the whole row.
     """
 
@@ -57,13 +57,22 @@ class PromptRow:
 
 
 def row_id(file_name: str, line: int, messages: Sequence[Message]) -> str:
-    """Return 16 hexadecimal digits that depend on the file's name without its folder, the line and the messages."""
+    """Return a hash of 16 hexadecimal digits.
+
+    Args:
+        file_name: without its directory.
+        line: number of the line, from 1.
+        messages: the conversation.
+    """
     text = json.dumps([file_name, line, list(messages)], ensure_ascii=False, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def read_prompts(path: str | Path) -> Iterator[PromptRow]:
-    """Yield every prompt of a data file or directory, see :func:`fsd_infer.chat.rows.read_rows`.
+    """Yield every prompt of a data file or directory.
+
+    Args:
+        path: as for :func:`fsd_infer.chat.rows.read_rows`.
 
     Raises:
         DataError: a malformed row. The error names file and line.
@@ -77,7 +86,7 @@ def read_prompts(path: str | Path) -> Iterator[PromptRow]:
 
 
 def need_tokenizer(tokenizer: Any, target: str) -> Any:
-    """Return the tokenizer of a target. Raises FsdError if it has none."""
+    """Return ``tokenizer``. Raise FsdError if it is None; ``target`` names the target in the error."""
     if tokenizer is None:
         raise FsdError(f"target {target} has no tokenizer: add its tokenizer files, or give prompts as token ids.")
     return tokenizer
@@ -91,17 +100,17 @@ def encode_chat(
 ) -> list[int]:
     """Return the token ids of a conversation under the tokenizer's chat template.
 
-    A tokenizer without a template encodes one user turn, as plain text with its own special tokens, for a base model to
-    continue.
+    A tokenizer without a template encodes one user turn as plain text with its special tokens, which a base model
+    continues.
 
     Args:
         tokenizer: a transformers tokenizer.
         messages: the turns.
-        add_generation_prompt: end with the template's opening of an assistant turn, so that the target answers.
+        add_generation_prompt: whether to end with the template's opening of an assistant turn.
         options: further arguments of the template, such as ``tools`` or ``enable_thinking``.
 
     Raises:
-        DataError: an empty text, turns that the template refuses, or several turns or options without a template.
+        DataError: an empty text, turns that the template rejects, or several turns or options without a template.
     """
     turns = check_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
@@ -122,8 +131,8 @@ def encode_conversation(
 ) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of a conversation, and a mask of the ids that the target produces.
 
-    The mask covers each assistant turn: its text and the token that ends it. It covers neither the template's opening
-    of the turn nor the text after its end. Ids after the last end are cut off.
+    The mask covers the text of each assistant turn and its end token. It covers neither the template's opening of the
+    turn nor the text after the end token. Ids after the last end token are cut off.
 
     A template with generation markers (``{% generation %}``) marks the answers itself. Under another template a turn's
     answer is the ids that it adds to its prompt's. Some templates change earlier turns as a conversation grows: Qwen3's
@@ -131,16 +140,16 @@ def encode_conversation(
 
     Args:
         tokenizer: a transformers tokenizer.
-        messages: turns, the last one the assistant's and the first one not.
-        complete: False if a length limit cut off the last answer, which then lacks its end token.
+        messages: turns, of which the last is the assistant's and the first is not.
+        complete: False if a length limit cut off the last answer, which then has no end token.
 
     Returns:
         Pairs (ids, mask) of lists of one length. The mask is 1 on answer tokens, 0 elsewhere. There is one pair, or one
         per assistant turn.
 
     Raises:
-        DataError: no assistant turn at the end, or one at the beginning; a template without markers that changes the
-            ids of a prompt when its answer follows; or markers that leave out a turn.
+        DataError: no assistant turn at the end, or one at the beginning. Markers that leave out a turn. A template
+            without markers that changes a prompt's ids when its answer follows.
     """
     turns = check_messages(messages)
     if turns[-1]["role"] != "assistant" or turns[0]["role"] == "assistant":
@@ -161,7 +170,7 @@ def encode_conversation(
 def _masked(
     tokenizer: Any, whole: list[int], spans: Sequence[tuple[int, int]], marked: bool, complete: bool
 ) -> tuple[list[int], list[int]]:
-    """(ids, mask) up to the last answer's end, of ids with assistant turns at ``spans``."""
+    """Return ids and mask up to the last answer's end. ``spans`` are the bounds of assistant turns in the ids."""
     enders = special_ids(tokenizer)
     mask = [0] * len(whole)
     end = 0
@@ -181,7 +190,7 @@ _Spans = tuple[list[int], list[tuple[int, int]]]  # ids, and the bounds of assis
 
 
 def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message]) -> list[_Spans]:
-    """Spans from the ids of prompts, and of the same turns with their answer."""
+    """Find the spans by comparing the ids of each prompt with and without its answer."""
     answered: list[_Spans] = []
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant":
@@ -202,7 +211,7 @@ def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message]) -> list[_Spans]:
 
 
 def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> _Spans:
-    """Spans from the template's generation markers."""
+    """Find the spans by the template's generation markers."""
     try:
         found = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     except Exception as error:
@@ -220,7 +229,7 @@ def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> _Spans:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token that the chat template writes after an answer, else the tokenizer's eos, else None."""
+    """Return the token that ends an answer: the chat template's, else the tokenizer's eos, else None."""
     if getattr(tokenizer, "chat_template", None):
         word = "Rhubarb"  # no template contains it
         turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": word}]
@@ -248,18 +257,18 @@ def _render(
                 turns, **{**(options or {}), "tokenize": False, "add_generation_prompt": add_generation_prompt}
             )
         )
-    except Exception as error:  # a template is a program that came with the model
+    except Exception as error:  # a template is a program of the model's author
         raise _refusal(turns, error) from error
 
 
 def _refusal(turns: Sequence[Message], error: Exception) -> DataError:
-    # templates refuse roles they do not know, or an order of turns
+    # templates reject unknown roles, or an order of turns
     roles = ", ".join(turn["role"] for turn in turns)
     return DataError(f"the chat template refuses a conversation of the roles {roles}: {error}")
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of plain text with the tokenizer's own special tokens. Raises DataError for invalid Unicode."""
+    """Return the ids of plain text with the tokenizer's special tokens. Raise DataError for invalid Unicode."""
     return list(tokenizer(check_text(text, "the prompt"))["input_ids"])
 
 

@@ -1,9 +1,9 @@
-"""Rows of a dataset on the Hub, streamed by the `datasets` library. Names are
+"""Stream rows of a dataset on the Hub by the `datasets` library. Datasets are named
 
 hf:OWNER/NAME                              split train of the default configuration
-hf:OWNER/NAME@REVISION?split=train_sft     another split of a branch, tag or commit
-hf:OWNER/NAME?config=en&limit=5000         a configuration, and only its first rows
-hf:OWNER/NAME?prompt=instruction           a field of docs/training-data.md = the dataset's column
+hf:OWNER/NAME@REVISION?split=train_sft     another split, of a branch, tag or commit
+hf:OWNER/NAME?config=en&limit=5000         the first rows of a configuration
+hf:OWNER/NAME?prompt=instruction           FIELD=COLUMN, where docs/training-data.md lists the fields
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def is_hub_name(path: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class HubRows:
-    """A dataset on the Hub, as its name describes it.
+    """A dataset on the Hub and the part of it to read.
 
     Attributes:
         repository: OWNER/NAME.
         revision: branch, tag or commit; None: the default.
-        split: of the dataset.
-        config: its configuration; None: the default.
-        limit: number of rows; None: all.
-        columns: field -> the dataset's column that holds it.
+        split: name of the split.
+        config: name of the configuration; None: the default.
+        limit: most rows; None: all.
+        columns: the dataset's column for each renamed field.
     """
 
     repository: str
@@ -52,7 +52,7 @@ class HubRows:
 
     @classmethod
     def parse(cls, text: str) -> HubRows:
-        """Parse a name. Raises DataError for a malformed one."""
+        """Parse a name. Raise DataError for a malformed one."""
         match = _NAME.fullmatch(text)
         if match is None:
             raise DataError(f"{text!r:.80}: a dataset on the Hub is named hf:OWNER/NAME[@REVISION][?split=SPLIT&…].")
@@ -79,8 +79,7 @@ class HubRows:
         """Yield the rows.
 
         Raises:
-            DataError: the package `datasets` is not installed; no such dataset, revision, split or column; or the Hub
-                does not answer.
+            DataError: no such dataset, revision, split or column, no answer from the Hub, or no package `datasets`.
         """
         try:
             datasets = import_module("datasets")
@@ -98,7 +97,7 @@ class HubRows:
                 number += 1
         except DataError:
             raise
-        except Exception as error:  # the Hub, the network and the files raise anything
+        except Exception as error:  # the Hub, the network and the files raise errors of many types
             where = f"hf:{self.repository}" + (f"@{self.revision}" if self.revision else "")
             raise DataError(
                 f"{where}: unreadable after row {number} ({type(error).__name__}: {shortened(error)}). Check its name, "
@@ -112,7 +111,14 @@ class HubRows:
         return {**row, **{ours: row[theirs] for ours, theirs in self.columns.items()}}
 
     def digest(self, text: str) -> str:
-        """Return the SHA-256 of the name and its present commit. Raises DataError if the Hub does not answer."""
+        """Return the SHA-256 of the name and its current commit, in hexadecimal.
+
+        Args:
+            text: the name.
+
+        Raises:
+            DataError: the Hub does not answer, or has no such dataset.
+        """
         api = import_module("huggingface_hub").HfApi()
         try:
             commit = api.dataset_info(self.repository, revision=self.revision).sha

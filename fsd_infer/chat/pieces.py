@@ -1,4 +1,4 @@
-"""Decoded text, token by token and character by character."""
+"""Split decoded text by token, and find where two texts overlap."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
 
 def overlap(text: str, other: str) -> int:
-    """Return how many characters at the end of ``text`` are the beginning of ``other``."""
+    """Return the length of the longest suffix of ``text`` that is a prefix of ``other``."""
     return next((size for size in range(min(len(other), len(text)), 0, -1) if text.endswith(other[:size])), 0)

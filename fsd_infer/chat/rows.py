@@ -1,6 +1,6 @@
-"""Rows of data files: JSON lines, JSON arrays, Parquet, and the directories that the `datasets` library writes.
+"""Read rows of JSON lines, JSON arrays, Parquet files, and directories of the `datasets` library.
 
-pyarrow and datasets come with the extra `train`. They are imported only when a file needs them.
+pyarrow and datasets come with the extra `train` and are imported only when a file needs them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ _SPLIT = re.compile(r"(train|validation|valid|val|dev|test|eval)(?![a-z])")
 
 
 class Row(NamedTuple):
-    """One row: its file (or the directory that `datasets` wrote), its number from 1, and its values."""
+    """One row of a data file.
+
+    Attributes:
+        file: the file, or the directory of `datasets`.
+        number: of the row, from 1.
+        values: by field.
+    """
 
     file: Path
     number: int
@@ -34,29 +40,29 @@ class Row(NamedTuple):
 
     @property
     def where(self) -> str:
-        """How errors name the row."""
+        """The row's name in errors, "file:number"."""
         return f"{self.file}:{self.number}"
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
     """Yield the rows of a data file or directory.
 
-    Of a directory with several splits the split ``train`` is read. A file is JSON lines, gzip-compressed or not, unless
-    its name ends in .parquet, or in .json and it holds an array.
+    A file is read as JSON lines, gzip-compressed or not, unless its name ends in .parquet, or in .json with an array
+    inside. If a directory has several splits, ``train`` is read.
 
     Args:
-        path: a dataset's name on the Hub (:mod:`fsd_infer.chat.hub_rows`), a file, a directory of
-            `Dataset.save_to_disk`, or a directory with .parquet files in itself or in its folder ``data``.
+        path: a file, a dataset's name on the Hub (:mod:`fsd_infer.chat.hub_rows`), a directory of
+            `Dataset.save_to_disk`, or a directory with .parquet files in it or in its subdirectory ``data``.
 
     Raises:
-        DataError: no such file, an unreadable file, no split ``train`` among several, a line that is no JSON object, or
-            a missing package.
+        DataError: a missing or unreadable file, a line that is no JSON object, several splits without ``train``, or a
+            missing package.
     """
     path = Path(path)
     if is_hub_name(path):
         for number, values in enumerate(HubRows.parse(str(path)).rows(), start=1):
             yield Row(path, number, values)
-    elif os.path.isdir(path):  # pathlib's own tests raise errors for names that are too long
+    elif os.path.isdir(path):  # unlike Path.is_dir, False for names that are too long
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             yield from _saved_rows(path)
             return
@@ -73,7 +79,10 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) of a JSONL file, gzip-compressed or not. Blank lines are skipped.
+    """Yield line number, from 1, and object of every line of a JSONL file. Skip blank lines.
+
+    Args:
+        path: a file, gzip-compressed or not.
 
     Raises:
         DataError: an unreadable file, or a line that is no JSON object in UTF-8. The error names file and line.
@@ -101,8 +110,12 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def rows_digest(path: str | Path) -> str:
-    """Return a SHA-256 in hexadecimal: of a data file, of a directory's file names and contents, or of a Hub dataset's
-    name and commit."""
+    """Return a SHA-256 in hexadecimal that identifies the rows.
+
+    Args:
+        path: as for :func:`read_rows`. The hash covers a file's contents, a directory's file names and contents, or a
+            Hub dataset's name and commit.
+    """
     path = Path(path)
     if is_hub_name(path):
         return HubRows.parse(str(path)).digest(str(path))
@@ -129,7 +142,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _parquet_files(directory: Path) -> list[Path]:
-    """The directory's Parquet files in order of their names; of several splits, the files of ``train``."""
+    """Return a directory's Parquet files by name; the files of ``train`` if there are several splits."""
     files = sorted(directory.glob("*.parquet")) or sorted(directory.glob("data/*.parquet"))
     if not files:
         raise DataError(

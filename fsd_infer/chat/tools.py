@@ -1,6 +1,6 @@
-"""Tool calls: the format that a chat template teaches, and the calls that an answer holds.
+"""Parse tool calls in answers.
 
-Three formats are known, each by the words with which its templates explain it. Models write them as
+The format is recognised by the words with which a chat template explains it to the model. Three formats are known:
 
     Hermes, Qwen    <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     Mistral         [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
@@ -22,8 +22,8 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        name: of the function.
-        parameters: JSON schema of its arguments.
+        name: the function's name.
+        parameters: JSON schema of the arguments.
     """
 
     name: str
@@ -32,7 +32,12 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that an answer holds: the function's name, and its arguments as JSON text."""
+    """A tool call in an answer.
+
+    Attributes:
+        name: the function's name.
+        arguments: JSON text.
+    """
 
     name: str
     arguments: str
@@ -43,9 +48,9 @@ class ToolFormat:
     """How a family of models writes tool calls.
 
     Attributes:
-        opening: text before a call. Decoding drops it where it is a special token, so a bare call counts too.
+        opening: text before a call. Decoding drops it if it is a special token, so a call without it counts too.
         closing: text after a call; empty if a call ends with the answer.
-        arguments: name of the field that holds the arguments.
+        arguments: name of the arguments' field.
         is_list: whether one list holds all calls.
     """
 
@@ -61,11 +66,11 @@ LLAMA = ToolFormat("<|python_tag|>", "", "parameters")
 
 
 def tool_format(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> ToolFormat | None:
-    """Return the format that the tokenizer's chat template teaches; None if the format is unknown.
+    """Return the format that the tokenizer's chat template explains; None if it is unknown.
 
     Args:
         tokenizer: a transformers tokenizer.
-        tools: as the template takes them. A tokenizer may have a template of its own for requests with tools.
+        tools: as the template takes them. Some tokenizers have a separate template for requests with tools.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -80,13 +85,13 @@ def tool_format(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> ToolForma
 
 
 class CallReader:
-    """Reads one answer as it grows: splits it into content and tool calls.
+    """Splits a growing answer into content and tool calls.
 
-    What looks like a call but is none, by its form or by its name, is content.
+    A malformed call, or a call of an unknown function, is content.
 
     Args:
         format: of the calls.
-        names: functions that may be called.
+        names: of the functions that may be called.
 
     Attributes:
         made: the calls so far.
@@ -96,14 +101,14 @@ class CallReader:
         self.format, self.names = format, names
         self.made: list[ToolCall] = []
         self._held = ""  # text that may belong to a call
-        self._opening: str | None = None  # how the call began that is being read
+        self._opening: str | None = None  # text that opened the call in progress
         self._begun = False
 
     def feed(self, text: str, is_over: bool) -> tuple[str, list[ToolCall]]:
-        """Return the content and the calls that are complete now.
+        """Take more text, and return the new content and the completed calls.
 
         Args:
-            text: what the answer grew by.
+            text: the next part of the answer.
             is_over: whether the answer ends here.
         """
         self._held += text
@@ -126,7 +131,7 @@ class CallReader:
         return content, calls
 
     def _to_opening(self, is_over: bool) -> str:
-        """Take the content before the next call, as far as it is certain."""
+        """Take and return the content before the next call. Hold back text that may open a call."""
         held, opening = self._held, self.format.opening
         start = len(held) - len(held.lstrip())
         if not self._begun and held[start : start + 1] in ("{", "["):
@@ -137,7 +142,7 @@ class CallReader:
         place = held.find(opening)
         certain = place if place >= 0 else len(held) if is_over else len(held) - overlap(held, opening)
         content = held[:certain] if is_over and place < 0 else held[:certain].rstrip()
-        if place >= 0:  # white space before a call is no content, unless the call is none
+        if place >= 0:  # white space before a call is dropped if the call is valid
             self._opening, self._held = held[len(content) : place] + opening, held[place + len(opening) :]
         else:
             self._held = held[len(content) :]
@@ -145,7 +150,7 @@ class CallReader:
         return content if content.strip() or not self.made else ""
 
     def _calls(self, body: str) -> list[ToolCall]:
-        """Every call in a text; none if anything else is in it."""
+        """Return every call in a text; no calls if it holds anything else."""
         try:
             found = list(_values(body))
         except ValueError:
@@ -162,7 +167,7 @@ class CallReader:
 
 
 def _values(text: str) -> Iterator[Any]:
-    """JSON values one after another, with white space, commas or semicolons between them."""
+    """Yield JSON values that white space, commas or semicolons separate."""
     decoder, place = json.JSONDecoder(), 0
     while rest := text[place:].lstrip(" \n\t\r;,"):
         value, length = decoder.raw_decode(rest)

@@ -1,10 +1,11 @@
-"""Weights of quantisation libraries as blocks that our kernels read.
+"""Convert the weights of quantisation libraries to blocks that our kernels read.
 
-A library's weight is a matrix of small whole numbers and a scale per row, or per row and group of columns. Where the
-numbers are symmetric and groups are multiples of 32, it is ggml's Q8_0 or Q4_0 with the same scale in neighbouring
-blocks. Scales are rounded to fp16, by at most 1/4096 of themselves; bf16 products round by 1/512.
+A library stores a weight as small integers with a scale per row, or per row and group of columns. If the quantisation
+is symmetric and groups are multiples of 32 columns, the weight equals ggml's Q8_0 or Q4_0 with equal scales in
+neighbouring blocks. Scales are rounded to fp16, a relative error of at most 1/4096. For comparison, bf16 products round
+by 1/512.
 
-Layers are known by the names of their classes, so no library is imported here.
+Layers are recognised by the names of their classes, so no library is imported.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_RUN = 32  # numbers that share a scale in Q8_0 and Q4_0
-_Q4_0, _Q8_0 = 2, 8  # ggml's numbers
-_SMALLEST = 2.0**-14  # fp16 below this has fewer digits
+_RUN = 32  # integers that share a scale in Q8_0 and Q4_0
+_Q4_0, _Q8_0 = 2, 8  # ggml's tensor types
+_SMALLEST = 2.0**-14  # smallest normal fp16
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Blocks:
     """A weight in the blocks of a quantised file.
 
     Attributes:
-        kind: ggml's number of the tensor type.
+        kind: ggml's tensor type.
         rows: [out, bytes] uint8, contiguous.
-        order: [out] int64, the row of each output; None: in order.
+        order: [out] int64, the row of each output; None: the same order.
     """
 
     kind: int
@@ -37,13 +38,14 @@ class Blocks:
 
 
 def blocks_of(layer: nn.Module) -> Blocks | None:
-    """The blocks of a quantised linear layer.
+    """Return the blocks of a quantised linear layer.
 
     Args:
-        layer: with weights that torchao, quanto or compressed-tensors have quantised, without its inputs.
+        layer: quantised by torchao, quanto or compressed-tensors, with weights only and no quantised inputs.
 
     Returns:
-        None for other layers, asymmetric numbers, groups that are no multiple of 32, and scales beyond fp16.
+        The blocks. None for other layers, asymmetric quantisation, groups that are no multiple of 32 columns, and
+        scales outside the normal range of fp16.
     """
     found = _codes_of(layer)
     if found is None:
@@ -61,7 +63,7 @@ def blocks_of(layer: nn.Module) -> Blocks | None:
 
 
 def _codes_of(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Whole numbers [out, in] in int8 and scales [out, groups], by whose products a layer computes."""
+    """Return a layer's integers [out, in] in int8 and scales [out, groups], or None."""
     weight: Any = layer._parameters.get("weight")
     kind = type(weight).__name__
     if kind == "Int8Tensor":  # torchao
@@ -79,7 +81,7 @@ def _codes_of(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 def _decompressed(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """The same of a layer of compressed-tensors, which holds its weight in bf16 after its first forward."""
+    """Do the same for a layer of compressed-tensors, which holds its weight in bf16 after its first forward."""
     scheme, scales = getattr(layer, "quantization_scheme", None), layer._parameters.get("weight_scale")
     weight, own = layer._parameters.get("weight"), getattr(scheme, "weights", None)
     if weight is None or scales is None or own is None or getattr(scheme, "input_activations", None) is not None:
@@ -93,7 +95,7 @@ def _decompressed(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 def _records(codes: Tensor, halves: Tensor, narrow: bool) -> np.ndarray:
-    """Rows [out, bytes] in ggml's form: per 32 numbers a scale in fp16, then the numbers."""
+    """Return rows [out, bytes] in ggml's layout: for every 32 integers a scale in fp16, then the integers."""
     numbers = codes.contiguous().numpy().reshape(len(codes), -1, _RUN)
     if narrow:
         shifted = (numbers + 8).astype(np.uint8)

@@ -1,7 +1,7 @@
-"""Operations that the rest of the package asks of a CPU. Nothing else of this package is imported from outside.
+"""Operations with fast CPU kernels. Code outside :mod:`fsd_infer.cpu` imports this module only.
 
-Each runs in our kernels (:mod:`fsd_infer.cpu.kernels`) if they are available, and in plain torch otherwise: on other
-devices, for other data types, under autograd, without AVX512-BF16, and with FSD_KERNELS=0.
+Each operation runs in our kernels (:mod:`fsd_infer.cpu.kernels`) where they apply. Otherwise it runs in torch: on other
+devices, for other dtypes, under autograd, without AVX512-BF16, and with FSD_KERNELS=0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
     "weight_rows",
 ]
 
-_FEW_LARGEST = 256  # the kernel inserts into a sorted list; above, torch's selection is faster
+_FEW_LARGEST = 256  # the kernel inserts into a sorted list, which is slower than torch's selection for more
 _STACK = "_decoder_stack"  # attribute of a module that owns decoder layers
 
 
@@ -70,7 +70,7 @@ def row_maxima(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tens
 
     Args:
         logits: [..., V]; [M, V] with ``rows``.
-        rows: [R] int64, the rows to look at; None for all.
+        rows: [R] int64, indices of the rows to read; None: all rows.
 
     Returns:
         Values [...] or [R] in fp32, NaN if the row has one. Indices of the same shape in int64, arbitrary for NaN.
@@ -110,7 +110,15 @@ def row_entropies(logits: Tensor, rows: Tensor | None = None) -> Tensor:
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` highest log-probabilities of logits [..., V] in fp32, falling, and their tokens."""
+    """Return the highest log-probabilities and their tokens.
+
+    Args:
+        logits: [..., V].
+        count: how many to return.
+
+    Returns:
+        Log-probabilities [..., count] in fp32, falling, and tokens [..., count] in int64.
+    """
     compiled = _compiled(logits)
     if compiled is not None:
         return compiled.likeliest(logits.contiguous(), count)
@@ -119,7 +127,7 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def keep_largest(scores: Tensor, count: int, other: float = -math.inf) -> Tensor:
-    """Return scores [..., V] with numbers below their row's ``count``-th largest replaced by ``other``."""
+    """Replace every score below the ``count``-th largest of its row by ``other``. scores: [..., V]."""
     compiled = _compiled(scores) if scores.dtype == torch.float32 and count <= _FEW_LARGEST else None
     if compiled is not None:
         return compiled.keep_largest(scores.contiguous(), count, other)
@@ -131,14 +139,14 @@ def plain_divergence(
 ) -> Tensor | None:
     """Compute D(p, q) per row in the kernels, or return None if :mod:`fsd_infer.divergence` has to compute it.
 
-    torch takes a dozen passes over V, in every round of a fuzzy rule.
+    In torch, every round of a fuzzy rule takes a dozen passes over V.
 
     Args:
-        name: of the divergence; the kernels know the five plain forms.
+        name: of the divergence. The kernels know the five plain forms.
         p: [..., V] logits; [M, V] with ``rows``.
         q: [..., Vd] logits; [I, Vd] with ``rows``.
-        ids: [Vd] int64, the tokens of q's columns, for forms that are finite where q is 0; None: V = Vd.
-        rows: [R] int64 each, the rows of p and of q to compare; None: all in order.
+        ids: [Vd] int64, the tokens of q's columns, for divergences that are finite where q is 0; None: V = Vd.
+        rows: [R] int64 each, the rows of p and of q to compare; None: all rows in order.
 
     Raises:
         IndexError: a row or a token is out of range.
@@ -156,7 +164,7 @@ def ancestors(parents: Tensor) -> Tensor:
     """Return whether node j is on the path from the root to node i, itself included: [B, N, N] bool.
 
     Args:
-        parents: [B, N] int64, each node's parent, which comes before it; the root's is the root.
+        parents: [B, N] int64 node numbers, each less than its node's own; 0 for the root.
     """
     compiled = kernels() if parents.device.type == "cpu" else None
     if compiled is not None:
@@ -170,9 +178,9 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 def tree_union(main: TreeTensors, side: TreeTensors, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Merge two draft trees by the kernels. None where :func:`fsd_infer.drafters.graft.union_of` has to.
+    """Merge two draft trees in the kernels, or return None if :func:`fsd_infer.drafters.graft.union_of` has to do so.
 
-    In torch the union is forty small operations, 3 % of a round.
+    In torch the union takes forty small operations, 3 % of a round.
 
     Args:
         main, side: tokens, parents, scores and proposers [B, N] of each tree.
@@ -187,7 +195,7 @@ def tree_union(main: TreeTensors, side: TreeTensors, mains: int) -> tuple[Tensor
 
 
 def _compiled(*logits: Tensor) -> Kernels | None:
-    """Return the kernels, if they take such logits."""
+    """Return the kernels if they can read these logits, else None."""
     fits = all(x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) for x in logits)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in logits)
     return kernels() if fits and not differentiated else None
@@ -197,17 +205,17 @@ def _compiled(*logits: Tensor) -> Kernels | None:
 
 
 def speed_up(module: nn.Module, release: bool = False, quantize: bool = False) -> None:
-    """Prepare a model or a draft head on a CPU. Other devices are left alone.
+    """Prepare a model or a draft head for decoding on a CPU. On other devices, do nothing.
 
     Linear layers in bf16 get packed weights. Each part of ``module`` that owns decoder layers known to the kernels gets
-    a :class:`DecoderStack`. Targets and heads run the stack in place of the layers (:func:`stack_of`). The model's own
+    a :class:`DecoderStack`. Targets and heads run the stack instead of the layers (:func:`stack_of`). The model's own
     forward and ``generate`` work as before.
 
     Args:
         module: the model or head.
-        release: free the plain weights of packed layers that nobody else reads, so that memory holds each weight once.
+        release: whether to free plain weights that only packed layers read, so that memory holds each weight once.
             ``state_dict`` lacks their values until :func:`restore`.
-        quantize: hold packed weights in fp8 (:meth:`Packed.quantize`).
+        quantize: whether to hold packed weights in fp8 (:meth:`Packed.quantize`).
     """
     devices = {parameter.device.type for parameter in module.parameters()}
     if "cpu" not in devices or devices - {"cpu", "meta"}:  # "meta": released earlier
@@ -225,7 +233,7 @@ def speed_up(module: nn.Module, release: bool = False, quantize: bool = False) -
 
 
 def restore(module: nn.Module) -> int:
-    """Undo :func:`speed_up`: give every module its weight and forward back. Return the number of packed layers."""
+    """Undo :func:`speed_up`: restore every module's weight and forward. Return the number of packed layers."""
     packed = packed_in(module)
     for product in packed:
         product.unpack()
@@ -234,7 +242,7 @@ def restore(module: nn.Module) -> int:
 
 
 def forget_stacks(module: nn.Module) -> None:
-    """Call decoder layers one by one until the next :func:`speed_up`, because layers have changed."""
+    """Drop all stacks after a change of layers. Owners call the layers one by one until the next :func:`speed_up`."""
     for part in module.modules():
         vars(part).pop(_STACK, None)
 
@@ -261,5 +269,13 @@ def packed_products(module: nn.Module) -> list[Packed]:
 
 
 def weight_rows(layer: nn.Module, ids: Tensor | None) -> Tensor:
-    """Return rows ids [K] of a linear layer's or embedding's weight: [K, in], of all rows for None."""
+    """Return rows of a linear layer's or embedding's weight.
+
+    Args:
+        layer: the layer, packed or not.
+        ids: [K] row numbers; None: all rows.
+
+    Returns:
+        [K, in].
+    """
     return rows_of(layer, ids)

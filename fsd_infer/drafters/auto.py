@@ -1,131 +1,90 @@
-"""``tree="auto"``: the draft tree of each round, chosen from the drafter's scores by what earlier rounds have taught.
+"""Choose the draft tree of every round: ``tree="auto"``.
 
-A round that drafts L depths, expands E nodes on them and verifies N nodes takes, in forwards over a single token,
+A round drafts L depths, expands E nodes and verifies N nodes. In forwards over a single token it costs
 
-    cost = C(N) + a·L + b·E + f,    C(1) = 1, C piecewise linear and non-decreasing; a, b, f > 0,
+    cost = C(N) + a·L + b·E + f,    C(1) = 1, C piecewise linear and non-decreasing; a, b, f > 0.
 
-and emits 1 + Σ chance(n) tokens over its drafts n, where a draft is accepted with the product of f(q) over the steps to
-it: q is the drafter's chance of a step (tilted, under a law that favours drafts) and f a calibration curve. Both are
-estimated while decoding, and a round takes what has the largest
+It emits 1 + Σ P(n) tokens in expectation, summed over its drafts n. The chance P(n) that n is accepted is the product
+of g(q) over the steps to n. Here q is the drafter's probability of a step, and g is a calibration curve that includes
+the tilt of a law that favours drafts. Costs and g are estimated while decoding (:mod:`fsd_infer.drafters.estimates`).
+Every round maximises
 
-    tokens - rate · cost,    rate: tokens per unit of cost of the text so far,
+    tokens - rate · cost,    rate = tokens per unit of cost so far.
 
-which at a fixed point is the most tokens per second (Dinkelbach 1967). Nodes are expanded, depths added and nodes kept
-as long as they are worth their cost, so sure texts get large trees and others small ones. Rows of a batch share one
-forward, hence one such sum. Related: Sequoia (arXiv 2402.12374) chooses a tree per device, DySpec (2410.11744) grows
-it best first, SpecDec++ (2405.19715) stops by a threshold, OPT-Tree (2406.17276) keeps what the scores favour.
+At the fixed point this maximises tokens per second (Dinkelbach 1967). A node is expanded, a depth added or a node kept
+only if its expected tokens exceed rate times its cost. So predictable text gets large trees, other text small ones. The
+rows of a batch share one forward, hence one sum.
 
-**Laws stay.** A tree depends on the text, and on how long earlier rounds took and what they accepted. The draws of a
-round are independent of all of it, so given everything before it a round emits by the rule's law on whatever tree it
-has, and by the chain rule so does the text. What the clock says can change *which* draws give which token. So a request
-with a seed reads no clock and keeps nothing, and its answer comes again.
+Related work: Sequoia (arXiv 2402.12374) chooses one tree per device. DySpec (2410.11744) grows trees best first.
+SpecDec++ (2405.19715) stops at a threshold. OPT-Tree (2406.17276) keeps the nodes with the best scores.
 
-**A chain that is sampled from q** (a small LM at temperature > 0) is chosen in length. Whether a draft x is drawn after
-the drafts x₁ … xₖ depends on these, on what other rows have drawn and on the past, but never on x, and what is drawn is
-verified: none is dropped by its q. So given a context and all that was drawn before it, either x ~ q and the rule's
-test of x gives its law, or nothing is drawn and the target's own token does: the same law in both cases, hence in the
-mixture. (Dropping x where q(x) is small would keep the test for likely x alone and shift the law to them.)
+**Laws stay.** A round's tree depends on the text, and on what earlier rounds took and accepted. The round's random
+draws are independent of all that. So, given the past, a round emits by the rule's law on any tree. By the chain rule,
+so does the whole text. Timing can change *which* draws give which token. A request with a seed therefore reads no clock
+and learns nothing, and its answer repeats.
+
+**Chains sampled from q** (a small LM at temperature > 0) are chosen in length only. Whether a draft x is drawn depends
+on the drafts before it, on the draws of other rows and on the past. It never depends on x, and every drawn draft is
+verified. So, given the context and all earlier draws, one of two cases holds. Either x ~ q, and the rule's test of x
+gives its law. Or no x is drawn, and the target's own token has the same law. Hence the mixture has it too. Dropping
+drafts with a small q(x) would break this: the test would see likely x only, and the law would shift towards them.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import lists
-from fsd_infer.drafters.estimates import KNOTS, PRIORS, Costs, Curve, Prior, Rate, Trees
+from fsd_infer.drafters.estimates import KNOTS, RETRY, AutoMemory, Costs, Knowledge, LawKind, Trees
 from fsd_infer.tree import DraftTree
 
-RATE_MEMORY, DEPTH_MEMORY, LONG_MEMORY = 20, 40, 50  # rounds
-UNLIKELY = 0.01  # drafts below are not weighed
-TRIALS, LEAST_TRIALS = 12, 4  # first rounds, of a row and of any batch, every other one drafted whatever it promises
-RETRY = 64  # rounds without drafts until one is tried again, and twice as many after each attempt in vain
-AHEAD = 3  # depths that are drafted below a draft, when it is weighed whether to go on
-LONGEST_PAUSE = 1024
-MOST_TOGETHER = 160  # nodes of a batch
+RATE_MEMORY = 20  # rounds
+UNLIKELY = 0.01  # chance of acceptance below which a draft is ignored
+TRIALS, LEAST_TRIALS = 12, 4  # first rounds, per row and per batch size; every other one drafts unconditionally
+LONGEST_RETRY = 1024  # rounds
+AHEAD = 3  # depths that the decision to go on looks ahead
+MOST_TOGETHER = 160  # nodes of all trees in a batch
 
 
 class Step(NamedTuple):
-    """A draft given its parent: the drafter's ln q, and whether it is the likeliest of its siblings."""
+    """A draft, given its parent.
+
+    Attributes:
+        parent: node number of the parent.
+        log_q: the drafter's ln q of the step.
+        first: whether it is the likeliest of its siblings.
+    """
 
     parent: int
     log_q: float
     first: bool
 
 
-class LawKind(NamedTuple):
-    """By what the drafts of a request will be verified.
+class AutoTree:
+    """Chooses the tree of every round of one request, and learns from what the rounds took and emitted.
+
+    A round calls :meth:`expands_root`, then :meth:`expand` for every depth, then :meth:`keep` or :meth:`keep_all`. It
+    calls :meth:`mark` before drafting, before verification and after it, and :meth:`end` at its end.
+
+    Args:
+        memory: of the drafter.
+        batch: number of rows.
+        law: how drafts are verified.
+        nodes: most nodes of one row's tree, the root included.
+        sizes: tree sizes with a recorded CUDA graph, to which smaller trees are padded; None: any size.
+        learns: False: read no clock and keep nothing, so that trees are a function of the text alone.
 
     Attributes:
-        tilt: as in :class:`DraftRequest`.
-        name: laws of one name and tilt are learned about together.
-        sampled: the drafts are a chain that is sampled from q.
-    """
-
-    tilt: float = 0.0
-    name: str = ""
-    sampled: bool = False
-
-
-class Knowledge:
-    """What was learned of a law and a size of batch."""
-
-    def __init__(self, costs: Costs, batch: int, law: LawKind) -> None:
-        self.costs, self.curve = costs, Curve(law.tilt, law.sampled)
-        self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
-        self.reach = Rate(1.0, 1.0, DEPTH_MEMORY)  # rows that came to nodes that were expanded, per row expected to
-        self.hit = Rate(0.6, 1.0, DEPTH_MEMORY)  # rows that went on below such nodes, per row that came to one
-        self.rounds = 0  # so far, up to TRIALS
-        self.idle = 0  # rounds since one was drafted
-        self.patience = RETRY
-
-
-class AutoMemory:
-    """A drafter's: what its requests have taught of rounds.
-
-    Args:
-        device: the kind of device.
-        clock: seconds.
-        prior: what rounds are taken to cost at first; default: a head's.
-    """
-
-    def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter, prior: Prior | None = None) -> None:
-        self.prior = prior or PRIORS.get(device, PRIORS["cuda"])
-        self.looks = device == "cpu"  # elsewhere a look at each depth would make the host wait
-        self.clock = clock
-        self._costs: dict[int, Costs] = {}
-        self._known: dict[tuple[int, LawKind], Knowledge] = {}
-
-    def knowledge(self, batch: int, law: LawKind) -> Knowledge:
-        """Of earlier requests; what is learned is added to it."""
-        size = batch.bit_length()
-        costs = self._costs.setdefault(size, Costs(self.prior))
-        key = size, law._replace(tilt=round(4 * min(law.tilt, 4.0)))
-        if key not in self._known:
-            self._known[key] = Knowledge(costs, batch, law)
-        return self._known[key]
-
-
-class AutoTree:
-    """Chooses the tree of each of a request's rounds, and learns from what the round took and emitted.
-
-    A round: :meth:`expands`, :meth:`expand` depth by depth, :meth:`keep`; :meth:`mark` as it begins, is drafted and
-    verified; :meth:`end`.
-
-    Args:
-        memory: the drafter's.
-        batch: rows.
-        law: of the request.
-        nodes: most of a tree, the root included.
-        sizes: of trees that are as cheap as somewhat smaller ones, where forwards are recorded; None: any.
-        learns: False: no clock is read and nothing is kept, so trees are a function of the text alone.
+        trees: the trees of the request so far.
+        depths: depths drafted in this round.
+        expanded: nodes expanded in this round, over all rows.
     """
 
     def __init__(
@@ -138,7 +97,7 @@ class AutoTree:
         learns: bool = True,
     ) -> None:
         self.memory, self.law, self.most, self.sizes, self.learns = memory, law, nodes, sizes, learns
-        self.looks = memory.looks
+        self.reads_scores = memory.reads_scores
         self.known = memory.knowledge(batch, law) if learns else Knowledge(Costs(memory.prior, False), batch, law)
         self.known.curve.begin_text()
         self.trees, self.batch = Trees(), 0
@@ -152,62 +111,66 @@ class AutoTree:
             self.rate = self.known.rate.recent(RATE_MEMORY)
         self.batch = batch
         self.depths = self.expanded = 0
-        self._resumed = self._tries = False
-        self._reaches = [float(batch)]  # rows that are expected to come to nodes that are expanded, by depth
-        self._chances: list[float] = []  # of all drafts so far, of any row
-        self._frontier = [[1.0] for _ in range(batch)]
-        self._open = [[1.0] * AHEAD for _ in range(batch)]  # chances that other drafters' trees are wrong by a depth
-        self._worth = self._net(self._chances)
+        self._resumed = self._is_trial = self._ignored = False
+        self._expected_rows = [float(batch)]  # at the expanded nodes of each depth
+        self._chances: list[float] = []  # of all drafts of all rows, falling
+        self._frontier = [[1.0] for _ in range(batch)]  # chances of each row's nodes that may be expanded next
+        self._uncovered = [[1.0] * AHEAD for _ in range(batch)]  # chances that other drafters' trees miss, by depth
+        self._gain, _ = self._best_gain(self._chances)
         self._marks: list[float] = []
-        self._ignored = False
         self._steps: list[list[Step]] = []  # of each row's tree
-        self._nodes = 0  # of a row's tree; 0: its root alone, for nothing was drafted
+        self._nodes = 0  # of a row's tree; 0 if nothing was drafted
 
     # drafting --------------------------------------------------------------------------------------------------------
 
     @property
-    def idle(self) -> bool:
-        """The last round was not drafted, so the next one hardly will be."""
-        return self.known.idle > 0
+    def paused(self) -> bool:
+        """Whether the last round had no drafts. The next one rarely has any either."""
+        return self.known.pause > 0
 
-    def expands(self) -> bool:
-        """Is the root worth expanding?"""
+    def expands_root(self) -> bool:
+        """Return whether this round drafts. Trial rounds and the first round after a pause always do."""
         known = self.known
-        pays = not self.looks or self._pays(1, known.costs.reading)
-        if known.rounds < max(TRIALS // self.batch, LEAST_TRIALS):
-            known.rounds += 1
-            self._tries = known.rounds % 2 == 1
-            pays = pays or self._tries
-        elif not pays and known.idle < known.patience:
-            known.idle += 1
+        pays = not self.reads_scores or self._pays(1, known.costs.reading)
+        if known.trials < max(TRIALS // self.batch, LEAST_TRIALS):
+            known.trials += 1
+            self._is_trial = known.trials % 2 == 1
+            pays = pays or self._is_trial
+        elif not pays and known.pause < known.retry:
+            known.pause += 1
             return False
         else:
-            self._resumed = known.idle > 0  # what was not read meanwhile is read first
-            known.patience = RETRY if pays else min(2 * known.patience, LONGEST_PAUSE)
-            known.idle = 0
+            self._resumed = known.pause > 0  # the drafter first reads the text of the pause
+            known.retry = RETRY if pays else min(2 * known.retry, LONGEST_RETRY)
+            known.pause = 0
             pays = True
         if pays:
-            self.count(1)
+            self.count_depth(1)
         return pays
 
     def cover(self, tree: DraftTree) -> None:
-        """What another drafter proposes in this round, before this one drafts: a root is worth expanding where that is
-        likely to be wrong."""
-        if not self.looks:
+        """Note another drafter's tree of this round, before this drafter drafts.
+
+        A root is worth expanding where that tree is likely to be wrong.
+        """
+        if not self.reads_scores:
             return
-        for row, scores, parents in zip(self._open, *lists(tree.scores, tree.parents), strict=True):
-            depths, right = [0], [0.0] * AHEAD
+        for row, scores, parents in zip(self._uncovered, *lists(tree.scores, tree.parents), strict=True):
+            depths, covered = [0], [0.0] * AHEAD
             for score, parent in zip(scores[1:], parents[1:]):
                 depths.append(depths[parent] + 1)
                 if depths[-1] <= AHEAD:
-                    right[depths[-1] - 1] += math.exp(score)
-            row[:] = [chance * (1.0 - min(covered, 1.0)) for chance, covered in zip(row, right)]
+                    covered[depths[-1] - 1] += math.exp(score)
+            row[:] = [chance * (1.0 - min(share, 1.0)) for chance, share in zip(row, covered)]
 
     def expand(self, log_q: Tensor) -> Tensor | None:
-        """Which candidates of this depth to expand, [B, E'] places among the row's E · w; None: drafting stops here.
+        """Choose which candidates of this depth to expand.
 
         Args:
-            log_q: [B, E, w] ln q of the candidates under the nodes that were expanded last.
+            log_q: [B, E, w] ln q of the candidates under the nodes that were expanded last, falling along w.
+
+        Returns:
+            [B, E'] places among a row's E · w candidates, the likeliest first; None if drafting stops here.
         """
         curve, depth = self.known.curve, self.depths
         best: list[list[int]] = []
@@ -223,82 +186,92 @@ class AutoTree:
             self._chances += [chance for chance in chances if chance > UNLIKELY]
         self._chances.sort(reverse=True)
         del self._chances[MOST_TOGETHER:]
-        self._worth = self._net(self._chances)
+        self._gain, marginal = self._best_gain(self._chances)
         self._frontier = frontier
-        # a node's best child has to be worth its drafting, and its verification or the node whose place it takes
-        price = self.rate.value * known.costs.draft_slopes.weights[1] + self._marginal
-        hit = known.hit.value * known.reach.value
-        width = sum(hit * sum(row[place] for row in frontier) > price * self.batch for place in range(len(best[0])))
+        # Expand a node only if its best child's expected gain exceeds the cost of drafting and verifying it (or the
+        # node it displaces).
+        least = self.rate.value * known.costs.draft_slopes.weights[1] + marginal
+        accept = known.accept_rate.value * known.reach_ratio.value
+        width = sum(accept * sum(row[place] for row in frontier) > least * self.batch for place in range(len(best[0])))
         if not width or not self._pays(width):
             return None
-        self.count(width)
+        self.count_depth(width)
         self._frontier = [row[:width] for row in frontier]
-        self._reaches.append(sum(min(sum(row), 1.0) for row in self._frontier))
+        self._expected_rows.append(sum(min(sum(row), 1.0) for row in self._frontier))
         return torch.tensor([row[:width] for row in best], device=log_q.device)
 
-    def _pays(self, width: int, more: float = 0.0) -> bool:
-        """Is it worth it to expand the ``width`` likeliest nodes of each row's frontier, and perhaps the likeliest of
-        their children, and so on?
+    def _pays(self, width: int, extra_cost: float = 0.0) -> bool:
+        """Return whether up to AHEAD more depths gain more than they cost.
+
+        The first of them expands the ``width`` likeliest nodes of every row's frontier, each later one the likeliest
+        child only.
         """
         known, rate = self.known, self.rate.value
-        hit = known.hit.value
-        children, cost = self._chances, more
-        reach = known.reach.value if self.depths else 1.0
-        best = [[chance * reach * hit for chance in row[:width]] for row in self._frontier]
+        accept = known.accept_rate.value
+        reach = known.reach_ratio.value if self.depths else 1.0
+        chances, cost = self._chances, extra_cost
+        best = [[chance * reach * accept for chance in row[:width]] for row in self._frontier]
         for depth in range(AHEAD):
             cost += known.costs.drafting(1, (width if depth == 0 else 1) * self.batch)
-            news = (
-                chance * (1.0 if self.depths else open[depth]) for row, open in zip(best, self._open) for chance in row
-            )
-            children = sorted([*children, *news], reverse=True)
-            if self._net(children) - self._worth > rate * cost:
+            misses = [1.0 if self.depths else row[depth] for row in self._uncovered]
+            new = [chance * miss for row, miss in zip(best, misses) for chance in row]
+            chances = sorted([*chances, *new], reverse=True)
+            if self._best_gain(chances)[0] - self._gain > rate * cost:
                 return True
-            best = [[row[0] * hit] for row in best]
+            best = [[row[0] * accept] for row in best]
         return False
 
-    def _net(self, chances: Sequence[float]) -> float:
-        """The most that the first ones of these drafts, the likeliest first, bring beyond what their nodes cost."""
-        slopes, rate = self.known.costs.forward_slopes.weights, self.rate.value
-        best = net = 0.0
-        self._marginal = 1.0  # what one more node has to bring
-        for nodes, chance in enumerate(chances, self.batch + 1):
-            price = rate * slopes[bisect_left(KNOTS, nodes) - 1]
-            if net == best:  # the first after the best ones
-                self._marginal = min(self._marginal, price)
-            net += chance - price
-            if net > best:
-                best, self._marginal = net, chance
-        if net == best:
-            self._marginal = min(self._marginal, rate * slopes[bisect_left(KNOTS, self.batch + len(chances) + 1) - 1])
-        return best
+    def _best_gain(self, chances: Sequence[float]) -> tuple[float, float]:
+        """Return the largest net gain of verifying a prefix of these drafts, and the least gain of one more node.
 
-    def count(self, width: int) -> None:
-        """So many nodes of each row are expanded, one depth below."""
+        Args:
+            chances: of acceptance, falling.
+
+        Returns:
+            Expected tokens minus rate times cost for the best prefix. The chance that one more node needs: that of the
+            prefix's last node, which it may displace, or the cost of a place after it, whichever is less.
+        """
+        slopes, rate = self.known.costs.forward_slopes.weights, self.rate.value
+        best = gain = 0.0
+        kept = 0
+        for count, chance in enumerate(chances, 1):
+            gain += chance - rate * slopes[bisect_left(KNOTS, self.batch + count) - 1]
+            if gain > best:
+                best, kept = gain, count
+        last = chances[kept - 1] if kept else 1.0
+        return best, min(last, rate * slopes[bisect_left(KNOTS, self.batch + kept + 1) - 1])
+
+    def count_depth(self, width: int) -> None:
+        """Count one more depth that expands ``width`` nodes of every row."""
         self.depths += 1
         self.expanded += width * self.batch
 
     # what is verified ------------------------------------------------------------------------------------------------
 
     def keep(self, tree: DraftTree) -> Tensor:
-        """[B, K] the nodes of a tree of candidates that are worth their verification, likely ones first. Waits for the
-        device."""
-        total, found, longest = [0.0] * self.most, self._read(tree), 1
+        """Choose the nodes to verify. Syncs with the device.
+
+        Args:
+            tree: all candidates.
+
+        Returns:
+            [B, K] node numbers, the root and then the likeliest nodes.
+        """
+        gains, found, longest = [0.0] * self.most, self._steps_of(tree), 1
         orders = []
         for _, chances in found:
             order = sorted(range(1, len(chances)), key=lambda node: -chances[node])  # a parent before its children
             orders.append(order)
             longest = max(longest, 1 + sum(chance > 0.0 for chance in chances[1:]))
-            sums = 0.0
-            for count in range(1, self.most):
-                sums += chances[order[count - 1]] if count <= len(order) else 0.0
-                total[count] += sums
+            for drafts, gain in enumerate(accumulate(chances[node] for node in order[: self.most - 1]), 1):
+                gains[drafts] += gain
         most = min(self.most, longest, max(MOST_TOGETHER // self.batch, 2))
         costs, rate = self.known.costs, self.rate.value
         sizes = range(1, most + 1) if self.sizes is None else [*(n for n in self.sizes if n < most), most]
-        if self._tries:
+        if self._is_trial:
             sizes = [n for n in sizes if n > 1] or sizes
-        nodes = max(sizes, key=lambda n: total[n - 1] - rate * costs.forward(n * self.batch))
-        self._expect(total[nodes - 1], nodes)
+        nodes = max(sizes, key=lambda n: gains[n - 1] - rate * costs.forward(n * self.batch))
+        self._predict(gains[nodes - 1], nodes)
         kept = [[0, *order[: nodes - 1]] for order in orders]
         for (steps, _), row in zip(found, kept):
             number = {node: place for place, node in enumerate(row)}
@@ -306,23 +279,23 @@ class AutoTree:
         return torch.tensor(kept, device=tree.parents.device)
 
     def keep_all(self, tree: DraftTree) -> None:
-        """The same of drafts that were sampled, none of which may be dropped."""
-        found = self._read(tree)
-        self._expect(sum(sum(chances[1:]) for _, chances in found), tree.tokens.shape[1])
+        """Keep every node of a sampled chain. Dropping one would shift the law."""
+        found = self._steps_of(tree)
+        self._predict(sum(sum(chances[1:]) for _, chances in found), tree.tokens.shape[1])
         self._steps = [steps for steps, _ in found]
 
-    def _expect(self, drafts: float, nodes: int) -> None:
-        """Note how many drafts of all rows are expected to be accepted, and how many nodes of a row are verified."""
+    def _predict(self, drafts: float, nodes: int) -> None:
+        """Note the expected accepted drafts of all rows and the cost of verifying ``nodes`` nodes per row."""
         costs = self.known.costs
         cost = costs.forward(nodes * self.batch) + costs.drafting(self.depths, self.expanded)
-        self._nodes, self._tokens, self._cost = nodes, self.batch + drafts, cost + costs.rest(not self.idle)
+        self._nodes, self._tokens, self._cost = nodes, self.batch + drafts, cost + costs.rest(not self.paused)
 
-    def _read(self, tree: DraftTree) -> list[tuple[list[Step], list[float]]]:
-        """Of each row its nodes' steps and chances to be accepted."""
+    def _steps_of(self, tree: DraftTree) -> list[tuple[list[Step], list[float]]]:
+        """Return every row's steps and chances of acceptance by node."""
         self._steps = []
         found = []
         for scores, parents in zip(*lists(tree.scores, tree.parents)):
-            firsts: dict[int, int] = {}  # the likeliest child of each node that has any
+            firsts: dict[int, int] = {}  # the likeliest child of each inner node
             for node in range(1, len(scores)):
                 best = firsts.setdefault(parents[node], node)
                 if scores[node] > scores[best]:
@@ -339,21 +312,22 @@ class AutoTree:
         return found
 
     def ignore(self) -> None:
-        """Learn nothing from this round: its tree is another than the one chosen here."""
+        """Learn nothing from this round, because another tree than the chosen one is verified."""
         self._ignored = True
 
-    # what it teaches -------------------------------------------------------------------------------------------------
+    # learning --------------------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """A round begins, is drafted, or is verified, in turn."""
+        """Note the time at which drafting begins, verification begins or verification ends, in this order."""
         self._marks.append(self.memory.clock() if self.learns else 0.0)
 
     def end(self, path: Sequence[Sequence[int]], accepted: Sequence[int], rows: int) -> None:
-        """A round is over, or, where none was marked, the prompts are read.
+        """End a round, or, if nothing was marked, the prefill.
 
         Args:
-            path, accepted: per row the nodes on the accepted path, the root first, and how many are drafts.
-            rows: that go on.
+            path: nodes of each row's accepted path, the root first.
+            accepted: number of accepted drafts of each row.
+            rows: number of rows that go on.
         """
         if self._marks:
             self.mark()
@@ -363,8 +337,9 @@ class AutoTree:
             self._begin(rows)
 
     def _learn(self, path: Sequence[Sequence[int]], accepted: Sequence[int], timed: bool) -> None:
+        """Update all estimates. ``timed``: no row ended, so the time after verification is typical."""
         if not self._nodes:
-            self._expect(0.0, 1)
+            self._predict(0.0, 1)
         costs, curve, nodes = self.known.costs, self.known.curve, self._nodes * self.batch
         draft, forward, rest = (last - first for first, last in pairwise(self._marks))
         tokens, seconds = float(sum(accepted) + self.batch), draft + forward + (rest if timed else 0.0)
@@ -373,14 +348,14 @@ class AutoTree:
         self.known.rate.learn(tokens, self._cost)
         if not self._resumed:
             own = rest if timed else None
-            costs.learn(nodes, forward, self.depths, self.expanded, draft, own, reads=not self.idle)
-        for depth, expected in enumerate(self._reaches if self.depths else ()):
-            came, went = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
-            self.known.hit.learn(went, came)
+            costs.learn(nodes, forward, self.depths, self.expanded, draft, own, reads=not self.paused)
+        for depth, expected in enumerate(self._expected_rows if self.depths else ()):
+            reached, went_on = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
+            self.known.accept_rate.learn(went_on, reached)
             if depth:
-                self.known.reach.learn(came, expected)
+                self.known.reach_ratio.learn(reached, expected)
         for steps, way, count in zip(self._steps, path, accepted):
-            taken = dict(zip(way[: count + 1], range(count + 1)))
+            depth_of = dict(zip(way[: count + 1], range(count + 1)))  # of the nodes on the accepted path
             for node, step in enumerate(steps[1:], 1):
-                if step.parent in taken:
-                    curve.learn(step.log_q, taken[step.parent] + 1, step.first, node in taken)
+                if step.parent in depth_of:
+                    curve.learn(step.log_q, depth_of[step.parent] + 1, step.first, node in depth_of)

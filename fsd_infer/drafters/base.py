@@ -1,7 +1,8 @@
-"""What a drafter is: it proposes token trees and knows nothing of rules.
+"""Interfaces of drafters: :class:`Drafter`, :class:`DraftSession` and :class:`DraftRequest`.
 
-A :class:`Drafter` holds weights and options; :meth:`Drafter.start` opens a :class:`DraftSession`, which holds the
-state of one batch. The engine informs the session of each new token and asks it for trees.
+A drafter proposes draft trees and knows no acceptance rules. :class:`Drafter` holds weights and options.
+:meth:`Drafter.start` opens a :class:`DraftSession` with the state of one batch. The engine passes every new token to
+the session and asks it for trees.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.device.transfer import to_device
-from fsd_infer.drafters.auto import AutoMemory, AutoTree
+from fsd_infer.drafters.auto import AutoTree
+from fsd_infer.drafters.estimates import AutoMemory
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.registry import Registry
 from fsd_infer.tree import DraftTree
@@ -28,20 +30,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class DraftRequest:
-    """What of a request a drafter may need.
+    """The parts of a request that drafters use.
 
     Attributes:
-        batch: B.
-        slots: what the batch's texts can reach, in tokens: prompt, answer, and the padding of rows that emitted less.
-        greedy: temperature 0: chains are drafted by argmax instead of sampled.
-        process: the request's context-free logits processors, [..., V] -> [..., V], or None.
-        generator: source of randomness for sampled chains, or None for torch's global one.
-        device: the target's, where trees are wanted.
-        tilt: nats that the law under which drafts will be verified gives for an accepted draft, on average; 0: none.
-            Trees may be chosen by it (see :mod:`fsd_infer.drafters.visits`).
-        auto: what chooses each round's tree; None: the drafter's shape.
-        keys: [B] whose each text is: only texts of one key, not empty, may draft from each other. None: all are the
-            caller's.
+        batch: number of rows B.
+        slots: most tokens of a row: prompt, answer, and padding where a row emits fewer tokens than others.
+        greedy: whether the temperature is 0. Small LMs then draft by argmax, and otherwise sample a chain.
+        process: the request's context-free logits processors, [..., V] to [..., V]; None if there are none.
+        generator: random generator for sampled chains; None: torch's global one.
+        device: of the target. Trees are returned there.
+        tilt: nats that the rule's law gives for an accepted draft, on average; 0 for laws that favour no draft.
+            :mod:`fsd_infer.drafters.visits` chooses trees by it.
+        auto: chooses the tree of every round; None: the drafter's own shape.
+        keys: [B] owner of each text. Texts may draft from each other if they share a key that is not empty. None: all
+            texts have one owner.
     """
 
     batch: int
@@ -56,57 +58,69 @@ class DraftRequest:
 
 
 class DraftSession(ABC):
-    """The drafter's state for one batch of texts."""
+    """A drafter's state for one batch of texts."""
 
     @abstractmethod
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        """The text of each row grew.
+        """Append new tokens to the texts.
 
         Args:
-            tokens: [B, K] new tokens of the text, on the CPU, right-padded; the last of each row is the next tree's
-                root.
+            tokens: [B, K] right-padded, on the CPU. The last real token of a row is the root of its next tree.
             features: [B, K, F] the target's features (see :class:`Target`) at the position *before* each token.
-            counts: [B] how many of the K are real (0 for a row that is finished), on the CPU.
+            counts: [B] number of real tokens, 0 for a finished row, on the CPU.
         """
 
     @abstractmethod
     def draft(self, roots: Tensor) -> DraftTree:
-        """A tree under each root [B] (the last token of each text, on the CPU)."""
+        """Return a tree for each row. ``roots`` [B], on the CPU, are the last tokens of the texts."""
 
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:  # noqa: B027
-        """What the target said of the last tree, before :meth:`extend` appends to the text. Ignored by default.
+        """Learn from a verification, before :meth:`extend` appends its tokens. Does nothing by default.
+
+        ``tree`` and ``logits`` are on the target's device, the other arguments on the CPU.
 
         Args:
-            tree: the tree that was verified; after the prompt, its last token alone.
-            logits: [B, N, V] the target's at every node.
-            path: [B, D+1] nodes of the accepted path, root first, padded with its last node.
-            tokens: [B, D+1] the token that was emitted after each of them.
-            accepted: [B] number of drafts in the path; the first ``accepted`` + 1 entries of the others are real.
-                Path, tokens and accepted are on the CPU, the others on the target's device.
+            tree: the verified tree; after the prefill, the root alone.
+            logits: [B, N, V] the target's logits at every node.
+            path: [B, D+1] nodes of the accepted path, the root first, padded with the last node.
+            tokens: [B, D+1] the token emitted after each node of the path.
+            accepted: [B] number of accepted drafts. The first ``accepted`` + 1 entries of path and tokens are real.
         """
 
     def copies(self, tree: DraftTree, n: int) -> Tensor | None:
-        """[B, N] bool; nodes that complete an n-gram of texts which the session remembers beside each row's own; None
-        if it remembers none, as by default. Waits for the device."""
+        """Return which nodes complete an n-gram of a remembered text. Syncs with the device.
+
+        Args:
+            tree: of this round.
+            n: length of the n-grams, in tokens.
+
+        Returns:
+            [B, N] bool; None if the session remembers no other texts than the rows' own, as by default.
+        """
         return None
 
     def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:  # noqa: B027
-        """The answer of a row has ended; :meth:`select` drops the row next. Ignored by default."""
+        """Take a finished text, before :meth:`select` drops its row. Does nothing by default.
+
+        Args:
+            row: index of the row.
+            prompt: token ids.
+            answer: token ids.
+        """
 
     @abstractmethod
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows [B'], on the CPU, of the batch."""
+        """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
 
 
 class Drafter(ABC):
     """Weights and options of one way to draft.
 
     Attributes:
-        name: of the kind; what records call it.
-        target: the target it was made for, whose features or weights it reads; None: any of its vocabulary will do.
-        directory: where its files lie, None if it has none.
-        auto: what is known of rounds, by which each round's tree is chosen (see :mod:`fsd_infer.drafters.auto`); None:
-            its shape is fixed.
+        name: of the kind, as in records.
+        target: whose features or weights the drafter uses; None if any target of its vocabulary will do.
+        directory: of its files; None if it has none.
+        auto: estimates by which :mod:`fsd_infer.drafters.auto` chooses each round's tree; None: a fixed shape.
     """
 
     name: str = ""
@@ -116,83 +130,89 @@ class Drafter(ABC):
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
-        """The drafter of this kind that ``name`` stands for (see :func:`fsd_infer.drafters.loading.load_drafter`), or
-        None if it stands for none of this kind, as every name does by default.
+        """Load the drafter of this kind that a name stands for; see :func:`fsd_infer.drafters.loading.load_drafter`.
 
         Args:
-            name: a name, a directory or a hub id.
-            target: what it is to draft for.
-            tree: the shape that was asked for.
+            name: a name, a directory or a Hub id.
+            target: the model to draft for.
+            tree: shape of its trees; None: the default.
+
+        Returns:
+            The drafter, or None if the name stands for another kind, as by default.
         """
         return None
 
     @property
     def parts(self) -> Sequence[Drafter]:
-        """The drafters that it is made of."""
+        """The drafters that this one combines."""
         return ()
 
     @property
     def proposers(self) -> tuple[str, ...]:
-        """Names of the drafters that propose nodes of its trees, in the order of :attr:`DraftTree.proposers`."""
+        """Names of the drafters that propose nodes, in the order of :attr:`DraftTree.proposers`."""
         return (self.name,)
 
     @property
     def samples(self) -> bool:
-        """Does it draft chains that are sampled from q at temperature > 0?"""
+        """Whether drafts at temperature > 0 are a chain sampled from q."""
         return any(part.samples for part in self.parts)
 
     @property
     @abstractmethod
     def max_nodes(self) -> int:
-        """Largest tree, root included."""
+        """Nodes of the largest tree, the root included."""
 
     @property
     @abstractmethod
     def max_depth(self) -> int:
-        """Deepest node of any tree."""
+        """Depth of the deepest node of any tree."""
 
     @abstractmethod
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
-        """Open a session for a batch whose texts begin with first_tokens [B], on the CPU; ``extend`` brings more."""
+        """Open a session for a batch.
+
+        Args:
+            first_tokens: [B] first token of each text, on the CPU. :meth:`DraftSession.extend` takes the others.
+            request: see :class:`DraftRequest`.
+        """
 
     def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
-        """The drafter to use for so many rows and a law of this tilt (see :class:`DraftRequest`): itself, unless it
-        knows that another tree, or none, is faster there.
+        """Return the fastest form of this drafter: itself, or one with other trees or none.
 
-        Asked once per request, also where rows end before others: a session that begins in mid-answer would have to
-        read the whole text first, and a head the target's features of it, which nobody keeps.
+        Called once per request, and not again when rows finish. Switching drafters in mid-answer would need features
+        that were not kept.
+
+        Args:
+            batch: number of rows.
+            tilt: of the law, in nats, as in :class:`DraftRequest`.
         """
         return self
 
     def cache_bytes(self, batch: int, slots: int) -> int:
-        """Bytes of the key-value caches of a session, batch and slots as in :class:`DraftRequest`: by default those of
-        the drafters that it is made of.
-        """
+        """Return the bytes of a session's KV caches, by default those of the parts. Arguments as in DraftRequest."""
         return sum(part.cache_bytes(batch, slots) for part in self.parts)
 
     @property
     def held_bytes(self) -> int:
-        """As :attr:`Target.held_bytes`: by default of the drafters that it is made of."""
+        """Bytes of earlier requests' caches, as :attr:`Target.held_bytes`; by default those of the parts."""
         return sum(part.held_bytes for part in self.parts)
 
     def use_graphs(self, recorder: Recorder) -> None:
-        """As :meth:`Target.use_graphs`, for its models: by default for the drafters that it is made of."""
+        """Run its models by recorded CUDA graphs, as :meth:`Target.use_graphs`; by default those of the parts."""
         for part in self.parts:
             part.use_graphs(recorder)
 
     def forget(self) -> None:
-        """Drop what requests have taught it, if it keeps such things: by default what its parts keep. Benchmarks do so
-        before every answer.
-        """
+        """Drop what earlier requests have taught, by default in the parts. Benchmarks do so before every answer."""
         for part in self.parts:
             part.forget()
 
     def modules(self) -> list[nn.Module]:
-        """Modules of the drafter's own, for whoever wants to pack, compile or move them: by default its parts'."""
+        """Return its own modules, to pack, compile or move; by default those of the parts."""
         return [module for part in self.parts for module in part.modules()]
 
     def describe(self) -> dict[str, Any]:
-        """Name and options, for records of runs."""
+        """Return name and options, for records of runs."""
         return {"name": self.name, "nodes": self.max_nodes, "depth": self.max_depth}
 
 
@@ -201,7 +221,7 @@ DRAFTERS: Registry[type[Drafter]] = Registry("drafter")
 
 @DRAFTERS.register("none")
 class NoDrafter(Drafter):
-    """Plain decoding: a tree of the root alone."""
+    """A drafter without drafts, for plain decoding: every tree is the root alone."""
 
     name = "none"
     max_nodes = 1

@@ -1,4 +1,4 @@
-"""Drafting dynamic trees with an EAGLE-style head; how they grow: :mod:`fsd_infer.drafters.growth`."""
+"""Draft dynamic trees with an EAGLE-style draft head. :mod:`fsd_infer.drafters.growth` grows them."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 
-READ_AT_ONCE = 256  # tokens of all prompts: more are not faster and take memory
-MOST_UNREAD = 1024  # tokens of a text
+READ_AT_ONCE = 256  # tokens of all rows per forward over prompts; more are not faster and take memory
+MOST_UNREAD = 1024  # tokens of a text that may wait while drafting is paused
 
 
 @DRAFTERS.register("eagle")
 class EagleDrafter(TreeDrafter):
-    """An :class:`EagleHead`, which shares the target's embeddings and LM head unless it has its own.
+    """A draft head (:class:`EagleHead`). It shares the target's embeddings and LM head unless it has its own.
 
     Args:
         head: the trained head.
-        target: whose features it reads.
+        target: the model whose features the head reads.
         shape: see :class:`TreeDrafter`.
-        context_ids: a reduced draft vocabulary is joined by the ids of each text, see :class:`ContextVocabulary`.
-            A head with an LM head of its own has no rows for them and drafts its vocabulary alone.
+        context_ids: whether the ids of each text extend a reduced draft vocabulary (:class:`ContextVocabulary`). A head
+            with its own LM head has no rows for them and drafts its vocabulary only.
 
     Attributes:
-        trained_for: the precision of the weights that the head was trained for, where the target has another.
-        public: the head was stored as EAGLE's authors do it, so nothing but its sizes ties it to the target; records
-            of runs tell.
+        trained_for: precision of the target's weights in training, if this target has another; else None.
+        public: whether the head is stored in the layout of EAGLE's authors. Then only its sizes show that it fits the
+            target, so records note it.
     """
 
     name = "eagle"
@@ -76,7 +76,17 @@ class EagleDrafter(TreeDrafter):
     def from_pretrained(
         cls, source: str | Path, target: Target, shape: TreeShape | None = None, **hub: Any
     ) -> EagleDrafter:
-        """Load a head as :meth:`EagleHead.from_pretrained` does, with its errors and options of the Hub's client."""
+        """Load a head from a directory or the Hub.
+
+        Args:
+            source: directory or Hub id.
+            target: the model whose features the head reads.
+            shape: see :class:`TreeDrafter`.
+            hub: options of :meth:`EagleHead.from_pretrained`, such as ``revision``.
+
+        Raises:
+            FsdError: as for :meth:`EagleHead.from_pretrained`.
+        """
         made = cls(EagleHead.from_pretrained(source, target, dtype=target.dtype, **hub), target, shape)
         made.public = "model_type" not in (made.head.config.target or {})
         made.directory = Path(made.head.name_or_path)
@@ -85,12 +95,16 @@ class EagleDrafter(TreeDrafter):
         return made
 
     def tell_precision(self, trained_for: str) -> None:
-        """Warn, and note for records, if the head was trained for weights of another precision."""
+        """Warn, and note for records, if the head was trained for target weights of another precision.
+
+        Args:
+            trained_for: precision as in :attr:`Target.precision`.
+        """
         if trained_for != self.target.precision:
             self.trained_for = trained_for or PLAIN
             warnings.warn(
                 f"the head was trained for {self.trained_for}, and {self.target.name} has "
-                f"{self.target.precision or PLAIN}: `fsd-train doctor` says what that costs.",
+                f"{self.target.precision or PLAIN}. Measure the loss of acceptance with `fsd-train doctor`.",
                 stacklevel=3,
             )
 
@@ -105,13 +119,17 @@ class EagleDrafter(TreeDrafter):
         return SimpleNamespace(num_hidden_layers=self.head.config.num_layers)
 
     def run(self, cache: SlotCache, visible: Tensor, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """The head's outputs [B, M, H] over tokens [B, M], from features [B, M, F] (or outputs of its own [B, M, H]).
+        """Run the head.
 
         Args:
-            cache: after :meth:`SlotCache.set_write_slots`.
-            visible: [B, M, S] bool, slot s may be attended by token i.
-            tokens, features: token i+1 and feature of token i, for position i.
+            cache: KV cache of the session, after :meth:`SlotCache.set_write_slots`.
+            visible: [B, M, S] bool; whether input m attends to slot s.
+            tokens: [B, M] for position i, token i+1 of the text.
+            features: [B, M, F] for position i, the target's features of token i, or the head's own estimate [B, M, H].
             positions: [B, M].
+
+        Returns:
+            [B, M, H] outputs of the head.
         """
         if self.graphs is not None:
             return self.graphs(cache, visible, tokens, features, positions)[0]
@@ -135,7 +153,7 @@ class EagleDrafter(TreeDrafter):
     @cached_property
     @torch.no_grad()
     def _cache_bytes_per_token(self) -> int:
-        """By reading one token, as :attr:`Target.cache_bytes_per_token`."""
+        """Bytes of the KV cache per token and row, measured on one token."""
         cache = SlotCache(self._cache_config, 1, 1)
         features = torch.zeros(1, 1, self.head.config.hidden_size, dtype=self.target.dtype, device=self.target.device)
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.target.device)
@@ -144,16 +162,21 @@ class EagleDrafter(TreeDrafter):
         return cache.nbytes
 
     def context_vocabulary(self, batch: int) -> ContextVocabulary | None:
-        """A new batch's drafter vocabulary; None where it is always the head's own."""
+        """Return the drafter's vocabulary for a new batch; None if it is always the head's own."""
         if not self.context_ids:
             return None
         assert self.draft_ids is not None and self.lm_head is not None
         return ContextVocabulary(self.target, self.draft_ids, self.lm_head, self._drafted, batch)
 
     def q_logits(self, outputs: Tensor, vocabulary: ContextVocabulary | None) -> Tensor:
-        """Outputs of the head [B, E, H] -> [B, E, Vd] in the target's data type.
+        """Compute draft logits.
 
-        ``vocabulary``: the batch's, from :meth:`context_vocabulary`.
+        Args:
+            outputs: [B, E, H] of the head.
+            vocabulary: of the batch, from :meth:`context_vocabulary`.
+
+        Returns:
+            [B, E, Vd] logits in the target's dtype.
         """
         read = self.head.readout(outputs)
         if self.head.lm_head is not None:
@@ -181,20 +204,20 @@ class EagleDrafter(TreeDrafter):
 
 
 class EagleSession(TreeSession):
-    """Head position i holds the pair (token i+1, feature i); ``lengths`` [B], on the CPU, counts a row's pairs."""
+    """A session whose cache slot i holds the pair of token i+1 and feature i. ``lengths`` counts a row's pairs."""
 
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request, drafter.target.device)
         self.drafter = drafter
         self.vocabulary = drafter.context_vocabulary(request.batch)
-        self.unread: list[tuple[Tensor, Tensor, Tensor]] = []  # arguments of extend()
-        self.last: Tensor | None = None  # [B, H] estimate of the feature at the root
-        self._features: Tensor  # [B, E, H] at the nodes that were read last
+        self.unread: list[tuple[Tensor, Tensor, Tensor]] = []  # arguments of earlier calls of extend()
+        self.last: Tensor | None = None  # [B, H] the head's output at the root
+        self._features: Tensor  # [B, E, H] the head's outputs at the nodes that were expanded last
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.unread.append((tokens, features, counts))
-        # what no draft is likely to need soon is read later, all at once
-        if self.auto is None or not self.auto.idle or sum(part[0].shape[1] for part in self.unread) > MOST_UNREAD:
+        # While drafting is paused, collect tokens and read them together later.
+        if self.auto is None or not self.auto.paused or sum(part[0].shape[1] for part in self.unread) > MOST_UNREAD:
             self._read_all()
 
     def _read_all(self) -> None:
@@ -218,7 +241,7 @@ class EagleSession(TreeSession):
         self.lengths = self.lengths + counts
 
     def _read(self, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """The head's outputs over tokens [B, K] of the text, from features [B, K, F], at positions [B, K]."""
+        """Return the head's outputs over tokens [B, K] of the text with features [B, K, F] at positions [B, K]."""
         slots = torch.arange(int(positions.max()) + 1, device=self.device)
         places = to_device(positions, self.device)
         visible = slots <= places[..., None]
@@ -227,14 +250,14 @@ class EagleSession(TreeSession):
         return self.drafter.run(self.cache, visible, to_device(tokens, self.device), features, places)
 
     def draft(self, roots: Tensor) -> DraftTree:
-        if self.auto is not None and not self.auto.expands():
+        if self.auto is not None and not self.auto.expands_root():
             return DraftTree.root_only(to_device(roots, self.device), self.drafter.vocabulary)
         self._read_all()
-        assert self.last is not None, "extend() comes first"
+        assert self.last is not None, "call extend() first"
         self._features = self.last[:, None]
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
         logits = self.drafter.q_logits(self._features, self.vocabulary)
-        return self._best(self._grow(to_device(roots, self.device), logits, ids, self.shape.depth))
+        return self._pruned(self._grow(to_device(roots, self.device), logits, ids, self.shape.depth))
 
     def select(self, rows: Tensor) -> None:
         if self.vocabulary is not None:
@@ -253,11 +276,11 @@ class EagleSession(TreeSession):
 
 
 def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments of several calls of :meth:`EagleSession.extend` as those of one."""
+    """Join the arguments of several calls of :meth:`EagleSession.extend` to those of one."""
     if len(parts) == 1:
         return parts[0]
     tokens, features = (torch.cat([part[place] for part in parts], 1) for place in (0, 1))
     real = torch.cat([torch.arange(part[0].shape[1]) < part[2][:, None] for part in parts], 1)
     counts = real.sum(1)
-    order = real.sort(dim=1, descending=True, stable=True).indices[:, : int(counts.max())]  # the real ones to the left
+    order = real.sort(dim=1, descending=True, stable=True).indices[:, : int(counts.max())]  # real tokens first
     return tokens.gather(1, order), at_nodes(features, to_device(order, features.device)), counts

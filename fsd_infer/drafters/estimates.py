@@ -1,44 +1,53 @@
-"""What a choice of trees learns while decoding: the cost of rounds, and how often drafts are accepted.
+"""Estimates behind ``tree="auto"``: what rounds cost, and how often drafts are accepted.
 
-All estimates are recursive, forget, and cannot leave what is known of them: costs do not fall with more nodes, drafting
-is never free, and one odd round, a stall or a clock that jumps, counts for little.
+Every estimate is recursive and forgets. Known bounds hold throughout: more nodes never cost less, and drafting is never
+free. A stall or a clock that jumps counts for little.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsd_infer.drafters.visits import MOST_TILT
 
-KNOTS = (1, 6, 7, 12, 24, 48, 96)  # nodes between which C is linear; the last slope goes on
-NOISE = 0.1  # of a measured cost, relative
-DOUBT = 0.8  # of a prior slope, relative
-KINSHIP = 0.7  # correlation of the doubts but the first: where one slope is less than was thought, so are others
-FORGET = 0.01  # of what is known, per round
-RECENT = 5  # rounds whose median tells how fast the machine is at present
-CERTAIN = 0.99  # no draft is more certain
-BINS, LEAST = 20, -6.0  # of the calibration curve: of √(-ln q), up to √(-LEAST), so they are fine where q is near 1
-STARTING = 0.05  # of a small LM's forward, beside what its weights take
+KNOTS = (1, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
+NOISE = 0.1  # relative standard deviation of a measured cost
+DOUBT = 0.8  # relative standard deviation of a prior slope
+KINSHIP = 0.7  # correlation of these deviations, the first slope's excepted: slopes tend to be too high together
+FORGET = 0.01  # share of the evidence that a round forgets
+RECENT = 5  # rounds whose median gives the present speed of the machine
+CERTAIN = 0.99  # upper bound of a draft's chance
+BINS, LEAST = 20, -6.0  # of the calibration curve, equal in √(-ln q) down to ln q = LEAST: narrow where q is near 1
+STARTING = 0.05  # fixed cost of a small LM's forward, in forwards of the target
 TEXT_MEMORY, BIN_MEMORY = 40, 200  # drafts
+DEPTH_MEMORY, LONG_MEMORY = 40, 50  # rounds
+RETRY = 64  # rounds without drafts before a new attempt; doubled after each attempt that does not pay
 
 
 @dataclass(frozen=True)
 class Prior:
-    """What is assumed of a device before anything is known, in forwards over a single token."""
+    """Costs that are assumed before anything was timed, in forwards over a single token.
 
-    slopes: tuple[float, ...]  # of C between KNOTS
-    drafting: tuple[float, float]  # a depth, an expanded node
-    rest: tuple[float, float]  # what a round costs besides; the drafter's reading of what was accepted
+    Attributes:
+        slopes: of C between KNOTS, per node.
+        drafting: of a depth, and of an expanded node.
+        rest: of everything else in a round, and of the drafter's reading of the accepted tokens.
+    """
+
+    slopes: tuple[float, ...]
+    drafting: tuple[float, float]
+    rest: tuple[float, float]
 
     def with_model(self, share: float) -> Prior:
-        """The same where a depth is a forward of a model that takes ``share`` of the target's.
+        """Return the prior for a small LM whose forward takes ``share`` of the target's.
 
-        It reads what was accepted with the root, in the first depth's forward.
+        The small LM reads the accepted tokens together with the root, in the forward of the first depth.
         """
         a_node = share * self.slopes[2]
         return Prior(self.slopes, (STARTING + share, max(a_node, 0.0005)), (self.rest[0], 0.01))
@@ -51,9 +60,16 @@ PRIORS = {
 
 
 class Slopes:
-    """Positive weights w of y ≈ offset + w·x: recursive least squares that forgets towards its prior.
+    """Positive weights w of y ≈ w·x, by recursive least squares that forgets towards its prior.
 
-    A surprise counts for two deviations at most, so a stall of a second moves the weights no more than a bad round.
+    A residual counts for two standard deviations at most. So a stall of a second moves the weights no more than one
+    slow round.
+
+    Args:
+        prior: weights before the first observation.
+
+    Attributes:
+        weights: the present estimate.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
@@ -67,23 +83,29 @@ class Slopes:
         self._covariance = [row[:] for row in self._prior]
 
     def predict(self, x: Sequence[float]) -> float:
+        """Return w·x."""
         return sum(weight * value for weight, value in zip(self.weights, x))
 
     def learn(self, x: Sequence[float], y: float, noise: float) -> None:
-        """``noise``: standard deviation of y."""
+        """Learn from one observation y with standard deviation ``noise``."""
         spread = [sum(entry * value for entry, value in zip(row, x)) for row in self._covariance]
         variance = sum(entry * value for entry, value in zip(spread, x)) + noise**2
         most = 2.0 * math.sqrt(variance)
-        surprise = min(max(y - self.predict(x), -most), most) / variance
+        residual = min(max(y - self.predict(x), -most), most) / variance
         for i, (row, prior) in enumerate(zip(self._covariance, self._prior)):
-            self.weights[i] = max(self.weights[i] + spread[i] * surprise, self._least[i])
+            self.weights[i] = max(self.weights[i] + spread[i] * residual, self._least[i])
             share = spread[i] / variance
             for j, other in enumerate(spread):
                 row[j] += FORGET * (prior[j] - row[j]) - share * other
 
 
 class Costs:
-    """What rounds cost on this device, in forwards over a single token. ``learns``: from the seconds they took."""
+    """Costs of rounds on this device, in forwards over a single token.
+
+    Args:
+        prior: costs before anything was timed.
+        learns: False: keep to the prior.
+    """
 
     def __init__(self, prior: Prior, learns: bool = True) -> None:
         self.learns = learns
@@ -94,31 +116,44 @@ class Costs:
 
     @property
     def pace(self) -> float | None:
-        """Seconds of a forward over a single token at present; None: nothing was timed yet."""
+        """Present seconds of a forward over a single token; None if nothing was timed."""
         return median(self._paces) if self._paces else None
 
     def forward(self, nodes: int) -> float:
+        """Return C(N): the cost of verifying ``nodes`` nodes of all rows."""
         return 1.0 + self.forward_slopes.predict(_spans(nodes))
 
     def drafting(self, depths: int, expanded: int) -> float:
+        """Return the cost of drafting ``depths`` depths with ``expanded`` expanded nodes over all rows."""
         return self.draft_slopes.predict((depths, expanded))
 
     @property
     def reading(self) -> float:
+        """The cost of the drafter's reading of the accepted tokens."""
         return self.rest_slopes.weights[1]
 
     def rest(self, reads: bool) -> float:
-        """``reads``: the drafter reads what was accepted."""
+        """Return the cost of everything else. ``reads``: whether the drafter reads the accepted tokens."""
         return self.rest_slopes.predict((1.0, float(reads)))
 
     def learn(
         self, nodes: int, forward: float, depths: int, expanded: int, draft: float, rest: float | None, reads: bool
     ) -> None:
-        """A round took these seconds; ``rest`` None: not known. A clock that was set back teaches nothing."""
+        """Learn from one round. Ignore it if the clock was set back.
+
+        Args:
+            nodes: verified nodes of all rows.
+            forward: seconds of the target forward.
+            depths: depths drafted.
+            expanded: expanded nodes of all rows.
+            draft: seconds of drafting.
+            rest: seconds of everything else; None if unknown.
+            reads: whether the drafter read the accepted tokens.
+        """
         if not self.learns or min(forward, draft, rest or 1.0) <= 0.0:
             return
         expected = self.forward(nodes)
-        own = forward / expected  # whatever slows the machine down in this round slows all its parts
+        own = forward / expected  # a busy machine slows all parts of a round alike
         self._paces.append(own)
         pace = median(self._paces)
         self.forward_slopes.learn(_spans(nodes), forward / pace - 1.0, NOISE * expected)
@@ -130,20 +165,26 @@ class Costs:
 
 
 def _spans(nodes: int) -> list[float]:
-    """How far ``nodes`` reach into each stretch between KNOTS."""
+    """Return how many of ``nodes`` lie in each interval between KNOTS."""
     ends = (*KNOTS[1:], math.inf)
     return [max(min(nodes, end) - start, 0.0) for start, end in zip(KNOTS, ends)]
 
 
 class Curve:
-    """Chance that a draft is accepted, given that the draft above it was, by the drafter's own chance q of it.
+    """Calibration: the chance that a draft is accepted if its parent was, from the drafter's probability q.
 
-    f(q) = r · q·e^t / (1 + q·(e^t - 1)), t the law's tilt (0 but for the likeliest sibling) and r = drafts accepted /
-    drafts expected among those of about this q, depth (1 or more) and place among siblings (first or not), and among
-    the text's last ones. Both begin as if some had been seen that behaved as expected.
+        g(q) = r · q·e^t / (1 + q·(e^t - 1))
 
-    A draft that was sampled from q is accepted with min(1, p/q) under the exact test, however small q is: where
-    ``sampled``, (1 + q)/2 stands for q in f.
+    Here t is the law's tilt, or 0 for all but the likeliest sibling. The ratio r is accepted drafts over expected ones.
+    It is a product of two ratios, each with a weak prior of 1. One counts drafts of similar q, the same depth class (1,
+    or more) and the same rank class (first sibling, or not). The other counts the text's last drafts.
+
+    Under the exact test a draft sampled from q is accepted with probability min(1, p/q), however small q is. So where
+    drafts are sampled, (1 + q)/2 replaces q.
+
+    Args:
+        tilt: t, in nats.
+        sampled: whether drafts are sampled from q.
     """
 
     def __init__(self, tilt: float = 0.0, sampled: bool = False) -> None:
@@ -154,24 +195,32 @@ class Curve:
         self.begin_text()
 
     def begin_text(self) -> None:
+        """Reset the ratio of the text's last drafts."""
         self._text = Rate(0.5, 0.5, TEXT_MEMORY)
 
     def chance(self, log_q: float, depth: int, first: bool) -> float:
-        """``depth`` of the draft, from 1; ``first``: it is the likeliest of its siblings."""
-        if not self._says(log_q):
+        """Return g(q).
+
+        Args:
+            log_q: ln q of the draft, given its parent.
+            depth: of the draft, from 1.
+            first: whether the draft is the likeliest of its siblings.
+        """
+        if not self._counts(log_q):
             return 0.0
         ratio = self._ratios[self._bin(log_q, depth, first)] * self._text.value
         return min(self._expected(log_q, first) * ratio, CERTAIN)
 
     def learn(self, log_q: float, depth: int, first: bool, accepted: bool) -> None:
-        if self._says(log_q):
+        """Learn whether a draft whose parent was accepted was ``accepted``. Other arguments as of :meth:`chance`."""
+        if self._counts(log_q):
             place, expected = self._bin(log_q, depth, first), self._expected(log_q, first)
             self._text.learn(accepted, min(expected * self._ratios[place], 1.0))
             self._seen[place].learn(accepted, expected)
             self._ratios[place] = self._seen[place].value
 
-    def _says(self, log_q: float) -> bool:
-        return log_q > (-math.inf if self._sampled else LEAST)  # NaN is not
+    def _counts(self, log_q: float) -> bool:
+        return log_q > (-math.inf if self._sampled else LEAST)  # False for NaN
 
     def _expected(self, log_q: float, first: bool) -> float:
         q = (1.0 + math.exp(log_q)) / 2 if self._sampled else math.exp(log_q)
@@ -184,32 +233,42 @@ class Curve:
 
 
 class Rate:
-    """A ratio of sums, of about the last ``memory`` rounds. It begins as if so many rounds had given these numbers."""
+    """A ratio of two sums that fade.
+
+    Args:
+        over: the numerator's prior, per observation.
+        under: the denominator's.
+        memory: observations after which the sums have faded to 1/e, and the weight of the prior.
+    """
 
     def __init__(self, over: float, under: float, memory: float) -> None:
         self.over, self.under, self.memory = over * memory, under * memory, memory
 
     @property
     def value(self) -> float:
+        """The present ratio."""
         return self.over / self.under
 
     def learn(self, over: float, under: float) -> None:
+        """Add one observation to both sums."""
         self.over += over - self.over / self.memory
         self.under += under - self.under / self.memory
 
     def recent(self, memory: float) -> Rate:
-        """A ratio that begins with this one's value and forgets faster."""
+        """Return a ratio with this value as its prior and another memory."""
         return Rate(self.over / self.memory, self.under / self.memory, memory)
 
 
 @dataclass
 class Trees:
-    """Trees that were chosen round by round, added up.
+    """Totals over trees that were chosen round by round.
 
     Attributes:
-        nodes: of a row's tree, the root included, round by round.
-        tokens, expected_tokens: emitted in these rounds, and what was expected.
-        seconds, expected_seconds: that they took, and what was expected; the latter 0 where no clock is read.
+        nodes: of one row's tree in every round, the root included.
+        tokens: emitted.
+        expected_tokens: expected before verification.
+        seconds: that the rounds took.
+        expected_seconds: expected before verification; 0 if no clock is read.
     """
 
     nodes: list[int] = field(default_factory=list)
@@ -219,10 +278,78 @@ class Trees:
     expected_seconds: float = 0.0
 
     def add(self, other: Trees) -> None:
+        """Add the totals of ``other``."""
         self.nodes += other.nodes
         for name in ("tokens", "expected_tokens", "seconds", "expected_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def to_dict(self) -> dict[str, Any]:
-        """For records: rounds by number of nodes."""
+        """Return a record, with ``nodes`` as the number of rounds by tree size."""
         return {**asdict(self), "nodes": {str(nodes): count for nodes, count in sorted(Counter(self.nodes).items())}}
+
+
+class LawKind(NamedTuple):
+    """How the drafts of a request are verified.
+
+    Attributes:
+        tilt: nats that the law gives for an accepted draft, as in :class:`DraftRequest`.
+        name: of the rule. Requests with the same name and tilt share what they learn.
+        sampled: whether the drafts are a chain sampled from q.
+    """
+
+    tilt: float = 0.0
+    name: str = ""
+    sampled: bool = False
+
+
+class Knowledge:
+    """Estimates for one law and one batch size.
+
+    Attributes:
+        costs: of rounds.
+        curve: calibration of the drafter's probabilities.
+        rate: tokens per unit of cost.
+        reach_ratio: rows that reached expanded nodes, per row that was expected to.
+        accept_rate: rows that accepted a child of an expanded node, per row that reached one.
+        trials: trial rounds so far.
+        pause: rounds since the last drafted one.
+        retry: length of the pause after which drafting is tried again, in rounds.
+    """
+
+    def __init__(self, costs: Costs, batch: int, law: LawKind) -> None:
+        self.costs, self.curve = costs, Curve(law.tilt, law.sampled)
+        self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
+        self.reach_ratio = Rate(1.0, 1.0, DEPTH_MEMORY)
+        self.accept_rate = Rate(0.6, 1.0, DEPTH_MEMORY)
+        self.trials = self.pause = 0
+        self.retry = RETRY
+
+
+class AutoMemory:
+    """What a drafter's requests have learned about rounds.
+
+    Args:
+        device: type of the device, such as "cpu".
+        clock: returns seconds.
+        prior: assumed costs of a round (default: a draft head's on this device).
+
+    Attributes:
+        reads_scores: whether the host reads the scores of every depth to choose the next one. Only on a CPU, because
+            elsewhere each read would sync with the device.
+    """
+
+    def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter, prior: Prior | None = None) -> None:
+        self.prior = prior or PRIORS.get(device, PRIORS["cuda"])
+        self.reads_scores = device == "cpu"
+        self.clock = clock
+        self._costs: dict[int, Costs] = {}
+        self._known: dict[tuple[int, LawKind], Knowledge] = {}
+
+    def knowledge(self, batch: int, law: LawKind) -> Knowledge:
+        """Return the estimates of earlier requests with a similar batch and law. The caller updates them in place."""
+        size = batch.bit_length()
+        costs = self._costs.setdefault(size, Costs(self.prior))
+        key = size, law._replace(tilt=round(4 * min(law.tilt, 4.0)))
+        if key not in self._known:
+            self._known[key] = Knowledge(costs, batch, law)
+        return self._known[key]

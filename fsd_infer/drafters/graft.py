@@ -1,4 +1,4 @@
-"""The union of two drafters' trees under one budget of nodes."""
+"""Merge the trees of two drafters under one limit of nodes."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from fsd_infer.tree import DraftTree
 @cache
 def _warn_sampled(name: str) -> None:
     warnings.warn(
-        f"{name} samples its drafts at temperature above 0, and a sampled chain takes no graft: it drafts alone.",
+        f"{name} samples its drafts at temperatures above 0. Sampled drafts cannot be merged, so the main drafter "
+        "drafts alone.",
         stacklevel=2,
     )
 
 
 @DRAFTERS.register("graft")
 class GraftedDrafter(Drafter):
-    """Two drafters' trees merged, the best nodes of both kept. By name: "X+memory", X any drafter's name.
+    """A drafter that merges the trees of two drafters and keeps the best nodes. Named "X+memory", for any drafter X.
 
-    A side node whose path of tokens is in the main tree is the same node. The chance of a step that both propose is
-    1 - (1 - a)(1 - b), as if they erred independently; the chances of siblings are scaled down where they add up to
-    more than 1. A node's score is the sum of its path's log chances. The ``nodes`` that are visited most likely are
-    kept (:mod:`fsd_infer.drafters.visits`), which always form a tree.
+    **Merging.** A side node whose path of tokens exists in the main tree is the same node. If both propose a step, with
+    chances a and b, its chance is 1 - (1 - a)(1 - b), as if the drafters erred independently. Chances of siblings are
+    scaled down if they add up to more than 1. A node's score is the sum of the log chances on its path. The nodes with
+    the likeliest visits are kept (:mod:`fsd_infer.drafters.visits`). They form a tree.
 
-    Rules: the exact rule's law is the target's, as on any deterministic tree. Nodes that only ``side`` proposed have no
-    q: every gate is closed there. A node of ``main`` keeps its q, hence its gate, as long as the child that ``main``
-    likes best is among the kept ones, as it is in every tree of ``main`` alone. The law of `fuzzy` there is p(. | C)
-    with C all kept children, grafted ones too: they only add to p(C), so the law comes closer to p and less is spent.
-    Without the favourite, C could hold nothing but a grafted token that both models find unlikely, and a gate that
-    opens because the models agree would force it; so q is dropped and the gate stays closed.
+    **Rules.** Under the exact rule the law is p, as on any deterministic tree. Nodes that only ``side`` proposes have
+    no q, so gates stay closed there. A node of ``main`` keeps its q if its likeliest child under ``main`` is kept. The
+    law of `fuzzy` at an open gate is p(· | C), where C holds all kept children. Grafted children raise p(C), so the law
+    comes closer to p and spends less. Without the likeliest child, C could be a grafted token that both models find
+    unlikely. A gate that opens because the models agree would force that token. So the node loses its q, and its gate
+    stays closed.
 
-    A drafter that samples its chain (a small LM at temperature above 0) drafts alone there: a second child has no place
-    in the exact test of a sampled draft.
+    **Sampled chains.** The exact test of a sampled draft allows no second child. So a small LM at temperatures above 0
+    drafts alone.
 
     Args:
-        main: the drafter whose distributions are used.
-        side: what is grafted on; its distributions are not used.
-        nodes: nodes verified per round, the root included; default as many as ``main`` has alone.
+        main: the drafter whose distributions q are kept.
+        side: the drafter whose nodes are merged into the tree of ``main``, without its q.
+        nodes: nodes verified per round, the root included (default: those of ``main``).
 
     Raises:
         FsdError: fewer than 2 nodes.
@@ -59,7 +60,7 @@ class GraftedDrafter(Drafter):
         self.main, self.side = main, side
         self.nodes = main.max_nodes if nodes is None else nodes
         if self.nodes < 2:
-            raise FsdError(f"a grafted tree needs nodes >= 2, got {self.nodes}: give nodes.")
+            raise FsdError(f"a grafted tree needs at least 2 nodes, got {self.nodes}. Give nodes.")
         self.name = f"{main.name}+{side.name}"
         self.target = main.target
 
@@ -73,7 +74,7 @@ class GraftedDrafter(Drafter):
 
     @property
     def max_nodes(self) -> int:
-        return max(self.nodes, self.main.max_nodes)  # main's own tree where it samples
+        return max(self.nodes, self.main.max_nodes)  # a sampled chain of main is kept whole
 
     @property
     def max_depth(self) -> int:
@@ -84,9 +85,11 @@ class GraftedDrafter(Drafter):
 
     def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
         main = self.main.for_batch(batch, tilt)
-        if main is self.main or isinstance(main, NoDrafter):  # where one tree does not pay, two do not either
-            return self if main is self.main else main
-        more = max(self.nodes - self.main.max_nodes, 0)  # room that the side has to itself
+        if main is self.main:
+            return self
+        if isinstance(main, NoDrafter):  # if one tree does not pay, two do not either
+            return main
+        more = max(self.nodes - self.main.max_nodes, 0)  # nodes reserved for the side
         return GraftedDrafter(main, self.side, min(max(self.nodes, main.max_nodes), main.max_nodes + more))
 
     def describe(self) -> dict[str, Any]:
@@ -95,7 +98,7 @@ class GraftedDrafter(Drafter):
 
 
 class GraftedSession(DraftSession):
-    """A session of each."""
+    """A session of both drafters."""
 
     def __init__(self, drafter: GraftedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.tilt, self.auto = drafter, request.tilt, request.auto
@@ -132,7 +135,7 @@ class GraftedSession(DraftSession):
         if self.auto is not None:
             return kept_of(union, main, self.auto.keep(union))
         nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes)
-        if nodes.device.type == "cpu":  # no row needs the rest; elsewhere a look would cost more than padding
+        if nodes.device.type == "cpu":  # drop padding; on other devices a sync would cost more than it
             nodes = nodes[:, : 1 + int(union.is_draft.sum(1).max())]
         return kept_of(union, main, nodes)
 
@@ -142,13 +145,18 @@ class GraftedSession(DraftSession):
 
 
 def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> DraftTree:
-    """All nodes of two trees of the same roots, neither of them sampled; see :class:`GraftedDrafter`.
+    """Return all nodes of two trees with the same roots, as :class:`GraftedDrafter` merges them.
 
-    First come those of ``main``, then those of ``side``. What is in ``main`` too is padding there.
+    The nodes of ``main`` come first, then those of ``side``. Nodes of ``side`` that are in ``main`` are padding.
 
     Args:
-        depth: no node lies deeper.
-        mains: drafters that ``main`` comes from.
+        main: a tree that is not sampled, [B, N].
+        side: a tree that is not sampled, [B, M].
+        depth: at least that of the deepest node.
+        mains: number of drafters that propose nodes of ``main``.
+
+    Returns:
+        The union, [B, N + M - 1].
     """
     found = ops.tree_union(_parts(main), _parts(side), mains) or _union_in_torch(main, side, depth, mains)
     tokens, parents, scores, proposers = found
@@ -162,7 +170,7 @@ def _parts(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 
 
 def _union_in_torch(main: DraftTree, side: DraftTree, depth: int, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, parents, scores and proposers of the union: the form of :func:`union_of` for every device."""
+    """Compute :func:`union_of` on any device: tokens, parents, scores and proposers."""
     place, shared = _places(main, side, depth)
     parents = torch.cat([main.parents, place.gather(1, side.parents)[:, 1:]], 1)
     of_side = _chances(side)
@@ -178,7 +186,13 @@ def _union_in_torch(main: DraftTree, side: DraftTree, depth: int, mains: int) ->
 
 
 def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
-    """These nodes [B, K] of a union; without q where they lack the child that ``main`` likes best."""
+    """Return the tree of some nodes of a union. A node loses its q if its likeliest child under ``main`` is dropped.
+
+    Args:
+        union: from :func:`union_of`.
+        main: the main tree.
+        nodes: [B, K] node numbers of the union, as for :meth:`DraftTree.keep`.
+    """
     kept = torch.zeros_like(union.parents, dtype=torch.bool).scatter(1, nodes, True)
     first = main.first_choices
     has_first = kept.gather(1, first.clamp_min(0)) & (first >= 0)
@@ -188,18 +202,18 @@ def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
 
 
 def _chances(tree: DraftTree) -> Tensor:
-    """[B, N] of each node given its parent; 0 at padding."""
+    """Return each node's chance given its parent: [B, N], 0 at padding."""
     return (tree.scores - tree.scores.gather(1, tree.parents)).clamp_max(0.0).exp()
 
 
 def _places(main: DraftTree, side: DraftTree, depth: int) -> tuple[Tensor, Tensor]:
-    """[B, M] where each node of ``side`` is in the union, and whether it is a node of ``main``: its path is there."""
+    """Return each side node's place in the union and whether it is a node of ``main``: [B, M] each."""
     count, others = main.parents.shape[1], side.parents.shape[1]
     same = (main.tokens[:, :, None] == side.tokens[:, None]) & main.is_draft[:, :, None] & side.is_draft[:, None]
     same[:, 0, 0] = True
-    # a pair of nodes is one node if their tokens are the same, and so are the parents'
+    # Two nodes are one if their tokens are equal and their parents are one.
     same, above = same.flatten(1), (main.parents[:, :, None] * others + side.parents[:, None]).flatten(1)
-    for _ in range(depth.bit_length()):  # each time twice as much of the paths is compared
+    for _ in range(depth.bit_length()):  # each pass doubles the compared part of the paths
         same, above = same & same.gather(1, above), above.gather(1, above)
     shared, place = same.view(-1, count, others).int().max(1)
     own = torch.arange(count - 1, count - 1 + others, device=place.device)

@@ -1,12 +1,12 @@
-"""Growing dynamic trees (EAGLE-2, arXiv 2406.16858) with a model that has a key-value cache: a head, or a small LM.
+"""Grow dynamic trees (EAGLE-2, arXiv 2406.16858) with a model that has a KV cache: a draft head or a small LM.
 
-At each depth the ``width`` nodes with the highest cumulative log q are expanded, ``width`` children each; at the
-end the ``nodes`` of all candidates are kept that are visited most likely: those with the highest cumulative log q, or,
-under a law that favours drafts, as :mod:`fsd_infer.drafters.visits` computes. A child's score never exceeds its
-parent's, so they always form a connected tree.
+Each depth expands the ``width`` nodes with the highest cumulative log q and gives each ``width`` children. At the end
+the ``nodes`` candidates that a walk visits most likely are kept. Under the exact rule these have the highest cumulative
+log q. :mod:`fsd_infer.drafters.visits` computes them under a law that favours drafts. A child's score never exceeds its
+parent's, so the kept nodes form a connected tree.
 
-Drafting may stop before the last depth (``TreeShape.stop_below``). Whether it does is, like the tree itself, a function
-of the context, so no rule's law changes.
+Drafting may stop before the last depth (``TreeShape.stop_below``). This decision and the tree are functions of the
+context, so no rule's law changes.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from fsd_infer.tree import DraftTree
 
 
 class TreeDrafter(Drafter):
-    """Its model grows trees of a shape, or trees that are chosen round by round.
+    """A drafter whose model grows trees, of a fixed shape or chosen round by round.
 
     Args:
-        target: what it drafts for.
-        vocabulary: entries of its distributions.
-        shape: tree options; defaults by device (:data:`DEFAULT_SHAPES`, for laws that favour drafts
-            :data:`TILTED_SHAPES` or :data:`LITTLE_TILT_SHAPES`).
+        target: the model to draft for.
+        vocabulary: number of entries of the drafter's distributions.
+        shape: tree options. The default depends on the device (:data:`DEFAULT_SHAPES`) and, for laws that favour
+            drafts, on their tilt (:data:`TILTED_SHAPES`, :data:`LITTLE_TILT_SHAPES`).
 
     Attributes:
-        by_default: no shape was given.
-        largest: by device, what trees are chosen within.
+        by_default: whether the shape is the default.
+        largest: by device, the largest shape within which trees are chosen round by round.
     """
 
     target: Target
@@ -63,11 +63,11 @@ class TreeDrafter(Drafter):
         self.shape = self._within(shape or of_device(DEFAULT_SHAPES, target.device))
 
     def _within(self, shape: TreeShape) -> TreeShape:
-        """No node has more children than the vocabulary has entries."""
+        """Return the shape with at most as many children per node as the vocabulary has entries."""
         return replace(shape, width=min(shape.width, self.vocabulary))
 
     def reshaped(self, shape: TreeShape) -> Self:
-        """The same drafter with another tree; nothing is copied."""
+        """Return this drafter with another fixed shape. Both share their weights."""
         made = copy(self)
         made.shape = self._within(shape)
         made.by_default, made.auto = False, None
@@ -89,16 +89,16 @@ class TreeDrafter(Drafter):
 
     @property
     def prior(self) -> Prior:
-        """What a round is taken to cost before anything was timed."""
+        """Costs of a round that are assumed before anything was timed."""
         return of_device(PRIORS, self.target.device)
 
     def slots(self, longest: int) -> int:
-        """Slots for texts of up to ``longest`` tokens and for what is expanded after them."""
+        """Return the cache slots per row for texts of up to ``longest`` tokens and the nodes expanded after them."""
         return longest + max(1, (self.shape.depth - 1) * self.shape.width)
 
     @abstractmethod
     def new_cache(self, batch: int, slots: int) -> SlotCache:
-        """Its model's own empty key-value cache, with room for ``slots`` tokens per row."""
+        """Return an empty KV cache of the drafter's model with ``slots`` slots per row."""
 
     def describe(self) -> dict[str, Any]:
         stop = {"stop_below": self.shape.stop_below} if self.shape.stop_below else {}
@@ -106,9 +106,17 @@ class TreeDrafter(Drafter):
 
 
 class TreeSession(DraftSession):
-    """Holds the cache: the text's tokens lie in slots of their own numbers, expanded nodes after them, depth by depth.
+    """A session with a KV cache. Text token i occupies slot i, and expanded nodes follow the text, depth by depth.
 
-    ``lengths`` [B], on the CPU, counts the text's slots, the root's included.
+    Args:
+        drafter: whose model grows the trees.
+        request: as for :meth:`Drafter.start`.
+        device: of the drafter's model.
+
+    Attributes:
+        lengths: [B] slots of each row's text, the root's included, on the CPU.
+        width: children of an expanded node.
+        reads_scores: whether the host reads every depth's scores to choose which nodes to expand.
     """
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest, device: torch.device) -> None:
@@ -116,8 +124,8 @@ class TreeSession(DraftSession):
         self.cache = drafter.new_cache(request.batch, drafter.slots(request.slots))
         self.tilt, self.auto = request.tilt, request.auto
         self.lengths = torch.zeros(request.batch, dtype=torch.long)
-        self.width = drafter.shape.width  # children of an expanded node
-        self.looks = self.auto is not None and self.auto.looks  # at each depth, to choose what is expanded
+        self.width = drafter.shape.width
+        self.reads_scores = self.auto is not None and self.auto.reads_scores
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
 
     def select(self, rows: Tensor) -> None:
@@ -126,33 +134,35 @@ class TreeSession(DraftSession):
 
     @abstractmethod
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Read the nodes that are expanded next; the cache knows their slots.
+        """Run the model on the nodes to expand. The cache already has their slots.
 
         Args:
-            tokens, positions: [B, E].
-            parents: [B, E] their parents' places among the nodes that were read before, or 0: the root.
-            visible: [B, E, S] bool, slot s may be attended by node i.
+            tokens: [B, E].
+            parents: [B, E] places of their parents among the nodes of the previous call; 0, the root, at first.
+            positions: [B, E].
+            visible: [B, E, S] bool; whether node i attends to slot s.
 
         Returns:
-            logits [B, E, Vd] of their children.
+            [B, E, Vd] logits of their children.
         """
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [B, E, Vd] -> (ln q [B, E, width], falling; entries of the vocabulary): the children proposed."""
+        """Propose children from logits [B, E, Vd]: ln q [B, E, width], falling, and entries of the vocabulary."""
         return ops.likeliest(logits, self.width)
 
     def _grow(self, roots: Tensor, logits: Tensor, ids: Tensor | None, depth: int) -> DraftTree:
-        """All candidates, depth by depth, at most ``depth`` deep.
+        """Return the tree of all candidates.
 
         Args:
-            roots: [B]
-            logits: [B, 1, Vd] at the roots, which were read.
-            ids: [Vd] what they are about.
+            roots: [B] tokens.
+            logits: [B, 1, Vd] at the roots.
+            ids: [Vd] target id of each entry; None if Vd = V.
+            depth: of the deepest candidates.
         """
         batch, device = len(self.lengths), self.device
-        expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # node numbers; the root is node 0
-        path_scores = self._visits = torch.zeros(batch, 1, device=device)  # their cumulative log q
-        sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # expanded nodes each of them descends from
+        expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # [B, E] node numbers; the root is node 0
+        path_scores = self._visits = torch.zeros(batch, 1, device=device)  # [B, E] their cumulative log q
+        sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, E, n] which expanded nodes lie above
         tokens, parents, scores = [roots[:, None]], [expanded], [path_scores]  # of each depth
         all_expanded, all_logits, count = [expanded], [logits], 1
         for level in range(1, depth + 1):
@@ -162,12 +172,12 @@ class TreeSession(DraftSession):
             tokens.append(drafts)
             parents.append(expanded[..., None].expand_as(log_q).flatten(1))
             scores.append(sums)
-            best = None if level == depth else self._frontier(log_q, sums)
+            best = None if level == depth else self._frontier(log_q, sums)  # [B, E'] places among the candidates
             if best is None:
                 break
             path_scores = sums.gather(1, best)
             own = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
-            above = best // self.width  # which of the E expanded nodes each frontier node hangs under
+            above = best // self.width  # place of each node's parent among the E expanded nodes
             sees = torch.cat([at_nodes(sees, above), own], dim=-1)
             logits = self._expand(drafts.gather(1, best), above, sees, level)
             expanded = count + best
@@ -182,32 +192,35 @@ class TreeSession(DraftSession):
         )
 
     def _frontier(self, log_q: Tensor, sums: Tensor) -> Tensor | None:
-        """Places [B, E'] of the candidates that are expanded next; None where drafting stops.
+        """Choose the candidates to expand next.
 
         Args:
-            log_q: [B, E, w] ln q of the candidates, the likeliest of each node first.
-            sums: [B, E * w] cumulative.
+            log_q: [B, E, w] ln q of the candidates, falling along w.
+            sums: [B, E · w] their cumulative log q.
+
+        Returns:
+            [B, E'] places among a row's E · w candidates; None if drafting stops.
         """
-        if self.auto is not None and self.looks:
+        if self.auto is not None and self.reads_scores:
             return self.auto.expand(log_q)
         best = sums.topk(self.width, dim=-1).indices
         if self.shape.stop_below:
             steps = self._visits[..., None] + tilted(log_q, self.tilt)
             self._visits = steps.flatten(1).gather(1, best)
-            if float(self._visits.exp().sum(-1).max()) < self.shape.stop_below:  # waits for the device
+            if float(self._visits.exp().sum(-1).max()) < self.shape.stop_below:  # syncs with the device
                 return None
         if self.auto is not None:
-            self.auto.count(best.shape[1])
+            self.auto.count_depth(best.shape[1])
         return best
 
-    def _best(self, tree: DraftTree) -> DraftTree:
-        """The candidates that are worth their verification."""
+    def _pruned(self, tree: DraftTree) -> DraftTree:
+        """Keep the candidates to verify."""
         if self.auto is not None:
             return tree.keep(self.auto.keep(tree))
         return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.tilt, self.shape.max_nodes))
 
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
-        """Run the model on one frontier [B, E]; its keys go after the text and after earlier frontiers."""
+        """Run the model on nodes [B, E]. Their keys follow those of the text and of earlier depths."""
         slots = self.lengths[:, None] + torch.arange(sees.shape[2] - tokens.shape[1], sees.shape[2])
         positions = (self.lengths + depth - 1)[:, None].expand_as(slots)
         first, visible = int(slots[0, 0]), visible_slots(self.lengths, sees)

@@ -1,7 +1,8 @@
-"""Drafters made of the target itself, without training (as SWIFT, arXiv 2410.06916, and QuantSpec, 2502.10424, do).
+"""Small models made from the target's own weights, without training, as in SWIFT (arXiv 2410.06916) and QuantSpec
+(2502.10424).
 
-"self:layers=0-9,20-29" is the target with these decoder layers alone, "self:bits=3" the target with linear weights
-rounded to three bits, "self:layers=0-9,20-29:bits=3" both.
+"self:layers=0-9,20-29" is the target with these decoder layers only. "self:bits=3" is the target with linear weights
+rounded to three bits. "self:layers=0-9,20-29:bits=3" is both.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _FORM = "write self:layers=0-9,20-29, self:bits=3 or self:layers=0-9,20-29:bits=
 
 @dataclass(frozen=True)
 class Itself:
-    """What of the target is left.
+    """How a small model is made from the target.
 
     Attributes:
-        layers: numbers of its decoder layers, None: all.
-        bits: of the linear weights in them, None: as they are.
+        layers: indices of the decoder layers to keep; None: all.
+        bits: to which linear weights in these layers are rounded; None: not rounded.
     """
 
     layers: tuple[int, ...] | None = None
@@ -32,31 +33,36 @@ class Itself:
 
     @classmethod
     def parse(cls, name: str) -> Itself:
-        """ "self:..." as a value. Raises FsdError."""
+        """Parse a name that begins with "self:". Raises FsdError for a malformed one."""
         options: dict[str, str] = {}
         for part in name.removeprefix(PREFIX).split(":"):
             key, _, value = part.partition("=")
             if key not in ("layers", "bits") or not value or key in options:
-                raise FsdError(f"{name}: {part!r} says nothing about the target: {_FORM}.")
+                raise FsdError(f"{name}: cannot use {part!r}; {_FORM}.")
             options[key] = value
         bits = None if "bits" not in options else read_int(options["bits"])
         if "bits" in options and (bits is None or not 2 <= bits <= 8):
-            raise FsdError(f"{name}: bits is a whole number from 2 to 8.")
+            raise FsdError(f"{name}: bits must be a whole number from 2 to 8.")
         return cls(_numbers(name, options["layers"]) if "layers" in options else None, bits)
 
     def of(self, target: Target, name: str) -> Target:
-        """The small model, called ``name``. Raises FsdError, ModelLoadError."""
+        """Return the small model under the name ``name``.
+
+        Raises:
+            FsdError: a layer that the target lacks.
+            ModelLoadError: a target whose layers cannot be left out or whose weights cannot be rounded.
+        """
         made = target if self.layers is None else with_layers(target, self.layers, name)
         return made if self.bits is None else with_rounded_weights(made, self.bits, name)
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
-    """ "0-9,20-29" -> 0, ..., 9, 20, ..., 29."""
+    """Parse "0-9,20-29" to layers 0 to 9 and 20 to 29."""
     numbers: list[int] = []
     for part in text.split(","):
         ends = [read_int(end) for end in part.split("-")]
         if None in ends or not 1 <= len(ends) <= 2 or not 0 <= ends[0] <= ends[-1] < MOST_LAYERS:  # type: ignore[operator]
-            raise FsdError(f"{name}: {part!r} is no layer and no range of layers: {_FORM}.")
+            raise FsdError(f"{name}: {part!r} is neither a layer nor a range of layers; {_FORM}.")
         numbers += range(ends[0], ends[-1] + 1)  # type: ignore[operator, arg-type]
     if numbers != sorted(set(numbers)):
         raise FsdError(f"{name}: give each layer once and in ascending order.")
@@ -64,7 +70,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def spelled(layers: tuple[int, ...]) -> str:
-    """0, 1, 2, 5 -> "self:layers=0-2,5"."""
+    """Return the name for these layers, such as "self:layers=0-2,5" for 0, 1, 2 and 5."""
     runs: list[list[int]] = []
     for number in layers:
         if runs and number == runs[-1][1] + 1:

@@ -1,6 +1,7 @@
-"""Drafting with an independent small causal LM of the same vocabulary (Leviathan et al., arXiv 2211.17192).
+"""Draft with an independent small causal LM of the same vocabulary (Leviathan et al., arXiv 2211.17192).
 
-At temperature 0 it grows trees as a head does (:mod:`fsd_infer.drafters.growth`), above it samples a chain.
+At temperature 0 the small LM grows trees as a draft head does (:mod:`fsd_infer.drafters.growth`). Above, it samples a
+chain.
 """
 
 from __future__ import annotations
@@ -28,32 +29,37 @@ from fsd_infer.tree import DraftTree
 
 @cache
 def warn_context(name: str, limit: int) -> None:
-    """Says once per small model that a text is too long for it."""
+    """Warn once per small LM that a text is too long for it.
+
+    Args:
+        name: of the small LM.
+        limit: length of its context, in tokens.
+    """
     warnings.warn(
-        f"drafter {name} has a context of {limit} tokens, shorter than the text: from there on it drafts nothing. Use "
-        "a small model with a longer context, or a head.",
+        f"the text is longer than the context of drafter {name} ({limit} tokens), which drafts nothing from there on. "
+        "Use a small model with a longer context, or a draft head.",
         stacklevel=2,
     )
 
 
 @DRAFTERS.register("lm")
 class LMDrafter(TreeDrafter):
-    """A small LM: a tree per round at temperature 0, above it a chain that is sampled from q.
+    """A small LM that drafts a tree at temperature 0, and above a chain sampled from q.
 
-    A chain is as deep as the tree would be, or ends where the small model gives what it has drafted less than
-    ``stop_below``, or where a choice of trees says so: by the past and by the drafts so far, hence by the context
-    alone, and no rule's law changes (:mod:`fsd_infer.drafters.auto`).
+    A chain is as deep as the tree would be. It ends earlier where the small LM's probability of the whole chain falls
+    below ``stop_below``, or where ``tree="auto"`` ends it. Both depend on the past and the drafts so far only, so no
+    rule's law changes (:mod:`fsd_infer.drafters.auto`).
 
-    Where the small model's own context ends, drafting does, with one warning. In a batch it goes on as long as any row
-    is within it; the other rows' nodes are then without q, so that no gate opens there.
+    Drafting ends where the small LM's context ends, with one warning. In a batch it goes on while any row is within the
+    context. The nodes of longer rows then have no q, so gates stay closed there.
 
     Args:
-        model: the small model.
-        target: the model it drafts for.
-        shape: see :class:`TreeDrafter`; :meth:`TreeShape.chain` makes a chain at temperature 0 too.
+        model: the small LM.
+        target: the model to draft for.
+        shape: see :class:`TreeDrafter`. :meth:`TreeShape.chain` drafts chains at temperature 0 too.
 
     Raises:
-        VocabularyMismatchError: the tokenizers differ (or, without tokenizers, the widths of the logits).
+        VocabularyMismatchError: the tokenizers differ, or, without tokenizers, the widths of the logits.
     """
 
     name = "lm"
@@ -94,10 +100,14 @@ class LMDrafter(TreeDrafter):
 
 
 class LMSession(TreeSession):
-    """``cached`` [B] counts what the small model has read of the texts. It and the texts are on the CPU.
+    """A session that keeps the texts, because the small LM reads tokens instead of features.
 
-    Of the nodes that were expanded the text may go through some: on a CPU, their keys and values are moved to their
-    final slots. Elsewhere it is cheaper to read them again than to find out which.
+    The accepted path often runs through expanded nodes. On a CPU their keys and values are moved to their final slots.
+    On other devices it is cheaper to read these tokens again than to find the nodes.
+
+    Attributes:
+        text: [B, S] token ids, on the CPU.
+        cached: [B] tokens of each text that the KV cache holds, on the CPU.
     """
 
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
@@ -108,22 +118,22 @@ class LMSession(TreeSession):
         self.lengths = torch.ones(request.batch, dtype=torch.long)
         self.cached = torch.zeros_like(self.lengths)
         if not request.greedy:
-            self.width, self.looks = 1, self.auto is not None
+            self.width, self.reads_scores = 1, self.auto is not None
         self._expanded = [_Expanded() for _ in range(request.batch)]
-        self._q_scores: list[Tensor] = []  # [B, 1, V] from which a chain's drafts were sampled
-        self._positions: list[Tensor] = []  # [B, E] of the expanded nodes, where the model's windows need them
+        self._q_scores: list[Tensor] = []  # [B, 1, V] of each depth, from which a chain's drafts were sampled
+        self._positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if layers have windows
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         rows, columns = torch.nonzero(torch.arange(tokens.shape[1]) < counts[:, None], as_tuple=True)
         self.text[rows, self.lengths[rows] + columns] = tokens[rows, columns]
         self._keep_expanded(tokens, counts)
         self.lengths = self.lengths + counts
-        self.cached = torch.minimum(self.cached, self.lengths - 1)  # the root is always read again
-        if self._unread > self.shape.depth and (self.auto is None or not self.auto.idle):
-            self._read(self.lengths - 1)  # a prompt: no part of a draft
+        self.cached = torch.minimum(self.cached, self.lengths - 1)  # draft() reads the root
+        if self._unread > self.shape.depth and (self.auto is None or not self.auto.paused):
+            self._read(self.lengths - 1)  # a prompt, whose time is not a draft's
 
     def _keep_expanded(self, tokens: Tensor, counts: Tensor) -> None:
-        """Move keys and values of the expanded nodes that the text goes on with, new tokens [B, K], into place."""
+        """Move keys and values of the expanded nodes on the path of the new tokens [B, K] to their final slots."""
         final = self.lengths[:, None] + torch.arange(tokens.shape[1])
         slots = final.clone()
         for row, (known, text, count) in enumerate(zip(self._expanded, tokens.tolist(), counts.tolist())):
@@ -136,24 +146,24 @@ class LMSession(TreeSession):
 
     @property
     def _unread(self) -> int:
-        """Tokens of a text that are to be read, but for its last."""
+        """Most tokens of any text that are not in the cache, the last token excluded."""
         return int((self.lengths - self.cached).max()) - 1
 
     def draft(self, roots: Tensor) -> DraftTree:
         reach = self._reach()
         depth = int(reach.max())
         on_device = to_device(roots, self.device)
-        if depth < 1 or self.auto is not None and not self.auto.expands():
+        if depth < 1 or self.auto is not None and not self.auto.expands_root():
             return DraftTree.root_only(on_device, self.drafter.vocabulary)
         self._q_scores, self._positions = [], []
         tree = self._grow(on_device, self._read(self.lengths), None, depth)
         if self.request.greedy:
-            tree = self._best(tree)
+            tree = self._pruned(tree)
         else:
             tree.q_scores = torch.cat(self._q_scores, 1)
             if self.auto is not None:
                 self.auto.keep_all(tree)
-        if int(reach.min()) < depth:  # no q where the model could not read
+        if int(reach.min()) < depth:  # q is unknown beyond the small LM's context
             beyond = tree.depths >= to_device(reach, self.device)[:, None]
             tree.q_index = tree.q_index.masked_fill(beyond, -1)
         return tree
@@ -168,11 +178,11 @@ class LMSession(TreeSession):
         return logits.gather(2, token) - logits.logsumexp(-1, keepdim=True), token
 
     def _reach(self) -> Tensor:
-        """[B] how deep can be drafted for each row: the tree's depth, or less where the small model's context ends."""
+        """Return the depth to which each row can be drafted within the small LM's context: [B]."""
         model, depth = self.drafter.model, self.drafter.max_depth
         limit = model.max_positions
         reach = torch.full_like(self.lengths, depth)
-        if limit is not None and int(self.lengths.max()) + depth > limit + 1:  # the last draft is not read
+        if limit is not None and int(self.lengths.max()) + depth > limit + 1:  # + 1: the last draft is not read
             warn_context(model.name, limit)
             reach = reach.minimum(limit + 1 - self.lengths)
         return reach
@@ -183,12 +193,13 @@ class LMSession(TreeSession):
         self._expanded = [self._expanded[row] for row in rows.tolist()]
 
     def _read(self, ends: Tensor) -> Tensor:
-        """Read the texts up to ``ends`` [B] (on the CPU) -> logits [B, 1, V] at their last tokens."""
+        """Read the texts up to ``ends`` [B], on the CPU, and return the logits [B, 1, V] at their last tokens."""
         new = int((ends - self.cached).max())
-        starts = (ends - new).clamp_min(0)  # rows with less to read read some again; what is beyond `ends` is padding
+        # Rows with fewer new tokens read some again. Tokens beyond `ends` are padding.
+        starts = (ends - new).clamp_min(0)
         slots = starts[:, None] + torch.arange(new)
         lasts, model = ends - 1 - starts, self.drafter.model
-        # A few tokens pass the recorded forward, with logits of all; of a whole prompt they would fill the memory.
+        # A recorded forward gives logits at all tokens. Those of a whole prompt would fill the memory.
         skipped = 0 if model.graphs is not None and new <= self.shape.depth + 2 else int(lasts.min())
         causal = torch.ones(new, new, dtype=torch.bool, device=self.device).tril()
         visible = visible_slots(starts, causal.expand(len(starts), -1, -1))
@@ -202,7 +213,7 @@ class LMSession(TreeSession):
         if self.device.type == "cpu":
             for known, row, under in zip(self._expanded, tokens.tolist(), parents.tolist()):
                 known.add(row, under)
-        if any(self.drafter.model.layer_windows.values()):  # of which expanded nodes lie where is to be said
+        if any(self.drafter.model.layer_windows.values()):  # windows go by positions, which differ from slots
             self._positions.append(positions)
             text = torch.arange(visible.shape[-1], device=self.device).repeat(len(tokens), 1)
             nodes = torch.cat(self._positions, 1)
@@ -213,10 +224,10 @@ class LMSession(TreeSession):
     def _forward(self, tokens: Tensor, positions: Tensor, visible: Tensor, keep: int = 0) -> Tensor:
         model, width = self.drafter.model, self.drafter.vocabulary
         limit = model.max_positions
-        if limit is not None:  # beyond, what comes out is not used
+        if limit is not None:  # draft() drops the output beyond
             positions = positions.clamp_max(limit - 1)
         logits, _ = model.forward(tokens, positions, visible, self.cache, keep)
-        # cut or pad the rows that padding added to one model's vocabulary but not to the other's
+        # One model's logits may be padded where the other's are not.
         missing = width - logits.shape[-1]
         return (
             torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :width]
@@ -224,24 +235,24 @@ class LMSession(TreeSession):
 
 
 class _Expanded:
-    """A row's expanded nodes in the order of their slots, the first of which follows the text."""
+    """The expanded nodes of one row. Their places are their order in the cache after the text."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self._children: dict[tuple[int, int], int] = {}  # (parent's place, -1 the root; token): place
-        self._frontier = [-1]  # places of the nodes that were added last
+        self._children: dict[tuple[int, int], int] = {}  # place by parent's place (the root's is -1) and token
+        self._frontier = [-1]  # places of the nodes of the last depth
 
     def add(self, tokens: list[int], parents: list[int]) -> None:
-        """One depth's; parents: places among the nodes that were added last."""
+        """Add the nodes of one depth. ``parents`` are places among the nodes of the depth before."""
         first = len(self._children)
         for place, (token, parent) in enumerate(zip(tokens, parents), first):
             self._children[self._frontier[parent], token] = place
         self._frontier = list(range(first, first + len(tokens)))
 
     def along(self, text: list[int]) -> list[int]:
-        """Places of the nodes that a text goes through below the root."""
+        """Return the places of the nodes on the path of ``text`` below the root."""
         path = [-1]
         for token in text:
             place = self._children.get((path[-1], token))
@@ -252,13 +263,13 @@ class _Expanded:
 
 
 def _sampled(scores: Tensor, generator: torch.Generator | None) -> Tensor:
-    """[B, V] -> [B], as torch.multinomial draws from their softmax, whose look at its input waits for the device."""
+    """Draw tokens [B] from the softmax of scores [B, V], as torch.multinomial does, but without its sync."""
     chances = scores.softmax(-1)
     return (chances / torch.empty_like(chances).exponential_(generator=generator)).argmax(-1)
 
 
 class HasVocabulary(Protocol):
-    """A model with a vocabulary, loaded or in training."""
+    """A model with a vocabulary, for decoding or in training."""
 
     @property
     def name(self) -> str: ...
@@ -271,10 +282,10 @@ class HasVocabulary(Protocol):
 
 
 def check_same_vocabulary(drafter: HasVocabulary, target: HasVocabulary) -> None:
-    """Raise VocabularyMismatchError unless both models mean the same by every token id."""
+    """Raise VocabularyMismatchError unless every token id means the same to both models."""
     if drafter.tokenizer is not None and target.tokenizer is not None:
         ours, theirs = drafter.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-        # added special tokens on one side only are harmless: such ids are never drafted, or never accepted
+        # Special tokens that one side adds are harmless: their ids are never drafted, or never accepted.
         shared = ours.keys() & theirs.keys()
         if all(ours[t] == theirs[t] for t in shared) and len(shared) >= 0.99 * max(len(ours), len(theirs)):
             return
@@ -284,20 +295,21 @@ def check_same_vocabulary(drafter: HasVocabulary, target: HasVocabulary) -> None
     else:
         reason = f"their logits have {drafter.vocab_size} and {target.vocab_size} entries"
     raise VocabularyMismatchError(
-        f"drafter {drafter.name} and target {target.name} do not share a vocabulary ({reason}): use a drafter of the "
-        "same family, or train a head for this target with fsd-train."
+        f"drafter {drafter.name} and target {target.name} do not share a vocabulary ({reason}). Use a drafter of the "
+        "same family, or train a draft head for this target with fsd-train."
     )
 
 
 def load_lm(drafter: str | Path, target: Target) -> Target:
-    """The small model that ``drafter`` names, in the target's dtype and on its device.
+    """Load a small LM in the target's dtype and on its device.
 
     Args:
-        drafter: a causal LM's directory, hub id or built-in name, or the directory of a LoRA adapter for one, which is
-            merged into it.
-        target: what it is to draft for.
+        drafter: directory, Hub id or built-in name of a causal LM, or the directory of a LoRA adapter, which is merged
+            into its base model.
+        target: the model to draft for.
 
     Raises:
-        ModelLoadError, CheckpointError: each names the thing and how to fix it.
+        ModelLoadError: no such model, or one that transformers cannot load.
+        CheckpointError: a damaged file.
     """
     return Target.from_pretrained(str(drafter), dtype=target.dtype, device=target.device)

@@ -1,4 +1,4 @@
-"""What the name of a drafter stands for."""
+"""Load drafters by name, and let ``tree="auto"`` choose their trees."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.drafters.auto import AutoMemory
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
+from fsd_infer.drafters.estimates import AutoMemory
 from fsd_infer.drafters.free import FreeDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.growth import TreeDrafter
@@ -23,38 +23,42 @@ from fsd_infer.targets.target import Target
 
 
 def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: TreeShape | str | None = None) -> Drafter:
-    """The drafter that a name stands for.
+    """Return the drafter that a name stands for.
 
     Args:
-        drafter: a Drafter (returned as it is), the name of a registered one, or one of
+        drafter: a Drafter, which is returned unchanged, or one of these names:
 
             ================  ===================================================================================
-            "shipped"         the head shipped with a built-in target
-            None              "shipped", or "lookup+recycle" where no head is shipped
-            "none"            no drafts: plain decoding
-            "memory"          what followed the text's end before, in it or in earlier texts (:class:`MemoryDrafter`);
-                              "memory:FILE" with a corpus, "memory:keep": benchmarks do not make it forget
-            "lookup"          the same with nothing but prompt and answer (:class:`LookupDrafter`)
-            "recycle"         what the target found likely before after the same tokens (:class:`RecycleDrafter`)
-            "X+memory",       one of these grafted onto the tree of X, any other of these names
-            "X+lookup",       (:class:`GraftedDrafter`); "shipped+memory+recycle" has two
+            "shipped"         the draft head shipped with a built-in target
+            None              "shipped", or "lookup+recycle" if no head is shipped
+            "none"            plain decoding
+            "memory"          continuations of the text's last tokens in it or in earlier texts
+                              (:class:`MemoryDrafter`); "memory:FILE" adds a corpus; benchmarks clear it between
+                              answers, except "memory:keep"
+            "lookup"          continuations in prompt and answer only (:class:`LookupDrafter`)
+            "recycle"         the target's earlier predictions after the same tokens (:class:`RecycleDrafter`)
+            "X+memory",       X with one of these merged into its trees, for any other name X
+            "X+lookup",       (:class:`GraftedDrafter`); "shipped+memory+recycle" merges two
             "X+recycle"
-            a directory,      a head, ours or another program's (:mod:`fsd_infer.heads.formats`), or a causal LM of the
-            a hub id          target's vocabulary, or (a directory) a peft adapter for one
-            "self:layers=..." the target with some of its layers, "self:bits=..." with rounded weights
+            a directory,      a draft head in any known format (:mod:`fsd_infer.heads.formats`), a causal LM with the
+            a Hub id          target's vocabulary, or the directory of a peft adapter for one
+            "self:layers=..." the target with some of its layers, or "self:bits=..." with rounded weights
                               (:mod:`fsd_infer.drafters.itself`)
             ================  ===================================================================================
-        target: what it is to draft for.
-        tree: shape of the tree of a head or small LM, or "auto": chosen round by round, see
-            :mod:`fsd_infer.drafters.auto`. None: "auto" on a CPU, elsewhere a shape. Its nodes are those of "lookup"
-            and of a grafted tree too (by default as many as a head's tree has on this device).
+        target: the model to draft for.
+        tree: shape of the trees of a head or small LM, or "auto", which chooses them round by round
+            (:mod:`fsd_infer.drafters.auto`). None: "auto" on a CPU, a shape elsewhere. "lookup" and merged trees have
+            as many nodes as this shape (default: as a head's trees on this device).
 
     Raises:
-        FsdError, UnknownNameError, ModelLoadError, CheckpointError, VocabularyMismatchError: each names the fault and
-            the fix.
+        FsdError: a malformed name or tree.
+        UnknownNameError: a name that stands for nothing.
+        ModelLoadError: a model or head that cannot be loaded.
+        CheckpointError: a damaged file, or a head for another target.
+        VocabularyMismatchError: a small LM with another vocabulary.
     """
     if isinstance(tree, str) and tree != AUTO:
-        raise FsdError(f'tree is a TreeShape or "{AUTO}", got {tree!r}.')
+        raise FsdError(f'tree must be a TreeShape or "{AUTO}", got {tree!r}.')
     if isinstance(drafter, Drafter):
         made, chosen = drafter, tree == AUTO
     else:
@@ -66,26 +70,25 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
 
 
 def main_of(drafter: Drafter) -> TreeDrafter | None:
-    """The drafter whose tree can be chosen: itself, or what all is grafted onto; None if that grows none."""
+    """Return the drafter whose trees ``tree="auto"`` can choose: the main part of a graft, or None."""
     while isinstance(drafter, GraftedDrafter):
         drafter = drafter.main
     return drafter if isinstance(drafter, TreeDrafter) else None
 
 
 def choose_trees(drafter: Drafter) -> Drafter:
-    """Let each round's tree of a head or small LM, also of one in a graft, be chosen; see
-    :mod:`fsd_infer.drafters.auto`.
+    """Choose a drafter's trees round by round from now on (:mod:`fsd_infer.drafters.auto`). Return the drafter.
 
     Args:
-        drafter: is changed.
+        drafter: a head or small LM, or a graft onto one. It is changed in place.
 
     Raises:
-        FsdError: the drafter has no tree to choose.
+        FsdError: the drafter grows no trees.
     """
     main = main_of(drafter)
     if main is None:
         raise FsdError(
-            f"drafter {drafter.name!r} has no tree to choose: leave --tree {AUTO} out, or draft with a head or a "
+            f"drafter {drafter.name!r} has no trees to choose. Leave --tree {AUTO} out, or draft with a head or a "
             "small LM."
         )
     largest = of_device(main.largest, main.target.device)
@@ -108,11 +111,11 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
         shipped = shipped_drafter(target.name)
         if shipped is None:
             raise ModelLoadError(
-                f"no drafter is shipped for {target.name}: name a head trained with fsd-train, a small model of the "
+                f"no drafter is shipped for {target.name}. Name a head trained with fsd-train, a small model of the "
                 'same vocabulary, or "none" for plain decoding.'
             )
         source = shipped
-    for kind in sorted(DRAFTERS, key=lambda known: known != name):  # what is called so first: a directory may be, too
+    for kind in sorted(DRAFTERS, key=lambda known: known != name):  # a name wins over a directory of that name
         found = DRAFTERS.get(kind).load(source, target, tree)
         if found is not None:
             return found
@@ -120,7 +123,7 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
         model = Itself.parse(name).of(target, name) if name.startswith(PREFIX) else load_lm(source, target)
     except UnknownNameError:
         raise UnknownNameError(
-            f"unknown drafter {name!r}: it is no directory and no hub id (owner/model), and none of shipped, none, "
+            f"unknown drafter {name!r}. Give a directory, a hub id (owner/model), or one of shipped, none, "
             f"{', '.join(free_drafters())}, self:layers=..., self:bits=..., X+memory, X+lookup and X+recycle (X any "
             "other)."
         ) from None
@@ -130,11 +133,11 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
 
 
 def _load_grafted(main: str, side: str, kind: str, target: Target, tree: TreeShape | None) -> Drafter:
-    """ "X+memory" for X = main. Grafted onto nothing, memory is the tree."""
+    """Load MAIN+SIDE. If main is "none", side drafts alone."""
     if not main:
-        raise ModelLoadError(f'"+{side}" names no drafter to graft onto: write "shipped+{side}" or "{side}".')
+        raise ModelLoadError(f'"+{side}" names no drafter before the +. Write "shipped+{side}" or "{side}".')
     if kind in (part.partition(":")[0] for part in main.split("+")):
-        raise ModelLoadError(f'"{main}+{side}" names {kind} twice: what it knows it proposes at once. Name it once.')
+        raise ModelLoadError(f'"{main}+{side}" names {kind} twice. Name it once.')
     onto = _load(main, target, tree)
     if isinstance(onto, NoDrafter):
         return _load(side, target, tree)

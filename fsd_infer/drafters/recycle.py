@@ -1,7 +1,8 @@
-"""Drafting from what the target found likely before: token recycling (Luo et al. 2024, arXiv:2408.08696).
+"""Draft from the target's own earlier predictions: token recycling (Luo et al. 2024, arXiv:2408.08696).
 
-Every verifying forward says, at each node of a tree, which tokens the target would go on with. All but one of them are
-thrown away. Kept by the tokens they followed, they are drafts for the next time that these tokens appear.
+A verifying forward gives the target's likeliest next tokens at every node of a tree, and decoding uses one path of
+them. Recycling stores these candidates by the one or two tokens before them, and drafts them when these tokens occur
+again.
 """
 
 from __future__ import annotations
@@ -21,35 +22,45 @@ from fsd_infer.drafters.free import Chance, FreeDrafter, Options
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
-BUCKETS = 12  # of a candidate's log-probability, the last for all that are less likely
-BUCKET_NATS = 0.4
+BUCKETS = 12  # of a candidate's log-probability
+BUCKET_NATS = 0.4  # width of a bucket
 MEMORY = 256.0  # trials
-# Kinds of candidates, and what their probability is multiplied by as a prior: after the same two tokens, after the same
-# token where nothing is known of two, after the same token, following those of the first kind.
+# Prior acceptance, relative to the target's probability then, by kind of candidate: stored after the same two tokens;
+# after the same token, nothing being stored after two; after the same token, in addition to those after two.
 PRIORS = (0.9, 0.5, 0.15)
 
 Candidate = tuple[int, int, int]  # token, kind, bucket
 
 
 class Recycled:
-    """What the target found likely after one and after two tokens, and how often that was right.
+    """A table of the target's likeliest tokens by context, a context being one or two tokens.
 
     Args:
-        width: candidates kept per context.
-        most: contexts remembered; the ones not seen for longest are forgotten.
+        width: candidates per context.
+        most: contexts in the table; the one not updated for longest is dropped first.
+
+    Attributes:
+        after: candidates by context, each with its token and bucket, the likeliest first.
+        chances: estimated acceptance by kind and bucket.
     """
 
     def __init__(self, width: int, most: int) -> None:
         self.width, self.most = width, most
-        self.after: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # last tokens -> (token, bucket), likeliest first
+        self.after: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         middles = [math.exp(-BUCKET_NATS * (bucket + 0.5)) for bucket in range(BUCKETS)]
-        self.chances = [[Chance(prior * middle, MEMORY) for middle in middles] for prior in PRIORS]  # by kind, bucket
+        self.chances = [[Chance(prior * middle, MEMORY) for middle in middles] for prior in PRIORS]
 
     def __len__(self) -> int:
         return len(self.after)
 
     def remember(self, context: Sequence[int], tokens: Sequence[int], log_p: Sequence[float]) -> None:
-        """The target's likeliest tokens after a text that ends with ``context`` (one or two tokens)."""
+        """Store the target's likeliest tokens after a context.
+
+        Args:
+            context: one or two token ids. Two are stored as contexts of both lengths.
+            tokens: ids, the likeliest first.
+            log_p: their log-probabilities.
+        """
         found = [
             (token, min(int(-value / BUCKET_NATS), BUCKETS - 1))
             for token, value in zip(tokens, log_p)
@@ -57,13 +68,13 @@ class Recycled:
         ]
         for length in range(1, len(context) + 1):
             key = tuple(context[-length:])
-            self.after.pop(key, None)  # so that it becomes the latest
+            self.after.pop(key, None)  # move the key to the end
             self.after[key] = found
         while len(self.after) > self.most:
             del self.after[next(iter(self.after))]
 
     def candidates(self, context: Sequence[int]) -> list[Candidate]:
-        """Different next tokens after ``context``: ``width`` by two tokens, and as many by one."""
+        """Return distinct candidates after ``context``: those after its two tokens, then those after its last."""
         found: list[Candidate] = []
         longer = self.after.get(tuple(context[-2:]), []) if len(context) > 1 else []
         seen = set()
@@ -77,20 +88,20 @@ class Recycled:
         return found
 
     def learn(self, context: Sequence[int], token: int) -> None:
-        """``token`` followed the text that ends with ``context``: judge what would have been proposed."""
+        """Update the estimated acceptance of the candidates after ``context``, which ``token`` followed."""
         for candidate, kind, bucket in self.candidates(context):
             self.chances[kind][bucket].learn(candidate == token)
 
     def at(self, context: Sequence[int]) -> tuple[int, ...]:
-        """The last two tokens."""
+        """Return the context of a text: its last two tokens."""
         return tuple(context[-2:])
 
     def step(self, place: tuple[int, ...], token: int) -> tuple[int, ...]:
-        """The last two tokens with one more."""
+        """Return the context after one more token."""
         return *place[-1:], token
 
     def options(self, context: Sequence[int]) -> Options:
-        """Different next tokens after ``context``, and how likely each is the one."""
+        """Return distinct next tokens after ``context`` with their chances, which add up to at most 1."""
         options = [(token, self.chances[kind][bucket].value) for token, kind, bucket in self.candidates(context)]
         total = max(1.0, sum(chance for _, chance in options))
         return [(token, chance / total) for token, chance in options]
@@ -98,27 +109,28 @@ class Recycled:
 
 @DRAFTERS.register("recycle")
 class RecycleDrafter(FreeDrafter):
-    """Token recycling: the target's own likeliest tokens, by the one or two tokens before them, as a tree.
+    """Token recycling: trees of the target's likeliest tokens after the same one or two tokens.
 
-    As in the paper, what verifying forwards say at all nodes is kept, also where nothing was accepted, and serves later
-    requests too: the first request of a fresh drafter has little to draft from. Unlike there, two tokens count before
-    one does, and the tree is not a fixed template: its nodes are the ones with the best chances, which are learned from
-    how often candidates of that probability were right. A tree is a function of what came before it alone, so the exact
-    rule's law is the target's. No distribution q is known at its nodes: gates stay closed there, as in lookup. What the
-    target found likely has to come to the CPU: a round waits for the device once more.
+    As in the paper, candidates come from all verified nodes, accepted or not, and serve later requests too. So a new
+    drafter has few drafts in its first request. Unlike the paper, contexts of two tokens come before contexts of one.
+    And the tree is no fixed template: it holds the nodes with the best chances, learned from how often candidates of
+    similar probability were accepted.
+
+    A tree depends on earlier text only, so under the exact rule the law is p. Its nodes have no q, so gates stay
+    closed, as in lookup. The host reads the candidates, so a round syncs with the device once more.
 
     Args:
         vocab_size: V of the target.
-        depth: deepest draft (number of tokens ahead of the root).
+        depth: of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included.
-        width: candidates kept per context.
-        least: a node whose estimated chance of acceptance is lower is not drafted, in (0, 1).
-        most: contexts remembered (about 0.5 kB each).
-        keep: later requests draft from what earlier ones showed. Off, a request's tree depends on that request alone,
-            and fuzzy answers can be had again.
+        width: candidates per context.
+        least: estimated chance of acceptance below which a node is not drafted, in (0, 1).
+        most: contexts in the table, about 0.5 kB each.
+        keep: whether later requests draft from earlier ones. If not, a tree depends on its request only, and answers
+            of lossy rules repeat.
 
     Raises:
-        FsdError: options out of range.
+        FsdError: an option out of range.
     """
 
     name = "recycle"
@@ -136,12 +148,12 @@ class RecycleDrafter(FreeDrafter):
     ) -> None:
         super().__init__(vocab_size, depth, nodes, width, least)
         if most < 1:
-            raise FsdError(f"recycle needs most >= 1, got {most}.")
+            raise FsdError(f"recycle needs most of at least 1, got {most}.")
         self.most, self.keep = most, keep
         self.recycled = Recycled(width, most)
 
     def tables(self, count: int, shared: bool = True) -> list[Recycled]:
-        """The tables of ``count`` texts: remembered ones, or empty ones where nothing is kept or shared."""
+        """Return the tables of ``count`` texts: the drafter's table, or empty ones if texts keep or share nothing."""
         return [self.recycled if self.keep and shared else Recycled(self.width, self.most) for _ in range(count)]
 
     def forget(self) -> None:
@@ -156,11 +168,16 @@ class RecycleDrafter(FreeDrafter):
 
 
 class RecycleSession(DraftSession):
-    """The rows' last tokens, and what is remembered: of the drafter, or of each row."""
+    """A session with the last tokens of each row and their tables.
+
+    Attributes:
+        last: up to two last tokens of each text.
+        recycled: the drafter's table for every row, or a table per row.
+    """
 
     def __init__(self, drafter: RecycleDrafter, request: DraftRequest) -> None:
         self.drafter, self.device = drafter, request.device
-        self.last: list[list[int]] = [[] for _ in range(request.batch)]  # the last two tokens of each text
+        self.last: list[list[int]] = [[] for _ in range(request.batch)]
         self.recycled = drafter.tables(request.batch, request.keys is None)
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
@@ -169,9 +186,8 @@ class RecycleSession(DraftSession):
 
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
         nodes = torch.arange(logits.shape[1]).expand(logits.shape[:2])
-        if logits.device.type == "cpu" and ops.kernel_kind() is None:  # torch takes milliseconds for each dozen nodes
-            nodes = path
-            logits = at_nodes(logits, path)
+        if logits.device.type == "cpu" and ops.kernel_kind() is None:  # torch takes milliseconds per dozen nodes
+            nodes, logits = path, at_nodes(logits, path)
         width = min(self.drafter.width, logits.shape[-1])
         log_p, choice = ops.likeliest(logits, width)
         known = lists(tree.tokens, tree.parents, choice.flatten(1), log_p.flatten(1))
@@ -180,10 +196,10 @@ class RecycleSession(DraftSession):
         for recycled, last, seen, drafted, parents, ids, chances, way, emitted, count in rows:
             contexts = [[*last[-2:-1], drafted[0]]]
             contexts += [[drafted[parent], token] for parent, token in zip(parents[1:], drafted[1:])]
-            for node, token in zip(way[: count + 1], emitted):  # judged before the answer is known
+            for node, token in zip(way[: count + 1], emitted):  # learn before remember() stores the answer
                 recycled.learn(contexts[node], token)
             on_path = set(way[: count + 1])
-            for place in sorted(range(len(seen)), key=lambda place: seen[place] in on_path):  # what became text stays
+            for place in sorted(range(len(seen)), key=lambda place: seen[place] in on_path):  # accepted nodes last
                 these = slice(place * width, (place + 1) * width)
                 recycled.remember(contexts[seen[place]], ids[these], chances[these])
 

@@ -1,14 +1,14 @@
-"""Which drafts a rule's walk will visit: what a tree's nodes are chosen by.
+"""Estimate how likely a rule's walk visits each draft, and keep the likeliest drafts of a tree.
 
-Under a rule that emits p, a draft is visited with the product of the chances p on its path, for which a drafter's q
-stand in. A rule that gives a nat for λ accepted drafts tilts its law to the drafts and to what lies below them,
-r(c) ∝ p(c)·e^(v(c)/λ) with v(c) = 1 + V(c), so it visits deep paths more often. With t = 1/λ, q in place of p and
-z(n) = e^(V(n)/λ),
+A rule that emits p visits a draft with the product of p over the draft's path. The drafter's q stands in for p.
+
+A rule that spends one nat per λ accepted drafts favours drafts and what lies below them: r(c) ∝ p(c)·e^(v(c)/λ) with
+v(c) = 1 + V(c). So it visits deep paths more often. With t = 1/λ and z(n) = e^(V(n)/λ),
 
     z(n) = 1 - q(C) + Σ_c q(c)·e^t·z(c),    r̂(c) = q(c)·e^t·z(c) / z(n)
 
-over the children C of n, and z = 1 at leaves. A node is visited with the product of r̂ on its path. It never exceeds its
-parent's, so the likeliest form a tree.
+over the children C of n, and z = 1 at leaves. The product of r̂ over a node's path is the chance of a visit. It never
+exceeds the parent's, so the likeliest nodes form a tree.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch import Tensor
 
 from fsd_infer.device.transfer import wide
 
-MOST_TILT = 2.5  # e^(2.5 · 256), of the deepest tree, is still a number; above, hardly any choice changes
+MOST_TILT = 2.5  # e^(2.5 · 256), for the deepest tree, is finite in fp64; a larger tilt hardly changes a choice
 
 
 def visit_scores(scores: Tensor, parents: Tensor, depth: int, tilt: float) -> Tensor:
-    """[B, N] log chances with which nodes are visited.
+    """Return the log chance of a visit to each node: [B, N].
 
     Args:
-        scores: [B, N] cumulative log q, parents before children, the root first. -inf: never.
-        parents: [B, N].
-        depth: no node lies deeper.
-        tilt: nats given for an accepted draft, at least 0; 0: ``scores`` themselves.
+        scores: [B, N] cumulative log q, the root first and parents before children; -inf at padding.
+        parents: [B, N] node numbers.
+        depth: at least that of the deepest node.
+        tilt: t, nats that the law gives for an accepted draft, at least 0. 0 returns ``scores``.
     """
     if not tilt:
         return scores
     tilt = min(tilt, MOST_TILT)
     steps = (scores - scores.gather(1, parents)).to(wide(scores.device))
-    steps[:, 0] = -math.inf  # the root is nobody's child
+    steps[:, 0] = -math.inf  # the root is its own parent, but no child
     q = steps.exp()
     z = torch.ones_like(q)
-    for _ in range(depth):  # from the leaves up: each time it is right at one more height
+    for _ in range(depth):  # each pass makes z right one level further above the leaves
         z = torch.ones_like(q).scatter_add(1, parents, q * (math.exp(tilt) * z - 1.0))
     log_z = z.log()
     log_r = (steps + tilt + log_z - log_z.gather(1, parents)).clamp_max(0.0)
@@ -48,7 +48,7 @@ def visit_scores(scores: Tensor, parents: Tensor, depth: int, tilt: float) -> Te
 
 
 def tilted(log_q: Tensor, tilt: float) -> Tensor:
-    """ln q [..., C] of a context's drafts -> ln r̂ [..., C] where nothing is known yet of what lies below them."""
+    """Return ln r̂ [..., C] from ln q [..., C] of a context's drafts, as if all of them were leaves."""
     if not tilt:
         return log_q
     tilt = min(tilt, MOST_TILT)
@@ -56,19 +56,25 @@ def tilted(log_q: Tensor, tilt: float) -> Tensor:
 
 
 def likeliest(scores: Tensor, parents: Tensor, depth: int, tilt: float, nodes: int) -> Tensor:
-    """[B, K] the root and the up to ``nodes`` - 1 drafts that are visited most likely, the likeliest first.
+    """Return the root and up to ``nodes`` - 1 drafts, the likeliest visits first: [B, K] node numbers.
 
-    So the likeliest path comes early in the tree: where the answer takes it, keys and values lie in place already.
-    Arguments as of :func:`visit_scores`.
+    The likeliest path thus comes early in the tree. If the answer takes it, its keys and values are already in place.
+    Other arguments as of :func:`visit_scores`.
     """
     visits = visit_scores(scores, parents, depth, tilt)
-    # what is no number is kept, to be refused; stable: of equals the earlier node, hence the parent, goes first
+    # Keep NaN scores, so that verification reports them. A stable sort keeps a parent before a child of equal score.
     return visits.nan_to_num(0.0, neginf=-math.inf).sort(descending=True, stable=True).indices[:, :nodes]
 
 
 def path_sums(steps: Tensor, parents: Tensor, depth: int) -> Tensor:
-    """[B, N] at each node the sum of ``steps`` on its path, the root's being 0. No node lies deeper than ``depth``."""
+    """Return the sum of ``steps`` over each node's path: [B, N].
+
+    Args:
+        steps: [B, N], 0 at the root.
+        parents: [B, N] node numbers.
+        depth: at least that of the deepest node.
+    """
     sums = torch.zeros_like(steps)
-    for _ in range(depth):  # a child's is its parent's and one step: rounding does not part steps of at most 0
+    for _ in range(depth):  # adding one step to the parent's sum keeps a child at most its parent in spite of rounding
         sums = steps + sums.gather(1, parents)
     return sums

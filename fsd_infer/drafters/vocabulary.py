@@ -1,8 +1,8 @@
-"""What a head with a reduced draft vocabulary can draft in one batch: its own ids, and those of the batch's texts.
+"""Extend a head's reduced draft vocabulary by the ids of the texts of a batch.
 
-A reduced draft vocabulary holds what is frequent everywhere. What an answer says beyond it (names, numbers, words of
-the text to be summed up) mostly stands in the prompt, and a head that shares the target's LM head can draft it at the
-cost of a few more rows of that.
+A reduced draft vocabulary holds the ids that are frequent in general. The other ids of an answer, such as names and
+numbers, mostly occur in its prompt. A head that shares the target's LM head can draft them too, for a few more rows of
+that LM head.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from torch import Tensor, nn
 from fsd_infer.device.transfer import to_device
 from fsd_infer.targets.target import Target
 
-NEVER = -1e4  # a logit that underflows to q = 0 in every float type; -inf would make NaN of 0·log 0
+NEVER = -1e4  # a logit whose q underflows to 0 in every dtype; -inf would make 0 · ln 0 NaN
 
 
 class ContextVocabulary:
-    """The drafter vocabulary of one batch: the draft vocabulary, then the ids of the texts that it lacks.
+    """The drafter's vocabulary for one batch: the draft vocabulary, followed by X further ids of the texts.
 
-    A row drafts the ids of its own text only, so that no answer depends on its neighbours in the batch.
+    A row drafts further ids of its own text only, so that no answer depends on other rows.
 
     Args:
-        target: whose LM head is shared.
+        target: the model that owns the LM head.
         draft_ids: [Vd] the head's draft vocabulary, on the target's device.
         lm_head: the rows ``draft_ids`` of the LM head.
-        drafted: [V] bool on the CPU, whether an id is in the draft vocabulary.
-        batch: B.
+        drafted: [V] bool on the CPU; whether an id is in the draft vocabulary.
+        batch: number of rows B.
 
     Attributes:
-        ids: [Vd + X] target id of each entry, on the target's device; the first Vd are ``draft_ids``.
+        ids: [Vd + X] target id of each entry, on the target's device.
     """
 
     def __init__(self, target: Target, draft_ids: Tensor, lm_head: nn.Module, drafted: Tensor, batch: int) -> None:
         self.ids = draft_ids
         self._target, self._draft_ids, self._lm_head, self._drafted = target, draft_ids, lm_head, drafted
-        self._extra: dict[int, int] = {}  # id -> its place after the draft vocabulary
-        self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X], on the CPU: is an entry in the row's text
-        self._foreign: Tensor | None = None  # [B, 1, X], its opposite on the target's device; None where all are own
-        self._tail: nn.Module | None = None
+        self._extra: dict[int, int] = {}  # further ids and their places
+        self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X] on the CPU; whether an id is in the row's text
+        self._foreign: Tensor | None = None  # [B, 1, X] ~_own, on the target's device; None if no id is foreign
+        self._tail: nn.Module | None = None  # the rows of the further ids of the LM head
 
     def extend(self, tokens: Tensor, counts: Tensor) -> None:
-        """The texts grew by tokens [B, K], of which the first ``counts`` [B] are real; both on the CPU."""
+        """Add the ids of tokens [B, K] that extend the texts. The first ``counts`` [B] are real; both on the CPU."""
         real = torch.arange(tokens.shape[1]) < counts[:, None]
         rows, columns = (real & ~self._drafted[tokens]).nonzero(as_tuple=True)
         if not len(rows):
@@ -59,7 +59,7 @@ class ContextVocabulary:
             self._mark_foreign()
 
     def logits(self, features: Tensor) -> Tensor:
-        """[B, E, H] -> [B, E, Vd + X] in the target's data type."""
+        """Return logits [B, E, Vd + X], in the target's dtype, of features [B, E, H]."""
         logits = self._target.lm_logits(features, self._lm_head)
         if self._tail is None:
             return logits
@@ -69,7 +69,7 @@ class ContextVocabulary:
         return torch.cat([logits, extra], -1)
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows [B'], on the CPU, of the batch."""
+        """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
         self._own = self._own[rows]
         self._mark_foreign()
 

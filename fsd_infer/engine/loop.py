@@ -18,8 +18,9 @@ from fsd_infer.device.cuda_graphs import TOKENS
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.rows import at_nodes, padded, visible_slots
 from fsd_infer.device.transfer import to_device
-from fsd_infer.drafters.auto import AutoTree, LawKind
+from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import Drafter, DraftRequest
+from fsd_infer.drafters.estimates import LawKind
 from fsd_infer.drafters.shape import AUTO
 from fsd_infer.engine.request import Outcome, Request
 from fsd_infer.engine.rounds import Round

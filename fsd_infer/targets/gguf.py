@@ -1,6 +1,6 @@
-"""Models of GGUF files, with the weights as the file has them or expanded.
+"""Load models from GGUF files, with the weights in the file's blocks or expanded, and convert such files.
 
-Architectures of :data:`FAMILIES` are read here. Transformers reads the others, and expands them.
+This module reads the architectures in :data:`FAMILIES`. Transformers reads the others, and expands their weights.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Family:
     """How transformers holds a GGUF architecture.
 
     Attributes:
-        model_type: the config's.
-        model: the class of the causal LM.
-        interleaved: rows of queries and keys lie in ggml's rotary order.
+        model_type: of the config.
+        model: class name of the causal LM.
+        interleaved: whether rows of query and key projections are in ggml's rotary order.
     """
 
     model_type: str
@@ -67,7 +67,7 @@ LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3: the divisor of each rotary frequency
+_ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies, in Llama 3
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -75,12 +75,12 @@ def expand_gguf(source: Path, out_dir: Path) -> None:
     """Write config, generation config, bf16 safetensors, tokenizer and chat template of ``source`` to ``out_dir``.
 
     Args:
-        source: a GGUF file of an architecture in :data:`FAMILIES` with a byte-level BPE vocabulary that
-            :mod:`fsd_infer.targets.gguf_tokenizer` knows, of any ggml type gguf-py reads.
-        out_dir: an existing directory; files of the same names are overwritten.
+        source: a GGUF file with an architecture in :data:`FAMILIES`, a byte-level BPE vocabulary with a pre-tokenizer
+            in :data:`fsd_infer.targets.gguf_tokenizer.PRE_TOKENIZERS`, and ggml types that gguf-py reads.
+        out_dir: an existing directory. Files of the same names are overwritten.
 
     Raises:
-        ModelLoadError: the file is not a GGUF file, or of an architecture or vocabulary this does not know.
+        ModelLoadError: not a GGUF file, or one with an unknown architecture or vocabulary.
     """
     facts, tensors = _read(source)
     config = _config(facts, tensors, source)
@@ -88,24 +88,27 @@ def expand_gguf(source: Path, out_dir: Path) -> None:
     write_json(out_dir / "generation_config.json", _generation_config(config), indent=2)
     weights = out_dir / "model.safetensors"
     save_file(_state_dict(tensors, config, source), weights, metadata={"format": "pt"})
-    weights.chmod((out_dir / "config.json").stat().st_mode)  # safetensors makes it private to the user
+    weights.chmod((out_dir / "config.json").stat().st_mode)  # safetensors lets only the owner read its files
     write_tokenizer(facts, out_dir, source)
 
 
 def load_gguf(
     source: Path, *, dtype: torch.dtype, attn_implementation: str | None, expand: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model of ``source`` on the CPU, and its tokenizer.
+    """Load a model on the CPU, and its tokenizer.
 
     Args:
         source: a GGUF file. If its architecture is not in :data:`FAMILIES`, transformers reads and expands it.
-        dtype: of weights that are expanded, and of what is computed.
-        attn_implementation: default "sdpa".
-        expand: keep no weight as the file has it. If False, the weights that our kernels read stay in blocks, the model
-            is ready to decode, and :func:`fsd_infer.cpu.ops.restore` expands it.
+        dtype: of expanded weights and of activations.
+        attn_implementation: as in transformers; None: "sdpa".
+        expand: whether to expand all weights. If not, weights that our kernels read stay in blocks, the model is ready
+            to decode, and :func:`fsd_infer.cpu.ops.restore` expands it.
+
+    Returns:
+        The model and its tokenizer.
 
     Raises:
-        ModelLoadError: the file is cut, malformed, split, or of an architecture that transformers does not read.
+        ModelLoadError: a truncated, malformed or split file, or an architecture that transformers cannot read.
     """
     facts, tensors = _read(source)
     if _family(facts) is None:
@@ -116,16 +119,16 @@ def load_gguf(
         model: Any = AutoModelForCausalLM.from_config(
             made, dtype=dtype, attn_implementation=attn_implementation or "sdpa"
         )
-    missing = {name for name, _ in model.named_parameters()}  # a tied one once, as the embedding
-    # biases first: a layer that computes by blocks keeps its bias beside them
+    missing = {name for name, _ in model.named_parameters()}  # lists a tied weight once, as the embedding
+    # Biases come first, because a layer that gets blocks takes over its bias.
     places = sorted(_places(tensors, config, source), key=lambda place: place[0].endswith("weight"))
     for name, stored, order in places:
         path, _, kind = name.rpartition(".")
         layer = _module_of(model, path, kind, source)
         if stored.shape != getattr(layer, kind).shape:
             raise ModelLoadError(
-                f"{source}: {name} is {list(stored.shape)} in the file and {list(getattr(layer, kind).shape)} in its "
-                "model; fetch the file again."
+                f"{source}: {name} has shape {list(stored.shape)}, but its model needs "
+                f"{list(getattr(layer, kind).shape)}. Fetch the file again."
             )
         tied = made.tie_word_embeddings and path == "model.embed_tokens"
         held = kind == "weight" and not expand and _held(model.lm_head if tied else layer, stored, order, name)
@@ -136,18 +139,25 @@ def load_gguf(
         missing.discard(name)
     if missing:
         count = len(missing)
-        raise ModelLoadError(f"{source} lacks {count} tensors of its model, first {min(missing)!r}; fetch it again.")
+        raise ModelLoadError(f"{source} lacks {count} tensors of its model, first {min(missing)!r}. Fetch it again.")
     decoder = model.model
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=made)  # its buffers are computed, not read
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=made)  # computes its buffers, which are still on "meta"
     model.generation_config = GenerationConfig(**_generation_config(config))
     made._name_or_path = str(source)
     if not expand:
-        ops.speed_up(model, release=True)  # one that is tied is the embedding's too
+        ops.speed_up(model, release=True)
     return model, load_gguf_tokenizer(source, facts)
 
 
 def load_gguf_config(source: Path) -> PreTrainedConfig:
-    """The config alone; errors as of :func:`load_gguf`."""
+    """Return the config of a GGUF file's model.
+
+    Args:
+        source: a GGUF file.
+
+    Raises:
+        ModelLoadError: as for :func:`load_gguf`.
+    """
     facts, tensors = _read(source)
     if _family(facts) is None:
         return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
@@ -155,11 +165,11 @@ def load_gguf_config(source: Path) -> PreTrainedConfig:
 
 
 def _by_transformers(source: Path, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
-    """Expand a model by transformers' own reader, which knows more architectures."""
+    """Load and expand a model by transformers' reader, which knows more architectures."""
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         return AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype, **options)
-    except Exception as error:  # whatever a malformed file makes its reader raise
+    except Exception as error:  # the reader raises errors of many types for malformed files
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelLoadError(f"{source}: transformers cannot read this GGUF file ({reason}).") from error
 
@@ -169,47 +179,47 @@ def _family(facts: dict[str, Any]) -> Family | None:
 
 
 def _module_of(model: nn.Module, path: str, kind: str, source: Path) -> nn.Module:
-    """The module that holds parameter ``path.kind``. Raises ModelLoadError if the model has none."""
+    """Return the module that holds parameter ``path.kind``. Raise ModelLoadError if the model has none."""
     try:
         layer = model.get_submodule(path)
     except AttributeError:
         layer = None
     if layer is None or getattr(layer, kind, None) is None:
-        raise ModelLoadError(f"{source}: {path}.{kind} has no place in a {type(model).__name__}; use another file.")
+        raise ModelLoadError(f"{source}: {path}.{kind} has no place in a {type(model).__name__}. Use another file.")
     return layer
 
 
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """The facts and the tensors of a file."""
+    """Return the metadata and the tensors of a file."""
     facts, tensors = read_gguf(source)
     if int(facts.get("split.count", 1)) > 1:
         raise ModelLoadError(
-            f"{source} is one of {facts['split.count']} parts; merge them with llama-gguf-split first."
+            f"{source} is one of {facts['split.count']} parts. Merge them with llama-gguf-split first."
         )
     return facts, tensors
 
 
 def _held(layer: nn.Module, stored: Stored, order: torch.Tensor | None, name: str) -> bool:
-    """Does the layer compute by the file's blocks from now on?"""
+    """Let the layer compute with the file's blocks, if our kernels can. Return whether it does."""
     if not isinstance(layer, (nn.Linear, nn.Embedding)) or not ops.holds_blocks(stored.kind, *stored.shape):
         return False
     try:
         ops.hold_blocks(layer, ops.Blocks(int(stored.kind), stored.data, order))
     except ValueError as error:
-        raise ModelLoadError(f"{name} of the GGUF file has {error}; fetch it again.") from error
+        raise ModelLoadError(f"{name} of the GGUF file has {error}. Fetch it again.") from error
     return True
 
 
 def _config(facts: dict[str, Any], tensors: dict[str, Stored], source: Path) -> dict[str, Any]:
-    """The arguments of the model's config.
+    """Return the arguments of the model's config.
 
     Raises:
-        ModelLoadError: an architecture that is not in :data:`FAMILIES`, or facts that are missing or wrong.
+        ModelLoadError: an architecture outside :data:`FAMILIES`, or missing or invalid metadata.
     """
     family = _family(facts)
     if family is None:
         name, known = facts.get("general.architecture"), ", ".join(FAMILIES)
-        raise ModelLoadError(f"{source} holds architecture {name!r}; only {known} can be expanded to a directory.")
+        raise ModelLoadError(f"{source} has architecture {name!r}. Only {known} can be expanded to a directory.")
     prefix = f"{facts['general.architecture']}."
     own = {name.removeprefix(prefix): value for name, value in facts.items() if name.startswith(prefix)}
     try:
@@ -217,11 +227,11 @@ def _config(facts: dict[str, Any], tensors: dict[str, Stored], source: Path) -> 
         config |= {"vocab_size": int(tensors["token_embd.weight"].shape[0])}
         config |= {"tie_word_embeddings": "output.weight" not in tensors}
         layers = config["num_hidden_layers"]
-        if not 0 < layers <= len(tensors):  # they are built before their weights are looked at
+        if not 0 < layers <= len(tensors):  # the model is built before its weights are compared
             raise ValueError(f"{layers} layers, but {len(tensors)} tensors")
         config["rope_parameters"] |= _scaling(own, tensors, config)
     except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
-        raise ModelLoadError(f"{source}: what it says of its model is incomplete or wrong ({error!r}).") from error
+        raise ModelLoadError(f"{source}: its metadata are incomplete or invalid ({error!r}).") from error
     return config
 
 
@@ -246,9 +256,9 @@ def _sizes(own: dict[str, Any], facts: dict[str, Any], family: Family) -> dict[s
         "num_hidden_layers": int(own["block_count"]),
         "num_key_value_heads": int(own.get("attention.head_count_kv", heads)),
         "pad_token_id": facts.get("tokenizer.ggml.padding_token_id", eos),
-        # GGUF keeps the epsilon as fp32: 9.9999997e-06 is 1e-05
+        # GGUF stores the epsilon as fp32, in which 1e-05 reads 9.9999997e-06
         "rms_norm_eps": float(f"{float(own['attention.layer_norm_rms_epsilon']):.6g}"),
-        # both spellings, so that other readers of the directory (vLLM, older transformers) find theirs
+        # in both forms, for other readers of the directory, such as vLLM and older transformers
         "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
         "rope_theta": theta,
         "use_cache": True,
@@ -257,7 +267,7 @@ def _sizes(own: dict[str, Any], facts: dict[str, Any], family: Family) -> dict[s
 
 
 def _scaling(own: dict[str, Any], tensors: dict[str, Stored], config: dict[str, Any]) -> dict[str, Any]:
-    """What the rotary embedding needs beside its base. Raises ValueError for a scaling that is not known."""
+    """Return the scaling of the rotary embedding. Raise ValueError for an unknown one."""
     kind = str(own.get("rope.scaling.type", "none"))
     if _ROPE_FACTORS in tensors:
         return _llama_3(torch.from_numpy(tensors[_ROPE_FACTORS].values()), config)
@@ -272,7 +282,7 @@ def _scaling(own: dict[str, Any], tensors: dict[str, Stored], config: dict[str, 
 
 
 def _llama_3(factors: torch.Tensor, config: dict[str, Any]) -> dict[str, Any]:
-    """Llama 3's scaling from the divisors [d / 2] of the frequencies. Raises ValueError if they are not its own."""
+    """Return Llama 3's scaling from its frequency divisors [d / 2]. Raise ValueError for other divisors."""
     scaling = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA_3}
     plain = dict(config["rope_parameters"])
     inverse = [
@@ -289,7 +299,7 @@ def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expanded(stored: Stored, order: torch.Tensor | None) -> torch.Tensor:
-    """In fp32, its rows in that order."""
+    """Return the tensor in fp32 with its rows in ``order``."""
     values = torch.from_numpy(stored.values())
     return values if order is None else values[order]
 
@@ -311,7 +321,7 @@ def split_half_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def _places(
     tensors: dict[str, Stored], config: dict[str, Any], source: Path
 ) -> Iterator[tuple[str, Stored, torch.Tensor | None]]:
-    """Of each tensor its parameter's name in transformers' model, and which of its rows is which there (None: all)."""
+    """Yield every tensor's name in transformers, the tensor, and the order of its rows there (None: the same)."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     interleaved = next(family.interleaved for family in FAMILIES.values() if family.model in config["architectures"])
     fixed = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
@@ -321,10 +331,10 @@ def _places(
         if name in fixed:
             yield fixed[name], tensor, None
         elif name == _ROPE_FACTORS:
-            continue  # the config has them
+            continue  # _scaling() puts them in the config
         elif block is None or block[2] not in LAYER_TENSORS or int(block[1]) >= config["num_hidden_layers"]:
             family = config["architectures"][0]
-            raise ModelLoadError(f"{source}: tensor {name!r} has no place in a {family}; use another file.")
+            raise ModelLoadError(f"{source}: tensor {name!r} has no place in a {family}. Use another file.")
         else:
             order = None
             if interleaved and block[2] in heads:

@@ -1,8 +1,8 @@
-"""Tokenizers of GGUF files.
+"""Build the tokenizers of GGUF files.
 
-Byte-level BPE vocabularies whose pre-tokenizer is in :data:`PRE_TOKENIZERS` are built here. Transformers' converter
-builds the others. It does not know every pre-tokenizer: SmolLM2's splits digits before the byte-level step, and without
-that numbered lists get other ids.
+This module builds byte-level BPE vocabularies with a pre-tokenizer in :data:`PRE_TOKENIZERS`, and transformers converts
+the others. Its converter lacks some pre-tokenizers. SmolLM2's, for example, splits digits before the byte-level step,
+which changes the ids of numbered lists.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _CONTROL, _USER_DEFINED = 3, 4  # gguf.TokenType
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is cut before BPE merges.
+    """How text is split before BPE merges.
 
     Attributes:
-        steps: make the pre-tokenizers, in order.
-        nfc: text is normalised first.
-        whole_words: a word that is a token is not built by merges.
-        begins: the text begins with the BOS token, unless the file says otherwise.
+        steps: returns the pre-tokenizers in order.
+        nfc: whether text is normalised to NFC first.
+        whole_words: whether a word that is a token skips the merges.
+        begins: whether text begins with the BOS token if the file does not say.
     """
 
     steps: Callable[[], list[Any]]
@@ -41,7 +41,7 @@ class PreTokenizer:
 
 
 def _words(digits: str) -> Callable[[], list[Any]]:
-    """Cut as GPT-4's tokenizer does, with numbers as ``digits`` has them."""
+    """Split text as GPT-4's tokenizer does, and numbers by the pattern ``digits``."""
     contraction = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     pattern = (
         rf"{contraction}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -64,11 +64,11 @@ PRE_TOKENIZERS = {
 
 
 def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside ``source``, or else the one that the file describes.
+    """Load the tokenizer in the directory of ``source``, or, if there is none, build the file's own.
 
     Args:
         source: a GGUF file.
-        facts: of the file, if they were read before.
+        facts: metadata of the file, if already read.
     """
     if any((source.parent / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return AutoTokenizer.from_pretrained(source.parent)
@@ -81,16 +81,21 @@ def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> Pr
 
 
 def write_tokenizer(facts: dict[str, Any], out_dir: Path, source: Path) -> None:
-    """Write tokenizer.json, its configuration and the chat template to ``out_dir``.
+    """Write tokenizer.json, its configuration and the chat template.
+
+    Args:
+        facts: metadata of the GGUF file.
+        out_dir: an existing directory.
+        source: the file's name for errors.
 
     Raises:
-        ModelLoadError: a vocabulary that is not built here.
+        ModelLoadError: an unknown vocabulary or pre-tokenizer.
     """
     pre = _pre_tokenizer(facts)
     if pre is None:
         raise ModelLoadError(
             f"{source} has a {facts.get('tokenizer.ggml.model')!r} vocabulary with pre-tokenizer "
-            f"{facts.get('tokenizer.ggml.pre')!r}; only gpt2 with {', '.join(PRE_TOKENIZERS)} is known."
+            f"{facts.get('tokenizer.ggml.pre')!r}. Only gpt2 with {', '.join(PRE_TOKENIZERS)} is known."
         )
     tokens: list[str] = facts["tokenizer.ggml.tokens"]
     _tokenizer(facts, tokens, pre).save(str(out_dir / "tokenizer.json"))
@@ -105,7 +110,7 @@ def write_tokenizer(facts: dict[str, Any], out_dir: Path, source: Path) -> None:
     }
     template = facts.get("tokenizer.chat_template")
     if template:
-        # in both places: readers disagree on where they look
+        # in both places, because readers differ
         settings["chat_template"] = template
         (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
     write_json(out_dir / "tokenizer_config.json", settings, indent=2)
