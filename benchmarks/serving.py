@@ -213,7 +213,7 @@ def of_server(server: Server, args: argparse.Namespace) -> dict[str, float]:
     for repeat in range(args.repeats + 1):
         for task, properties in TASKS.items():
             question = f"{task} Answer in JSON with the fields {', '.join(properties)}."
-            body = {"model": server.model(), "prompt": question, "max_tokens": args.max_new_tokens, "temperature": 0}
+            body = {"model": server.models()[0]["id"], "prompt": question, "max_tokens": args.max_new_tokens, "temperature": 0}
             start = time.perf_counter()
             reply = server.complete({**body, "guided_json": schema_of(properties)})
             if repeat:
