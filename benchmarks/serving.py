@@ -209,11 +209,11 @@ def of_runs(runs: Sequence[Generation]) -> dict[str, float]:
 
 def of_server(server: Server, args: argparse.Namespace) -> dict[str, float]:
     """The same tasks through a server with the OpenAI API."""
-    speeds, tokens = [], []
+    speeds, tokens, model = [], [], server.models()[0]["id"]
     for repeat in range(args.repeats + 1):
         for task, properties in TASKS.items():
             question = f"{task} Answer in JSON with the fields {', '.join(properties)}."
-            body = {"model": server.models()[0]["id"], "prompt": question, "max_tokens": args.max_new_tokens, "temperature": 0}
+            body = {"model": model, "prompt": question, "max_tokens": args.max_new_tokens, "temperature": 0}
             start = time.perf_counter()
             reply = server.complete({**body, "guided_json": schema_of(properties)})
             if repeat:
