@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fastapi.testclient import TestClient
-from torch import Tensor
 
+from benchmarks.serving import Closing
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.request.guide import Guide
 from fsd_infer.serving.app import make_app
@@ -33,17 +32,6 @@ def suite() -> tuple[list[Any], list[Any]]:
         else:
             found[0].append(schema)
     return found
-
-
-class Closing:
-    """A logits processor that favours tokens by which JSON ends: weights of a toy are random, and strings are long."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        self.liked = torch.tensor([place for place, piece in enumerate(pieces) if piece and piece[0] in '"}]'])
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.index_add(1, self.liked, torch.full((len(scores), len(self.liked)), 6.0))
 
 
 @pytest.mark.parametrize("count", [25, pytest.param(200, marks=pytest.mark.slow)])
