@@ -20,7 +20,7 @@ from fsd_infer.targets.adapters import is_adapter
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.cli import main as cli
-from fsd_train.commands.export import export_main
+from fsd_train.commands.export import main as export_main
 from fsd_train.data import AnswersDataModule, collate
 from fsd_train.losses import Schedule
 from fsd_train.models.lm import LMModule
