@@ -134,7 +134,7 @@ def test_training_reads_the_layers_online_and_from_the_cache(toys: Path, tmp_pat
 
 
 def test_missing_layers_in_the_cache_are_named(toys: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"lack \[1\]: cache them again with `--layers 1`"):
+    with pytest.raises(DataError, match=r"lack \[1\]. Cache them again with `--layers 1`"):
         fit(toys, tmp_path, steps=1, head={"fused_layers": [1]})
 
 
@@ -152,7 +152,7 @@ def test_layers_that_do_not_fit_are_refused() -> None:
     head = EagleHead(EagleConfig.for_target(target))
     with pytest.raises(CheckpointError, match="does not fit the head's LlamaDecoderLayer"):
         take_layers(head, target.layers([0]))
-    with pytest.raises(CheckpointError, match=r"2 layer\(s\) are to be copied to a head that has 1"):
+    with pytest.raises(CheckpointError, match=r"initial_layers names 2 layer\(s\), but the head has 1"):
         take_layers(head, target.layers([0, 1]))
 
 

@@ -176,7 +176,7 @@ def test_drafting_pauses_where_it_costs_more_than_the_target_and_is_tried_again(
 def test_nothing_is_drafted_beside_what_is_surely_right() -> None:
     """A side's chain of drafts: the surer it is, the less a head adds. What it leaves open counts."""
     choice = AutoTree(AutoMemory("cpu"), 1, LawKind(), 48)
-    choice.known.rounds = 99  # no trials
+    choice.known.trials = 99  # no trials
     for sure, drafts in ((0.99, False), (0.3, True)):
         chain = [0.0, *(depth * math.log(sure) for depth in range(1, 9))]
         choice._begin(1)
