@@ -1,4 +1,4 @@
-"""Drafters: what proposes tokens for the target to verify."""
+"""Drafters, which propose tokens for the target to verify."""
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
 from fsd_infer.drafters.eagle import EagleDrafter

@@ -47,7 +47,7 @@ from fsd_infer.tree import DraftTree
 
 RATE_MEMORY = 20  # rounds
 UNLIKELY = 0.01  # chance of acceptance below which a draft is ignored
-TRIALS, LEAST_TRIALS = 12, 4  # first rounds, per row and per batch size; every other one drafts unconditionally
+TRIALS, LEAST_TRIALS = 12, 4  # first rounds of one row, and of any batch; every other one drafts unconditionally
 LONGEST_RETRY = 1024  # rounds
 AHEAD = 3  # depths that the decision to go on looks ahead
 MOST_TOGETHER = 160  # nodes of all trees in a batch

@@ -1,4 +1,4 @@
-"""Estimates behind ``tree="auto"``: what rounds cost, and how often drafts are accepted.
+"""Estimates behind ``tree="auto"``: what rounds cost and how often drafts are accepted, kept per drafter.
 
 Every estimate is recursive and forgets. Known bounds hold throughout: more nodes never cost less, and drafting is never
 free. A stall or a clock that jumps counts for little.
@@ -293,7 +293,7 @@ class LawKind(NamedTuple):
 
     Attributes:
         tilt: nats that the law gives for an accepted draft, as in :class:`DraftRequest`.
-        name: of the rule. Requests with the same name and tilt share what they learn.
+        name: of the rule, or "several". Requests with the same name and tilt share what they learn.
         sampled: whether the drafts are a chain sampled from q.
     """
 
@@ -311,7 +311,7 @@ class Knowledge:
         rate: tokens per unit of cost.
         reach_ratio: rows that reached expanded nodes, per row that was expected to.
         accept_rate: rows that accepted a child of an expanded node, per row that reached one.
-        trials: trial rounds so far.
+        trials: rounds of the trial phase so far.
         pause: rounds since the last drafted one.
         retry: length of the pause after which drafting is tried again, in rounds.
     """
