@@ -32,8 +32,8 @@ from fsd_bench.environment import environment
 from fsd_bench.openai_client import Server
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.decoder.fuzzy import Generation
+from fsd_infer.drafters import forced
 from fsd_infer.engine.rounds import Round
-from fsd_infer.request import forced
 from fsd_infer.request.guide import Follower, Guide, GuideProcessor
 
 SUITE = Path(__file__).resolve().parent.parent / "tests" / "data" / "json_schemas.jsonl"

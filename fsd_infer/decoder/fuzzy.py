@@ -17,12 +17,12 @@ from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
+from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.rounds import Round
 from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.errors import FsdError, ModelLoadError
-from fsd_infer.request.forced import ForcedDrafter
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.rules import RuleLike
 from fsd_infer.targets.adapters import put_beside
@@ -288,7 +288,7 @@ class FuzzyDecoder:
                 overrides["logits_processor"] = [*(overrides.get("logits_processor") or []), followed]
                 drafter = self.drafter if drafter is None else drafter
                 if isinstance(drafter, Drafter) and (overrides.get("num_beams") or config.num_beams or 1) == 1:
-                    drafter = ForcedDrafter(drafter, followed)
+                    drafter = ForcedDrafter(drafter, followed.forced, followed.vocab_size)
             outcome = decode_request(
                 self.target,
                 self.drafter if drafter is None else drafter,

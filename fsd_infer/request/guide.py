@@ -109,6 +109,10 @@ class GuideProcessor:
             self._followers[row] = Follower(self._matcher.deep_copy(), self.vocab_size, self.eos)
         return self._followers[row]
 
+    def forced(self, row: int, answer: list[int]) -> list[int]:
+        """Return the tokens that the grammar forces after the answer of a row."""
+        return self.follower(row).forced(answer)
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         follower = self.follower()
         bits = [follower.masks(text, [0], [0])[0] for text in input_ids[:, self.start :].tolist()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,10 @@ from torch import Tensor
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.graft import kept_of, union_of
 from fsd_infer.drafters.visits import likeliest
-from fsd_infer.request.guide import GuideProcessor
 from fsd_infer.tree import DraftTree, Nodes
 
 MOST = 16  # forced tokens of a round
-ALONE = 2  # so many forced tokens are drafted without the main drafter's tree
+ALONE = 2  # with this many forced tokens in every row the main drafter does not draft
 
 
 class ForcedDrafter(Drafter):
@@ -27,11 +26,12 @@ class ForcedDrafter(Drafter):
 
     Args:
         main: drafts where nothing is forced.
-        guide: what answers must be.
+        forced: returns the tokens that the grammar forces, from a row's number in the request and its answer.
+        vocab_size: V of the target.
     """
 
-    def __init__(self, main: Drafter, guide: GuideProcessor) -> None:
-        self.main, self.guide = main, guide
+    def __init__(self, main: Drafter, forced: Callable[[int, list[int]], list[int]], vocab_size: int) -> None:
+        self.main, self.forced, self.vocab_size = main, forced, vocab_size
         self.name, self.target, self.directory, self.auto = main.name, main.target, main.directory, main.auto
 
     @property
@@ -52,7 +52,7 @@ class ForcedDrafter(Drafter):
 
     def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
         main = self.main.for_batch(batch, tilt)
-        return self if main is self.main else ForcedDrafter(main, self.guide)
+        return self if main is self.main else ForcedDrafter(main, self.forced, self.vocab_size)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> ForcedSession:
         return ForcedSession(self, first_tokens, request)
@@ -62,7 +62,7 @@ class ForcedDrafter(Drafter):
 
 
 class ForcedSession(DraftSession):
-    """The main drafter's session, and each row's answer so far."""
+    """The main drafter's session with each row's answer so far."""
 
     def __init__(self, drafter: ForcedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.device, self.auto = drafter, request.device, request.auto
@@ -79,16 +79,22 @@ class ForcedSession(DraftSession):
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
         self.main.observe(tree, logits, path, tokens, accepted)
 
+    def copies(self, tree: DraftTree, n: int) -> Tensor | None:
+        return self.main.copies(tree, n)
+
+    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
+        self.main.finish(row, prompt, answer)
+
     def select(self, rows: Tensor) -> None:
         self.main.select(rows)
         kept = rows.tolist()
         self.rows, self.answers = [self.rows[row] for row in kept], [self.answers[row] for row in kept]
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter, guide = self.drafter, self.drafter.guide
-        chains = [guide.follower(row).forced(answer)[:MOST] for row, answer in zip(self.rows, self.answers)]
+        drafter = self.drafter
+        chains = [drafter.forced(row, answer)[:MOST] for row, answer in zip(self.rows, self.answers)]
         nodes = [_chain([root, *chain]) for root, chain in zip(roots.tolist(), chains, strict=True)]
-        forced = DraftTree.of_lists(nodes, guide.vocab_size, self.device)
+        forced = DraftTree.of_lists(nodes, drafter.vocab_size, self.device)
         own = len(drafter.main.proposers)  # the guide's place among the proposers
         if min(map(len, chains)) >= ALONE:
             return self._noted(replace(forced, proposers=torch.full_like(forced.parents, own)))
@@ -103,12 +109,12 @@ class ForcedSession(DraftSession):
         return self._noted(kept_of(union, main, likeliest(union.scores, union.parents, drafter.max_depth, 0.0, most)))
 
     def _noted(self, tree: DraftTree) -> DraftTree:
-        """The tree, which the choice of trees does not learn from."""
+        """Return the tree, and keep the tree choice from learning from it."""
         if self.auto is not None:
             self.auto.ignore()
         return tree
 
 
 def _chain(tokens: list[int]) -> Nodes:
-    """A chain of sure drafts under the first token."""
+    """Return a chain of drafts with probability 1 under the first token."""
     return tokens, [max(place - 1, 0) for place in range(len(tokens))], [0.0] * len(tokens)
