@@ -313,7 +313,7 @@ def test_names(tmp_path: Path) -> None:
     }.items():
         with pytest.raises((ModelLoadError, UnknownNameError), match=message.replace("+", r"\+")):
             load_drafter(name, target)
-    with pytest.raises(FsdError, match="at least 2 nodes"):
+    with pytest.raises(FsdError, match="at least 2 nodes, got 1"):
         GraftedDrafter(NoDrafter(VOCAB), LookupDrafter(VOCAB))
 
 

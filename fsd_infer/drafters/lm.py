@@ -36,8 +36,8 @@ def warn_context(name: str, limit: int) -> None:
         limit: length of its context, in tokens.
     """
     warnings.warn(
-        f"the text is longer than the context of drafter {name} ({limit} tokens), which drafts nothing from there on. "
-        "Use a small model with a longer context, or a draft head.",
+        f"drafter {name} has a context of {limit} tokens and drafts nothing beyond, but the text is longer. Use a "
+        "small model with a longer context, or a draft head.",
         stacklevel=2,
     )
 
