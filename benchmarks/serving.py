@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=["schemas", "speed"])
     parser.add_argument("--target", default="smollm2-135m", help="built-in name or directory (%(default)s)")
     parser.add_argument("--limit", type=int, help="schemas to answer (default: all that are supported)")
-    parser.add_argument("--answers", type=Path, default=Path("serving-answers.jsonl"),
+    parser.add_argument("--answers", type=Path, default=Path("serving-answers.partial.jsonl"),
                         help="file of the schemas' answers; the same command continues it (%(default)s)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=192, help="largest length of an answer (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every task (%(default)s)")
