@@ -14,14 +14,14 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.quantised import AT_LOAD, TARGET, kinds, libraries, load
-from benchmarks.recorded import record_main
-from fsd_bench.environment import environment
+from benchmarks.quantised import KINDS, LIBRARIES, load
+from benchmarks.recorded import BUILT_IN, PROMPTS, parser_of, record_main
 from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.chat.encoding import read_prompts
 from fsd_infer.cpu import ops
@@ -43,14 +43,14 @@ def rates(decoder: FuzzyDecoder, prompts: Sequence[Any], tokens: int) -> dict[st
     return found
 
 
-def measure(kind: str, args: argparse.Namespace, prompts: Sequence[Any], scratch: Path) -> dict[str, Any]:
+def measure_kind(kind: str, args: argparse.Namespace, prompts: Sequence[Any], scratch: Path) -> dict[str, Any]:
     """A line of the table, or why the kind cannot be measured here."""
     found: dict[str, Any] = {"kind": kind}
     try:
         for form in ("library", "kernels"):
             target = load(args.target, kind, torch.bfloat16, scratch)
             decoder = FuzzyDecoder.from_pretrained(target.model, "none", target.tokenizer, pack=form == "kernels")
-            decoder.drafter = decoder.load_drafter(str(shipped_drafter(TARGET)), SHAPE)
+            decoder.drafter = decoder.load_drafter(str(shipped_drafter(BUILT_IN)), SHAPE)
             found[form] = rates(decoder, prompts, args.max_new_tokens)
             found["blocks"] = sum(made.kind > 0 for made in ops.packed_products(target.model))
     except Exception as error:  # a library that is not installed, or refuses
@@ -58,16 +58,19 @@ def measure(kind: str, args: argparse.Namespace, prompts: Sequence[Any], scratch
     return found
 
 
-def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the record: a line per kind."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(args.threads or torch.get_num_threads())
     prompts = [row.messages for row in list(read_prompts(args.prompts))[:: args.every][: args.limit]]
     with tempfile.TemporaryDirectory() as scratch:
-        lines = [measure(kind, args, prompts, Path(scratch)) for kind in args.kinds]
-    return {"environment": environment(command), "libraries": libraries(), "prompts": len(prompts), "kinds": lines}
+        lines = [measure_kind(kind, args, prompts, Path(scratch)) for kind in args.kinds]
+    installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    return {"libraries": {name: installed[name] for name in LIBRARIES if name in installed}, "kinds": lines}
 
 
 def report(record: dict[str, Any]) -> str:
+    """Return a line per kind."""
     lines = []
     for line in record["kinds"]:
         forms = [f"{form}: plain {line[form]['plain']:.1f}, exact {line[form]['exact']:.1f} tok/s"
@@ -78,18 +81,12 @@ def report(record: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quantised_speed", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--target", default=TARGET, help="built-in name or directory (%(default)s)")
-    parser.add_argument("--prompts", default="data/spec_bench_dev.jsonl", help="(%(default)s)")
-    parser.add_argument("--limit", type=int, default=4, help="prompts (%(default)s)")
-    parser.add_argument("--every", type=int, default=60, help="each so-many-th row (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="of each answer (%(default)s)")
-    parser.add_argument("--kinds", nargs="+", default=kinds(), choices=[*AT_LOAD, *kinds()])
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", type=Path, required=True)
-    return record_main("benchmarks.quantised_speed", parser, run, report, argv)
+    """Measure and write the record. Return 2 after bad input."""
+    parser = parser_of(
+        "benchmarks.quantised_speed", __doc__, target=BUILT_IN, prompts=PROMPTS, limit=4, every=60,
+        max_new_tokens=32, kinds=(KINDS, "kinds of weights"), threads=None, json=None,
+    )  # fmt: skip
+    return record_main("benchmarks.quantised_speed", parser, measure, report, argv)
 
 
 if __name__ == "__main__":

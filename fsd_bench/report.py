@@ -182,7 +182,8 @@ def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
 
 def _drafts_table(methods: dict[str, Any], shown: dict[str, str]) -> str:
     """Return how good the first drafts are, or "" if no method has any."""
-    drafted = {name: facts["drafts"] for name, facts in methods.items() if facts.get("drafts")}
+    # peers describe their drafter under the same name
+    drafted = {name: facts["drafts"] for name, facts in methods.items() if "agreement" in (facts.get("drafts") or {})}
     if not drafted:
         return ""
     bounds = list(next(iter(drafted.values()))["below"])

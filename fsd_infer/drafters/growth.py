@@ -90,7 +90,7 @@ class TreeDrafter(Drafter):
     @property
     def prior(self) -> Prior:
         """Costs of a round that are assumed before anything was timed."""
-        return of_device(PRIORS, self.target.device)
+        return PRIORS["blocks"] if self.target.has_blocks else of_device(PRIORS, self.target.device)
 
     def slots(self, longest: int) -> int:
         """Return the cache slots per row for texts of up to ``longest`` tokens and the nodes expanded after them."""

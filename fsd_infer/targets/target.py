@@ -110,6 +110,11 @@ class Target:
         return any(hasattr(parameter, "full_tensor") for parameter in self.model.parameters())
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether weights are held in the blocks of a quantised file (:mod:`fsd_infer.cpu.blocks`)."""
+        return any(packed.kind for packed in ops.packed_products(self.decoder))
+
+    @property
     def vocab_size(self) -> int:
         """Width of the logits; padding rows may make it exceed the tokenizer's length."""
         return ops.table_size(self.model.get_output_embeddings())[0]
