@@ -296,14 +296,13 @@ def report(record: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     from benchmarks.recorded import record_main, settings_of
-    from fsd_bench.environment import environment
 
-    def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
+    def run(args: argparse.Namespace) -> dict[str, Any]:
         answers = measure(args)
         baseline = "lookup" if "lookup" in answers else next(iter(answers))
         settings = {**settings_of(args), "prompts": args.prompts.name, "problems": args.problems.name}
         del settings["json"], settings["before"]
-        record = {"settings": settings, "baseline": baseline, "environment": environment(words)}
+        record = {"settings": settings, "baseline": baseline}
         record |= {"workloads": summary(answers, baseline), "answers": answers}
         partial_of(args).unlink()
         return record

@@ -168,9 +168,8 @@ def report(record: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     from benchmarks.recorded import record_main, settings_of
-    from fsd_bench.environment import environment
 
-    def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
+    def run(args: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as made:
             folder = args.folder or Path(made)
             folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +179,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts = {"corpus": corpus, "store": store_figures(args.requests, args.store_mib)}
         return {
             "settings": settings,
-            "environment": environment(words),
             **parts,
             "draft": draft_figures(args.store_mib),
         }

@@ -27,8 +27,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.recorded import record_main, settings_of
-from fsd_bench.environment import environment
+from benchmarks.recorded import record_main
 from fsd_bench.openai_client import Server
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.decoder.fuzzy import Generation
@@ -128,7 +127,7 @@ def faults_of(answer: str, schema: Any, counts: Counter[str]) -> list[str]:
     return faults
 
 
-def schemas(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+def schemas(args: argparse.Namespace) -> dict[str, Any]:
     """Answer every supported schema of the suite, but for those that the file of answers holds."""
     args.answers.touch()
     known = {one["number"]: one["answer"] for one in map(json.loads, args.answers.read_text("utf-8").splitlines())}
@@ -157,8 +156,6 @@ def schemas(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
         if faults:
             failures.append({"about": f"{line['file']}: {line['about']}", "answer": answer[:200], "faults": faults})
     return {
-        "environment": environment(command),
-        "settings": settings_of(args),
         "counts": dict(counts),
         "refused": dict(refused.most_common()),
         "failures": failures,
@@ -176,7 +173,7 @@ def answer_to(decoder: FuzzyDecoder, schema: Any, guide: Guide, seed: int, args:
     return None
 
 
-def speed(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Decode every task by every method, in turns."""
     decoder = FuzzyDecoder.from_pretrained(args.target)
     methods = {"schema": (True, 16), "schema, nothing forced": (True, 0), "free": (False, 0)}
@@ -193,7 +190,7 @@ def speed(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
                         question, schema=schema, on_round=watch.round, max_new_tokens=args.max_new_tokens, temperature=0
                     )
                 runs[name] += [made] * bool(repeat)
-    record = {"environment": environment(command), "settings": settings_of(args)}
+    record: dict[str, Any] = {}
     record["methods"] = {name: {**of_runs(runs[name]), **watches[name].summary()} for name in methods}
     if args.server:
         record["methods"]["server"] = of_server(Server(args.server), args)
@@ -257,9 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server", help="address of a server with the OpenAI API to measure too, such as vLLM's")
     parser.add_argument("--json", type=Path, required=True, help="file of the record")
     parts = {"schemas": schemas, "speed": speed}
-    return record_main(
-        "benchmarks.serving", parser, lambda args, command: parts[args.part](args, command), report, argv
-    )
+    return record_main("benchmarks.serving", parser, lambda args: parts[args.part](args), report, argv)
 
 
 if __name__ == "__main__":
