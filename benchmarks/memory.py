@@ -301,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         answers = measure(args)
         baseline = "lookup" if "lookup" in answers else next(iter(answers))
         settings = {**settings_of(args), "prompts": args.prompts.name, "problems": args.problems.name}
-        del settings["json"], settings["before"]
+        settings.pop("before", None)
         record = {"settings": settings, "baseline": baseline}
         record |= {"workloads": summary(answers, baseline), "answers": answers}
         partial_of(args).unlink()

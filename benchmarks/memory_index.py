@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             corpus = corpus_figures(folder, args.tokens)
         settings = settings_of(args)
-        del settings["json"], settings["folder"]
+        settings.pop("folder", None)
         parts = {"corpus": corpus, "store": store_figures(args.requests, args.store_mib)}
         return {
             "settings": settings,
