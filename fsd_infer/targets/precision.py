@@ -89,8 +89,10 @@ def ready(model: Any) -> None:
         return
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     if model.device.type == "cpu":
-        from compressed_tensors.offload import remove_dispatch
-
+        try:
+            from compressed_tensors.offload import remove_dispatch
+        except ImportError:  # earlier versions do not wrap the layers
+            return
         remove_dispatch(model, onload_tensors=True)
         for part in model.modules():  # what was restored is the method of the class
             if getattr(vars(part).get("forward"), "__func__", None) is type(part).forward:
