@@ -19,8 +19,7 @@ json       facts of articles in JSON of one schema, which the answers are held t
 =========  =============================================================================================================
 
 The built-in model hardly follows a request to edit, so ``edits`` shows its own answers, and ``forced`` what a target
-that edits rightly would gain. A head is trained for its target's own answers and drafts worse there. Rows that the
-drafter's priors were fitted on are left out: every fourth of the prompts, every fifteenth of the problems.
+that edits rightly would gain. A head is trained for its target's own answers and drafts worse there.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Questions in order: {"workload", "turns", and what differs from a greedy answer}."""
     from fsd_infer.chat.rows import read_jsonl
 
-    rows = [row for place, (_, row) in enumerate(read_jsonl(args.prompts)) if place % 4]
+    rows = [row for _, row in read_jsonl(args.prompts)]
     kinds = {"chat": CHAT, "rag": ("rag",), "summaries": ("summarization",)}
     asked = [
         {"workload": name, "turns": row["turns"]}
@@ -100,8 +99,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         elif name == "replay":
             yield from ({**row, "workload": name} for row in asked)
         elif name == "samples":
-            problems = [row for place, (_, row) in enumerate(read_jsonl(args.problems)) if place % 15]
-            for row in spread(problems, args.sampled):
+            for row in spread([row for _, row in read_jsonl(args.problems)], args.sampled):
                 yield from [{"workload": name, "turns": [row["question"]], "temperature": 0.7}] * 8
         elif name in ("edits", "forced"):
             yield from (
@@ -117,7 +115,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def spread(rows: Sequence[Any], count: int) -> list[Any]:
-    """So many, evenly spread."""
+    """Return ``count`` of the rows, evenly spread."""
     return list(rows[:: max(len(rows) // count, 1)][:count]) if count else []
 
 
