@@ -114,7 +114,7 @@ def resident() -> int:
 
 
 def store_figures(requests: int, mib: int) -> dict[str, Any]:
-    """A store under so many requests: bytes, and milliseconds that each takes to be remembered."""
+    """Return the bytes of a store after ``requests`` requests, and the milliseconds that remembering one takes."""
     from fsd_infer.drafters.prefixes import Store
 
     store, taken, before, most = Store(mib << 20), [], resident(), 0

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
@@ -20,12 +21,12 @@ from gguf.quants import quantize
 from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from fsd_infer.targets.gguf import LAYER_TENSORS
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-_FIXED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+FIXED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def interleave_rope(weight: Tensor, heads: int) -> Tensor:
@@ -33,8 +34,37 @@ def interleave_rope(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
+def facts_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the sizes of a Llama-style model, by the name of the writer's method."""
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": getattr(config, "rms_norm_eps", 1e-5),
+        "rope_freq_base": config.rope_parameters["rope_theta"],
+    }
+
+
+def names_of(layers: int) -> dict[str, str]:
+    """Return ggml's name of each module of transformers, both without ``.weight``."""
+    return FIXED | {
+        f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}" for i in range(layers) for ours, theirs in LAYER_TENSORS.items()
+    }
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write the file of a writer that has all its facts and tensors."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of a checkpoint's tensors."""
+    """Yield names and values of a checkpoint's tensors."""
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():
@@ -49,22 +79,11 @@ def write(source: Path, out_dir: Path, kind: str, rest: str) -> Path:
     out_dir.mkdir(parents=True, exist_ok=True)
     path = out_dir / "model.gguf"
     writer = GGUFWriter(path, "llama")
-    for name, value in {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_attention_heads,
-        "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": config.rms_norm_eps,
-        "rope_freq_base": config.rope_parameters["rope_theta"],
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-    }.items():
+    ends = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    for name, value in {**facts_of(config), **ends}.items():
         if value is not None:
             getattr(writer, f"add_{name}")(value)
-    names = _FIXED | {f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}"
-                      for i in range(config.num_hidden_layers) for ours, theirs in LAYER_TENSORS.items()}  # fmt: skip
+    names = names_of(config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, value in tqdm(tensors(source), desc="tensors"):
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -75,12 +94,9 @@ def write(source: Path, out_dir: Path, kind: str, rest: str) -> Path:
         if value.dim() < 2:
             writer.add_tensor(f"{ours}.weight", numbers)
             continue
-        stored = GGMLQuantizationType[rest if ours in _FIXED.values() else kind]
+        stored = GGMLQuantizationType[rest if ours in FIXED.values() else kind]
         writer.add_tensor(f"{ours}.weight", quantize(numbers, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"):
         if (source / name).is_file():
             shutil.copy(source / name, out_dir / name)

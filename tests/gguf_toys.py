@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers.pre_tokenizers import ByteLevel
 
-import fsd_infer.targets.gguf as gguf_module
+from benchmarks.write_gguf import facts_of, finish, names_of
 from tests.families import tiny_model
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -61,14 +61,7 @@ def write_gguf(
     tokens = [*TOKENS, *(f"<{number}>" for number in range(len(TOKENS), config.vocab_size))]
     writer = GGUFWriter(path, arch)
     for name, value in {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_attention_heads,
-        "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": getattr(config, "rms_norm_eps", 1e-5),
-        "rope_freq_base": config.rope_parameters["rope_theta"],
+        **facts_of(config),
         "tokenizer_model": "gpt2",
         "tokenizer_pre": pre,
         "token_list": tokens,
@@ -85,12 +78,7 @@ def write_gguf(
             getattr(writer, f"add_{name}")(value)
         else:
             writer.add_uint32(name, value)
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    names |= {
-        f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}"
-        for i in range(config.num_hidden_layers)
-        for ours, theirs in gguf_module.LAYER_TENSORS.items()
-    }
+    names = names_of(config.num_hidden_layers)
     for key, value in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -107,8 +95,5 @@ def write_gguf(
             writer.add_tensor(f"{name}.{kind}", value.float().numpy())
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

@@ -32,6 +32,7 @@ from tests.families import (
     tiny_model,
     tiny_prompts,
 )
+from tests.kernel_toys import needs_kernels
 from tests.rules_enumeration import RULES, Enumeration
 from tests.rules_toy import ALARM, ROWS, TextToy, Toy, V, p_value, plain_rule, simulate
 from tests.tree_rounds import check_tree, tree_of, tree_round
@@ -103,9 +104,8 @@ def test_a_node_without_its_favourite_child_loses_its_gate() -> None:
     assert tree.q_index[0, paths(tree, 0)[0, 1]] == -1
 
 
+@needs_kernels
 def test_the_kernel_and_torch_make_the_same_union(monkeypatch: pytest.MonkeyPatch) -> None:
-    if ops.kernel_kind() is None:
-        pytest.skip("this machine does not run the kernels")
     shared = 0
     for seed in range(20):
         main, side = tree_round(seed).tree, tree_round(seed + 100, nodes=7).tree

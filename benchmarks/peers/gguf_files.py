@@ -7,6 +7,8 @@ from typing import Any
 
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, quants
 
+from benchmarks.write_gguf import finish
+
 TYPES = {
     "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
@@ -34,9 +36,6 @@ def converted(source: Path, name: str, target: Path) -> Path:
             writer.add_tensor(tensor.name, numbers)
         else:
             writer.add_tensor(tensor.name, quants.quantize(numbers, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     partial.replace(target)
     return target

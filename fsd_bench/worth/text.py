@@ -7,7 +7,7 @@ from fsd_infer.cli.report import number, percent, table
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.engine.drafts import drafts_text
 
-# a recommended rule spends at most so much per token, and is at least so many times as fast as exact
+# a recommended rule's largest cost in nats per token, and its least speed relative to exact
 MOST_NATS, LEAST_SPEED = 0.1, 1.1
 
 

@@ -22,7 +22,7 @@ from fsd_infer.files import open_safetensors, replacing, usable_name
 from fsd_infer.targets.target import Target
 
 FORMAT = "fsd-memory-1"
-SUFFIX = ".memory"  # of a corpus's index, behind the corpus's name
+SUFFIX = ".memory"  # appended to the corpus's name for its index
 IDS = ("prompt_ids", "response_ids")  # fields with token ids, of files that `fsd-train regenerate` wrote
 
 

@@ -100,7 +100,7 @@ class Prefixes:
 
 
 class Store(Prefixes):
-    """Texts of earlier requests, within so many bytes. The ones that were used least recently leave first.
+    """Texts of earlier requests, within a bound in bytes. The least recently used texts are evicted first.
 
     Args:
         most_bytes: of its arrays, and of :data:`TEXT_ENTRIES` entries for each text.

@@ -24,7 +24,7 @@ from fsd_infer.drafters.estimates import LawKind
 from fsd_infer.drafters.shape import AUTO
 from fsd_infer.engine.request import Outcome, Request
 from fsd_infer.engine.rounds import Round
-from fsd_infer.engine.stats import GenerationStats, RowRecord
+from fsd_infer.engine.stats import GenerationStats, RowRecord, describe_rules
 from fsd_infer.errors import FsdError
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_prompts, read_prompts
@@ -135,13 +135,10 @@ class _Batch:
         self.cache = target.new_cache(count, capacity)
         process = self.processors.context_free if self.processors else None
         first = torch.tensor([row.prompt[0] for row in self.rows])
-        self.session = drafter.start(
-            first,
-            DraftRequest(
-                *(count, reach, request.greedy, process, request.generator, self.device, tilt, self.auto),
-                request.cache_keys,
-            ),
+        drafted = DraftRequest(
+            count, reach, request.greedy, process, request.generator, self.device, tilt, self.auto, request.cache_keys
         )
+        self.session = drafter.start(first, drafted)
 
     def prefill(self) -> None:
         """Read the prompts, emit each row's first token, and pass the prompts' features to the drafter."""
@@ -240,7 +237,7 @@ class _Batch:
         records = [row.record for row in self.all_rows]
         stats = GenerationStats(
             rows=[row.record.finish(self.prefill_seconds, row.prompt, self.drafter.proposers) for row in self.all_rows],
-            rule=_described([row.rule for row in self.all_rows]),
+            rule=describe_rules([row.rule for row in self.all_rows]),
             drafter=self.drafter.describe() | ({} if self.auto is None else {"tree": AUTO}),
             seconds=seconds,
             prefill_seconds=self.prefill_seconds,
@@ -317,9 +314,9 @@ class _Batch:
         self._keep_features(features, counts)
         going = [place for place, row in enumerate(self.rows) if row.record.finish_reason is None]
         if len(going) < len(self.rows):
-            self._keep_texts()
             for place, row in enumerate(self.rows):
                 if row.record.finish_reason is not None:
+                    self._keep_text(place, row)
                     self.session.finish(place, row.prompt, row.record.tokens)
             self.rows = [self.rows[place] for place in going]
             if not going:
@@ -360,26 +357,16 @@ class _Batch:
             for row, read, count in zip(self.rows, features, counts.tolist()):
                 row.features.append(read[:count])
 
-    def _keep_texts(self) -> None:
-        """Store the texts of finished rows in the prefix cache."""
-        if self.target.prefixes is None:
-            return
-        for place, (row, length) in enumerate(zip(self.rows, self.lengths.tolist())):
-            if row.record.finish_reason is not None:
-                text = torch.tensor([*row.prompt, *row.record.tokens])
-                count = min(length, len(text))  # the last round may have read beyond the answer's end
-                features, row.features = torch.cat(row.features)[:count], []
-                states = self.cache.saved(place, count)
-                self.target.prefixes.store(
-                    Prefix(text[:count], states, features, self.target.captured_layers, self._key(row))
-                )
-
-
-def _described(rules: Sequence[Rule]) -> dict[str, object]:
-    """Describe the rule of all rows, or each row's."""
-    if all(rule == rules[0] for rule in rules):
-        return rules[0].describe()
-    return {"rule": "per row", "rows": [rule.describe() for rule in rules]}
+    def _keep_text(self, place: int, row: _Row) -> None:
+        """Store the text of a finished row in the prefix cache."""
+        if self.target.prefixes is not None:
+            text = torch.tensor([*row.prompt, *row.record.tokens])
+            count = min(int(self.lengths[place]), len(text))  # the last round may have read beyond the answer's end
+            features, row.features = torch.cat(row.features)[:count], []
+            kept = Prefix(
+                text[:count], self.cache.saved(place, count), features, self.target.captured_layers, self._key(row)
+            )
+            self.target.prefixes.store(kept)
 
 
 def _log_likelihoods(verdict: Verdict, logits: Tensor) -> list[list[float]]:

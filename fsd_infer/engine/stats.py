@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from fsd_infer.drafters.estimates import Trees
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.engine.ngrams import copied_ngrams, kinds, repeated_ngrams
-from fsd_infer.rules import Emission, Source
+from fsd_infer.rules import Emission, Rule, Source
 
 
 class Share(TypedDict):
@@ -237,3 +237,10 @@ def _share(flags: Sequence[bool]) -> float:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def describe_rules(rules: Sequence[Rule]) -> dict[str, Any]:
+    """Describe the rule of all rows, or each row's."""
+    if all(rule == rules[0] for rule in rules):
+        return rules[0].describe()
+    return {"rule": "per row", "rows": [rule.describe() for rule in rules]}

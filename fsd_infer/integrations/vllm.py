@@ -146,7 +146,7 @@ class FuzzyRules(_Processor):
         self.vocabulary = _vocabulary(getattr(vllm_config, "model_config", None))
         self.markers: dict[str, tuple[int, int]] = {}  # of the phases that requests name
         slots = req_states.max_num_reqs
-        # kinds are numbered anew only when a request is admitted
+        # kinds are renumbered only when a request is admitted
         self.requests: list[RuleRequest | None] = [None] * slots
         self.fresh: dict[int, float] = {}  # slot -> temperature of requests that are not on the device yet
         self.kinds: list[RuleRequest] = []

@@ -42,7 +42,7 @@ class AdaSpecLoss(Loss):
     drafter can fit and this one does not yet. In the paper D is KL(p||q), and the reference has the same size and was
     distilled from the same target on all tokens.
 
-    Each batch chooses its tokens anew, separately for each chain step. In validation the batch has no reference and all
+    Each batch chooses its own tokens, separately for each chain step. In validation the batch has no reference and all
     tokens count.
 
     Args:

@@ -94,7 +94,7 @@ void attend(Multiplier& multiply, int count, const bf16* const* queries, const b
     const int64_t left = std::min<int64_t>(2 * LANES, slots - at);
     const bf16* from = keys + at * stride;
     int64_t apart = stride;
-    if (left < 2 * LANES) {  // memory behind the last slot may not be readable
+    if (left < 2 * LANES) {  // memory past the last slot may not be readable
       for (int64_t row = 0; row < left; ++row)
         std::memcpy(rows + row * width, from + row * stride, width * sizeof(bf16));
       std::memset(rows + left * width, 0, (2 * LANES - left) * width * sizeof(bf16));

@@ -55,19 +55,13 @@ class Forward {
 #pragma omp barrier
     attend(index);
 #pragma omp barrier
-    product(multiply, attended, rows, {&layer.output}, [&](int row, int64_t column, __m512 sum) {
-      const int64_t at = row * hidden + column;
-      store(middle + at, _mm512_add_ps(load(x + at), sum));
-    });
+    add_product(x, attended, layer.output, middle);
 #pragma omp barrier
     norm(middle, layer.mlp_norm, normed);
 #pragma omp barrier
     gate(layer);
 #pragma omp barrier
-    product(multiply, gated, rows, {&layer.down}, [&](int row, int64_t column, __m512 sum) {
-      const int64_t at = row * hidden + column;
-      store(out + at, _mm512_add_ps(load(middle + at), sum));
-    });
+    add_product(middle, gated, layer.down, out);
   }
 
   // y = RMS norm of x, both [rows, hidden].
@@ -77,6 +71,14 @@ class Forward {
   }
 
  private:
+  // y = base + the linear layer's product with x; base, y [rows, hidden].
+  void add_product(const bf16* base, const bf16* x, const fsd_linear& linear, bf16* y) {
+    product(multiply, x, rows, {&linear}, [&](int row, int64_t column, __m512 sum) {
+      const int64_t at = row * hidden + column;
+      store(y + at, _mm512_add_ps(load(base + at), sum));
+    });
+  }
+
   // Project to queries, keys and values. `read` is x, or what the first attention reads in its place.
   void project(const fsd_layer& layer, const bf16* read, const bf16* x) {
     if (read == x && layer.input_norm) {
