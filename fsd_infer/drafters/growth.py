@@ -15,10 +15,11 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
