@@ -38,9 +38,9 @@ def record(repo_root: Path, name: str) -> dict[str, Any]:
     return json.loads((repo_root / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
 
 
-def test_accepted_lengths_on_that_page_are_the_records(repo_root: Path) -> None:
+def test_accepted_lengths_of_drafters_without_training_are_the_records(repo_root: Path) -> None:
     page, methods = (
-        prose(repo_root / "docs" / "how-a-round-works.md"),
+        prose(repo_root / "docs" / "decoding.md"),
         record(repo_root, "compare-smollm2-135m")["methods"],
     )
     both, alone = methods["exact@lookup+recycle"], methods["exact@lookup"]
@@ -86,6 +86,35 @@ def test_speeds_and_nats_of_rules_in_the_text_are_those_of_their_records(repo_ro
     ):
         ratio, method, _ = facts["t1", name]
         assert text.format(ratio, method["divergence_spent"]) in page, text
+
+
+def test_the_table_of_a_small_lms_losses_is_its_record(repo_root: Path) -> None:
+    page, drafters = (
+        (repo_root / "docs" / "losses.md").read_text("utf-8"),
+        record(repo_root, "stories-training")["drafters"],
+    )
+    rows = [
+        line.split(" | ") for line in page.partition("| loss | first draft")[2].partition("\n\n")[0].splitlines()[2:]
+    ]
+    per_cost = {
+        arm: max(tau / (1 + 0.06 * int(n)) for n, tau in facts["exact"]["tau"].items())
+        for arm, facts in drafters.items()
+    }
+    for name, *shown in rows:
+        arm = {"none (public weights)": "public", "kl_pq": "reverse_kl 0"}.get(
+            name.strip("| `"), f"{name.strip('| `')} 0"
+        )
+        exact, rule = drafters[arm]["exact"], drafters[arm]["tilted:1:floor=0 at 0"]["8"]
+        numbers = [
+            f"{exact['first_draft_agreement']:.0%}",
+            f"{exact['regret_median']:.2f}",
+            f"{exact['regret_below_1']:.0%}",
+        ]
+        numbers += [f"{per_cost[arm]:.2f}", f"{per_cost[arm] / per_cost['public']:.2f}", f"{rule['tau'] / 1.48:.2f}"]
+        assert [cell.replace(" %", "%").strip("| ") for cell in shown] == [*numbers, f"{rule['nats_per_token']:.3f}"], (
+            name
+        )
+    assert len(rows) >= 4
 
 
 def test_the_table_of_engines_is_its_record(repo_root: Path) -> None:
