@@ -13,7 +13,7 @@ from fsd_train.cli import main as fsd_train
 
 TARGET, PORT = "smollm2-135m", "8765"
 target, out = Target.from_pretrained(TARGET), tempfile.mkdtemp()
-head = EagleHead(EagleConfig.for_target(target, layout="eagle3", draft_vocab_size=4096))  # untrained: use yours
+head = EagleHead(EagleConfig.for_target(target, layout="eagle3", draft_vocab_size=4096))  # untrained; use your own
 head.save_pretrained(f"{out}/head")
 if fsd_train(["export", f"{out}/head", f"{out}/vllm", "--target", TARGET, "--to", "vllm"]) == 0:
     print(f'vllm serve MODEL --speculative-config \'{{"method": "eagle3", "model": "{out}/vllm"}}\'')

@@ -10,7 +10,7 @@ TARGET, REPOSITORY = "smollm2-135m", os.environ.get("REPOSITORY", "you/smollm2-1
 
 # Upload a head from a directory. `fsd-train publish DIR OWNER/NAME` also measures it and writes a model card.
 target = Target.from_pretrained(TARGET)
-head = EagleHead.from_pretrained(shipped_drafter(TARGET), target)  # use yours
+head = EagleHead.from_pretrained(shipped_drafter(TARGET), target)  # use your own
 print(head.push_to_hub(REPOSITORY, commit_message="a draft head"))
 
 # Decode with it. The config.json tells heads of SafeAILab, SpecForge and speculators apart.

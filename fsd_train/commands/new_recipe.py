@@ -57,7 +57,7 @@ def _head_and_loss(facts: TargetFacts) -> tuple[str, str]:
         head = (
             "    layout: eagle3          # read by vLLM, SGLang, TensorRT-LLM and others: fsd-train export --to vllm\n"
         )
-        loss = "      w_feature: 0.0          # it estimates no features\n      w_ce: 1.0\n"
+        loss = "      w_feature: 0.0          # eagle3 estimates no features\n      w_ce: 1.0\n"
     else:
         scaled = str(facts.scaled_norm).lower()
         head = f"    final_norm: {scaled}\n    feature_scale: {scaled}\n"

@@ -247,7 +247,7 @@ def hardware(facts: TargetFacts, choices: Choices) -> str:
 
 def count_text(number: float) -> str:
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
+        if number >= 0.9995 * size:  # "1 G", not "1e+03 M"
             return f"{number / size:.3g} {unit}"
     return f"{number:.0f}"
 
