@@ -35,25 +35,18 @@ _COMMON: dict[str, Any] = dict(
 )
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": dict(sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1),
+    "llama": {}, "qwen2": dict(sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1),
     "qwen3": dict(sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1, head_dim=8),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=8),
     "gemma2": dict(sliding_window=WINDOW, head_dim=8),
     "gemma3_text": dict(sliding_window=WINDOW, head_dim=8, num_hidden_layers=7),
-    "mistral": dict(sliding_window=WINDOW),
-    "mixtral": dict(sliding_window=WINDOW, num_local_experts=4),
-    "phi3": dict(sliding_window=WINDOW),
-    "gpt_neox": {},
-    "gpt2": {},
-    "opt": dict(ffn_dim=64, word_embed_proj_dim=32),
-    "olmo2": {},
-    "cohere": {},
-    "stablelm": {},
+    "mistral": dict(sliding_window=WINDOW), "mixtral": dict(sliding_window=WINDOW, num_local_experts=4),
+    "phi3": dict(sliding_window=WINDOW), "gpt_neox": {}, "gpt2": {}, "opt": dict(ffn_dim=64, word_embed_proj_dim=32),
+    "olmo2": {}, "cohere": {}, "stablelm": {},
     "granite": dict(logits_scaling=2.0, residual_multiplier=0.5, embedding_multiplier=2.0),
     "falcon": dict(new_decoder_architecture=False, multi_query=True),
     "gpt_oss": dict(sliding_window=WINDOW, num_local_experts=4, head_dim=8),
-}
+}  # fmt: skip
 
 
 def save_head(

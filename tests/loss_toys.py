@@ -149,16 +149,9 @@ def check(batch: Grid, estimates: Tensor, loss: Tensor, expected: Tensor) -> Non
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("eagle", {}),
-    ("kl_qp", {}),
-    ("kl_pq", {}),
-    ("js", {}),
-    ("tv", {}),
-    ("lk", {}),
-    ("lk", {"form": "log"}),
-    ("fsd", {}),
-    ("fsd", {"threshold": 0.0, "width": 4, "temperature": 0.7}),
+    ("eagle", {}), ("kl_qp", {}), ("kl_pq", {}), ("js", {}), ("tv", {}), ("lk", {}), ("lk", {"form": "log"}),
+    ("fsd", {}), ("fsd", {"threshold": 0.0, "width": 4, "temperature": 0.7}),
     ("fsd", {"divergence": "top_k_js:4", "threshold": [0.1, 0.3]}),
     ("fsd", {"divergence": "ag", "threshold": 0.5, "width": 4, "temperature": 0.7}),
     ("fsd", {"divergence": "kl_qp", "threshold": 0.5, "temperature": 0.7}),
-]
+]  # fmt: skip

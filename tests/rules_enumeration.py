@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -23,12 +24,7 @@ RULES = {
     "exact": {"kind": "exact"},
     "fuzzy:js:0.08": {"kind": "fuzzy", "threshold": 0.08},
     "fuzzy:tv:0.25": {"kind": "fuzzy", "divergence": "tv", "threshold": 0.25},
-    "fuzzy:kl_qp:0.25:gate=processed": {
-        "kind": "fuzzy",
-        "divergence": "kl_qp",
-        "threshold": 0.25,
-        "gate_on": "processed",
-    },
+    "fuzzy:kl_qp:0.25:gate=processed": dict(kind="fuzzy", divergence="kl_qp", threshold=0.25, gate_on="processed"),
     "fuzzy:js:inf": {"kind": "fuzzy", "threshold": math.inf},
     "fuzzy:js:0.3:budget=0.5": {"kind": "fuzzy", "threshold": 0.3, "budget": 0.5},
     "fuzzy-strict:js:0.08": {"kind": "fuzzy-strict", "threshold": 0.08},
@@ -48,20 +44,9 @@ RULES = {
     "draft-only:novel=1": {"kind": "draft-only", "novel": 1},
     "exact:block=true": {"kind": "exact"},
     "fuzzy:js:inf:only_in=1..2": {"kind": "fuzzy", "threshold": math.inf, "phases": True},
-    "fuzzy-strict:js:0.3:budget=0.3:only_in=1..2": {
-        "kind": "fuzzy-strict",
-        "threshold": 0.3,
-        "budget": 0.3,
-        "phases": True,
-    },
+    "fuzzy-strict:js:0.3:budget=0.3:only_in=1..2": dict(kind="fuzzy-strict", threshold=0.3, budget=0.3, phases=True),
     "draft-only:only_in=1..2": {"kind": "draft-only", "phases": True},
-    "tilted:0.5:novel=1:only_in=1..2": {
-        "kind": "tilted",
-        "threshold": math.inf,
-        "price": 0.5,
-        "novel": 1,
-        "phases": True,
-    },
+    "tilted:0.5:novel=1:only_in=1..2": dict(kind="tilted", threshold=math.inf, price=0.5, novel=1, phases=True),
 }
 
 
@@ -75,41 +60,39 @@ Kernel = list[tuple[float, int, bool, float]]  # probability, token, does it go 
 Place = tuple[int, int]  # context of a round's root, and a node of its tree
 
 
+@dataclass
 class Enumeration:
     """The exact law of the first LENGTH emitted tokens.
 
-    Args:
+    Attributes:
         toy: the models.
         kind: exact, fuzzy, fuzzy-strict, random, draft-only or tilted.
         phases: exact but where the last of the tokens 1 and 2 is a 1.
         divergence, threshold, gate_on, rate, budget, price, floor, novel: the rule's parameters.
     """
 
-    def __init__(
-        self,
-        toy: Toy,
-        kind: str,
-        divergence: str = "js",
-        threshold: float = 0.0,
-        gate_on: str = "raw",
-        rate: float = 0.0,
-        budget: float = math.inf,
-        price: float = 1.0,
-        floor: float = 0.0,
-        novel: int = 0,
-        phases: bool = False,
-    ) -> None:
-        self.phases = phases
-        self.toy, self.kind, self.rate, self.budget = toy, kind, rate, budget
-        self.price, self.floor, self.novel = price, floor, novel
+    toy: Toy
+    kind: str
+    divergence: str = "js"
+    threshold: float = 0.0
+    gate_on: str = "raw"
+    rate: float = 0.0
+    budget: float = math.inf
+    price: float = 1.0
+    floor: float = 0.0
+    novel: int = 0
+    phases: bool = False
+
+    def __post_init__(self) -> None:
+        toy = self.toy
         raw_p, raw_q = toy.p.double(), toy.full_q().double()
         self.p = softmax(toy.scores(raw_p).numpy(), axis=-1)
         self.q = softmax(toy.scores(raw_q).numpy(), axis=-1)
         gate_p, gate_q = softmax(raw_p.numpy(), axis=-1), softmax(raw_q.numpy(), axis=-1)
-        if gate_on == "processed":
+        if self.gate_on == "processed":
             gate_p, gate_q = self.p, self.q
-        measure = REFERENCE_DIVERGENCES[divergence]
-        self.wants = np.array([measure(a, b) <= threshold for a, b in zip(gate_p, gate_q, strict=True)])
+        measure = REFERENCE_DIVERGENCES[self.divergence]
+        self.wants = np.array([measure(a, b) <= self.threshold for a, b in zip(gate_p, gate_q, strict=True)])
         self.law: dict[tuple[int, ...], float] = defaultdict(float)
         self.expected_spent = 0.0
         self.largest_spent = 0.0

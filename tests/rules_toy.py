@@ -170,18 +170,14 @@ class TextToy(Toy):
 
 
 TOYS = {
-    "tree": Toy.make(1),
-    "tree-cold": Toy.make(1, temperature=0.7),
-    "tree-processed": Toy.make(2, processed=True),
-    "tree-reduced": Toy.make(3, reduced=True),
-    "tree-reduced-processed": Toy.make(4, reduced=True, processed=True),
-    "chain": Toy.make(5, sampled=True),
-    "chain-cold": Toy.make(5, sampled=True, temperature=0.7),
+    "tree": Toy.make(1), "tree-cold": Toy.make(1, temperature=0.7), "tree-processed": Toy.make(2, processed=True),
+    "tree-reduced": Toy.make(3, reduced=True), "tree-reduced-processed": Toy.make(4, reduced=True, processed=True),
+    "chain": Toy.make(5, sampled=True), "chain-cold": Toy.make(5, sampled=True, temperature=0.7),
     "chain-processed": Toy.make(6, sampled=True, processed=True),
     "chain-reduced": Toy.make(7, sampled=True, reduced=True),
     "long-chain": replace(Toy.make(8, sampled=True), parents=tuple(LONG_CHAIN)),
     "long-chain-processed": replace(Toy.make(9, sampled=True, processed=True), parents=tuple(LONG_CHAIN)),
-}
+}  # fmt: skip
 
 
 def plain_rule(spec: str) -> Rule:

@@ -1,48 +1,52 @@
-"""LoRA adapters as targets: merged as peft merges them, named wherever a target is, known by digest."""
+"""LoRA adapters and models in memory as targets: merged as peft merges them, taken as they are, known by digest."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError
-from fsd_infer.targets.adapters import is_adapter, merge_adapter
+from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer.errors import CheckpointError, ModelLoadError
+from fsd_infer.targets.adapters import adapter_names, is_adapter, merge_adapter
 from fsd_infer.targets.loading import load_target, resolve_target
-from fsd_infer.targets.target import Target
 from fsd_train.models.slim import load_slim
+from tests.families import reference
 from tests.text_toys import save_tiny_chat_target
 from tests.train_toys import toy_model
 
 
-def save_adapter(directory: Path, model: Any, base: str, **options: Any) -> Path:
-    """An adapter of ``model`` with random weights, as peft saves it."""
+def adapted(model: Any, **options: Any) -> Any:
+    """The model with random adapter weights."""
     torch.manual_seed(1)
-    adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": "all-linear", **options}))
+    made = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": "all-linear", **options}))
     with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
+        for name, parameter in made.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.3)
-    adapted.peft_config["default"].base_model_name_or_path = base
-    adapted.save_pretrained(directory, save_embedding_layers=False)
+    return made
+
+
+def save_adapter(directory: Path, model: Any, base: str, **options: Any) -> Path:
+    """An adapter of ``model`` with random weights, as peft saves it."""
+    made = adapted(model, **options)
+    made.peft_config["default"].base_model_name_or_path = base
+    made.save_pretrained(directory, save_embedding_layers=False)
     return directory
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_tiny_chat_target(tmp_path / "base")
-
-
-@pytest.fixture
 def adapter(tmp_path: Path, base: Path) -> Path:
-    return save_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(base), "../base")
+    return save_adapter(
+        tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(base), os.path.relpath(base, tmp_path / "adapter")
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "opt"])
@@ -77,16 +81,6 @@ def test_an_adapter_is_a_target_like_any_other(tmp_path: Path, base: Path, adapt
     greedy = theirs.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
     assert made.sequences[0] == greedy[0, 4:].tolist()
     assert not any("lora" in name for name, _ in decoder.target.model.named_parameters())
-
-
-def test_bf16_sums_are_formed_in_fp32_and_rounded_once(base: Path, adapter: Path) -> None:
-    model, _ = load_target(adapter, dtype="bf16")
-    again, _ = load_target(adapter, dtype="bf16")
-    exact, _ = load_target(base, dtype="bf16")
-    merge_adapter(exact.float(), adapter)
-    for name, value in model.named_parameters():
-        assert value.dtype == torch.bfloat16 and torch.equal(value, again.get_parameter(name))
-        assert torch.equal(value, exact.get_parameter(name).to(torch.bfloat16))
 
 
 def test_the_digest_tells_adapted_targets_apart(tmp_path: Path, base: Path, adapter: Path) -> None:
@@ -132,3 +126,95 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path, adapter: Path)
     refused(ModelLoadError, "peft_type='LOHA'", config={"peft_type": "LOHA"})
     refused(ModelLoadError, "use_dora=True", config={"use_dora": True})
     refused(ModelLoadError, "rank_pattern", config={"rank_pattern": {"q_proj": 2}})
+
+
+PROMPT = [5, 9, 11, 7]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_chat_target(tmp_path_factory.mktemp("objects") / "base")
+
+
+def greedy(decoder: FuzzyDecoder, **options: Any) -> list[int]:
+    return decoder.generate([PROMPT], max_new_tokens=16, do_sample=False, chat=False, **options).sequences[0]
+
+
+def test_a_model_in_memory_is_left_as_it_is(base: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base).train()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model.lm_head.weight.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    grads = [parameter.requires_grad for parameter in model.parameters()]
+    decoder = FuzzyDecoder.from_pretrained(model, "lookup", tokenizer)
+    assert decoder.target.model is model and not model.training
+    made = decoder.generate("a prompt", max_new_tokens=12, do_sample=False)
+    assert made.texts[0] == tokenizer.decode(made.sequences[0], skip_special_tokens=True)
+    assert greedy(decoder) == reference(model, [PROMPT], max_new_tokens=16)[0]
+    assert [parameter.requires_grad for parameter in model.parameters()] == grads
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any("forward" in vars(part) for part in model.modules())
+    with pytest.raises(FsdError, match="no tokenizer"):
+        FuzzyDecoder.from_pretrained(model, "none").generate("text")
+    with pytest.raises(ModelLoadError, match="dtype, revision: for loading, but the target is in memory"):
+        FuzzyDecoder.from_pretrained(model, "none", dtype=torch.float32, revision="main")
+
+
+def test_keywords_go_to_transformers(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "repository" / "inner")
+    here = str(tmp_path / "repository")
+    plain = FuzzyDecoder.from_pretrained(str(base), "none", dtype=torch.float32)
+    inner = FuzzyDecoder.from_pretrained(here, "none", dtype=torch.float32, subfolder="inner", local_files_only=True)
+    assert inner.tokenizer.get_vocab() == plain.tokenizer.get_vocab() and greedy(inner) == greedy(plain)
+    other = AutoTokenizer.from_pretrained(base)
+    assert FuzzyDecoder.from_pretrained(str(base), "none", other).tokenizer is other
+    for name, words in (
+        ("no_such_thing", "no_such_thing"),
+        ("torch_dtype", "give dtype"),
+        ("use_safetensors", "can run code"),
+        ("config", "pass the object"),
+    ):
+        with pytest.raises(ModelLoadError, match=words):
+            FuzzyDecoder.from_pretrained(str(base), "none", **{name: 1})
+
+
+def test_a_peft_object_decodes_with_its_adapter(base: Path) -> None:
+    model = adapted(AutoModelForCausalLM.from_pretrained(base))
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    decoder = FuzzyDecoder.from_pretrained(model, "lookup")
+    expected = model.generate(input_ids=torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)[0, 4:].tolist()
+    assert greedy(decoder) == expected != reference(plain, [PROMPT], max_new_tokens=16)[0]
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
+    digest = decoder.target.weights_digest()
+    assert greedy(decoder, adapter="none") == reference(plain, [PROMPT], max_new_tokens=16)[0]
+    assert greedy(decoder) == expected and decoder.target.weights_digest() == digest
+    assert digest != FuzzyDecoder.from_pretrained(plain, "none").target.weights_digest()
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ModelLoadError, match="PROMPT_TUNING"):
+        FuzzyDecoder.from_pretrained(get_peft_model(AutoModelForCausalLM.from_pretrained(base), prompts), "none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_request_may_name_an_adapter(base: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    """The answers are those of the merged targets, and the base's in between."""
+    directories = {}
+    for name, seed in (("one", 1), ("two", 2)):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        directories[name] = save_adapter(tmp_path / name, model, str(base), r=4 + seed)
+    decoder = FuzzyDecoder.from_pretrained(
+        str(base), "lookup+recycle", dtype=dtype, adapters=directories, prefix_cache_bytes=2**20
+    )
+    assert adapter_names(decoder.target.model) == ["one", "two"]
+    wanted: dict[str | None, list[int]] = {None: greedy(FuzzyDecoder.from_pretrained(str(base), "none", dtype=dtype))}
+    for name, directory in directories.items():
+        wanted[name] = greedy(FuzzyDecoder.from_pretrained(str(directory), "none", dtype=dtype))
+    for name in (None, "one", "two", None, "two", "none"):
+        if dtype == torch.float32 or name in (None, "none"):
+            assert greedy(decoder, adapter=name) == wanted[None if name == "none" else name]
+        else:  # merged weights are rounded once more
+            assert greedy(decoder, adapter=name) != wanted[None]
+    with pytest.raises(ModelLoadError, match="no adapter 'three': this target has one, two"):
+        greedy(decoder, adapter="three")
+    with pytest.raises(ModelLoadError, match="adapter x=.*cannot be loaded"):
+        FuzzyDecoder.from_pretrained(str(base), "none", adapters={"x": tmp_path / "nowhere"})

@@ -12,13 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target
-from fsd_infer.engine.beams import BeamOptions, Begun, proposer_of
-from fsd_infer.engine.beams.forest import Node, mixed
-from fsd_infer.engine.beams.plan import Planner
-from fsd_infer.engine.beams.sampling import draw
-from fsd_infer.engine.beams.search import Beam, Terms
-from fsd_infer.engine.beams.width import RACES, chances_of_width, dynamic_width
+from fsd_infer import FuzzyDecoder, LMDrafter, Target
+from fsd_infer.engine.beams import BeamOptions
+from fsd_infer.engine.beams.width import chances_of_width, dynamic_width
 from tests.beam_toys import doubled, drafters_for
 from tests.families import tiny_model, tiny_prompts
 
@@ -150,36 +146,3 @@ def test_sampled_beams_do_not_depend_on_drafts(target: Target, join_every: int |
             # longest prompt, one answer, the beams of four steps, twice a round's nodes, and the spare slot
             slots = 21 + 40 + 4 * 4 + 2 * (3 * 4 + 4) + 1
             assert made.stats.cache_bytes == 4 * slots * target.cache_bytes_per_token
-
-
-def test_chances_of_width_are_those_of_drafting() -> None:
-    """Drafting by the planner and drawing, with new races each time, agree as often as the estimate says."""
-    generator = torch.Generator().manual_seed(0)
-    beams, tokens, width, breadth = 3, 20, 4, 6
-    scores = [-1.0, -1.4, -2.0]
-    logits = 2 * torch.randn(2, beams, tokens, generator=generator)
-    logits[1] = logits[0] + 0.5 * torch.randn(beams, tokens, generator=generator)
-    target, drafter = ([(row.tolist(), list(range(tokens))) for row in part] for part in logits.log_softmax(-1))
-    chances = chances_of_width(scores, target, drafter, width, breadth, 2)
-    terms = Terms(width, frozenset(), draw=lambda row, live, count: [])
-    options = BeamOptions(depth=1, spread=breadth / width)
-    planner = Planner(terms, options, proposer_of(NoDrafter(tokens), Begun([], 0, *torch.zeros(2, 0))), print, 0)
-    ready = [0] * width
-    trials = 400
-    for trial in range(trials):
-        nodes = [Node(place, None, 0, mixed(1000 * trial + place)) for place in range(beams)]
-        for node, guess in zip(nodes, drafter):
-            node.proposed = guess
-        live = [Beam(node, score) for node, score in zip(nodes, scores)]
-        drafted = {(beam.node.parent, beam.node.token) for beam in planner.next_beams(live, width)}
-        for node, known in zip(nodes, target):
-            node.likely = known
-        for n in range(1, width + 1):
-            kept = sorted(draw(nodes, scores, 2 * n, lambda node: torch.zeros(tokens)), reverse=True)[:n]
-            ready[n - 1] += all((nodes[beam], token) in drafted for _, beam, token in kept)
-    assert [count / trials for count in ready] == pytest.approx(chances, abs=4 * 0.5 / RACES**0.5)
-    assert 0.2 < min(chances) < max(chances) <= 1.0
-    alike = chances_of_width(scores, target, target, width, breadth, 2)
-    assert min(alike) > 0.8 and sum(alike) > sum(chances)
-    other = [([0.0], [tokens])] * beams
-    assert dynamic_width(chances_of_width(scores, target, other, width, breadth, 2), 0.5, 2) == 2

@@ -1,25 +1,26 @@
-"""`make bench`: other engines in their own environments; what cannot run is reported and left out."""
+"""Methods in processes of their own: `--isolate`, any program, and `make bench`, where what cannot run is left out."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
-import subprocess
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
-from benchmarks import compare, peers
-from benchmarks.peers.gguf_files import converted
-from benchmarks.workplace import Workplace
-from fsd_bench import parse_methods
-from fsd_bench.methods import METHODS
+from benchmarks import compare, first_gpu, peers
+from benchmarks.peers import HERE
+from fsd_bench import run
+from fsd_bench.methods import METHODS, parse_methods
 from fsd_bench.process import ProcessMethod
 from fsd_infer import FsdError
+from fsd_infer.cli.main import build_parser, main
+from fsd_train.commands.fit import read_recipe
 from tests.bench_toys import Toy
 
 # a peer's script: counts up from the prompt's last token
@@ -58,7 +59,7 @@ def test_a_peer_is_measured_like_the_others(
 ) -> None:
     monkeypatch.setattr(compare, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    argv = ["--target", str(toy.target), "--prompts", str(toy.prompts), "--limit", "2", "--every", "1", "--blocks", "2"]
+    argv = ["--target", str(toy.target), "--prompts", str(toy.prompts), "--limit", "2", "--every", "1", "--blocks", "1"]
     argv += ["--max-new-tokens", "3", "--methods", "plain", "--peers", "fake,fake:gguf"]
     argv += ["--peer-python", f"fake={sys.executable}", "--output", str(tmp_path / "results"), "--threads", "1"]
     assert compare.main(argv) == 0
@@ -66,11 +67,11 @@ def test_a_peer_is_measured_like_the_others(
     assert "fake:gguf is left out: it needs a GGUF file of the target (--gguf)." in said.err
     path = tmp_path / "results" / "compare-target.json"
     record = json.loads(path.read_text())
-    assert list(record["methods"]) == ["plain", "fake"] and record["settings"]["isolate"] == 2
+    assert list(record["methods"]) == ["plain", "fake"] and record["settings"]["isolate"] == 1
     facts = record["methods"]["fake"]
     assert facts["version"] == "fake 1.0" and facts["arguments"] == ["target"], "by its name in the workplace"
     assert facts["tokens_per_second"] == 3 and facts["tau"] == 1 and facts["log_likelihood_per_token"] < 0
-    assert record["ratios"]["plain"]["fake"]["tokens_per_second"]["pairs"] == 2
+    assert record["ratios"]["plain"]["fake"]["tokens_per_second"]["pairs"] == 1
     assert str(tmp_path) not in path.read_text(), "nothing of the machine"
     assert record["environment"]["command"].startswith("python -m benchmarks.compare --target target")
     assert said.out.startswith("speed\n") and "\nfake " in said.out
@@ -92,51 +93,6 @@ def test_a_peer_that_cannot_do_what_is_asked_says_why(fake: peers.Peer, tmp_path
     method.close()
 
 
-def test_peer_that_cannot_be_installed_is_left_out(
-    fake: peers.Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        said = "WARNING: slow\nERROR: No matching distribution found\n"
-        return subprocess.CompletedProcess(command, int("install" in command), "", said)
-
-    monkeypatch.setattr(peers.subprocess, "run", pip)
-    assert peers.prepare(["fake"], tmp_path, {}, {"directory": "model"}, 1) == []
-    expected = f"fake is left out: fake==1.0 cannot be installed into {tmp_path / '.venv-fake'}: ERROR: No matching"
-    assert expected in capsys.readouterr().err
-
-
-def test_gguf_files_hold_the_numbers_that_the_packed_ones_stand_for(tmp_path: Path) -> None:
-    numbers = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
-    packed = quants.quantize(numbers, GGMLQuantizationType.Q4_1)
-    writer = GGUFWriter(tmp_path / "q4.gguf", "llama")
-    writer.add_block_count(1)
-    writer.add_token_list(["a", "b"])
-    writer.add_tensor("blk.0.attn_q.weight", packed, raw_dtype=GGMLQuantizationType.Q4_1)
-    writer.add_tensor("blk.0.attn_norm.weight", numbers[0])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    made = GGUFReader(converted(tmp_path / "q4.gguf", "f16", tmp_path / "f16.gguf"))
-    assert made.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
-    matrix, norm = made.tensors
-    expected = quants.dequantize(packed, GGMLQuantizationType.Q4_1)
-    assert matrix.tensor_type == GGMLQuantizationType.F16
-    assert np.array_equal(matrix.data, expected.astype(np.float16)) and np.array_equal(norm.data, numbers[0])
-    before = (tmp_path / "f16.gguf").stat().st_mtime_ns
-    assert converted(tmp_path / "none", "f16", tmp_path / "f16.gguf").stat().st_mtime_ns == before, "made once"
-
-
-def test_models_are_named_by_their_last_part(tmp_path: Path) -> None:
-    for name in ("models/small", "other/small"):
-        (tmp_path / name).mkdir(parents=True)
-    work = Workplace(tmp_path / "work")
-    assert [work.link(tmp_path / "models" / "small"), work.link("built-in")] == ["small", "built-in"]
-    with pytest.raises(FsdError, match="the same name"):
-        work.link(tmp_path / "other" / "small")
-    assert Workplace(tmp_path / "work").link(tmp_path / "other" / "small") == "small", "earlier links are gone"
-
-
 def test_an_unknown_peer_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,3 +100,117 @@ def test_an_unknown_peer_ends_in_one_line(
     assert compare.main(["--peers", "none", "--output", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("bench: --peers: unknown 'none'. Known: vllm, vllm:ngram") and err.count("\n") == 1
+
+
+def test_the_commands_for_a_gpu_are_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rehearsals run others with toys: here their options are read as the programs read them."""
+    monkeypatch.setenv("VLLM_PYTHON", sys.executable)
+    sizes = first_gpu.full(argparse.Namespace(tinyllama="models/tinyllama"), tmp_path)
+    parsers = {"fsd_infer.cli.main": build_parser(), "benchmarks.compare": compare.build_parser()}
+    steps = [step for step in first_gpu.steps_of(sizes, tmp_path) if step.words[1] in parsers]
+    read = {step.name: parsers[step.words[1]].parse_args(step.words[2:]) for step in steps}
+    assert len(read) == 5 and read["tinyllama-graphs"].cuda_graphs and not read["tinyllama"].cuda_graphs
+    assert Path(read["tinyllama"].drafter) == tmp_path / "tinyllama" / "head"
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    assert recipe.model["target"] == read["tinyllama"].target == "models/tinyllama"
+    assert recipe.trainer["default_root_dir"] == str(tmp_path / "tinyllama")
+    assert f"directory: {tmp_path}/tinyllama/head" in (tmp_path / "recipe.yaml").read_text()
+    assert recipe.data["train_files"] == ["data/tinyllama-1.1b-answers.jsonl.gz"]
+
+
+BENCHMARKS = sorted(
+    file.stem
+    for file in (Path(__file__).resolve().parent.parent / "benchmarks").glob("*.py")
+    if re.search(r"ArgumentParser\(|= parser_of\(", text := file.read_text(encoding="utf-8")) and "__main__" in text
+)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_help(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert end.value.code == 0 and "usage: " in capsys.readouterr().out
+
+
+# answers with the prompt's last token, once per new token; writes down when it starts, answers and ends
+ENGINE = f"""
+import os, sys
+sys.path.insert(0, {str(HERE)!r})
+from protocol import serve
+log = open(sys.argv[1], "a")
+def note(what): print(what, os.getpid(), file=log, flush=True)
+def load():
+    note("start")
+    print("noise of a library", file=sys.stderr)
+    def answer(prompts, new, temperature, seed):
+        note("answer")
+        if len(sys.argv) > 2 and new > 3 and open(sys.argv[1]).read().count("answer") > int(sys.argv[2]):
+            sys.exit("RuntimeError: out of luck")
+        answers = [{{"tokens": [prompt[-1]] * new, "stopped": False}} for prompt in prompts]
+        return {{"seconds": 0.5, "first": 0.1, "answers": answers}}
+    return answer, {{"by": "test"}}
+serve(load, batches=True)
+note("end")
+"""
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    path = tmp_path / "engine.py"
+    path.write_text(ENGINE)
+    return path
+
+
+def command(*words: str | Path) -> str:
+    return "command:" + shlex.join([sys.executable, *map(str, words)])
+
+
+def test_one_process_per_method_and_block(toy: Toy, engine: Path, tmp_path: Path) -> None:
+    methods = [f"{name}={command(engine, tmp_path / 'log')}" for name in ("a", "b")]
+    record = run(toy.prompts, methods, target=str(toy.target), dtype="fp32", max_new_tokens=4, isolate=2, repeat=2)
+    events = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    lives = [events[i : i + 7] for i in range(0, len(events), 7)]
+    assert len(lives) == 4, "two methods, two blocks"
+    for life in lives:  # a warm-up and two prompts twice, and no other process meanwhile
+        assert [what for what, _ in life] == ["start", *["answer"] * 5, "end"] and len({pid for _, pid in life}) == 1
+    facts = record["methods"]["a"]
+    assert facts["by"] == "test" and facts["load_seconds"] > 0 and facts["tau"] is None
+    assert facts["tokens_per_second"] == 8 and facts["decode_tokens_per_second"] == pytest.approx(3 / 0.4)
+    assert record["ratios"]["a"]["b"]["tokens_per_second"] == {"median": 1, "low": 1, "high": 1, "pairs": 2}
+
+
+def test_process_that_dies_loses_nothing(
+    toy: Toy, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, log = tmp_path / "record.json", tmp_path / "log"
+    argv = ["bench", "--prompts", str(toy.prompts), "--target", str(toy.target), "--dtype", "fp32", "--no-warmup"]
+    argv += ["--isolate", "2", "--max-new-tokens", "4", "--json", str(path)]
+    argv += ["--methods", f"a={command(engine, log, '3')}"]
+    assert main(argv) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "method 'a': its process ended with status 1: RuntimeError: out of luck" in said
+    assert "3 finished runs are kept" in said and "--resume" in said
+    log.write_text("")
+    partial = path.with_name("record.json.partial.jsonl")
+    with partial.open("a") as file:  # as a kill leaves it
+        file.write('{"job": {"method": "a", "gro')
+    for more, message in (([], "add --resume to continue it"), (["--resume", "--seed", "9"], "other settings (seed)")):
+        assert main([*argv, *more]) == 2 and message in capsys.readouterr().err
+    assert main([*argv, "--resume"]) == 0 and not partial.exists()
+    assert log.read_text().count("answer") == 1, "what was measured is not measured again"
+    record = json.loads(path.read_text())
+    assert len(record["prompts"]) == 4 and record["methods"]["a"]["seconds_total"] == 4 * 0.5
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (["no/such/program"], "no/such/program cannot be started"),
+        ([sys.executable, "-c", "raise SystemExit(3)"], "its process ended with status 3"),
+        ([sys.executable, "-c", 'print(\'{"error": "no model there"}\')'], "no model there"),
+    ],
+)
+def test_programs_that_cannot_run_are_named(program: list[str], message: str) -> None:
+    with pytest.raises(FsdError, match=f"method 'x': {message}"):
+        ProcessMethod("x", program)

@@ -9,15 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsd_bench import ServerError, parse_methods, run
-from fsd_bench.openai_client import EXTENSIONS
+from fsd_bench import ServerError, likelihood, parse_methods, run
+from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.server import Server
-from fsd_infer import FsdError
+from fsd_infer import FsdError, Target, TreeShape
 from fsd_infer.cli.main import main
-from fsd_infer.drafters import TreeShape
-from fsd_infer.drafters.shape import AUTO, LARGEST_OF_LM
 from tests.bench_toys import Toy
 from tests.openai_server import Behaviour, made_up, serving
+from tests.text_toys import save_tiny_chat_target
 
 NEW = 8
 
@@ -49,22 +48,14 @@ def test_what_a_method_says() -> None:
 
 
 WRONG = {
-    "exat": "unknown method 'exat'",
-    "exact@": "name the drafter after '@'",
-    "plain@none": "plain takes no drafter",
-    "hf-generate:3": "takes no parameters",
-    "hf-lookup:x": "give a number from 1 to 1024, e.g. hf-lookup:8",
-    "hf-assisted": "name the assistant model",
-    "beams:1@none": "give a number from 2 to 64, e.g. beams:4",
-    "beams:4:depth=x@none": "is not a number that depth can be",
-    "server:localhost:8000": "give its address",
-    "server:http://h:port": "give its address",
-    "fuzzy:js:-1@none": "threshold",
-    "a=": "unknown method 'a='",
-    "a=b=plain": "unknown method 'b=plain'",
-    "a=plain,a=exact": "'a' is named twice",
+    "exat": "unknown method 'exat'", "exact@": "name the drafter after '@'", "plain@none": "plain takes no drafter",
+    "hf-generate:3": "takes no parameters", "hf-lookup:x": "give a number from 1 to 1024, e.g. hf-lookup:8",
+    "hf-assisted": "name the assistant model", "beams:1@none": "give a number from 2 to 64, e.g. beams:4",
+    "beams:4:depth=x@none": "is not a number that depth can be", "server:localhost:8000": "give its address",
+    "server:http://h:port": "give its address", "fuzzy:js:-1@none": "threshold", "a=": "unknown method 'a='",
+    "a=b=plain": "unknown method 'b=plain'", "a=plain,a=exact": "'a' is named twice",
     "": "no methods: give at least one",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", WRONG)
@@ -86,35 +77,6 @@ def test_drafters_of_their_own_and_an_assistant(toy: Toy) -> None:
     assert set(record["ratios"]["exact"]) == {"none", "again", "assisted", "plain"}
 
 
-def test_beams_in_batches(toy: Toy) -> None:
-    """transformers' beams and ours find the same, in the forwards that each says; the first step is timed in both."""
-    methods = ["hf-beams:4", "beams:4@none", "beams:4"]
-    record = toy_run(toy, methods, limit=4, batch_size=2, baselines=["hf-beams:4"])
-    theirs, plain, drafted = (record["methods"][name] for name in methods)
-    assert plain["identical_to_baseline"] == drafted["identical_to_baseline"] == 1.0
-    assert theirs["num_beams"] == plain["beams"] == 4
-    assert theirs["tau"] == plain["tau"] == 1.0 < drafted["tau"]
-    assert theirs["target_forwards"] == plain["target_forwards"] > drafted["target_forwards"]
-    for facts in (theirs, plain, drafted):
-        assert 0 < facts["prefill_seconds"] < facts["seconds_per_answer"] * 2  # a part of its batch of two
-
-
-def test_a_record_names_the_drafts_and_where_the_time_goes(toy: Toy) -> None:
-    for facts in toy_run(toy, ["exact", "tilted:1"], limit=2)["methods"].values():
-        assert facts["drafter"]["depth"] == LARGEST_OF_LM["cpu"].depth and facts["drafter"]["tree"] == AUTO
-        assert sum(facts["phase_fractions"].values()) == pytest.approx(1.0)
-        after = {phase: seconds for phase, seconds in facts["phases"].items() if phase != "prefill"}
-        models = after["target"] + after["draft"]
-        assert facts["round_overhead_fraction"] == pytest.approx(1 - models / sum(after.values()))
-        rounds = sum(after.values()) * 1000 / sum(facts["milliseconds_per_round"].values())
-        assert rounds == pytest.approx(2 * facts["target_forwards"])
-
-
-def test_unknown_baseline(toy: Toy) -> None:
-    with pytest.raises(FsdError, match="baseline 'exact' is not among the methods: plain"):
-        toy_run(toy, ["plain"], baselines=["exact"])
-
-
 def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Behaviour) -> None:
     with serving(greedy) as url:
         methods = ["plain", f"theirs=server:{url}#toy"]
@@ -133,17 +95,6 @@ def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Beh
     # nothing of the model's generation config may shape what is compared with the target's own greedy answers
     neutral = dict(top_p=1, presence_penalty=0, frequency_penalty=0, top_k=-1, min_p=0, repetition_penalty=1)
     assert all({**body, **neutral} == body for body in greedy.requests)
-
-
-def test_server_that_counts_but_does_not_tell_ids(toy: Toy) -> None:
-    behaviour = Behaviour(made_up, tells_ids=False)
-    with serving(behaviour) as url:
-        record = toy_run(toy, [f"server:{url}/v1/"], limit=2, log_likelihood=True)
-    facts = record["methods"][f"server:{url}/v1/"]
-    assert facts["answer_tokens"] == NEW and facts["tokens_per_second"] > 0
-    assert not any(field in body for body in behaviour.requests for field in EXTENSIONS)  # a strict server
-    assert facts["identical_to_baseline"] is None and facts["log_likelihood_per_token"] < 0, "of the text's own tokens"
-    assert record["prompts"][0]["methods"][f"server:{url}/v1/"][0]["tokens_sha256"] is None
 
 
 def test_server_takes_batches_and_sampling(toy: Toy) -> None:
@@ -170,3 +121,42 @@ def test_server_that_is_not_there_is_told_in_one_line(
     err = capsys.readouterr().err
     assert err.startswith(f"fsd-infer: server {url} cannot be reached") and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [], "nothing to clear away"
+
+
+def draw_pairs(count: int) -> list[tuple[list[int], list[int]]]:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(least: int, most: int) -> list[int]:
+        size = int(torch.randint(least, most, (1,), generator=generator))
+        found: list[int] = torch.randint(0, 200, (size,), generator=generator).tolist()
+        return found
+
+    return [(draw(1, 30), draw(1, 20)) for _ in range(count)]
+
+
+def one_by_one(target: Target, pairs: list[tuple[list[int], list[int]]]) -> list[float]:
+    found = []
+    for prompt, answer in pairs:
+        logits = target.model(input_ids=torch.tensor([prompt + answer])).logits[0].float()
+        scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        found.append(float(scores.gather(1, torch.tensor(answer)[:, None]).mean()))
+    return found
+
+
+def test_batches_agree_with_single_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target.from_pretrained(str(save_tiny_chat_target(tmp_path)), dtype=torch.float32)
+    pairs = draw_pairs(11)
+    expected = one_by_one(target, pairs)
+    assert max(expected) - min(expected) > 0.1, "the order matters"
+    assert mean_log_likelihoods(target, pairs) == pytest.approx(expected, abs=1e-4)
+
+    read: list[int] = []
+    scored: list[int] = []
+    features, lm_logits = target.features, target.lm_logits
+    monkeypatch.setattr(target, "features", lambda ids, mask: (read.append(ids.numel()), features(ids, mask))[1])
+    monkeypatch.setattr(target, "lm_logits", lambda x: (scored.append(len(x)), lm_logits(x))[1])
+    monkeypatch.setattr(likelihood, "LOGIT_BYTES", 4 * target.vocab_size * 7)
+    assert mean_log_likelihoods(target, pairs, batch_tokens=100) == pytest.approx(expected, abs=1e-4)
+    assert max(read) <= 100 and len(read) < len(pairs)
+    assert max(scored) == 7 and sum(scored) == sum(len(answer) for _, answer in pairs), "answers only, 7 at once"
+    assert mean_log_likelihoods(target, []) == []

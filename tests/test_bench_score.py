@@ -6,17 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.markdown_table import markdown
-from fsd_bench import Answer, TimedRun, build_record
-from fsd_bench.base import Turn
-from fsd_bench.intervals import interval, mean_interval
-from fsd_bench.measures import final_answer
-from fsd_bench.record import BenchPrompt
+from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.record import BenchPrompt, build_record
 from fsd_bench.score import SCORES, first_option, last_number, read_references, rouge_l
 from fsd_bench.texts import other_language
 from fsd_infer.chat.encoding import PromptRow
@@ -101,32 +97,6 @@ def test_means_and_paired_differences() -> None:
     assert [run["score"] for run in record["prompts"][1]["methods"]["lossy"]] == [0.0]
 
 
-def answered(final: str | None, tokens: int, forwards: int, finish: str) -> TimedRun:
-    return TimedRun(1.0, 0.1, [Answer([1] * tokens, forwards, tokens - 1, finish_reason=finish, final=final)])
-
-
-def test_what_needs_no_reference_is_paired_too() -> None:
-    prompts = [BenchPrompt(str(i), "a", f"f:{i}", [1]) for i in range(3)]
-    turns = [
-        Turn(0, 0, [0], {"exact": answered("18", 4, 3, "stop"), "lossy": answered("18", 8, 2, "stop")}),
-        Turn(1, 0, [1], {"exact": answered("5", 6, 5, "stop"), "lossy": answered("7", 12, 3, "length")}),
-        Turn(2, 0, [2], {"exact": answered(None, 2, 1, "stop"), "lossy": answered("1", 4, 1, "stop")}),
-    ]
-    record = build_record(prompts, {"exact": {}, "lossy": {}}, turns)
-    ratios, less = record["ratios"]["exact"]["lossy"], record["differences"]["exact"]["lossy"]
-    assert ratios["answer_tokens"]["ratio"] == ratios["answer_tokens"]["low"] == 2.0
-    assert ratios["target_forwards"]["ratio"] == pytest.approx(6 / 9) and ratios["target_forwards"]["high"] <= 1
-    assert less["finished_fraction"]["mean"] == pytest.approx(-1 / 3)
-    same = record["agreement"]["exact"]["lossy"]
-    assert same["mean"] == 0.5 and same["prompts"] == 2, "an answer without an end agrees with nothing"
-
-
-def test_final_answers() -> None:
-    ends = ["so 18.0", "It is $1,800.", "-0.50", "nothing", "10", "0.0"]
-    assert [final_answer(text) for text in ends] == ["18", "1800", "-0.5", None, "10", "0"]
-    assert final_answer("3 times: Yes", ("yes", "no")) == "yes" and final_answer("3", ("yes", "no")) is None
-
-
 def test_rouge_l() -> None:
     assert rouge_l("The cat sat.", "the CAT sat") == 1.0 and rouge_l("", "a") == rouge_l("a", "b") == 0.0
     # longest common subsequence police the gunman: 3 of 4 words here, of 4 words there
@@ -136,20 +106,6 @@ def test_rouge_l() -> None:
     found = read_references(rows, "rouge")
     assert found[0] is not None and found[0].score("a c") == 1.0 and found[1] is not None
     assert not any(read_references(rows, "auto")), "texts are compared only where that is asked for"
-
-
-def test_interval_is_that_of_the_normal_law_and_pairs_narrow_it() -> None:
-    values = [1.0, 1.2, 1.1, 3.0, 0.9, 1.3]
-    of_median = interval(values, seed=1)
-    assert of_median["median"] == pytest.approx(1.15) and 0.9 <= of_median["low"] < 1.15 < of_median["high"] <= 3
-    assert interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0, "pairs": 1} and interval([])["median"] is None
-    easy = np.random.default_rng(0).random(400) < 0.5
-    own = [(float(right), 1.0) for right in easy]
-    other = [(float(right or i % 20 == 0), 1.0) for i, right in enumerate(easy)]
-    found, less = mean_interval(own, seed=1), mean_interval(own, other, seed=1)
-    half = 1.96 * np.sqrt(found["mean"] * (1 - found["mean"]) / 400)
-    assert found["high"] - found["low"] == pytest.approx(2 * half, rel=0.1) and found == mean_interval(own, seed=1)
-    assert less["low"] <= less["mean"] <= less["high"] <= 0 and less["high"] - less["low"] < half
 
 
 @pytest.fixture(scope="module")

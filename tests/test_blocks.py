@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import gguf_forwards
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import ops
-from fsd_infer.cpu.kernels import FEW_TOKENS, Linear
+from fsd_infer.cpu.kernels import FEW_TOKENS
 from fsd_infer.cpu.packing import Packed, packed_of
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
@@ -117,24 +115,6 @@ def test_what_cannot_be_held(kind: GGMLQuantizationType) -> None:
         ops.hold_blocks(other, ops.Blocks(int(kind), stored))
 
 
-@pytest.mark.parametrize("tiles", [True, False])
-def test_both_builds_hold_the_same_bits(tiles: bool) -> None:
-    """With and without AMX; tiles need a CPU that has it."""
-    from fsd_infer.cpu import build
-    from fsd_infer.cpu import kernels as module
-
-    if tiles and not build._TILES <= module.cpu_flags():
-        pytest.skip("needs AMX")
-    compiled, x = build.build_for(module.Kernels, tiles), torch.randn(7, 64).bfloat16()
-    stored = random_rows(GGMLQuantizationType.Q4_1, 128, 64)
-    panels = compiled.pack_blocks(3, stored, 64, None)
-    assert panels is not None
-    layer = Linear(panels=panels.data_ptr(), kind=3, columns=128, depth=64)
-    weight = torch.from_numpy(dequantize(stored, GGMLQuantizationType.Q4_1))
-    expected = x.double() @ weight.T.double()
-    torch.testing.assert_close(compiled.linear(x, layer).double(), expected, atol=1e-4, rtol=2**-8)
-
-
 # models -----------------------------------------------------------------------------------------------------------
 
 
@@ -187,33 +167,6 @@ def test_a_model_decodes_from_its_file(tmp_path: Path, tied: bool) -> None:
     assert state.keys() == expected.keys()
     assert all(torch.equal(value, expected[name].bfloat16()) for name, value in state.items()), "restore expands"
     assert (held.lm_head.weight is held.model.embed_tokens.weight) == tied
-
-
-def test_decoder_options(tmp_path: Path) -> None:
-    path = str(save_model(tmp_path / "tiny.gguf"))
-    cases: list[tuple[dict[str, Any], set[int]]] = [({}, {3}), ({"expand": True}, {0}), ({"pack": False}, set())]
-    for options, kinds in [*cases, ({"dtype": torch.float32}, set())]:
-        decoder = FuzzyDecoder.from_pretrained(path, "none", device="cpu", **options)
-        assert {made.kind for made in ops.packed_products(decoder.target.model)} == kinds
-        assert len(decoder.generate(["the"], max_new_tokens=3, do_sample=False).sequences[0]) <= 3
-
-
-def test_the_benchmark_of_forwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save_model(tmp_path / "tiny.gguf")
-    assert gguf_forwards.main(["--target", str(path), "--repeats", "1", "--json", str(tmp_path / "made.json")]) == 0
-    record, said = json.loads((tmp_path / "made.json").read_text()), capsys.readouterr().out
-    assert record["target"] == "tiny.gguf" and set(record["ratios"]) == {*map(str, gguf_forwards.TOKENS), "prompt"}
-    sizes = [record["models"][name]["weight_bytes"] for name in ("file", "expanded")]
-    assert sizes[0] < 0.4 * sizes[1] and said.count("ratio") == len(gguf_forwards.TOKENS) + 1
-
-
-def test_a_tokenizer_beside_the_file_is_taken(tmp_path: Path) -> None:
-    tokenizer = load_target(save_model(tmp_path / "a.gguf"), device="cpu")[1]
-    assert tokenizer is not None
-    tokenizer.add_tokens(["<extra>"])
-    tokenizer.save_pretrained(tmp_path / "b")
-    beside = load_target(save_model(tmp_path / "b" / "b.gguf"), device="cpu")[1]
-    assert beside is not None and "<extra>" in beside.get_vocab()
 
 
 def test_files_that_are_cut_or_wrong(tmp_path: Path) -> None:

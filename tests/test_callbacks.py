@@ -1,4 +1,4 @@
-"""Callbacks and validation metrics: really decoded accepted length, the stop at a NaN, refused checkpoints, loggers."""
+"""Callbacks and validation metrics: really decoded accepted length, the stop at a NaN, refused checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from fsd_infer.decoder import FuzzyDecoder
@@ -18,14 +18,12 @@ from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
 from fsd_infer.targets.target import Target
-from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
+from fsd_train.callbacks import DecodedTau, LossCurve, TokenRate
 from fsd_train.data import AnswersDataModule
-from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput
 from fsd_train.losses.metrics import RuleMetrics, compare
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.lm import LMModule
-from tests.families import load_head
 from tests.loss_toys import Grid
 from tests.train_toys import TRAINER, logged, make_toys
 from tests.train_toys import options as module_options
@@ -99,35 +97,6 @@ def test_decoding_leaves_training_alone(toys: Path, tmp_path: Path) -> None:
     assert torch.equal(*weights)
 
 
-def test_averaged_weights_are_what_is_exported_during_training_and_what_decodes(toys: Path, tmp_path: Path) -> None:
-    module, data = make(toys, lr=0.05)
-    callback, decoding = (
-        ExportHead(str(tmp_path / "head"), every_n_train_steps=4),
-        DecodedTau(["exact"], prompts=2, max_new_tokens=8),
-    )
-    written, write = [], callback.write
-    decoded: list[torch.Tensor] = []
-
-    def measure(*args: Any) -> dict[str, float]:
-        decoded.append(module.head.fc.weight.detach().clone())
-        return {"decoded_tau/exact": 1.0}
-
-    def note(*args: Any) -> None:
-        write(*args)
-        written.append(load_head(tmp_path / "head").fc.weight)
-
-    callback.write, decoding.measure = note, measure  # type: ignore[method-assign]
-    trainer(tmp_path, callback, decoding, EMAWeightAveraging(decay=0.9, use_buffers=False)).fit(module, data)
-    at = {n: torch.load(tmp_path / "ckpt" / f"step={n}.ckpt", weights_only=True) for n in (3, 4)}
-    # averaging hears of a step after this callback, so its average covers the steps before
-    average, raw = at[3]["state_dict"]["head.fc.weight"], at[4]["current_model_state"]["head.fc.weight"]
-    assert torch.equal(written[0], average.bfloat16().float())
-    assert float((raw - average).abs().max()) > 0.05  # training went on with these
-    assert torch.equal(*(at[4][part]["head.draft_ids"] for part in ("state_dict", "current_model_state")))
-    assert len(written) == 2 and torch.equal(written[1], module.head.fc.weight.bfloat16().float())
-    assert len(decoded) == 1 and torch.equal(decoded[0], module.head.fc.weight)  # after training it holds the average
-
-
 def test_decoded_tau_refuses_what_it_cannot_do(toys: Path, tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="no-such-rule"):
         DecodedTau(["no-such-rule"])
@@ -170,18 +139,6 @@ def test_nan_loss_stops_and_names_the_rows(toys: Path, tmp_path: Path) -> None:
     assert report["step"] == 2 and report["batches"][0]["loss"] == "nan"
     batches = [batch["ids"] for batch in data.train_dataloader()]
     assert report["batches"][0]["ids"] == batches[2]
-
-
-def test_infinite_gradient_stops(toys: Path, tmp_path: Path) -> None:
-    module, data = make(toys, cached=True, draft_vocab_size=None)
-    module.configure_model()
-    module.head.fc.weight.register_hook(lambda grad: grad * torch.inf)
-    before = module.head.fc.weight.detach().clone()
-    with pytest.raises(NonFiniteLossError, match="gradient"):
-        trainer(tmp_path, limit_val_batches=0, accumulate_grad_batches=2).fit(module, data)
-    assert torch.equal(module.head.fc.weight, before)
-    (file,) = tmp_path.rglob("non-finite-step-0-rank-0.json")
-    assert len(json.loads(file.read_text())["batches"]) == 2
 
 
 @pytest.mark.parametrize("options", [{"draft_vocab_size": None}, None], ids=["head", "lm"])
@@ -254,18 +211,6 @@ def test_a_checkpoint_is_not_continued_in_another_order(toys: Path, checkpoint: 
     trainer(tmp_path / "run").validate(make(toys)[0], other, ckpt_path=checkpoint, weights_only=True)
 
 
-def test_another_number_of_devices_goes_on_at_the_same_place() -> None:
-    def loader(replicas: int) -> ResumableLoader:
-        return ResumableLoader(range(24), TokenBudgetSampler([4] * 24, 4, replicas=replicas))  # type: ignore[arg-type]
-
-    six = {"epoch": 0, "batch": 1, "replicas": 6}
-    two = loader(2)
-    two.load_state_dict(six)
-    assert two.state_dict() == {"epoch": 0, "batch": 3, "replicas": 2}
-    with pytest.raises(CheckpointError, match="6 devices wrote .* after 6 batches .* 4 devices cannot share"):
-        loader(4).load_state_dict(six)
-
-
 def test_rule_metrics_against_the_plain_formulas() -> None:
     torch.manual_seed(0)
     steps, rows, width, vocab = 2, 5, 6, 9
@@ -308,14 +253,3 @@ def test_rule_metrics_against_the_plain_formulas() -> None:
     assert bool(metrics.compute()["expected_tau/exact"].isnan())  # a clean slate
     with pytest.raises(DataError, match="random"):
         RuleMetrics(["random:0.5"], steps)
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_validation_logs_them(toys: Path, tmp_path: Path, steps: int) -> None:
-    run = trainer(tmp_path, steps=3)
-    run.fit(*make(toys, eval_rules=RULES, unroll_steps=1, eval_steps=steps))
-    seen = run.callback_metrics
-    assert 1 < seen["val_expected_tau/exact"] <= seen["val_expected_tau/fuzzy:js:0.4"] <= steps + 1
-    for name, most in (("val_agreement", 1), ("val_divergence_js", 0.6932), ("val_gate_open", 1)):
-        values = [float(value) for key, value in seen.items() if key.startswith(name)]
-        assert len(values) == steps and all(0 <= value <= most for value in values)

@@ -1,4 +1,4 @@
-"""How both command lines end: one line and an exit status, whatever goes wrong; and what `--help` imports."""
+"""How both command lines end: one line and an exit status, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import pytest
 
 from fsd_infer.cli.main import build_parser
 from fsd_infer.cli.options import gibibytes, positive, real_number, thread_count, whole_number
-from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, EXTRAS, INTERRUPTED, UNEXPECTED, run
+from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, run
 from fsd_infer.errors import FsdError
 from fsd_infer.files import writable, write_text
 from fsd_infer.registry import read_float, read_int
-from fsd_train.cli import main as train
-from fsd_train.commands.command_lines import PARSERS
 
 
 def raiser(error: BaseException) -> object:
@@ -73,15 +71,11 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("text", "number", "value"),
     [
-        ("-7", -7, -7.0),
-        ("007", 7, 7.0),
-        (".5", None, 0.5),
-        ("1e-3", None, 1e-3),
-        ("inf", None, float("inf")),
+        ("-7", -7, -7.0), ("007", 7, 7.0), (".5", None, 0.5), ("1e-3", None, 1e-3), ("inf", None, float("inf")),
         *((text, None, None) for text in ("", "0_1", " 1", "1\n", "\u0661", "1e400", "1e-400", "nan", "0x1", "1,5")),
         ("9" * 5000, None, None),
     ],
-)
+)  # fmt: skip
 def test_numerals(text: str, number: int | None, value: float | None) -> None:
     assert read_int(text) == number and read_float(text) == value
 
@@ -105,15 +99,6 @@ def test_options_within_what_makes_sense(kind: object, bad: list[str], capsys: p
         assert stop.value.code == BAD_INPUT
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and err.startswith("fsd-infer: argument --try: "), "one line, without the usage"
-
-
-def test_extras_are_those_of_the_project(repo_root: Path) -> None:
-    text = (repo_root / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
-    distributions = {name: name.replace("_", "-") for name in ("prometheus_client", "compressed_tensors")}
-    distributions["yaml"] = "pyyaml"
-    for package, extra in EXTRAS.items():
-        section = re.search(rf"^{extra} = \[(.*?)\](?:\s|$)", text, flags=re.M | re.S)
-        assert section is not None and f'"{distributions.get(package, package)}' in section[1]
 
 
 MISSING = [
@@ -147,34 +132,6 @@ def test_a_package_that_is_not_installed_is_named() -> None:
     assert done.stdout.split() == [str(BAD_INPUT)] * len(MISSING), done.stderr
     for line, (package, _, _, extra) in zip(done.stderr.splitlines(), MISSING, strict=True):
         assert f"package {package} is not installed: pip install 'fsd-toolkit[{extra}]'" in line
-
-
-INFER = ("generate", "bench", "sweep", "calibrate", "warmup")
-HELP = {
-    "fsd_infer.cli.main": [["--help"], *([name, "--help"] for name in INFER), ["generate", "--no-such-option"]],
-    "fsd_train.cli": [["--help"], *([name, "--help"] for name in (*PARSERS, "fit")), ["export", "--no-such-option"]],
-}
-HEAVY = """
-import sys
-from contextlib import suppress
-from MODULE import main
-for argv in CASES:
-    with suppress(SystemExit):
-        main(argv)
-    heavy = {"torch", "transformers", "numpy", "lightning"} & set(sys.modules)
-    assert not heavy, (argv, heavy)
-"""
-
-
-@pytest.mark.parametrize("module", HELP)
-def test_help_imports_nothing_heavy(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes several seconds, where a command should answer in a fraction."""
-    monkeypatch.setenv("FSD_CACHE", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "80")
-    assert train(["fit", "--help"]) == 0  # its options come from classes, and are kept when they were listed once
-    script = HEAVY.replace("MODULE", module).replace("CASES", repr(HELP[module]))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["pipe", "directory", "", "file/x", "a\0b", "x" * 300])

@@ -1,7 +1,8 @@
-"""Rows of answers as token ids and masks, and the order in which they are trained on."""
+"""Rows of answers as ids and masks, the order in which they are trained on, and their cached features."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import DataError
-from fsd_train.data import AnswersDataModule, collate, read_answers
+from fsd_infer.targets.target import Target
+from fsd_train.data import AnswersDataModule, TokenBudgetSampler, read_answers
+from fsd_train.data import features as module
 from fsd_train.data.answers import encode_row
-from fsd_train.data.sampler import TokenBudgetSampler
-from tests.text_toys import OTHERWISE, THINKING, save_tiny_chat_target, tiny_tokenizer, write_rows
+from fsd_train.data.features import FeatureStore, WithFeatures, cache_features, sequence_key
+from tests.text_toys import THINKING, tiny_tokenizer, write_rows
+from tests.train_toys import VOCAB, toy_target
 
 USER = {"role": "user", "content": "what is the answer"}
 BOT = {"role": "assistant", "content": "it is there"}
@@ -82,24 +86,6 @@ def test_malformed_rows_name_file_and_line(tmp_path: Path, row: Any, problem: st
         read_answers([path], tiny_tokenizer(), vocab_size=300)
 
 
-def test_ids_beyond_a_vocabulary_are_told_without_reading_again(tmp_path: Path) -> None:
-    rows = [{"prompt_ids": [1, 9], "response_ids": [2]}, {"prompt_ids": [1], "response_ids": [3, 2]}]
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    found, _ = read_answers([path])
-    path.unlink()
-    assert found.answer_counts(10).tolist() == [0, 0, 2, 1, 0, 0, 0, 0, 0, 0]
-    for rows_found in (found, found.subset([1])):
-        with pytest.raises(DataError, match=f"{path}:1: token id 9 is outside .* vocabulary of 9"):
-            rows_found.answer_counts(9)
-
-
-def test_text_that_cannot_be_encoded_is_refused_by_file_and_line(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"prompt_ids": [1], "response_ids": [2]}, {"messages": [USER, BOT]}])
-    for tokenizer, problem in ((tiny_tokenizer(OTHERWISE), "not a prefix"), (None, "no tokenizer")):
-        with pytest.raises(DataError, match=f"^{path}:2: .*{problem}"):
-            read_answers([path], tokenizer)
-
-
 def test_the_turns_of_a_conversation_are_trained_on_apart_where_the_template_needs_it(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(THINKING)
     turns = [[{**USER, "content": f"the cat {10 + i}"}, BOT, USER, BOT] for i in range(40)]
@@ -149,17 +135,6 @@ def test_split_by_prompt(tmp_path: Path) -> None:
             assert len(other) and not set(with_twin.row_ids) & set(other.row_ids)
 
 
-def test_items_and_batches(tmp_path: Path) -> None:
-    dataset, _ = read_answers([answers(tmp_path / "a.jsonl", 12)])
-    items = [dataset[i] for i in (3, 0, 7)]
-    batch = collate(items)
-    assert batch["ids"] == ["row3", "row0", "row7"] and batch["index"].tolist() == [3, 0, 7]
-    for row, item in enumerate(items):
-        length = len(item["input_ids"])
-        assert batch["input_ids"][row, :length].equal(item["input_ids"]) and not batch["input_ids"][row, length:].any()
-        assert batch["loss_mask"][row, :length].equal(item["loss_mask"]) and not batch["loss_mask"][row, length:].any()
-
-
 def padding(batches: Iterable[Sequence[int]], sizes: Sequence[int]) -> float:
     """Share of padding among the positions of batches."""
     padded = sum(len(batch) * max(sizes[index] for index in batch) for batch in batches)
@@ -196,34 +171,8 @@ def test_order_is_seeded_and_differs_by_epoch() -> None:
     assert list(first) != zero
     first.set_epoch(0)
     assert list(first) == zero
-    fixed = TokenBudgetSampler(lengths(), 1000, shuffle=False)
-    still = list(fixed)
-    fixed.set_epoch(3)
-    assert list(fixed) == still == list(TokenBudgetSampler(lengths(), 1000, seed=7, shuffle=False))
-    widths = [max(lengths()[row] for row in batch) for batch in still]
-    early = widths[: len(widths) // 3]  # as a limit on validation would have it
-    assert min(early) < sum(widths) / len(widths) < max(early)
-    assert sorted(TokenBudgetSampler([300, 10], 100)) == [[0], [1]]  # too long for the budget: alone
     with pytest.raises(DataError, match="max_tokens is 0"):
         TokenBudgetSampler([1], 0)
-
-
-def chat_lengths(rows: int) -> list[int]:
-    """As in chat data: log-normal, median 200, cut at 1024 tokens."""
-    normal = torch.randn(rows, generator=torch.Generator().manual_seed(3))
-    return (5.3 + 0.9 * normal).exp().clamp(8, 1024).int().tolist()
-
-
-@pytest.mark.parametrize(("rows", "tokens"), [(60, 8192), (6000, 2048)])
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_padding_stays_under_a_tenth(rows: int, tokens: int, shuffle: bool) -> None:
-    sampler = TokenBudgetSampler(chat_lengths(rows), tokens, shuffle=shuffle)
-    batches = list(sampler)
-    assert sorted(index for batch in batches for index in batch) == list(range(rows)) and len(batches) == len(sampler)
-    padded = [len(batch) * max(sampler.lengths[index] for index in batch) for batch in batches]
-    assert padding(batches, sampler.lengths) < 0.1 and max(padded) <= tokens
-    if rows == 6000:  # a full budget where there are enough rows for it
-        assert sum(padded) / len(batches) > 0.8 * tokens
 
 
 def test_repeated_validation_batches_supervise_nothing(tmp_path: Path) -> None:
@@ -290,22 +239,82 @@ def test_trainer_resumes_with_the_next_batch(tmp_path: Path, limit: dict[str, in
     assert first.seen + resumed.seen == whole.seen
 
 
-def test_data_module_splits_and_reads_text(tmp_path: Path) -> None:
-    target = save_tiny_chat_target(tmp_path / "target")
-    rows = [{"messages": [{"role": "user", "content": f"the cat {i}"}], "response": "it is"} for i in range(40)]
-    path = str(write_rows(tmp_path / "a.jsonl", rows))
+def sequences(count: int = 20, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))] for _ in range(count)]
 
-    def sides(**options: Any) -> list[set[str]]:
-        data = AnswersDataModule([path], tokenizer=str(target), batch_tokens=100, **options)
-        data.setup()
-        given = [
-            [name for batch in each for name in batch["ids"]]
-            for each in (data.train_dataloader(), data.val_dataloader())
-        ]
-        assert all(len(set(names)) == len(names) for names in given)
-        return [set(names) for names in given]
 
-    seen, held = sides(validation_fraction=0.2)
-    assert seen and held and not seen & held and len(seen | held) == 40
-    assert sides(validation_files=[path]) == [seen | held] * 2
-    assert sides(validation_fraction=0.0) == [seen | held, set()]
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return toy_target()
+
+
+def check(store: FeatureStore, target: Target, rows: list[list[int]]) -> None:
+    for ids in rows:
+        online = target.features(torch.tensor([ids]))[0]
+        torch.testing.assert_close(store.get(sequence_key(ids)).float(), online, atol=1e-4, rtol=2**-8)
+
+
+def test_cached_features_are_the_online_ones(target: Target, tmp_path: Path) -> None:
+    rows = sequences()
+    store = cache_features(target, rows, tmp_path, shard_tokens=100, batch_tokens=64, progress=False)
+    assert len(store) == len(rows) and store.tokens == sum(map(len, rows))
+    check(FeatureStore(tmp_path), target, rows)
+    items = WithFeatures([{"input_ids": torch.tensor(ids)} for ids in rows], store)
+    assert items[3]["features"].shape == (len(rows[3]), 32)
+
+
+def test_interrupted_caching_goes_on(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = sequences()
+    write, done = module._write_shard, []
+
+    def fail_later(*args: Any) -> None:
+        if len(done) == 2:
+            (tmp_path / "shard-00002.safetensors").write_bytes(b"half a shard")
+            raise KeyboardInterrupt
+        done.append(write(*args))
+
+    monkeypatch.setattr(module, "_write_shard", fail_later)
+    with pytest.raises(KeyboardInterrupt):
+        cache_features(target, rows, tmp_path, shard_tokens=60, progress=False)
+    first = (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns
+    assert 0 < len(FeatureStore(tmp_path)) < len(rows)
+    monkeypatch.setattr(module, "_write_shard", write)
+    check(cache_features(target, rows, tmp_path, shard_tokens=60, progress=False), target, rows)
+    assert (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns == first
+
+
+def test_a_second_call_adds_new_rows_only(target: Target, tmp_path: Path) -> None:
+    rows = sequences()
+
+    def cached(given: list[list[int]]) -> tuple[int, int]:
+        store = cache_features(target, given, tmp_path, progress=False)
+        return len(store), len(list(tmp_path.glob("*.safetensors")))
+
+    assert cached(rows[:8]) == (8, 1)
+    for _ in range(2):
+        assert cached(rows + rows[:3]) == (len(rows), 2)
+    for suffix in (".json", ".safetensors"):  # damaged, and deleted as the errors advise
+        (tmp_path / "shard-00000").with_suffix(suffix).unlink()
+    assert cached(rows) == (len(rows), 2)
+    check(FeatureStore(tmp_path), target, rows)
+
+
+def test_damage_and_foreign_caches_are_named(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a feature cache"):
+        FeatureStore(tmp_path)
+    rows = sequences()
+    cache_features(target, rows, tmp_path, progress=False)
+    for other in (toy_target("qwen2"), toy_target(seed=1)):
+        with pytest.raises(DataError, match="another target"):
+            cache_features(other, rows, tmp_path, progress=False)
+    with pytest.raises(DataError, match="lacks the features"):
+        FeatureStore(tmp_path).get("0" * 16)
+    shard = tmp_path / "shard-00000.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(DataError, match=f"{shard} does not match its checksum.*cache-features"):
+        FeatureStore(tmp_path).get(sequence_key(rows[0]))
+    shard.write_bytes(content[:-40])
+    with pytest.raises(DataError, match="truncated"):
+        FeatureStore(tmp_path)

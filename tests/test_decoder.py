@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-import fsd_infer
-from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape, load_drafter
+from fsd_infer import FuzzyDecoder, NoDrafter, Target, load_drafter
 from fsd_infer.chat.encoding import encode_chat, read_prompts
-from fsd_infer.drafters import DraftRequest
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import load_target
-from tests.families import reference, save_head, tiny_head, tiny_model, tiny_prompts
-from tests.tree_rounds import check_tree
+from tests.families import save_head, tiny_model, tiny_prompts
 
 SLOW_PROMPTS = 60
 
@@ -36,10 +33,10 @@ def prompts(repo_root: Path, decoder: FuzzyDecoder) -> list[list[int]]:
     return [row[-400:] for row in ids][:SLOW_PROMPTS]
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(SLOW_PROMPTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(SLOW_PROMPTS, marks=pytest.mark.slow)])
 def test_greedy_equals_generate(decoder: FuzzyDecoder, prompts: list[list[int]], count: int) -> None:
     """Against the model as transformers loads it, without this package's replacements."""
-    options: dict[str, Any] = dict(max_new_tokens=40, do_sample=False)
+    options: dict[str, Any] = dict(max_new_tokens=40 if count > 4 else 24, do_sample=False)
     model = load_target("smollm2-135m", dtype=torch.float32)[0]
     asked, taus = sorted(prompts, key=len)[:count], []
     expected = [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in asked]
@@ -88,16 +85,6 @@ def test_the_path_of_a_prompt(count: int) -> None:
     assert found == [[*request, "prefill", "read_prompts", "_read", *model]] * count + rounds
 
 
-def test_fuzzy_accepts_more_on_the_real_model(decoder: FuzzyDecoder, prompts: list[list[int]]) -> None:
-    options = dict(max_new_tokens=24, do_sample=False)
-    short = sorted(prompts, key=len)[:3]
-    exact = decoder.generate(short, rule="exact", **options).stats
-    fuzzy = decoder.generate(short, rule="fuzzy:js:0.5", **options).stats
-    assert fuzzy.tau > exact.tau
-    assert exact.divergence_spent == 0 < fuzzy.divergence_spent
-    assert fuzzy.gate_accepted_fraction > 0 == exact.gate_accepted_fraction
-
-
 # loading a drafter ---------------------------------------------------------------------------------------------------
 
 
@@ -109,15 +96,6 @@ def target() -> Target:
 def _save(target: Target, directory: Path, **fingerprint: object) -> Path:
     head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=32))
     return save_head(directory, head, {**target.fingerprint(), **fingerprint})
-
-
-def test_half_precision_keeps_rotary_frequencies(tmp_path: Path) -> None:
-    half = Target(tiny_model("llama").to(torch.bfloat16), name="tiny")
-    drafter = load_drafter(_save(half, tmp_path / "head"), half)
-    assert isinstance(drafter, EagleDrafter)
-    fresh = EagleHead(drafter.head.config)
-    assert drafter.head.fc.weight.dtype == torch.bfloat16
-    assert torch.equal(drafter.head.rotary_emb.inv_freq, fresh.rotary_emb.inv_freq)
 
 
 def test_drafters_that_do_not_fit_are_named(target: Target, tmp_path: Path) -> None:
@@ -132,35 +110,3 @@ def test_drafters_that_do_not_fit_are_named(target: Target, tmp_path: Path) -> N
     assert load_drafter(None, target).name == "lookup+recycle"
     with pytest.raises(FsdError):
         load_drafter(tmp_path / "nowhere", target)
-
-
-def test_a_drafter_of_another_model_object_is_refused(target: Target) -> None:
-    other = tiny_model("llama")
-    drafter = tiny_head(target)
-    with pytest.raises(ModelLoadError, match="another model"):
-        other.generate(torch.tensor([[1, 2]]), max_new_tokens=2, custom_generate=fsd_infer.generate, drafter=drafter)
-
-
-@pytest.mark.parametrize("shape", [TreeShape(1, 10, 60), TreeShape(4, 1, 5), TreeShape(3, 10, 200), TreeShape(2, 2, 2)])
-def test_a_drafter_with_three_tokens(shape: TreeShape, target: Target) -> None:
-    drafter = tiny_head(target, shape, draft_vocab_size=3)
-    out = FuzzyDecoder(target, drafter).generate(tiny_prompts(), max_new_tokens=10, do_sample=False)
-    assert out.sequences == reference(target.model, tiny_prompts(), max_new_tokens=10)
-
-
-def test_wide_trees_of_a_head(target: Target) -> None:
-    with pytest.raises(FsdError, match="depth"):
-        TreeShape(0, 2, 4)
-    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    session = tiny_head(target, TreeShape(4, 5, 20)).start(tokens[:, 0], DraftRequest(batch=2, slots=16))
-    session.extend(tokens[:, 1:], torch.randn(2, 3, target.hidden_size), torch.tensor([3, 2]))
-    tree = session.draft(torch.tensor([4, 7]))
-    check_tree(tree)
-    assert tree.tokens.shape == (2, 20) and tree.tokens[:, 0].tolist() == [4, 7]
-    assert torch.equal(tree.q_index >= 0, torch.zeros(2, 20, dtype=torch.bool).scatter(1, tree.parents[:, 1:], True))
-    for row in range(2):
-        log_q, scores = tree.q_logits[row].detach().log_softmax(-1), [0.0]
-        for parent, token in zip(tree.parents[row, 1:].tolist(), tree.tokens[row, 1:].tolist()):
-            scores.append(scores[parent] + float(log_q[tree.q_index[row, parent], token]))
-        assert tree.scores is not None and tree.scores[row].tolist() == pytest.approx(scores, abs=1e-4)
-        assert max(scores[1:]) == pytest.approx(float(log_q[tree.q_index[row, 0]].max()), abs=1e-4)

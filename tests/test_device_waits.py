@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_infer import FuzzyDecoder, Target
+from fsd_infer import Target, parse_rule
 from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter, TreeShape
 from fsd_infer.engine import Request, decode, loop
-from fsd_infer.rules import parse_rule
 from tests.families import VOCAB, tiny_head, tiny_model
 from tests.simulated_device import SIM, SimulatedDevice
 
@@ -21,13 +19,10 @@ CPU = torch.device("cpu")
 PROMPTS = [[1, 2, 3, 1, 2, 3, 4], [4, 5, 6], [7, 8]]
 NEW = 5
 HEADS: dict[str, dict[str, Any]] = {
-    "eagle": {"layout": "eagle"},
-    "eagle3": {"layout": "eagle3", "draft_vocab_size": 40},
-    "eagle3-own": {"layout": "eagle3", "own_lm_head": True},
-    "fsd": {"fused_layers": [0]},
-    "reduced": {"draft_vocab_size": 40},
-    "stop": {},
-}
+    "eagle": {"layout": "eagle"}, "eagle3": {"layout": "eagle3", "draft_vocab_size": 40},
+    "eagle3-own": {"layout": "eagle3", "own_lm_head": True}, "fsd": {"fused_layers": [0]},
+    "reduced": {"draft_vocab_size": 40}, "stop": {},
+}  # fmt: skip
 RULES = [
     *("exact", "fuzzy:js:0.3", "fuzzy-strict:tv:0.3", "tilted:1", "tilted:1:gate=0.3:novel=2", "draft-only"),
     *("random:0.5", "cactus:0.3", "cascade-token:0.5", "ensemble:0.5", "lenient:0.5", "relaxed", "threshold:0.3"),
@@ -41,8 +36,8 @@ DRAFTERS: dict[str, tuple[int, int]] = {
     "reduced+recycle": (2, 2), "lm+lookup": (1, 1), "lm+recycle": (2, 2), "lookup+recycle": (2, 2),
     "reduced+lookup+recycle": (2, 2),
 }  # fmt: skip
-CASES = [(kind, rule) for kind in ("eagle", "lm", "lookup") for rule in RULES]
-CASES += [(kind, rule) for kind in list(DRAFTERS)[3:] for rule in ("exact", "tilted:1")]
+CASES = [(kind, rule) for kind in ("eagle", "lm") for rule in RULES]
+CASES += [(kind, rule) for kind in list(DRAFTERS)[2:] for rule in ("exact", "tilted:1")]
 
 
 @cache
@@ -115,55 +110,3 @@ def test_a_round_waits_as_often_as_the_table_says(
         assert [len(answer) for answer in outcome.sequences] == [NEW] * len(PROMPTS)
         if greedy:
             assert outcome.sequences == run(kind, rule, greedy, CPU).sequences
-
-
-class Streamed:
-    def put(self, value: Any) -> None: ...
-
-    def end(self) -> None: ...
-
-
-ENDS = {"_Walk._on_host": 1}
-REQUESTS: list[tuple[dict[str, Any], dict[str, int]]] = [  # options; waits per forward of the target by our function
-    ({}, ENDS),
-    ({"streamer": Streamed()}, ENDS),
-    ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}, ENDS),
-    ({"rule": "fuzzy:js:0.3:gate_on=processed:budget=2", "do_sample": True, "top_k": 20}, ENDS),
-    ({"measure_log_likelihood": True}, {**ENDS, "_log_likelihoods": 1}),
-    ({"repetition_penalty": 1.3, "min_new_tokens": 3, "eos_token_id": 5}, {**ENDS, "DraftTree.nodes": 1}),
-    (
-        {"rule": "fuzzy:js:0.3:gate_on=processed", "do_sample": True, "repetition_penalty": 1.3, "seed": 1},
-        {**ENDS, "DraftTree.nodes": 1},
-    ),
-    ({"num_beams": 2}, {"_Beams._fill": 1, "_ModelProposer.propose": 2}),
-    ({"num_beams": 2, "do_sample": True, "seed": 3}, {"_Beams._fill": 1, "_ModelProposer.propose": 2}),
-]
-
-
-@pytest.mark.parametrize(("options", "stated"), REQUESTS, ids=[" ".join(options) for options, _ in REQUESTS])
-def test_a_request_waits_where_it_is_stated(
-    options: dict[str, Any], stated: dict[str, int], device: SimulatedDevice
-) -> None:
-    decoder = FuzzyDecoder(target(SIM), drafter("reduced", SIM))
-    prompts = PROMPTS[:1] if "streamer" in options else PROMPTS
-    device.waits.clear()
-    made = decoder.generate(prompts, max_new_tokens=NEW, **{"do_sample": False, **options})
-    counted = Counter(wait.function for wait in device.waits)
-    assert counted.pop("request_of", 0) == ("eos_token_id" in options)
-    counted.pop("prepare", None)  # transformers prepares
-    assert counted.pop("_Beams._allocate", 0) == ("num_beams" in options and "seed" in options)
-    forwards = 1 + max(row.target_forwards for row in made.stats.rows)
-    assert counted.keys() == stated.keys()
-    for name, count in counted.items():
-        if name == "_ModelProposer.propose":  # once per level, fewer where answers end
-            assert count <= stated[name] * forwards
-        else:
-            assert count == stated[name] * forwards, name
-
-
-def test_a_stopping_criterion_waits_once_a_token(device: SimulatedDevice) -> None:
-    decoder = FuzzyDecoder(target(SIM), drafter("eagle", SIM))
-    device.waits.clear()
-    decoder.generate(PROMPTS, max_new_tokens=NEW, do_sample=False, max_time=1000.0)
-    counted = Counter(wait.function for wait in device.waits)
-    assert counted["_Batch._finish_reason"] == NEW * len(PROMPTS)

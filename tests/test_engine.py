@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +10,6 @@ import pytest
 import torch
 from scipy import stats as scipy_stats
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -22,8 +18,7 @@ from transformers import (
 )
 
 import fsd_infer
-from fsd_infer import Exact, FsdError, Fuzzy, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target, TreeShape
-from fsd_infer.decoder.custom_generate import target_of
+from fsd_infer import Exact, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target, TreeShape
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter
 from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.rules import Source, parse_rule
@@ -47,14 +42,6 @@ def target(model: Any) -> Target:
 @pytest.fixture
 def oracle(target: Target) -> FuzzyDecoder:
     return FuzzyDecoder(target, OracleDrafter(target))
-
-
-def test_padded_batch_with_processors_equals_generate(model: Any, oracle: FuzzyDecoder) -> None:
-    prompts = tiny_prompts()
-    ids, mask = left_pad(prompts, 0, CPU)
-    options = dict(max_new_tokens=20, do_sample=False, repetition_penalty=1.4, no_repeat_ngram_size=3, min_new_tokens=5)
-    expected = model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :].tolist()
-    assert oracle.generate(prompts, **options).sequences == expected
 
 
 def test_processors_that_know_the_row_are_given_the_requests(model: Any, oracle: FuzzyDecoder) -> None:
@@ -166,19 +153,6 @@ def test_several_answers_per_prompt_are_shaped_as_by_generate(model: Any, target
     assert ours[:, ids.shape[1] :].tolist() == out.sequences
 
 
-def test_a_model_that_decoded_by_the_hook_is_freed() -> None:
-    model = tiny_model("llama")
-    options: dict[str, Any] = dict(max_new_tokens=4, do_sample=False, custom_generate=fsd_infer.generate)
-    model.generate(torch.tensor([[1, 2, 1]]), drafter="lookup", **options)
-    assert target_of(model) is target_of(model)
-    other = copy.deepcopy(model)
-    assert target_of(other).model is other
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
 def test_a_neighbour_with_a_long_prompt_leaves_an_answer_its_length(model: Any, target: Target) -> None:
     """Context 256: there is room for 6 tokens after the long prompt, and for all 40 after the short one."""
     long, short = tiny_prompts((250, 3))
@@ -278,18 +252,6 @@ def test_records_name_every_tokens_source(oracle: FuzzyDecoder) -> None:
     assert out.stats.divergence_spent > 0
 
 
-def test_budget_is_kept_per_row(oracle: FuzzyDecoder) -> None:
-    free = oracle.generate(tiny_prompts(), rule=Fuzzy("js", threshold=0.69), max_new_tokens=40, do_sample=False)
-    assert max(row.divergence_spent for row in free.stats.rows) > 3
-    for budget in (0.5, 3.0):
-        rule = Fuzzy("js", threshold=0.69, budget=budget)
-        for options in (dict(do_sample=False), dict(do_sample=True, seed=1)):
-            out = oracle.generate(tiny_prompts(), rule=rule, max_new_tokens=40, **options)
-            assert all(row.divergence_spent <= budget + 1e-5 for row in out.stats.rows)
-    zero = oracle.generate(tiny_prompts(), rule="fuzzy:js:0.69:budget=0", max_new_tokens=40, do_sample=False)
-    assert zero.sequences == oracle.generate(tiny_prompts(), max_new_tokens=40, do_sample=False).sequences
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_prompt_may_have_a_rule_of_its_own(temperature: float, target: Target) -> None:
     """One batch; at temperature 0 each answer is that of its rule alone, and budgets are each rule's own."""
@@ -362,13 +324,6 @@ def test_bad_requests(
 ) -> None:
     with pytest.raises(error, match=words):
         oracle.generate(prompts, max_new_tokens=2, **options)
-
-
-def test_prompts_as_arrays_and_temperature_zero(oracle: FuzzyDecoder) -> None:
-    expected = oracle.generate([1, 2], max_new_tokens=2, do_sample=False).sequences
-    assert oracle.generate(np.array([1, 2]), max_new_tokens=2, temperature=0).sequences == expected
-    config = GenerationConfig(max_new_tokens=2, do_sample=False)
-    assert oracle.generate([1, 2], generation_config=config).sequences == expected
 
 
 def test_a_small_lm_that_does_not_fit_is_refused(target: Target) -> None:

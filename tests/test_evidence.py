@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import findings, markdown_table
-from fsd_bench.evidence.page import render, write_page
+from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import SweepOptions, parse_settings
-from fsd_bench.evidence.summary import summarise, tau_by_position
+from fsd_bench.evidence.summary import summarise
 from fsd_bench.evidence.sweep import read_sweep, sweep
 from fsd_infer.cli.main import main
-from fsd_infer.errors import DataError, FsdError
-from fsd_infer.rules import Fuzzy
-from fsd_infer.rules.tilted import Tilted
+from fsd_infer.errors import FsdError
+from fsd_infer.rules import Fuzzy, Tilted
 from tests.bench_toys import Toy
 from tests.text_toys import write_rows
 
@@ -99,7 +96,7 @@ def test_a_sweep_goes_on_wherever_it_was_killed(toy: Toy, tmp_path: Path) -> Non
     finished = sweep(small, tmp_path / "all.jsonl")
     whole, wanted = finished.read_bytes(), untimed(finished)
     first = whole.index(b"\n") + 1
-    cuts = [0, first, len(whole) - 1, *random.Random(0).sample(range(first, len(whole)), 7)]
+    cuts = [0, first, len(whole) - 1, *random.Random(0).sample(range(first, len(whole)), 3)]
     for number, cut in enumerate(cuts):
         file = tmp_path / f"{number}.jsonl"
         file.write_bytes(whole[:cut])
@@ -148,15 +145,6 @@ def test_options_that_make_no_sense(toy: Toy, tmp_path: Path, changes: dict[str,
     assert not (tmp_path / "x.jsonl").exists()
 
 
-def test_prompts_are_spread_over_their_files(toy: Toy, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "ten.jsonl", [{"prompt": str(n)} for n in range(10)])
-    read = options(toy, prompts=[rows, toy.prompts], limit=3).read()
-    assert [row.line for row in read] == [1, 4, 7, 1, 2, 4]
-    (tmp_path / "none.jsonl").write_text("")
-    with pytest.raises(DataError, match="none.jsonl: no prompts"):
-        options(toy, prompts=[tmp_path / "none.jsonl"]).read()
-
-
 def test_the_command_writes_lines_and_a_page(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.jsonl"
     argv = ["sweep", "--prompts", str(toy.prompts), "--rules", "fuzzy:js:0.1,random:0.5", "--limit", "2", *toy.models]
@@ -166,32 +154,3 @@ def test_the_command_writes_lines_and_a_page(toy: Toy, tmp_path: Path, capsys: p
     assert main([*argv, "--max-new-tokens", "5", "--output", str(file)]) == 2
     assert "made with other settings" in capsys.readouterr().err
     assert main([*argv, "--output", str(file), "--temperatures", "warm"]) == 2
-
-
-def test_page_shows_exact_and_random_everywhere(finished: Path) -> None:
-    text = render(read_sweep(finished))
-    assert "<script" not in text and "http" not in text.replace("https://", "").replace("http://", "")
-    charts = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(charts) >= 10
-    for one in charts:
-        assert ">exact</text>" in one and "nan" not in one.lower() and 'd="M' in one
-        assert ">random" in one
-    assert "<b>it</b>" not in text, "prompts are escaped"
-
-
-def test_a_record_becomes_tables(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = tmp_path / "record.json"
-    assert findings.main([str(finished), str(record)]) == 0
-    markdown_table.main([str(record)])
-    shown = capsys.readouterr().out
-    lines = [line for line in shown.splitlines() if line.startswith("| `")]
-    assert len(lines) == 2 * 5 and len({line.count("|") for line in lines}) == 1
-    assert "Temperature 0.8, `exact`: " in shown
-    at = json.loads(record.read_text())["temperatures"]["0"]["fuzzy:js:0.3"]
-    assert lines[1].startswith("| `fuzzy:js:0.3` | {ratio:.2f} ({low:.2f}–{high:.2f}) |".format(**at["ratios"]["tau"]))
-    assert lines[1].endswith(f"| {at['nats_per_answer']['mean']:.1f} |")
-
-
-def test_tau_by_position() -> None:
-    # rounds that begin at 1, 5 and 8, and at 1; the last of each answer is left out
-    assert tau_by_position([[1, 4, 3, 2, 9], [1, 6, 1], [1]]) == [(0, 8, (4 + 3 + 6) / 3, 3), (8, 16, 2.0, 1)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
+from fsd_infer.drafters import Drafter, GraftedDrafter, LookupDrafter, MemoryDrafter, RecycleDrafter
+from fsd_infer.drafters.loading import choose_trees
 from fsd_infer.errors import ModelLoadError
+from tests import families
 from tests.families import FAMILIES, VOCAB, OracleDrafter, reference, tiny_head, tiny_model, tiny_prompts
 
 # Whose layer stands alone, so that a head's is of that kind; a Llama layer otherwise.
@@ -40,6 +44,56 @@ def test_greedy_equals_generate(family: str) -> None:
             assert batch.stats.tau > 2, "the oracle's right paths were not accepted"
         if name == "self":
             assert batch.stats.tau > 3, "the target as its own drafter must be accepted nearly always"
+
+
+def graft(*parts: Drafter, nodes: int | None = None) -> GraftedDrafter:
+    main = parts[0] if len(parts) == 2 else graft(*parts[:-1], nodes=nodes)
+    return GraftedDrafter(main, parts[-1], nodes)
+
+
+DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
+    "lookup": lambda target: LookupDrafter(VOCAB),
+    "memory": lambda target: MemoryDrafter(VOCAB),
+    "recycle": lambda target: RecycleDrafter(VOCAB),
+    "forgetful": lambda target: RecycleDrafter(VOCAB, keep=False),
+    "lookup+recycle": lambda target: graft(LookupDrafter(VOCAB), RecycleDrafter(VOCAB)),
+    "three tokens": lambda target: tiny_head(target, TreeShape(3, 10, 200), draft_vocab_size=3),
+    "ids of the text": lambda target: tiny_head(target, TreeShape(3, 4, 14), draft_vocab_size=20),
+    "fused layers": lambda target: tiny_head(target, fused_layers=[1, 0], final_norm=True),
+    "lm": lambda target: LMDrafter(Target(families.noisy_model("llama")), target, TreeShape(4, 3, 12)),
+    "lm, auto": lambda target: choose_trees(LMDrafter(Target(families.noisy_model("llama")), target)),
+    "head+lookup": lambda target: graft(tiny_head(target, draft_vocab_size=64), LookupDrafter(VOCAB)),
+    "head+lookup, more": lambda target: graft(tiny_head(target, draft_vocab_size=64), LookupDrafter(VOCAB), nodes=20),
+    "oracle+lookup": lambda target: graft(OracleDrafter(target), LookupDrafter(VOCAB)),
+    "self+lookup": lambda target: graft(LMDrafter(target, target, TreeShape.chain(3)), LookupDrafter(VOCAB), nodes=8),
+    "lm+lookup+recycle": lambda target: graft(
+        LMDrafter(Target(families.noisy_model("llama")), target, TreeShape(4, 3, 12)), LookupDrafter(VOCAB),
+        RecycleDrafter(VOCAB), nodes=16,
+    ),
+}  # fmt: skip
+LEAST = {"lookup": 2.5, "memory": 2.5, "recycle": 2.0, "self+lookup": 3.0}  # tokens per forward under llama
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_whatever_drafts_greedy_answers_are_the_targets(name: str, family: str) -> None:
+    """And under a rule that opens every gate they do not depend on the batch, where a row's tree does not."""
+    circles = name in ("lookup", "memory") and family == "llama"
+    target = Target(families.circling_model() if circles else tiny_model(family))
+    drafter = DRAFTERS[name](target)
+    decoder, prompts = FuzzyDecoder(target, drafter), [prompt + prompt[:4] for prompt in tiny_prompts()]
+    options: dict[str, Any] = dict(max_new_tokens=24, do_sample=False)
+    expected = reference(target.model, prompts)
+    for asked in (prompts[:1], prompts, prompts):
+        out = decoder.generate(asked, **options)
+        assert out.sequences == expected[: len(asked)]
+    assert out.stats.tau > LEAST.get(name, 1.0) or family != "llama"
+    opened = decoder.generate(prompts, "fuzzy:js:inf", **options)
+    if not any(part in name for part in ("head", "lm", "self", "oracle", "tokens", "ids", "layers")):
+        assert opened.sequences == expected and opened.stats.divergence_spent == 0, "no q is known"
+    if "head" in name or "ids" in name:
+        alone = [decoder.generate([prompt], "fuzzy:js:inf", **options).sequences[0] for prompt in prompts]
+        assert opened.sequences == alone and opened.stats.gate_open_fraction > 0.2
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "gpt_oss"])

@@ -1,4 +1,4 @@
-"""Malformed rules, options, prompt files and models, by the hundred: each ends in one line or in an answer.
+"""Malformed rules, options and prompt files, by the hundred: each ends in one line or in an answer.
 
 Rules, divergences and options come from the registries and the parsers, so new ones are covered. Heads and the files
 that commands read have their own suites, tests/test_head_malformed.py and tests/test_fuzz_files.py.
@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from fsd_bench.score import asked_options, read_references
-from fsd_infer import FuzzyDecoder
+from fsd_infer import RULES, FuzzyDecoder, parse_rule
 from fsd_infer.chat.conversations import row_conversation, row_questions
 from fsd_infer.chat.encoding import encode_chat, encode_conversation, read_prompts
 from fsd_infer.chat.rows import read_rows
@@ -30,7 +29,6 @@ from fsd_infer.cli.run import BAD_INPUT
 from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.errors import DataError
 from fsd_infer.registry import read_float
-from fsd_infer.rules import RULES, parse_rule
 from fsd_train.commands.command_lines import PARSERS
 from tests.bench_toys import Toy
 from tests.fuzzing import FUZZ, JUNK, NUMERALS, one_line, refusal, spoilt, values
@@ -197,25 +195,6 @@ def test_prompt_files(data: st.DataObject, toy_decoder: FuzzyDecoder, tmp_path: 
     for read in (prompts, conversations):
         error = refusal(read)
         assert error is None or isinstance(error, DataError)
-
-
-@settings(FUZZ, max_examples=25)
-@given(data=st.data())
-def test_model_directories(data: st.DataObject, toy: Toy, tmp_path: Path) -> None:
-    """A target with spoilt JSON files loads and decodes, or is refused."""
-    directory = tmp_path / "model"
-    shutil.rmtree(directory, ignore_errors=True)
-    shutil.copytree(toy.target, directory)
-    kinds = ["config.json", "config.json", "config.json", "generation_config.json", "tokenizer_config.json"]
-    file = directory / data.draw(st.sampled_from(kinds))
-    config = json.loads(file.read_text())
-    for _ in range(data.draw(st.integers(1, 2))):
-        config = spoilt(config, data.draw) or {"": 1}
-    file.write_text(json.dumps(config))
-    loaded: list[Any] = []
-    load = dict(dtype=torch.float32, device="cpu", pack=False)
-    if refusal(lambda: loaded.append(FuzzyDecoder.from_pretrained(str(directory), "none", **load))) is None:
-        refusal(lambda: loaded[0].generate("the cat", max_new_tokens=2, do_sample=False))
 
 
 ARGUMENTS = ("seed", "chat", "max_cache_bytes", "streamer", "drafter", "prompts", "rule", "beam_options")

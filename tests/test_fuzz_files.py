@@ -20,7 +20,7 @@ from fsd_bench.record import write_record
 from fsd_infer.cli.main import main as infer
 from fsd_infer.cli.run import BAD_INPUT
 from fsd_train.cli import main as train
-from tests.fuzzing import FUZZ, called, changed, one_line, spoilt
+from tests.fuzzing import FUZZ, called, one_line, spoilt
 from tests.test_adapters import save_adapter
 from tests.test_blocks import save_model
 from tests.text_toys import save_tiny_chat_target, write_rows
@@ -188,25 +188,6 @@ def test_files(cases: int, world: Path, tmp_path: Path, monkeypatch: pytest.Monk
         check(command, name, root, data.draw)
 
     each()
-
-
-@pytest.mark.parametrize(
-    "command", ["cache-features --config recipe.yaml", "estimate --config recipe.yaml", REGENERATE]
-)
-@pytest.mark.parametrize("value", [3, [3], {"a": 3}], ids=["number", "list", "mapping"])
-def test_recipes_of_wrong_types(
-    command: str, value: Any, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An entry of a wrong type, each in turn, ends in no traceback."""
-    root = shutil.copytree(world, tmp_path / "copy")
-    monkeypatch.chdir(root)
-    recipe = yaml.safe_load((root / "recipe.yaml").read_text())
-    inner = {"model": "target head head.fused_layers init_args", "trainer": ""}
-    inner["data"] = "train_files validation_files features max_length tokenizer"
-    for entry in [*inner, *(f"{section}.{name}" for section, names in inner.items() for name in names.split())]:
-        (root / "recipe.yaml").write_text(yaml.safe_dump(changed(recipe, tuple(entry.split(".")), value)))
-        status, said = call(command)
-        assert status in (0, BAD_INPUT) and "Traceback" not in said, f"{entry}: {said}"
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 import fsd_infer
 from fsd_infer import FsdError, FuzzyDecoder, Target
-from fsd_infer.drafters.memory import LookupDrafter
-from fsd_infer.request.options import check_config
 from tests.families import VOCAB, OracleDrafter, tiny_model
-from tests.text_toys import tiny_tokenizer
 
 PROMPT = [5, 6, 7, 5, 6]
 LENGTH = 12
@@ -61,44 +58,18 @@ MEANINGFUL: dict[str, Any] = {
     "transformers_version": "5.0.0",
 }
 SAMPLED: dict[str, Any] = {
-    "temperature": 1e-4,
-    "top_k": 1,
-    "top_p": 1e-6,
-    "min_p": 0.999999,
-    "top_h": 1e-6,
-    "typical_p": 1e-6,
-    "epsilon_cutoff": 0.99999,
-    "eta_cutoff": 0.99999,
-}
+    "temperature": 1e-4, "top_k": 1, "top_p": 1e-6, "min_p": 0.999999, "top_h": 1e-6, "typical_p": 1e-6,
+    "epsilon_cutoff": 0.99999, "eta_cutoff": 0.99999,
+}  # fmt: skip
 REFUSED: dict[str, Any] = {
-    "num_beam_groups": 2,
-    "diversity_penalty": 0.5,
-    "penalty_alpha": 0.6,
-    "dola_layers": "high",
-    "low_memory": True,
-    "constraints": [1],
-    "force_words_ids": [[5]],
-    "guidance_scale": 2.0,
-    "output_scores": True,
-    "output_logits": True,
-    "output_attentions": True,
-    "output_hidden_states": True,
-    "cache_implementation": "static",
-    "cache_config": {"a": 1},
-    "max_cache_len": 99,
-    "prompt_lookup_num_tokens": 3,
-    "max_matching_ngram_size": 3,
-    "num_assistant_tokens": 3,
-    "num_assistant_tokens_schedule": "heuristic",
-    "assistant_confidence_threshold": 0.1,
-    "assistant_lookbehind": 3,
-    "target_lookbehind": 3,
-    "assistant_early_exit": 1,
-    "assistant_ensemble_weight": 0.5,
-    "speculation_type": "dflash",
-    "is_assistant": True,
-    "use_mtp": True,
-}
+    "num_beam_groups": 2, "diversity_penalty": 0.5, "penalty_alpha": 0.6, "dola_layers": "high", "low_memory": True,
+    "constraints": [1], "force_words_ids": [[5]], "guidance_scale": 2.0, "output_scores": True, "output_logits": True,
+    "output_attentions": True, "output_hidden_states": True, "cache_implementation": "static",
+    "cache_config": {"a": 1}, "max_cache_len": 99, "prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 3,
+    "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.1,
+    "assistant_lookbehind": 3, "target_lookbehind": 3, "assistant_early_exit": 1, "assistant_ensemble_weight": 0.5,
+    "speculation_type": "dflash", "is_assistant": True, "use_mtp": True,
+}  # fmt: skip
 ELSEWHERE = {  # tested elsewhere, or without a public meaning
     "stop_strings", "token_healing", "num_return_sequences", "num_beams",
     "compile_config", "continuous_batching_config",
@@ -172,32 +143,6 @@ def test_other_fields_are_refused_by_name(name: str, ask: Ask) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_field_that_is_not_known_yet_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = GenerationConfig.__init__
-
-    def later(self: Any, **options: Any) -> None:
-        made(self, **options)
-        self.contrastive_magic = None
-
-    monkeypatch.setattr(GenerationConfig, "__init__", later)
-    config = GenerationConfig()
-    check_config(config, model.generation_config)
-    config.contrastive_magic = 0.5
-    with pytest.raises(FsdError, match="contrastive_magic=0.5"):
-        check_config(config, model.generation_config)
-
-
-def test_a_models_own_way_of_computing_is_passed_over(decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = decoder.target.model.generation_config
-    monkeypatch.setattr(own, "cache_implementation", "static")
-    monkeypatch.setattr(own, "num_assistant_tokens", 7)
-    expected = theirs(decoder.target.model, do_sample=False, max_new_tokens=LENGTH)
-    assert decoder.generate(PROMPT, do_sample=False, max_new_tokens=LENGTH).sequences == [expected]
-    monkeypatch.setattr(own, "penalty_alpha", 0.6)
-    with pytest.raises(FsdError, match="penalty_alpha"):
-        decoder.generate(PROMPT, do_sample=False, max_new_tokens=LENGTH)
-
-
 def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> None:
     ids, past = torch.tensor([PROMPT]), DynamicCache()
     model(ids[:, :3], past_key_values=past)
@@ -212,25 +157,6 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
             model.generate(**given, **hook)
     made = model.generate(ids, past_key_values=DynamicCache(), position_ids=torch.arange(5)[None], **hook)
     assert made[0, 5:].tolist() == theirs(model, do_sample=False, max_new_tokens=4)
-
-
-def test_what_generate_keeps_from_a_loop(model: Any, decoder: FuzzyDecoder) -> None:
-    """``generate`` keeps ``streamer`` and ``assistant_model`` to itself. A version that hands them on will have them
-    refused by name.
-    """
-    ids, kept = torch.tensor([PROMPT]), _Recorder()
-    hook: dict[str, Any] = dict(drafter=decoder.drafter)
-    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=4)
-    made = model.generate(ids, streamer=kept, custom_generate=fsd_infer.generate, **hook, **options)
-    assert made[0, 5:].tolist() == theirs(model, **options)
-    assert kept.pieces == [[PROMPT]] and not kept.ended, "it is handed on now: see the docstring of fsd_infer.generate"
-    config = GenerationConfig(**options)
-    for handed, words in (
-        (dict(streamer=kept), "streamer: give it as stream_to"),
-        (dict(assistant_model=model), "assistant_model: give the small model as drafter"),
-    ):
-        with pytest.raises(FsdError, match=words):
-            fsd_infer.generate(model, ids, generation_config=config, **handed, **hook)
 
 
 @pytest.mark.parametrize(
@@ -318,30 +244,3 @@ def test_a_streamer_gets_prompt_tokens_and_an_end(door: str, model: Any, decoder
         with pytest.raises((RuntimeError, FsdError), match=error):
             run(failing, **options)
         assert failing.ended == 1, "whoever waits for the text must not wait for ever"
-
-
-def test_a_streamer_and_on_tokens_share_an_answer(decoder: FuzzyDecoder) -> None:
-    streamer, told = _Recorder(), []
-    ends = decoder.generate(
-        PROMPT, streamer=streamer, on_tokens=lambda row, new: told.extend(new) or len(told) > 3, max_new_tokens=LENGTH
-    )
-    assert [[PROMPT], *([token] for token in told)] == streamer.pieces
-    assert ends.sequences == [told] and 3 < len(told) < LENGTH
-
-
-def test_stop_strings_of_every_source(decoder: FuzzyDecoder) -> None:
-    tokenizer = tiny_tokenizer()
-    target = Target(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
-    talker = FuzzyDecoder(target, LookupDrafter(target.vocab_size))
-    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=30, chat=False)
-    whole = talker.generate("the cat", **options)
-    stop = tokenizer.decode(whole.sequences[0][4:6])
-    cut = talker.generate("the cat", stop_strings=stop, **options).sequences[0]
-    assert len(cut) < 30 and whole.sequences[0][: len(cut)] == cut
-    assert talker.generate("the cat", stop_strings=(stop,), **options).sequences[0] == cut
-    config = GenerationConfig(stop_strings=[stop], do_sample=False, max_new_tokens=30)
-    assert talker.generate("the cat", generation_config=config, chat=False).sequences[0] == cut
-    target.model.generation_config.stop_strings = [stop]
-    assert talker.generate("the cat", **options).sequences[0] == cut
-    with pytest.raises(FsdError, match="tokenizer"):
-        decoder.generate(PROMPT, stop_strings=["x"], max_new_tokens=3)

@@ -12,9 +12,9 @@ import torch
 from scipy.special import rel_entr
 from torch import Tensor
 
-from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
+from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
 from fsd_infer.cpu import ops
-from fsd_infer.drafters import DRAFTERS, GraftedDrafter, LookupDrafter
+from fsd_infer.drafters import GraftedDrafter, LookupDrafter
 from fsd_infer.drafters.graft import _warn_sampled, kept_of, union_of
 from fsd_infer.drafters.lm import LMSession
 from fsd_infer.drafters.visits import likeliest
@@ -24,11 +24,9 @@ from fsd_infer.tree import DraftTree
 from tests.families import (
     VOCAB,
     OracleDrafter,
-    circling_model,
     recorded_drafts,
     reference,
     save_head,
-    tiny_head,
     tiny_model,
     tiny_prompts,
 )
@@ -88,20 +86,6 @@ def test_union_of_two_trees() -> None:
         assert torch.equal(tree.q_logits[0, after], main.q_logits[0, before])
     assert tree.q_index[0, kept[0, 1, 4]] == -1
     assert set(paths(merge_trees(main, side, 4), 0)) == {(0,), (0, 1), (0, 1, 4), (0, 1, 4, 5)}
-
-
-def test_a_node_without_its_favourite_child_loses_its_gate() -> None:
-    main = one_tree([(0, 1, 0.9), (1, 2, 0.02), (1, 3, 0.01)])
-    side = one_tree([(0, 1, 0.5), (1, 4, 0.9), (2, 5, 0.9)], q=False)
-    tree = merge_trees(main, side, 4)
-    kept = paths(tree, 0)
-    assert (0, 1, 4) in kept and (0, 1, 2) not in kept
-    assert tree.q_index[0, kept[0, 1]] == -1
-    assert tree.q_index[0, 0] >= 0
-    other = one_tree([(0, 1, 0.5), (1, 3, 0.9)], q=False)  # the less likely child, carried past the favourite
-    tree = merge_trees(main, other, 3)
-    assert set(paths(tree, 0)) == {(0,), (0, 1), (0, 1, 3)}
-    assert tree.q_index[0, paths(tree, 0)[0, 1]] == -1
 
 
 @needs_kernels
@@ -222,51 +206,6 @@ def test_sequence_law_and_spent_divergence(spec: str, toy: GraftedToy) -> None:
         assert got.spent.max() <= 0.5 + 1e-6
 
 
-def grafts(target: Target) -> dict[str, GraftedDrafter]:
-    eagle, lookup = tiny_head(target, draft_vocab_size=64), LookupDrafter(VOCAB)
-    return {
-        "eagle": GraftedDrafter(eagle, lookup),
-        "eagle, more nodes": GraftedDrafter(eagle, lookup, nodes=20),
-        "oracle": GraftedDrafter(OracleDrafter(target), lookup),
-        "self": GraftedDrafter(LMDrafter(target, target, TreeShape.chain(3)), lookup, nodes=8),
-    }
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_greedy_equals_generate(family: str) -> None:
-    model = tiny_model(family)
-    prompts = [prompt + prompt[:4] for prompt in tiny_prompts()]
-    expected = reference(model, prompts)
-    target = Target(model)
-    for name, drafter in grafts(target).items():
-        decoder = FuzzyDecoder(target, drafter)
-        assert decoder.generate(prompts[:1], max_new_tokens=24, do_sample=False).sequences == expected[:1], name
-        out = decoder.generate(prompts, max_new_tokens=24, do_sample=False)
-        assert out.sequences == expected, name
-        # rows with fewer candidates are padded in a batch, not alone; a rule that opens every gate must not care
-        opened = decoder.generate(prompts, "fuzzy:js:inf", max_new_tokens=24, do_sample=False)
-        if name.startswith("eagle"):
-            alone = [
-                decoder.generate([prompt], "fuzzy:js:inf", max_new_tokens=24, do_sample=False) for prompt in prompts
-            ]
-            assert opened.sequences == [made.sequences[0] for made in alone] and opened.stats.gate_open_fraction > 0.2
-        if name == "self":
-            assert out.stats.tau > 3, name
-
-
-def test_the_union_accepts_what_either_part_does() -> None:
-    """In answers that repeat themselves, a head that knows nothing is lifted by the lookup."""
-    target = Target(circling_model())
-    drafter = grafts(target)["eagle"]
-    prompt = tiny_prompts((9,))[0]
-    taus = {}
-    for name, part in {"head": drafter.main, "lookup": drafter.side, "both": drafter}.items():
-        out = FuzzyDecoder(target, part).generate([prompt], max_new_tokens=96, do_sample=False)
-        taus[name] = out.stats.tau
-    assert taus["both"] > taus["head"] + 1
-    assert taus["both"] > 0.7 * taus["lookup"]  # with half its nodes
-
-
 def test_a_small_lm_drafts_from_the_text_whoever_drafted_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the text goes on with a grafted token, the small model must not take its own draft for read."""
     target, small = Target(tiny_model("llama")), Target(tiny_model("llama", seed=5))
@@ -295,18 +234,13 @@ def test_sampled_chains_are_left_alone() -> None:
 def test_names(tmp_path: Path) -> None:
     target = Target(tiny_model("llama"), name="tiny")
     head = save_head(tmp_path / "head", EagleHead(EagleConfig.for_target(target)), target.fingerprint())
-    lookup = load_drafter("lookup", target, TreeShape(4, 2, 9))
-    assert lookup.describe() == dict(name="lookup", nodes=9, depth=8, width=3, least=0.02, store_bytes=0, keep=False)
-    assert isinstance(load_drafter("none+lookup", target), LookupDrafter)
     grafted = load_drafter(f"{head}+lookup", target, TreeShape(3, 3, 9))
     record = grafted.describe()
     assert (record["name"], record["nodes"], record["depth"]) == ("eagle+lookup", 9, 8)
     assert record["main"] == load_drafter(head, target, TreeShape(3, 3, 9)).describe()
-    assert record["side"]["name"] == "lookup"
     out = FuzzyDecoder(target, grafted).generate(tiny_prompts(), max_new_tokens=8, do_sample=False)
     assert out.stats.drafter == record
     for name, message in {
-        "shipped": "no drafter is shipped for tiny",
         "shipped+lookup": "no drafter is shipped for tiny",
         "+lookup": "names no drafter",
         "nowhere+lookup": "unknown drafter 'nowhere'",
@@ -315,17 +249,3 @@ def test_names(tmp_path: Path) -> None:
             load_drafter(name, target)
     with pytest.raises(FsdError, match="at least 2 nodes, got 1"):
         GraftedDrafter(NoDrafter(VOCAB), LookupDrafter(VOCAB))
-
-
-def test_a_drafter_is_found_by_the_name_it_is_registered_under(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Mine(LookupDrafter):
-        name = "mine"
-
-    monkeypatch.setitem(DRAFTERS._entries, "mine", Mine)
-    target = Target(tiny_model("llama"), name="tiny")
-    assert type(load_drafter("mine", target, TreeShape(3, 3, 9))) is Mine
-    assert load_drafter("lookup+mine", target).describe()["name"] == "lookup+mine"
-    monkeypatch.chdir(tmp_path)
-    save_head(tmp_path / "mine", EagleHead(EagleConfig.for_target(target)), target.fingerprint())
-    assert type(load_drafter("mine", target)) is Mine, "a name goes before a directory that is called so"
-    assert type(load_drafter("./mine", target)) is EagleDrafter

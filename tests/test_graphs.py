@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fsd_infer import FuzzyDecoder, Target
+from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.cli.main import main
-from fsd_infer.device.cache import SlotCache
-from fsd_infer.device.cuda_graphs import SLOTS, Graphs
+from fsd_infer.device.cuda_graphs import SLOTS
 from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, TreeShape
-from fsd_infer.errors import CacheMemoryError, FsdError, NonFiniteLogitsError
 from tests.families import VOCAB, OracleDrafter, reference, tiny_head, tiny_model, tiny_prompts
 
 GREEDY: dict[str, Any] = dict(max_new_tokens=14, do_sample=False)
@@ -105,15 +102,6 @@ def test_a_text_that_grows_beyond_a_recording_gets_another() -> None:
     assert traces.recorded == 2
 
 
-def test_features_that_are_asked_for_later_are_recorded_too() -> None:
-    decoder, traces = recorded("none")
-    decoder.generate(tiny_prompts((7,)), **GREEDY)
-    decoder.target.capture_layers([1])
-    head = drafter_of("eagle", decoder.target)
-    made = decoder.generate(tiny_prompts((7,)), drafter=head, **GREEDY)
-    assert made.sequences == reference(decoder.target.model, tiny_prompts((7,)), **GREEDY)
-
-
 def test_what_cannot_be_recorded_runs_as_ever(caplog: pytest.LogCaptureFixture) -> None:
     attempts = 0
 
@@ -130,63 +118,6 @@ def test_what_cannot_be_recorded_runs_as_ever(caplog: pytest.LogCaptureFixture) 
     assert found == reference(decoder.target.model, tiny_prompts(), **GREEDY)
     assert attempts == len(caplog.records) == 2  # the target's and the head's
     assert "operation not permitted when stream is capturing" in caplog.text and "more" not in caplog.text
-
-
-def test_requests_within_requests_do_not_share_memory() -> None:
-    decoder, _ = recorded("reduced")
-    prompts = tiny_prompts((5, 9))
-    outer, inner = reference(decoder.target.model, prompts, **GREEDY)
-    found = []
-
-    class Asks:
-        def put(self, value: Any) -> None:
-            found.append(decoder.generate([prompts[1]], **GREEDY).sequences[0])
-
-        def end(self) -> None:
-            pass
-
-    assert decoder.generate([prompts[0]], streamer=Asks(), **GREEDY).sequences == [outer]
-    assert len(found) > 2 and all(answer == inner for answer in found)
-
-
-def test_an_answer_that_ended_in_nan_leaves_none_behind() -> None:
-    decoder, _ = recorded("none")
-    weight = decoder.target.model.model.layers[0].self_attn.v_proj.weight.data
-    kept = weight.clone()
-    weight.fill_(torch.nan)
-    with pytest.raises(NonFiniteLogitsError):
-        decoder.generate(tiny_prompts((30,)), **GREEDY)
-    weight.copy_(kept)
-    found = decoder.generate(tiny_prompts((5,)), **GREEDY).sequences
-    assert found == reference(decoder.target.model, tiny_prompts((5,)), **GREEDY)
-
-
-def test_memory_is_kept_for_the_next_request_and_no_more_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, _ = recorded("eagle")
-    small = decoder.generate(tiny_prompts((5,)), **GREEDY).stats.cache_bytes
-    assert decoder.target.held_bytes + decoder.drafter.held_bytes == small
-    large = decoder.generate(tiny_prompts(), **GREEDY).stats.cache_bytes
-    assert decoder.target.held_bytes + decoder.drafter.held_bytes == large == 4 * small  # the smaller one is gone
-    decoder.generate(tiny_prompts((5,)), **GREEDY)
-    assert decoder.target.held_bytes + decoder.drafter.held_bytes == large
-    with pytest.raises(CacheMemoryError, match=f"{large} bytes"):
-        decoder.generate(tiny_prompts(), max_cache_bytes=large - 1, **GREEDY)
-    monkeypatch.setattr("fsd_infer.device.memory.free_bytes", lambda device: 10)
-    decoder.generate(tiny_prompts(), **GREEDY)  # what is held counts as free
-    with pytest.raises(CacheMemoryError):
-        decoder.generate(tiny_prompts((5, 5, 5, 5, 5)), **GREEDY)
-
-
-@pytest.mark.parametrize("graphs", [False, True])
-def test_keys_and_values_are_freed_with_the_last_reference(graphs: bool) -> None:
-    """And not by the garbage collector, which knows nothing of a device's memory."""
-    made = Graphs(lambda: (), lambda run: (run(), run)) if graphs else None
-    config = tiny_model("llama").config
-    with torch.inference_mode():
-        cache = SlotCache(config, 1, 8) if made is None else made.cache(config, 1, 8)
-    gone = weakref.ref(cache)
-    del cache
-    assert gone() is None
 
 
 def test_a_cpu_has_no_cuda_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,23 +1,24 @@
-"""Structured output: exact under the masked target, forced tokens are drafted, and no rule leaves the grammar."""
+"""Structured output: exact under the masked target, forced tokens drafted, answers valid for public schemas."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
+from benchmarks.serving import Closing, faults_of
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
-from fsd_infer.request.guide import Guide, GuideProcessor
+from fsd_infer.request.guide import Guide
 from fsd_infer.serving.app import make_app
+from tests.serve_toys import COMPLETIONS
 
 SCHEMA = {
     "type": "object",
@@ -119,44 +120,6 @@ def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder, toy: A
     assert set(counts) <= set(law) and distance < 0.05  # of 1,000 samples of six answers 0.03 on average
 
 
-def test_followers_mask_every_node_as_a_matcher_that_reads_its_whole_path(decoder: FuzzyDecoder) -> None:
-    """Random trees below random texts, in the grammar or not, in any order."""
-    draw, guide = random.Random(1), Guide.json_schema(SCHEMA)
-    masks = Masks(decoder, guide)
-    follower = GuideProcessor(guide, decoder.tokenizer, masks.size, frozenset([masks.eos]), 0).follower()
-
-    def text(start: list[int], length: int) -> list[int]:
-        for _ in range(length):
-            allowed = [token for token in masks.allowed(start) if token != masks.eos]
-            start = [*start, draw.choice(allowed)] if allowed else start
-        return start
-
-    def allowed(path: list[int]) -> list[int]:
-        """Everything may follow a path that has left the grammar."""
-        try:
-            return masks.allowed(path)
-        except AssertionError:
-            return list(range(masks.size))
-
-    whole = GuideProcessor(guide, decoder.tokenizer, 320, frozenset([masks.eos]), 0)  # a whole number of words
-    assert whole(torch.empty(1, 0, dtype=torch.long), torch.zeros(1, 320)).isfinite().sum() == len(masks.allowed([]))
-    for _ in range(40):
-        answer, paths = text([], draw.randrange(12)), [[]]
-        parents = [0]
-        for _ in range(8):
-            parent = draw.randrange(len(paths))
-            inside = draw.random() < 0.8
-            token = draw.choice(allowed([*answer, *paths[parent]]) if inside else range(3, masks.size))
-            if token != masks.eos and [*paths[parent], token] not in paths:
-                paths.append([*paths[parent], token])
-                parents.append(parent)
-        if draw.random() < 0.5:
-            follower.forced(text([], draw.randrange(12)))  # of another text, or of this one
-        tokens = [path[-1] if path else 0 for path in paths]
-        found = np.unpackbits(follower.masks(answer, tokens, parents), axis=1, bitorder="little", count=masks.size)
-        assert [row.nonzero()[0].tolist() for row in found] == [allowed([*answer, *path]) for path in paths]
-
-
 @pytest.mark.parametrize("name", ["head", "lookup", "none", "lookup+recycle", "small LM", "auto"])
 def test_forced_tokens_are_drafted(decoder: FuzzyDecoder, toy: Any, name: str) -> None:
     """Two texts are free, and all between them is forced: few forwards, and the tokens of a decoder without drafts."""
@@ -196,6 +159,53 @@ def test_what_cannot_be_followed_is_said(decoder: FuzzyDecoder) -> None:
         decoder.generate("the cat", schema=SCHEMA, guide=Guide.regex("a"), max_new_tokens=4)
     with pytest.raises(FsdError, match="num_beams|eos_token_id|fast tokenizer"):
         decoder.generate("the cat", schema=SCHEMA, eos_token_id=[], max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def suite() -> tuple[list[Any], list[Any]]:
+    """Schemas that the guide supports, and others."""
+    lines = (Path(__file__).parent / "data" / "json_schemas.jsonl").read_text(encoding="utf-8").splitlines()
+    found: tuple[list[Any], list[Any]] = ([], [])
+    for line in lines:
+        schema = json.loads(line)["schema"]
+        try:
+            Guide.json_schema(json.dumps(schema))
+        except FsdError as error:
+            assert str(error).startswith("the schema cannot be followed: ") and "\n" not in str(error)
+            found[1].append(schema)
+        else:
+            found[0].append(schema)
+    return found
+
+
+@pytest.mark.parametrize("count", [25, pytest.param(200, marks=pytest.mark.slow)])
+def test_answers_of_public_schemas_parse(
+    toy_decoder: FuzzyDecoder, suite: tuple[list[Any], list[Any]], count: int
+) -> None:
+    """The slow one takes 200. `python -m benchmarks.serving schemas` asks the built-in model."""
+    supported = suite[0]
+    assert len(supported) >= 200
+    options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": None, "max_new_tokens": 160}
+    closing, ended = [Closing(toy_decoder.tokenizer)], 0
+    for place in range(count):
+        schema = supported[place * 200 // count]
+        guide = Guide.json_schema(json.dumps(schema))
+        made = toy_decoder.generate("the cat", guide=guide, seed=place, logits_processor=list(closing), **options)
+        if made.stats.rows[0].finish_reason == "stop":
+            ended += 1
+            assert not faults_of(made.texts[0], schema, Counter()), schema
+    assert ended >= 0.95 * count
+
+
+def test_unsupported_schemas_are_refused_with_the_reason(
+    toy_decoder: FuzzyDecoder, suite: tuple[list[Any], list[Any]]
+) -> None:
+    schemas = [schema for schema in suite[1] if isinstance(schema, dict)]
+    with TestClient(make_app(toy_decoder)) as client:
+        for schema in schemas:
+            found = client.post(COMPLETIONS, json={"prompt": "the cat", "max_tokens": 2, "guided_json": schema})
+            assert found.status_code == 400 and "the schema cannot be followed: " in found.json()["error"]["message"]
+    assert len(schemas) > 100
 
 
 def test_the_server_follows_schemas(decoder: FuzzyDecoder) -> None:

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target
-from fsd_infer.drafters.loading import load_drafter
+from fsd_infer import EagleDrafter, FuzzyDecoder, Target, load_drafter
 from fsd_infer.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer.heads.config import EagleConfig, usual_layers
 from fsd_infer.heads.export import FORMATS, TOKEN_MAP, TargetFacts, export_head
@@ -190,23 +189,6 @@ def test_embeddings_of_its_own_and_another_width(target: Target, tmp_path: Path)
         assert out.sequences == reference(target.model, PROMPTS[:1], max_new_tokens=12)
     save_head(tmp_path / "ours", head, {"hidden_size": 32, "vocab_size": VOCAB})
     assert options_of(load_head(tmp_path / "ours", target)) == options_of(head)
-
-
-def test_several_files_with_an_index(target: Target, tmp_path: Path) -> None:
-    head = make_head(target, REDUCED, **EAGLE3)
-    export_head(head, tmp_path, "vllm", facts(target))
-    stored = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    places = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(sorted(stored))}
-    for part in set(places.values()):
-        save_file({name: stored[name] for name, place in places.items() if place == part}, tmp_path / part)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": places}))
-    loaded = load_head(tmp_path, target)
-    assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in head.state_dict().items())
-    index.write_text(json.dumps({"weight_map": {**places, "norm.weight": "../part-0.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"names '../part-0.safetensors', which is no safetensors file beside it"):
-        load_head(tmp_path, target)
 
 
 def test_contradictions_are_refused(target: Target, tmp_path: Path) -> None:

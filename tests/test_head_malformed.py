@@ -1,4 +1,4 @@
-"""No directory of a head, however malformed, ends in anything but one line that names it."""
+"""No directory of a head, however malformed or foreign, ends in anything but one line that names it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from fsd_infer import Target
-from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.errors import CheckpointError
+from fsd_infer import Target, load_drafter
+from fsd_infer.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.formats import head_kind
+from fsd_infer.heads.head import EagleHead
 from tests.families import VOCAB, load_head, options_of, save_head, tiny_model
 from tests.fuzzing import FUZZ, changed, refusal, spoilt
 from tests.test_head_formats import LAYERS, facts, make_head
+from tests.train_toys import toy_target
 
 IDS = torch.arange(0, VOCAB, 3)
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,7 +73,7 @@ def loads(directory: Path, target: Target) -> bool:
     return errors[1] is None and errors[2] is None
 
 
-@settings(FUZZ, max_examples=250)
+@settings(FUZZ, max_examples=150)
 @given(data=st.data())
 def test_any_option_of_a_config_may_be_anything(
     data: st.DataObject, heads: Path, target: Target, tmp_path_factory: pytest.TempPathFactory
@@ -88,32 +90,6 @@ def test_any_option_of_a_config_may_be_anything(
         head = load_head(directory, target)
         out = head(torch.randn(1, 3, 32), torch.randn(1, 3, head.config.feature_width), torch.arange(3)[None])
         assert out.shape == (1, 3, 32)
-    shutil.rmtree(directory)
-
-
-@settings(FUZZ, max_examples=120)
-@given(data=st.data())
-def test_any_bytes_may_stand_in_a_file(
-    data: st.DataObject, heads: Path, target: Target, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Truncated, overwritten in the header or config, or replaced."""
-    source = heads / data.draw(st.sampled_from(sorted(SOURCES)))
-    directory = tmp_path_factory.mktemp("case")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(source / name, directory)
-    path = directory / data.draw(st.sampled_from(["config.json", "model.safetensors"]))
-    content = bytearray(path.read_bytes())
-    kind = data.draw(st.sampled_from(["cut", "overwrite", "replace"]))
-    if kind == "cut":
-        content = content[: data.draw(st.integers(0, min(len(content), 2000)))]
-    elif kind == "overwrite":
-        start = data.draw(st.integers(0, min(len(content), 1500)))
-        junk = data.draw(st.binary(min_size=1, max_size=12))
-        content[start : start + len(junk)] = junk
-    else:
-        content = bytearray(data.draw(st.binary(max_size=200)))
-    path.write_bytes(content)
-    loads(directory, target)
     shutil.rmtree(directory)
 
 
@@ -175,31 +151,6 @@ def test_faults_are_named(fault: str, heads: Path, target: Target, tmp_path: Pat
     assert not loads(directory, target)
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("num_layers",), 10**9),
-        (("hidden_size",), 2**31 - 1),
-        (("layer", "intermediate_size"), 2**30),
-        (("fused_layers",), list(range(1000))),
-        (("draft_vocab_size",), 2**30),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_nothing_is_allocated_for_sizes_that_the_weights_do_not_have(
-    path: tuple[str, ...], value: Any, heads: Path, target: Target, tmp_path: Path
-) -> None:
-    directory = tmp_path / "head"
-    shutil.copytree(heads / "ours", directory)
-    config_with(path, value)(directory)
-    with torch.profiler.profile(profile_memory=True) as profile, pytest.raises(CheckpointError):
-        load_head(directory, target)
-    taken = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
-    assert taken < 1e6
-    with pytest.raises(CheckpointError):
-        load_drafter(directory, target)
-
-
 def test_the_old_format_is_the_same_head(heads: Path, target: Target, tmp_path: Path) -> None:
     for name in ("ours", "old"):
         directory = tmp_path / name
@@ -212,3 +163,86 @@ def test_the_old_format_is_the_same_head(heads: Path, target: Target, tmp_path: 
     config_with(("version",), 99)(tmp_path / "old")
     with pytest.raises(CheckpointError, match="is of version 99, newer than this program reads"):
         load_head(tmp_path / "old", target)
+
+
+def public_config(head: EagleHead, **changes: Any) -> dict[str, Any]:
+    """As EAGLE's repository has them, written by transformers 4: a base of positions instead of rope_parameters."""
+    layer = dict(head.config.layer)
+    theta = layer.pop("rope_parameters")["rope_theta"]
+    layer.pop("head_dim", None)  # theirs have none
+    config = {"architectures": ["LlamaForCausalLM"], "bias": head.config.fc_bias, "torch_dtype": "float16"}
+    return {**layer, "rope_theta": theta, "num_hidden_layers": head.config.num_layers, **config, **changes}
+
+
+def write_public(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if tensors:
+        save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def public_tensors(head: EagleHead, target: Target) -> dict[str, Tensor]:
+    embeddings = target.model.get_input_embeddings().weight
+    return {**head.state_dict(), "embed_tokens.weight": embeddings.detach().clone()}
+
+
+def test_heads_of_other_sizes_and_tensors_are_refused(tmp_path: Path) -> None:
+    target = toy_target()
+    head = make_head(target)
+    config, tensors = public_config(head), public_tensors(head, target)
+
+    def refused(error: type[Exception], match: str, config: dict[str, Any] = config, **changes: Tensor | None) -> None:
+        stored = {name: value for name, value in {**tensors, **changes}.items() if value is not None}
+        directory = write_public(tmp_path / "head", config, stored)
+        for load in (load_drafter, load_head):
+            with pytest.raises(error, match=match):
+                load(directory, target)
+
+    embeddings = "embed_tokens.weight"
+    refused(VocabularyMismatchError, r"vocab_size: 65 against 64", **{embeddings: torch.zeros(65, 32)})
+    refused(CheckpointError, r"embed_size 16, but toy-llama has 32", **{embeddings: torch.zeros(64, 16)})
+    refused(CheckpointError, r"hidden_size 48, but toy-llama has 32", {**config, "hidden_size": 48})
+    refused(CheckpointError, "vocab_size must be a whole number from 1 to .*, got None", **{embeddings: None})
+    refused(CheckpointError, r"missing \['layers.0.mlp.up_proj.weight'\]", **{"layers.0.mlp.up_proj.weight": None})
+    refused(CheckpointError, r"unexpected \['lm_head.weight'\]", **{"lm_head.weight": torch.zeros(64, 32)})
+    norm = "layers.0.input_layernorm.weight"
+    refused(CheckpointError, rf"unexpected \['{norm}'\]", **{norm: torch.ones(32)})
+    refused(CheckpointError, "wrong shape", {**config, "intermediate_size": 24})
+    refused(CheckpointError, "does not describe a Llama layer.*hidden_size", {"model_type": "eagle"})
+    refused(CheckpointError, "does not describe a Llama layer.*multiple", {**config, "num_attention_heads": 5})
+
+
+def test_pickles_are_refused_and_converted_by_the_user(tmp_path: Path) -> None:
+    target = toy_target()
+    head = make_head(target)
+    tensors = public_tensors(head, target)
+    directory = write_public(tmp_path / "head", public_config(head), {})
+    for legacy in (True, False):
+        torch.save(tensors, directory / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(CheckpointError, match="Nothing is unpickled here") as raised:
+            load_drafter(directory, target)
+    exec(str(raised.value).splitlines()[-1], {})
+    assert torch.equal(load_head(directory, target).fc.weight, head.fc.weight)
+
+
+def test_heads_of_other_programs_are_refused_by_name(tmp_path: Path) -> None:
+    """By the config alone, since weights may be in a format that is not read, or by the tensors alone."""
+    target = toy_target()
+
+    def refused(config: dict[str, object], tensors: dict[str, Tensor], message: str) -> None:
+        directory = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        write_public(directory, {"model_type": "llama", "hidden_size": 32, **config}, tensors)
+        for load in (load_drafter, load_head):
+            with pytest.raises(CheckpointError, match=f"{directory} is an? {message}"):
+                load(directory, target)
+
+    refused({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "EAGLE-3 head of another program, without model.safe")
+    refused({"speculators_model_type": "eagle3"}, {}, "EAGLE-3 head of another program, without model.safetensors")
+    of_eagle_3 = {"fc.weight": torch.zeros(32, 96), "d2t": torch.zeros(40)}
+    torch.save(of_eagle_3, write_public(tmp_path / "pickled", {"model_type": "llama"}, {}) / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickled is an EAGLE-3 head .*Nothing is unpickled here"):
+        load_drafter(tmp_path / "pickled", target)
+    converted = {"fusion_fc.weight": torch.zeros(32, 64)}
+    refused({"speculators_model_type": "eagle"}, converted, "head of speculators of type 'eagle'")
+    refused({"architectures": ["EagleLlamaForCausalLM"]}, {}, "EAGLE-1/2 head of another program, without model.safete")

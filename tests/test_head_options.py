@@ -1,4 +1,4 @@
-"""Every option of a head, alone and with the others: trained, exported, loaded, and decoded with."""
+"""Options of a head: trained, exported, loaded, decoded with; inner layers and ids of the text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.drafters import EagleDrafter
+from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters.vocabulary import ContextVocabulary
+from fsd_infer.errors import CheckpointError, ModelLoadError
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.callbacks import ExportHead
 from fsd_train.commands.export import load_module
-from tests.families import load_head, options_of, reference
-from tests.test_training import make
+from fsd_train.data import AnswersDataModule
+from fsd_train.losses import LMHead
+from fsd_train.models.eagle import EagleModule
+from fsd_train.models.start import initialise_from
+from tests.families import FAMILIES, load_head, options_of, reference, save_head, tiny_model
+from tests.test_training import fit, make, whole  # noqa: F401  (fixtures)
+from tests.train_toys import options as module_options
+from tests.train_toys import toy_target
 
 PROMPTS = [[5, 9, 11], [7, 3, 20, 33, 8]]
 EAGLE3: dict[str, Any] = {"noise": 0.0, "loss_args": {"w_feature": 0.0}, "unroll_steps": 3}
@@ -78,3 +86,135 @@ def test_option_trains_exports_and_decodes(toys: Path, tmp_path: Path, options: 
     expected = reference(target.model, PROMPTS, max_new_tokens=16)
     found = FuzzyDecoder(target, EagleDrafter(head, target)).generate(PROMPTS, max_new_tokens=16, do_sample=False)
     assert found.sequences == expected
+
+
+IDS = torch.arange(3, 15).view(2, 6)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_watched_layers_are_the_models_hidden_states(family: str) -> None:
+    model = tiny_model(family)
+    target = Target(model)
+    plain = target.features(IDS)
+    target.capture_layers([0])
+    found = target.features(IDS)
+    states = model(input_ids=IDS, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(target.features_of(found), plain)
+    torch.testing.assert_close(found[..., plain.shape[-1] :], states[1])
+    assert target.features_of(found, [0]) is found
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_a_layer_that_is_not_there_is_named(number: int) -> None:
+    with pytest.raises(ModelLoadError, match=f"no layer {number}: give numbers from 0 to 1"):
+        toy_target().capture_layers([number])
+
+
+def fused_head(target: Target, seed: int = 0, **options: Any) -> EagleHead:
+    torch.manual_seed(seed)
+    head = EagleHead(EagleConfig.for_target(target, fused_layers=[1, 0], final_norm=True, **options))
+    initialise_from(head, target)
+    return head
+
+
+def test_fusion_starts_as_the_head_without_it() -> None:
+    target = toy_target()
+    head = fused_head(target)
+    plain = EagleHead(EagleConfig.for_target(target, final_norm=True))
+    plain.load_state_dict({k: v for k, v in head.state_dict().items() if not k.startswith("fusion")})
+    embeds, features, positions = torch.randn(1, 4, 32), torch.randn(1, 4, 96), torch.arange(4)[None]
+    assert torch.equal(head(embeds, features, positions), plain(embeds, features[..., :32], positions))
+    torch.nn.init.normal_(head.fusion.project.weight)
+    assert not torch.allclose(head(embeds, features, positions), plain(embeds, features[..., :32], positions))
+
+
+def test_training_goes_on_from_a_head_and_may_widen_it(
+    whole: tuple[Any, Any, Path],  # noqa: F811
+    toys: Path,
+    tmp_path: Path,
+) -> None:
+    trained = whole[0]
+    trained.export(tmp_path / "head")
+    wide = {"final_norm": True, "feature_scale": True, "num_layers": 2, "fused_layers": [0]}
+    module, data = make(toys, cached=False, noise=0.0, initial_head=str(tmp_path / "head"), head=wide)
+    module._frozen.target = trained._frozen.target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    module.target.capture_layers([0])
+    module.configure_model()
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    first, second = trained.eval().draft(batch, 2), module.eval().draft(batch, 2)
+    assert first is not None and second is not None
+    torch.testing.assert_close(first.estimates, second.estimates, atol=0.06, rtol=0.05)  # exported as bf16
+
+
+def test_an_initial_head_of_other_width_is_refused(toys: Path, tmp_path: Path) -> None:
+    target = Target.from_pretrained(str(toys / "target"))
+    save_head(tmp_path, EagleHead(EagleConfig.for_target(target, final_norm=True)), target.fingerprint())
+    module, _ = make(toys, initial_head=str(tmp_path), head={})
+    with pytest.raises(CheckpointError, match=r"does not fit this one \(norm.weight\)"):
+        module.configure_model()
+
+
+OWN = 20  # ids 0, 2, 4 ...: half of the prompts' ids are none of the head's
+
+
+def make_drafter(target: Target, **options: Any) -> EagleDrafter:
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=OWN))
+    head.set_draft_ids(2 * torch.arange(OWN))
+    return EagleDrafter(head, target, TreeShape(depth=3, width=4, nodes=14), **options)
+
+
+def vocabulary_of(target: Target, batch: int) -> ContextVocabulary:
+    made = make_drafter(target).context_vocabulary(batch)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_entries_are_the_lm_heads_rows(family: str) -> None:
+    """gemma2 caps its logits: the rows that join must be capped as well."""
+    target = Target(tiny_model(family))
+    vocabulary = vocabulary_of(target, 1)
+    features = torch.randn(1, 3, target.hidden_size)
+    assert vocabulary.logits(features).shape[-1] == OWN
+    for tokens, expected in (([3, 4, 51, 3], [3, 51]), ([51, 0], [3, 51]), ([7], [3, 51, 7])):
+        vocabulary.extend(torch.tensor([tokens]), torch.tensor([len(tokens)]))
+        assert vocabulary.ids.tolist() == [*range(0, 2 * OWN, 2), *expected]
+        torch.testing.assert_close(vocabulary.logits(features), target.lm_logits(features)[..., vocabulary.ids])
+
+
+# training ------------------------------------------------------------------------------------------------------------
+
+
+def made(toys: Path, **options: Any) -> tuple[EagleModule, dict[str, Any]]:
+    """A module with a draft vocabulary of the ids 0 to 9, and a batch."""
+    data = AnswersDataModule([str(toys / "answers.jsonl")], validation_fraction=0.2, batch_tokens=256)
+    chosen = module_options(draft_vocab_size=10, eval_steps=2, **options)
+    module = EagleModule(str(toys / "target"), **chosen)
+    module._frozen.target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    module.configure_model()
+    data.setup()
+    return module, next(iter(data.train_dataloader()))
+
+
+def test_training_drafts_the_prompts_ids_too(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, batch = made(toys)
+    module, _ = made(toys, context_ids=True)
+    prompt = set(batch["input_ids"][~batch["loss_mask"].bool()].tolist())
+    before, after = plain.draft(batch, 1), module.draft(batch, 1)
+    assert before is not None and after is not None and before.head.ids is not None and after.head.ids is not None
+    own, joined = before.head.ids.tolist(), after.head.ids[10:].tolist()
+    new = sorted(prompt - set(own))
+    assert new and joined[: len(new)] == new, "the prompts' ids come first"
+    assert sorted(own + joined) == list(range(module.target.vocab_size)), "a toy's vocabulary is smaller than a block"
+    monkeypatch.setattr("fsd_train.models.eagle._CONTEXT_BLOCK", len(new) + 1)
+    blocked = made(toys, context_ids=True)[0].draft(batch, 1)
+    assert blocked is not None and blocked.head.ids is not None
+    assert blocked.head.ids.tolist() == [*own, *joined[: len(new) + 1]]
+    expected = LMHead.of(module.target)(after.features)[..., after.head.ids]
+    torch.testing.assert_close(after.head(after.features), expected)
+    assert module.head.draft_ids is not None and len(module.head.draft_ids) == 10, "the exported vocabulary is the same"
+    out = module.loss(after)
+    out.loss.backward()
+    assert all(parameter.grad is not None for parameter in module.head.layers.parameters())

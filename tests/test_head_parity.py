@@ -87,11 +87,8 @@ def eagle3_tensors(prefix: str, fc_norm: bool) -> dict[str, Tensor]:
 
 
 EAGLE3_CONFIG = {
-    **LLAMA,
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "draft_vocab_size": VD,
-    "target_hidden_size": H,
-}
+    **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD, "target_hidden_size": H,
+}  # fmt: skip
 
 
 def speculators_config(**options: bool) -> dict[str, Any]:

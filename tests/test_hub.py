@@ -1,9 +1,13 @@
-"""Heads come from a Hub and go to one; nothing is fetched but what is needed, and each fault is one line."""
+"""Heads and datasets come from a Hub, heads go to one; nothing else is fetched, and each fault is one line."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +16,10 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target
-from fsd_infer.drafters import LMDrafter
-from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.errors import CheckpointError, FsdError
+from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, Target, load_drafter
+from fsd_infer.chat.conversations import row_conversation, row_messages
+from fsd_infer.chat.hub_rows import HubRows, is_hub_name
+from fsd_infer.errors import CheckpointError, DataError, FsdError
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
@@ -33,11 +37,8 @@ KINDS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "speculators": ("speculators", {"layout": "eagle3"}),
 }
 OTHERS = {
-    "README.md": b"# a head",
-    "pytorch_model.bin": b"junk",
-    "optimizer.pt": b"junk",
-    "old/model.safetensors": b"x",
-}
+    "README.md": b"# a head", "pytorch_model.bin": b"junk", "optimizer.pt": b"junk", "old/model.safetensors": b"x",
+}  # fmt: skip
 WANTED = ["config.json", "model.safetensors"]
 
 
@@ -168,14 +169,6 @@ def test_what_is_not_there(hub: Hub, heads: Path, target: Target, monkeypatch: p
     refused("owner/part", "without model.safetensors", target)
 
 
-def test_pickles_are_refused_with_the_fix(hub: Hub, heads: Path, target: Target) -> None:
-    for kind in ("eagle", "eagle3"):
-        config = (heads / kind / "config.json").read_bytes()
-        hub.add(f"owner/{kind}", {"config.json": config, "pytorch_model.bin": b"junk"})
-        refused(f"owner/{kind}", r"EAGLE.* without model.safetensors. Nothing is unpickled here.*\n.*save_file", target)
-    assert hub.fetched().count("pytorch_model.bin") == 0
-
-
 def test_uploads(hub: Hub, heads: Path, target: Target) -> None:
     head = EagleHead.from_pretrained(heads / "ours", target)
     head.push_to_hub("owner/new", commit_message="a head", token="hf_x")
@@ -252,3 +245,94 @@ def test_publish_refuses(hub: Hub, trained: Path, toy: Toy, tmp_path: Path) -> N
         assert status == 2 and message in said, said
         one_line(said.strip().splitlines()[-1])
     assert not any(line.startswith("POST") for line in hub.asked)
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+CHAT = [
+    {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"a{n}"}]} for n in range(5)
+]
+FILES = {
+    "me/chat": {
+        "README.md": b"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train_sft\n"
+        b"    path: sft.jsonl\n  - split: test\n    path: test.jsonl\n---\n",
+        "sft.jsonl": lines(CHAT),
+        "test.jsonl": lines(CHAT[:1]),
+    },
+    "me/shares": {
+        "train.jsonl": lines(
+            [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}], "id": "x"}]
+        ),
+    },
+    "me/ultra": {"train.jsonl": lines([{"id": "0", "data": ["ask", "answer", "again", "more"]}])},
+}
+OLD = {"train.jsonl": lines([{"instruction": "say", "said": "old"}])}  # of revision v1
+
+
+@contextmanager
+def data_hub() -> Iterator[str]:
+    """The address of a hub with these data sets."""
+    with loopback_hub() as hub:
+        for name, files in FILES.items():
+            hub.add(name, files, kind="datasets")
+        hub.add("me/shares", OLD, revision="v1", kind="datasets")
+        yield hub.url
+
+
+@pytest.fixture(scope="module")
+def read(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Reads names in a process whose hub is the loopback's: [[row, ...] or the error's text, ...]."""
+    home = tmp_path_factory.mktemp("hub")
+    code = (
+        "import json, sys\nfrom fsd_infer.chat.rows import read_rows, rows_digest\n"
+        "from fsd_infer.errors import DataError\n"
+        "found = []\nfor name in sys.argv[1:]:\n    try:\n        rows = list(read_rows(name))\n"
+        "        found.append([[row.where, row.values] for row in rows] + [rows_digest(name)])\n"
+        "    except DataError as error:\n        found.append(str(error))\nprint(json.dumps(found))"
+    )
+    with data_hub() as address:
+        options = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+
+        def run(*names: str, **more: str) -> list[Any]:
+            environment = {**os.environ, **options, "PYTHONPATH": str(repo_root), **more}
+            done = subprocess.run([sys.executable, "-c", code, *names], env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            return json.loads(done.stdout)
+
+        yield run
+
+
+def test_rows_come_from_the_hub(read: Any) -> None:
+    chat, first, shares, old, ultra = read(
+        "hf:me/chat?split=train_sft", "hf:me/chat@main?split=train_sft&limit=2", "hf:me/shares",
+        "hf:me/shares@v1?response=said", "hf:me/ultra",
+    )  # fmt: skip
+    assert [row[1]["messages"] for row in chat[:-1]] == [row["messages"] for row in CHAT]
+    assert chat[0][0] == "hf:me/chat?split=train_sft:1" and len(first) == 3 and first[:-1][0][1] == chat[0][1]
+    assert row_messages(shares[0][1]) == [{"role": "user", "content": "hi"}]
+    assert [turn["content"] for turn in row_conversation(old[0][1])] == ["say", "old"]
+    assert [turn["role"] for turn in row_conversation(ultra[0][1])] == ["user", "assistant"] * 2
+    digests = [found[-1] for found in (chat, first, shares, old, ultra)]
+    assert len(set(digests)) == 5 and all(len(digest) == 64 for digest in digests)
+
+
+def test_each_fault_is_one_line(read: Any) -> None:
+    gone, revision, split, column = read(
+        "hf:me/nothing", "hf:me/shares@v9", "hf:me/chat?split=valid", "hf:me/shares?prompt=text"
+    )
+    for text, words in ((gone, "hf:me/nothing"), (revision, "hf:me/shares@v9"), (split, "valid"), (column, "'text'")):
+        assert words in text and "\n" not in text
+    (offline,) = read("hf:me/chat?split=train_sft", HF_ENDPOINT="http://127.0.0.1:9")
+    assert "hf:me/chat: unreadable" in offline
+
+
+def test_names() -> None:
+    assert is_hub_name("hf:me/x") and not is_hub_name("me/x") and is_hub_name(Path("hf:me/x@v1"))
+    assert HubRows.parse("hf:me/x.y@v1?config=en&limit=3&prompt=q&response=a") == HubRows(
+        "me/x.y", "v1", "train", "en", 3, {"prompt": "q", "response": "a"}
+    )
+    for wrong in ("hf:me", "hf:me/x?limit=0", "hf:me/x?colour=red", "hf:me/x?split=", "hf:a/b/c"):
+        with pytest.raises(DataError, match="hf:"):
+            HubRows.parse(wrong)

@@ -1,26 +1,19 @@
-"""Drafters made of the target: what they share, what they compute, how they are named; which layers to leave out."""
+"""Drafters made of the target: what they share, what they compute, how they are named."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fsd_bench.estimate import lm_on_paper, weights_read
-from fsd_bench.planned import count_weights, planned_target
 from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
-from fsd_infer.cli.main import main
 from fsd_infer.cpu.ops import packed_products, speed_up, weight_rows
 from fsd_infer.cpu.packing import can_pack
 from fsd_infer.drafters.itself import Itself, spelled
 from fsd_infer.targets.rounding import round_weight
-from fsd_infer.targets.sharing import with_layers
-from tests.bench_toys import save_toy
 from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
-from tests.train_toys import make_toys
 
 CHAIN = TreeShape.chain(3)
 LAYERS = 3
@@ -58,21 +51,6 @@ def test_every_family(family: str) -> None:
     assert reference(target.model, prompts, max_new_tokens=12) == expected, "the target is as it was"
 
 
-class _Skipped(nn.Module):
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return x
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mistral", "gpt_neox", "olmo2"])
-def test_layers_that_are_left_out_are_passed_over(family: str) -> None:
-    target = toy(family, num_hidden_layers=4)
-    ids = torch.tensor([tiny_prompts()[1]])
-    found = with_layers(target, (0, 2), "two").features(ids)
-    layers = next(part for part in target.decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == 4)
-    layers[1], layers[3] = _Skipped(), _Skipped()
-    torch.testing.assert_close(found, target.features(ids))
-
-
 @pytest.mark.skipif(not can_pack(), reason="needs bf16 products by oneDNN")
 def test_packed_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made before the target is packed or after, with freed weights: the same drafts."""
@@ -100,24 +78,6 @@ def test_packed_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(weight_rows(head, None), expected["lm_head"], msg="the target keeps its weights")
 
 
-def test_rounding() -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(24, 192) * torch.rand(24, 1)
-    errors = []
-    for bits in range(2, 9):
-        made = round_weight(weight, bits)
-        groups = weight.view(-1, 64)
-        assert max(len(group.unique()) for group in made.view(-1, 64)) <= 2**bits
-        low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
-        scale = (high - low) / (2**bits - 1)
-        nearest = ((groups - low) / scale).round() * scale + low
-        errors.append(float((made - weight).square().mean()))
-        assert errors[-1] < (0.8 if bits < 4 else 1.0) * float((nearest - groups).square().mean()), bits
-    assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-3 * errors[0]
-    constant = torch.full((3, 40), 0.5)
-    assert torch.equal(round_weight(constant, 2), constant)
-
-
 def test_names() -> None:
     assert Itself.parse("self:layers=0-2,7,9-9") == Itself((0, 1, 2, 7, 9))
     assert Itself.parse("self:bits=4:layers=3") == Itself((3,), 4)
@@ -138,40 +98,3 @@ def test_names() -> None:
     target.config.num_kv_shared_layers = 1
     with pytest.raises(FsdError, match="depend on their numbers"):
         load_drafter("self:layers=0", target)
-
-
-def test_what_they_cost_on_paper(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    target = planned_target("llama-3.1-8b")
-    plain = lm_on_paper(target, "self:layers=0-31")
-    half, rounded = lm_on_paper(target, "self:layers=0-15"), lm_on_paper(target, "self:layers=0-15:bits=4")
-    assert plain.weights == weights_read(target)
-    assert plain.held.bytes == half.held.bytes == 0 and 2 * half.cache == plain.cache
-    layers = plain.weights - target.vocab_size * target.hidden_size
-    assert half.weights == pytest.approx(plain.weights - layers / 2, rel=1e-5)
-    assert rounded.depth_bytes == pytest.approx(half.depth_bytes - (2 - 4 / 8 - 4 / 64) * layers / 2, rel=1e-4)
-    assert rounded.held.bytes == pytest.approx((4 / 8 + 4 / 64) * layers / 2, rel=1e-4)
-    toys = make_toys(tmp_path)
-    small = planned_target(str(toys / "target"))
-    assert lm_on_paper(small, str(toys / "target")).held.bytes == 2 * count_weights(small.model)
-    assert main(["estimate", "--drafter", "self:layers=0-7:bits=3"]) == 0
-    assert "round, small LM" in capsys.readouterr().out
-    assert main(["estimate", "--drafter", "self:layers=40"]) == 2
-
-
-def test_which_layers_to_skip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A layer that adds nothing goes first, and nothing is lost by it."""
-    toys = save_toy(tmp_path)
-    model = Target.from_pretrained(str(toys.target), dtype=torch.float32).model
-    idle = model.model.layers[1]
-    for product in (idle.self_attn.o_proj, idle.mlp.down_proj):
-        product.weight.data.zero_()
-    model.save_pretrained(toys.target)
-    words = ["skip-layers", "--target", str(toys.target), "--prompts", str(toys.prompts), "--dtype", "fp32"]
-    words += ["--device", "cpu", "--max-new-tokens", "8", "--layers"]
-    count = len(model.model.layers)
-    assert main([*words, str(count - 1)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{count} layers, agreement 1.000: self:layers=0-{count - 1}")
-    left = tuple(number for number in range(count) if number != 1)
-    assert second == f"{count - 1} layers, agreement 1.000: {spelled(left)}"
-    assert main([*words, str(count)]) == 2 and "--layers goes from 1" in capsys.readouterr().err

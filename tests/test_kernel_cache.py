@@ -97,13 +97,6 @@ def test_a_library_is_compiled_once_and_again_if_it_is_damaged(foreign: bool, pl
     assert place.run_without_compiler() == ("None", 2)
 
 
-def test_another_compiler_compiles_its_own(place: Place) -> None:
-    place.run()
-    newer = place.script("compiler 2", place.works)
-    assert place.run(newer) == ("42", 2)
-    assert place.run(f"{newer} -Og") == ("42", 3), "CXX may have arguments"
-
-
 @pytest.mark.parametrize("flags, found", [("", ("None", 1)), ("amx_tile amx_bf16", ("42", 2))])
 def test_an_intact_library_of_another_source_is_not_loaded(flags: str, found: tuple[str, int], place: Place) -> None:
     place.run(flags=flags)
@@ -122,12 +115,6 @@ def test_compilers_that_fail(place: Place) -> None:
     assert place.run("/no/such/compiler") == ("None", 0)
     old = place.script("old", f'case "$*" in *amx*) exit 1;; esac\n{place.works}')
     assert place.run(old, flags="amx_tile amx_bf16") == ("42", 1), "one that knows no AMX compiles without"
-
-
-def test_a_cache_that_cannot_be_written_costs_time_only(place: Place) -> None:
-    place.cache.write_text("a file stands where the directory would be")
-    assert place.run() == ("42", 1)
-    assert place.run() == ("42", 2)
 
 
 @pytest.mark.parametrize("compiler, said", [(None, "Install g++"), ("false", "slower")])

@@ -24,7 +24,7 @@ from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.models.start import initialise_from
-from tests.families import VOCAB, OracleDrafter, save_head, tiny_model, tiny_prompts
+from tests.families import VOCAB, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import logits_through_cache, needs_kernels
 
 pytestmark = pytest.mark.usefixtures("several_threads")
@@ -66,17 +66,6 @@ def test_products_of_bf16_and_of_fp8_weights(rows: int, bias: bool) -> None:
     assert bool((off <= bound + 1e-30).all()) and float(off.max()) > 0
     assert made.saved_bytes == 96 * 192 - 4 * 192 and made.weight.nbytes == 96 * 192
     assert_products(made, layer, x, 2e-2)
-
-
-@needs_kernels
-def test_more_rows_than_they_take_and_other_types_go_through_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Packed(torch.nn.Linear(64, 64, dtype=torch.bfloat16).requires_grad_(False))
-    monkeypatch.setattr(made, "kernels", None)
-    x = torch.randn(MOST_ROWS + 1, 64).bfloat16()
-    whole = made(x)
-    monkeypatch.undo()
-    assert torch.equal(made(x), whole)
-    assert not Packed(torch.nn.Linear(64, 80, dtype=torch.bfloat16).requires_grad_(False)).native, "no whole panels"
 
 
 @needs_kernels
@@ -166,14 +155,12 @@ def test_a_forward_is_one_call_and_returns_watched_layers(monkeypatch: pytest.Mo
 
 
 @needs_kernels
-@pytest.mark.parametrize("layout", ["qwen3", "eagle3", "eagle3 with the norm before"])
-def test_the_kernels_layers_are_those_of_torch(layout: str) -> None:
-    target = Target(fitting_model(layout if layout in KNOWN else "llama", num_hidden_layers=3))
-    owner: Any = target.decoder
-    if layout not in KNOWN:
-        first = layout != "eagle3"
-        config = EagleConfig.for_target(target, layout="eagle3", num_layers=2, norm_before_residual=first)
-        owner = EagleHead(config).to(torch.bfloat16)
+@pytest.mark.parametrize("first", [True, False])
+def test_the_kernels_layers_of_a_head_are_those_of_torch(first: bool) -> None:
+    """Two of EAGLE-3's, with the norm before the residual or behind it."""
+    target = Target(fitting_model("llama", num_hidden_layers=3))
+    config = EagleConfig.for_target(target, layout="eagle3", num_layers=2, norm_before_residual=first)
+    owner = EagleHead(config).to(torch.bfloat16)
     speed_up(owner)
     stack = stack_of(owner)
     assert stack is not None
@@ -182,20 +169,19 @@ def test_the_kernels_layers_are_those_of_torch(layout: str) -> None:
     visible = torch.zeros(2, count, 20, dtype=torch.bool)
     visible.scatter_(2, slots[:, None].expand(-1, count, -1), sees)
     positions, embeds, x = torch.randint(0, 700, (2, count)), *torch.randn(2, 2, count, 128).bfloat16()
-    number = len(owner.layers)
 
     def cache() -> SlotCache:
-        made = SlotCache(SimpleNamespace(num_hidden_layers=number), 2, 20)
+        made = SlotCache(SimpleNamespace(num_hidden_layers=2), 2, 20)
         made.set_write_slots(slots, None, 20)
         return made
 
     with torch.inference_mode():
-        given, attended = (x, None) if layout in KNOWN else owner.layers[0].attended(embeds, x)
+        given, attended = owner.layers[0].attended(embeds, x)
         here = cache()
-        out, found = stack(given, positions, [visible] * number, here, owner.norm, range(number), attended)
+        out, found = stack(given, positions, [visible] * 2, here, owner.norm, range(2), attended)
         there, angles, expected = cache(), owner.rotary_emb(x, positions), []
         for index, layer in enumerate(owner.layers):
-            inputs = (embeds, x) if index == 0 and layout not in KNOWN else (x,)
+            inputs = (x,) if index else (embeds, x)
             x = layer(*inputs, attention_mask=visible[:, None], past_key_values=there, position_embeddings=angles)
             expected.append(x)
         expected[-1] = owner.norm(x)
@@ -246,21 +232,6 @@ def test_threads_run_forwards_of_one_target_at_once() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["mistral", "qwen2"])
-def test_ragged_batches(family: str) -> None:
-    model = fitting_model(family)
-    prompts = tiny_prompts((5, 13, 30))
-    speed_up(model)
-    target = Target(model)
-    alone = FuzzyDecoder(target, NoDrafter(VOCAB))
-    expected = [alone.generate([p], max_new_tokens=12, do_sample=False).sequences[0] for p in prompts]
-    decoder = FuzzyDecoder(target, OracleDrafter(target))
-    out = decoder.generate(prompts, max_new_tokens=12, do_sample=False)
-    assert out.sequences == expected, "trees and batches in bf16, token for token as one by one"
-    assert out.stats.tau > 1.2
-
-
-@needs_kernels
 @pytest.mark.usefixtures("builtin_target_dir")
 @pytest.mark.parametrize("expand", [True, False])
 def test_exact_in_bf16_emits_what_the_plain_loop_emits(expand: bool) -> None:
@@ -272,8 +243,8 @@ def test_exact_in_bf16_emits_what_the_plain_loop_emits(expand: bool) -> None:
     plain = FuzzyDecoder(decoder.target, NoDrafter(decoder.target.vocab_size))
     prompts = ["Why is the sky blue?", "Translate to German: The meeting was moved to Thursday.", "Name ten rivers."]
     for asked in (prompts[:1], prompts[1:]):
-        out = decoder.generate(asked, max_new_tokens=32, do_sample=False)
-        assert out.sequences == plain.generate(asked, max_new_tokens=32, do_sample=False).sequences
+        out = decoder.generate(asked, max_new_tokens=20, do_sample=False)
+        assert out.sequences == plain.generate(asked, max_new_tokens=20, do_sample=False).sequences
         assert out.stats.tau > 1.5
 
 

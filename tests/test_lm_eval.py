@@ -24,7 +24,6 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from fsd_infer.integrations.lm_eval import TASKS, FsdLM, scoring
-from fsd_infer.integrations.lm_eval.model import cut_before, generate_options
 
 PROGRAM = {"prompt": "def twice(x):\n", "test": "def check(f):\n    assert f(4) == 8\n", "entry_point": "twice"}
 
@@ -103,17 +102,6 @@ def test_log_likelihoods_are_the_targets(toy: Toy, model: FsdLM) -> None:
     (rolled,) = model.loglikelihood_rolling([asked("the cat sat on the mat")], disable_tqdm=True)
     (first,) = model._loglikelihood_tokens([(None, [model.prefix_token_id], whole)])
     assert rolled == pytest.approx(first[0], abs=1e-4)
-
-
-def test_options_of_generation() -> None:
-    assert generate_options({"until": "Q:", "max_gen_toks": 9}) == (
-        ["Q:"],
-        dict(max_new_tokens=9, do_sample=False, temperature=None, top_p=None, top_k=None),
-    )
-    drawn = generate_options({"until": [], "temperature": 0.7, "top_p": 0.9})[1]
-    assert drawn == dict(max_new_tokens=256, do_sample=True, temperature=0.7, top_p=0.9)
-    assert generate_options({"do_sample": False, "temperature": 0.7, "top_p": 0.9})[1]["temperature"] is None
-    assert cut_before("an end. Q: more\n\n", ["\n\n", "Q:"]) == "an end. " and cut_before("all", []) == "all"
 
 
 def test_bad_input_is_named(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,47 +1,22 @@
-"""Trees that a small LM drafts: answers stay, trees branch, and its cache holds what a fresh session would read."""
+"""Trees and chains that a small LM drafts: answers stay, and its cache holds what a fresh session would read."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
 from fsd_infer import FuzzyDecoder, LMDrafter, Target, TreeShape
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.drafters import Drafter, DraftRequest, GraftedDrafter, LookupDrafter, RecycleDrafter
-from fsd_infer.drafters.lm import LMSession, _Expanded, warn_context
-from fsd_infer.drafters.loading import choose_trees
+from fsd_infer.drafters import DraftRequest, GraftedDrafter
+from fsd_infer.drafters.lm import LMSession, warn_context
 from fsd_infer.tree import DraftTree
-from tests.families import VOCAB, OracleDrafter, noisy_model, recorded_drafts, reference, tiny_model, tiny_prompts
+from tests.families import OracleDrafter, noisy_model, recorded_drafts, reference, tiny_model, tiny_prompts
 from tests.tree_rounds import take
 
-SHAPE = TreeShape(depth=4, width=3, nodes=12)
 
-
-def make(family: str = "llama", grafted: bool = False, shape: TreeShape = SHAPE) -> tuple[Target, Drafter]:
+def make(family: str) -> tuple[Target, LMDrafter]:
     target, small = Target(tiny_model(family)), Target(noisy_model(family))
-    made: Drafter = LMDrafter(small, target, shape)
-    if grafted:
-        made = GraftedDrafter(GraftedDrafter(made, LookupDrafter(VOCAB), 14), RecycleDrafter(VOCAB), 16)
-    return target, made
-
-
-@pytest.mark.parametrize("grafted", [False, True])
-@pytest.mark.parametrize("auto", [False, True])
-def test_answers_are_the_targets(auto: bool, grafted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    target, drafter = make(grafted=grafted)
-    if auto:
-        choose_trees(drafter)
-    trees = recorded_drafts(LMSession, lambda session: None, monkeypatch)
-    prompts = tiny_prompts()
-    expected = reference(target.model, prompts)
-    for count in (1, 4):
-        made = FuzzyDecoder(target, drafter).generate(prompts[:count], max_new_tokens=24, do_sample=False)
-        assert made.sequences == expected[:count]
-    parents = [row for _, tree in trees for row in tree.parents.tolist()]
-    assert auto or any(len(set(row[1:])) < len(row) - 1 for row in parents), "a node has two children"
+    return target, LMDrafter(small, target, TreeShape(depth=4, width=3, nodes=12))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
@@ -49,7 +24,6 @@ def test_the_cache_holds_what_a_fresh_session_reads(family: str, monkeypatch: py
     """Also after branches that were not the first: in a graft with the right tokens, and in rows of several lengths."""
     torch.manual_seed(0)
     target, small = make(family)
-    assert isinstance(small, LMDrafter)
     moves: list[bool] = []
     move = SlotCache.move
 
@@ -81,27 +55,57 @@ def _fresh(drafter: LMDrafter, text: list[int]) -> DraftTree:
     return session.draft(torch.tensor(text[-1:]))
 
 
-def test_expanded_nodes_are_found_by_the_text() -> None:
-    known = _Expanded()
-    known.add([5, 6], [0, 0])  # slots 0 and 1
-    known.add([7, 7, 8], [1, 0, 1])  # 6-7, 5-7, 6-8
-    assert known.along([6, 8, 1]) == [1, 4] and known.along([5, 7]) == [0, 3] and known.along([9]) == []
-    known.clear()
-    assert known.along([6]) == []
+DEPTH = 5
 
 
-def test_trees_end_with_the_small_models_context() -> None:
+@pytest.fixture
+def models() -> tuple[Target, Target]:
+    """A target, and a small model that agrees with it here and there and is sure of itself here and there."""
+    model, small = tiny_model("llama"), noisy_model("llama")
+    with torch.no_grad():
+        for scaled in (model, small):
+            scaled.lm_head.weight.mul_(8.0)
+    return Target(model), Target(small)
+
+
+@pytest.mark.parametrize("rule", ["exact", "fuzzy:js:0.3"])
+def test_stopping_changes_rounds_and_not_greedy_answers(models: tuple[Target, Target], rule: str) -> None:
+    target, small = models
+    prompts = tiny_prompts()
+    found = {}
+    for stop in (0.0, 0.5):
+        decoder = FuzzyDecoder(target, LMDrafter(small, target, TreeShape.chain(DEPTH, stop)))
+        found[stop] = decoder.generate(prompts, rule, max_new_tokens=24, do_sample=False)
+        if rule == "exact":
+            alone = [decoder.generate([prompt], rule, max_new_tokens=24, do_sample=False) for prompt in prompts]
+            assert [made.sequences[0] for made in alone] == found[stop].sequences
+    if rule == "exact":
+        assert found[0.0].sequences == found[0.5].sequences
+    assert found[0.0].stats.target_forwards < found[0.5].stats.target_forwards
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_drafting_ends_with_the_small_models_context(
+    family: str, batch: int, models: tuple[Target, Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 5, 13, 9 and 21 tokens and answers of 40, with a drafter that has a context of 24."""
     context = 24
-    target, small = Target(tiny_model("llama")), Target(tiny_model("llama", max_position_embeddings=context))
-    expected = reference(target.model, tiny_prompts(), max_new_tokens=40)
+    target, small = models[0], Target(tiny_model(family, max_position_embeddings=context))
+    decoder = FuzzyDecoder(target, LMDrafter(small, target, TreeShape.chain(DEPTH)))
+    trees = recorded_drafts(LMSession, lambda session: session.lengths.tolist(), monkeypatch)
     warn_context.cache_clear()
-    with pytest.warns(UserWarning, match="context of 24"):
-        for drafter in (LMDrafter(small, target, SHAPE), choose_trees(LMDrafter(small, target))):
-            for count in (4, 1):
-                prompts, options = tiny_prompts()[:count], dict[str, Any](max_new_tokens=40, do_sample=False)
-                decoder = FuzzyDecoder(target, GraftedDrafter(drafter, LookupDrafter(VOCAB)))
-                decoder.drafter.auto = drafter.auto
-                assert decoder.generate(prompts, **options).sequences == expected[:count]
-                gated = decoder.generate(prompts, "draft-only", **options)
-                for prompt, record in zip(prompts, gated.records, strict=True):
-                    assert not any(record.gates[context + 1 - len(prompt) :])
+    prompts = tiny_prompts()[:batch]
+    with pytest.warns(UserWarning, match="context of 24") as warned:
+        exact = decoder.generate(prompts, max_new_tokens=40, do_sample=False)
+        decoder.generate(prompts, "fuzzy:js:0.4", max_new_tokens=40, do_sample=True, seed=1)
+        gated = decoder.generate(prompts, "draft-only", max_new_tokens=40, do_sample=False)
+    assert len([warning for warning in warned if "context of 24" in str(warning.message)]) == 1
+    assert exact.sequences == reference(target.model, prompts, max_new_tokens=40)
+    for lengths, tree in trees:
+        assert tree.tokens.shape[1] == 1 + max(0, min(DEPTH, context + 1 - min(lengths)))
+        for length, known in zip(lengths, (tree.q_index >= 0).sum(1).tolist(), strict=True):
+            assert known == max(0, min(DEPTH, context + 1 - length))
+    for prompt, record in zip(prompts, gated.records, strict=True):
+        assert any(record.gates), "the chain is taken as far as it goes"
+        assert not any(record.gates[context + 1 - len(prompt) :])

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import Trainer
 
-from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
-from fsd_train.commands.export import load_module
 from fsd_train.data import AnswersDataModule
 from fsd_train.losses import DraftBatch, Loss, Schedule, as_loss
 from fsd_train.models.eagle import EagleModule
@@ -94,19 +92,6 @@ def test_malformed_mixes_are_refused(parts: Any, args: dict[str, Any] | None, pr
         as_loss("adaspec")
 
 
-def test_a_gap_between_schedules_is_told_when_it_is_reached() -> None:
-    gap = grid_loss(
-        [
-            {"name": "kl_qp", "weight": Schedule(start=1.0, end=0.0, over=0.3)},
-            {"name": "js", "weight": Schedule(start=0.0, end=1.0, over=0.6, kind="constant")},
-        ]
-    )
-    batch, _ = make_batch()
-    gap(replace(batch, progress=0.2))
-    with pytest.raises(DataError, match="all weights are 0 at 40%"):
-        gap(replace(batch, progress=0.4))
-
-
 # selection
 
 
@@ -128,18 +113,6 @@ def test_adaspec_trains_on_the_largest_gaps_alone(keep: float) -> None:
     for name, weights in (("gap", batch.weights), ("gap_kept", counted)):
         expected = ((gap * weights).sum() / weights.sum()).float()
         torch.testing.assert_close(out.parts[name], expected, atol=1e-5, rtol=1e-5)
-
-
-def test_the_kept_share_follows_its_schedule_and_any_loss_serves() -> None:
-    args = {"reference": "first", "keep": Schedule(1.0, 0.25), "loss": "lk", "loss_args": {"form": "log"}}
-    batch, estimates = make_batch()
-    loss, late = grid_loss("adaspec", args), replace(batch, reference=torch.zeros(S, N, H))
-    # in the beginning, and without a reference, all tokens count
-    for whole in (replace(late, progress=0.0), batch):
-        torch.testing.assert_close(loss(whole).loss, grid_loss("lk", {"form": "log"})(batch).loss)
-    (grad,) = torch.autograd.grad(loss(late).loss, estimates)
-    kept, supervised = (grad.abs().sum(-1) > 0).sum(1), (batch.weights > 0).sum(1)
-    assert kept.tolist() == [math.ceil(0.25 * count) for count in supervised.tolist()]
 
 
 # in training
@@ -181,24 +154,6 @@ def fit(toys: Path, loss: Any, loss_args: dict[str, Any] | None = None) -> tuple
     return module, seen
 
 
-def test_training_moves_a_schedule_and_logs_the_parts(toys: Path) -> None:
-    module, seen = fit(toys, FADING)
-    assert [(batch.progress, batch.step) for batch in seen] == [(0.0, 0), (0.25, 1), (0.5, 2), (0.75, 3)]
-    assert all(batch.reference is None for batch in seen)
-    logged = module.trainer.callback_metrics
-    assert float(logged["lk_2/weight"]) == 1.5 and float(logged["kl_pq/weight"]) == 0.0
-    assert {"loss", "lk/loss", "lk_2/loss", "lk/acceptance"} <= set(logged)
-
-
-def test_training_with_a_reference_head(toys: Path) -> None:
-    module, seen = fit(toys, "adaspec", {"reference": str(toys / "first"), "keep": 0.5})
-    reference, logged = module._frozen.reference, module.trainer.callback_metrics
-    assert not any("reference" in name for name in module.state_dict())
-    assert all(not parameter.requires_grad for parameter in reference.parameters())
-    assert all(batch.reference is not None and not batch.reference.requires_grad for batch in seen)
-    assert float(logged["gap_kept"]) > float(logged["gap"])
-
-
 def test_reference_estimates_are_what_that_head_would_train_on(toys: Path) -> None:
     """A module whose own head has the reference's weights estimates the same features."""
     target = str(toys / "target")
@@ -222,39 +177,3 @@ def test_reference_estimates_are_what_that_head_would_train_on(toys: Path) -> No
     module.eval()
     in_validation = module.draft(batch, 3)
     assert in_validation is not None and in_validation.reference is None
-
-
-def test_a_missing_reference_is_told_and_a_checkpoint_loads_without_it(toys: Path, tmp_path: Path) -> None:
-    args = {"reference": str(tmp_path / "none")}
-    with pytest.raises(CheckpointError, match="config.json"):
-        fit(toys, "adaspec", args)
-    module = EagleModule(str(toys / "target"), loss=build_loss("adaspec", args))
-    module.configure_model()
-    state = {"state_dict": module.state_dict(), "hyper_parameters": module.settings}
-    torch.save(state, tmp_path / "a.ckpt")
-    assert load_module(tmp_path / "a.ckpt").head.config == module.head.config
-
-
-PARTS = [
-    {"loss": "kl_pq", "weight": {"start": 1.0, "end": 0.0, "over": 0.5}},
-    {"loss": {"class_path": "LKLoss", "init_args": {"form": "log"}}, "weight": 0.5},
-]
-
-
-def test_a_recipe_may_name_one_loss_or_mix_several() -> None:
-    def loss(text: Any) -> Any:
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(EagleModule, "model", instantiate=False)
-        return parser.instantiate_classes(parser.parse_object({"model": {"target": "x", "loss": text}})).model.loss
-
-    mix = loss({"class_path": "MixLoss", "init_args": {"parts": PARTS}})
-    assert mix.weights == [Schedule(1.0, 0.0, 0.5), Schedule(0.5, 0.5)] and mix.labels == ["kl_pq", "lk"]
-    assert as_loss(loss("lk")).form == "adaptive" and mix.parts[1].form == "log"  # type: ignore[attr-defined]
-    wrong: list[dict[str, Any]] = [
-        {"wieght": 1.0}, {"weight": -1.0}, {"weight": {"start": 1.0}}, {"weight": {"start": 1.0, "end": 0, "over": 0}},
-        {"weight": {"start": 1.0, "end": 0.0, "kind": "cubic"}},
-        {"loss": {"class_path": "LKLoss", "init_args": {"w": 1}}},
-    ]  # fmt: skip
-    for change in wrong:
-        with pytest.raises(ArgumentError):
-            loss({"class_path": "MixLoss", "init_args": {"parts": [{**PARTS[0], **change}]}})

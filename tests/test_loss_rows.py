@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsd_train.losses import DraftBatch, LMHead
-from fsd_train.losses.base import weighted_mean
-from fsd_train.losses.rows import LIVE, RowFunction, blocks, chunked_rows
-from tests.loss_toys import VARIANTS, Grid, build_loss, distributions, grid_loss, make_batch
+from fsd_train.losses.base import DraftBatch, LMHead, weighted_mean
+from fsd_train.losses.rows import LIVE, RowFunction
+from tests.loss_toys import VARIANTS, Grid, build_loss, grid_loss, make_batch
 
 
 @pytest.mark.parametrize(("name", "args"), VARIANTS, ids=str)
@@ -58,8 +57,7 @@ KEPT = {"chunk_size": 4 * LIVE}
     ],
     ids=str,
 )
-@pytest.mark.parametrize("cap", [None, 5.0])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("cap", "own"), [(None, False), (5.0, True)])
 def test_memory_bound(name: Any, args: dict[str, Any], cap: float | None, own: bool) -> None:
     """Forward and backward stay within 1.3 times the logits of chunk_size rows, however many rows there are."""
     vocab, rows, width = 4096, 3 * LIVE, 4
@@ -73,35 +71,6 @@ def test_memory_bound(name: Any, args: dict[str, Any], cap: float | None, own: b
     loss = build_loss(name, args)
     peak = peak_memory(lambda: loss(batch).loss.backward())
     assert 4 * vocab * 4 < peak < 1.3 * KEPT["chunk_size"] * vocab * 4
-
-
-def test_rows_scale_with_their_coefficients_in_both_passes() -> None:
-    grid, estimates = make_batch()
-    batch = grid.batch()
-    coefficients = torch.rand(2, len(batch.weights))
-
-    def rows(log_p: Tensor, log_q: Tensor) -> Tensor:
-        return torch.stack([(log_q.exp() ** 2).sum(-1), (log_p.exp() * log_q).sum(-1)])
-
-    values, _ = chunked_rows(RowFunction(rows, count=2), batch, 2 * LIVE)
-    single = [chunked_rows(RowFunction(lambda p, q, i=i: rows(p, q)[i : i + 1]), batch, 2 * LIVE)[0] for i in range(2)]
-    torch.testing.assert_close(values, torch.cat(single))
-    (grad,) = torch.autograd.grad((coefficients * values).sum(), estimates, retain_graph=True)
-    (other,) = torch.autograd.grad((coefficients * torch.cat(single)).sum(), estimates)
-    torch.testing.assert_close(grad, other, atol=1e-6, rtol=1e-5)
-    p, q = distributions(grid)
-    plain = torch.stack([(q**2).sum(-1), (p * q.log()).sum(-1)]) * (grid.weights > 0)
-    (wanted,) = torch.autograd.grad((torch.stack(list(map(grid.dense, coefficients))) * plain).sum(), estimates)
-    torch.testing.assert_close(grad, wanted, atol=5e-6, rtol=1e-4)
-
-
-def test_blocks_are_of_whole_positions() -> None:
-    ends = [0, 3, 4, 4, 6, 11]
-    found = [
-        (block.positions.start, block.positions.stop, block.rows.start, block.rows.stop) for block in blocks(ends, 4)
-    ]
-    assert found == [(0, 3, 0, 4), (3, 4, 4, 6), (4, 5, 6, 11)]  # one position at least
-    assert blocks([0], 4) == []
 
 
 def test_no_gradient_asked_and_low_precision() -> None:

@@ -1,4 +1,4 @@
-"""Losses against plain formulas; what all losses share: the LM head, the feature term, arguments."""
+"""Losses against plain formulas, simulated rounds and the rule that decodes; what all losses share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError, UnknownNameError
+from fsd_infer.rules import Exact, Fuzzy, Verification
+from fsd_infer.tree import DraftTree
 from fsd_train.losses import LMHead
 from tests.loss_toys import (
     PLAIN,
@@ -26,6 +28,7 @@ from tests.loss_toys import (
     make_batch,
     mean,
     overlap,
+    plain_js,
     plain_kl,
 )
 from tests.train_toys import toy_target
@@ -115,3 +118,108 @@ def test_lm_head_is_the_targets(family: str) -> None:
 def test_wrong_arguments_are_named(name: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises((DataError, UnknownNameError), match=message):
         build_loss(name, args)
+
+
+def plain_lengths(batch: Grid, acceptance: Tensor) -> Tensor:
+    lengths = []
+    for chain in batch.chains():
+        product, total = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for step, row in chain:
+            product = product * acceptance[step, row]
+            total = total + product
+        lengths.append(total)
+    return torch.stack(lengths)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"threshold": 0.0, "anchor": 0.0},
+        {"threshold": 0.2, "anchor": 0.3},
+        {"divergence": "kl_qp", "threshold": [0.0, 0.5, math.inf], "softness": 0.3},
+        {"divergence": "top_k_tv:4", "threshold": [0.1, 0.4], "anchor": 0.0},
+        {"width": 3, "temperature": 0.7, "anchor": 0.0},
+        {"width": 2, "temperature": 0.6, "threshold": [0.0, 0.2], "anchor": 0.7},
+        {"temperature": 1.4, "threshold": [0.1, math.inf]},
+    ],
+    ids=str,
+)
+def test_fsd_loss(args: dict[str, Any]) -> None:
+    batch, estimates = make_batch()
+    p, q = distributions(batch)
+    p = p.expand_as(q)
+    t = args.get("temperature", 1.0)
+    hot_p, hot_q = (x.pow(1 / t) / x.pow(1 / t).sum(-1, keepdim=True) for x in (p, q))
+    drafts = q if "width" in args else hot_q  # a tree's children come from the raw q
+    passed = (hot_p * (1 - (1 - q) ** args["width"])).sum(-1) if "width" in args else overlap(hot_p, hot_q)
+    name = args.get("divergence", "js")
+    if name == "top_k_tv:4":
+        top = p.topk(4, dim=-1).indices
+        kept = [torch.cat([x.gather(-1, top), 1 - x.gather(-1, top).sum(-1, keepdim=True)], -1) for x in (p, q)]
+        distance = PLAIN["tv"](*kept)
+    else:
+        distance = PLAIN[name](p, q)
+    thresholds = args.get("threshold", 0.3)
+    thresholds = thresholds if isinstance(thresholds, list) else [thresholds]
+    expected = args.get("anchor", 0.1) * mean(plain_kl(hot_p, drafts), batch.weights)
+    for threshold in thresholds:
+        soft = torch.sigmoid((threshold - distance) / args.get("softness", 0.1))
+        gate = {0.0: torch.zeros_like(soft), math.inf: torch.ones_like(soft)}.get(threshold, soft)
+        lengths = plain_lengths(batch, passed + (1 - passed) * gate)
+        expected = expected - (lengths / S).log().mean() / len(thresholds)
+    check(batch, estimates, grid_loss("fsd", args)(batch).loss, expected)
+
+
+def one_chain(batch: Grid) -> tuple[Grid, Tensor, Tensor]:
+    """The batch with a single whole chain, and p and q [S, V] at its contexts."""
+    p, q = distributions(batch)
+    chain = torch.tensor([place for _, place in batch.chains()[3]])
+    weights = torch.zeros(S, N)
+    weights[torch.arange(S), chain] = 1.0
+    return replace(batch, weights=weights), p[0, chain].detach(), q[torch.arange(S), chain].detach()
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("fuzzy", [False, True])
+def test_expected_length_of_a_tree_is_the_simulated_one(width: int, fuzzy: bool) -> None:
+    """Every node's children are drawn from q, and hold the target's draw or do not."""
+    generator, draws = torch.Generator().manual_seed(1), 40_000
+    alone, p, q = one_chain(make_batch(spread=0.8, seed=1)[0])
+    threshold = float(plain_js(p, q).sort().values[:2].mean()) if fuzzy else 0.0  # opens at one of the three steps
+    parts = grid_loss("fsd", {"threshold": threshold, "softness": 1e-6, "width": width})(alone).parts
+    alive, lengths = torch.ones(draws, dtype=torch.bool), torch.zeros(draws, dtype=torch.float64)
+    for p_k, q_k in zip(p, q, strict=True):
+        if float(plain_js(p_k, q_k)) > threshold:
+            children = torch.multinomial(q_k, draws * width, replacement=True, generator=generator).view(draws, width)
+            drawn = torch.multinomial(p_k, draws, replacement=True, generator=generator)
+            alive &= (children == drawn[:, None]).any(1)
+        lengths += alive
+    error = float(lengths.std()) / math.sqrt(draws)
+    assert abs(float(parts[f"soft_tau_{threshold:g}"]) - 1 - float(lengths.mean())) < 4.5 * error
+    assert error < 0.01 and 0.05 < float(lengths.mean()) < S
+
+
+@pytest.mark.parametrize("rule", [Exact(), Fuzzy("js")], ids=lambda rule: rule.name)
+def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
+    """Chains of sampled drafts before the rule that decodes: its mean accepted length."""
+    generator = torch.Generator().manual_seed(7)
+    alone, p, q = one_chain(make_batch(spread=0.8, seed=3)[0])
+    threshold = 0.0 if rule.name == "exact" else float(plain_js(p, q).sort().values[1:].mean())  # opens at two of three
+    parts = grid_loss("fsd", {"threshold": threshold, "softness": 1e-6})(alone).parts
+    draws = 8_000
+    drafts = torch.multinomial(q, draws, replacement=True, generator=generator).T
+    tokens = torch.cat([torch.zeros(draws, 1, dtype=torch.long), drafts], 1)
+    q_logits = q.log().float().expand(draws, S, -1)
+    logits = torch.cat([p, p[:1]]).log().float().expand(draws, S + 1, -1)  # the last one's law does not matter
+    uniforms = torch.rand(draws, S + 1, 3, generator=generator)
+    round = Verification(DraftTree.chain(tokens, q_logits, q_scores=q_logits), logits, logits, False, uniforms)
+    lengths = (replace(rule, threshold=threshold) if threshold else rule)(round).accepted.double()
+    error = float(lengths.std()) / math.sqrt(draws)
+    assert abs(float(parts[f"soft_tau_{threshold:g}"]) - 1 - float(lengths.mean())) < 4.5 * error
+
+
+def test_fsd_stays_finite_where_q_is_certain() -> None:
+    batch, estimates = make_batch(spread=60.0)
+    loss = grid_loss("fsd", {"width": 4, "temperature": 0.5})(batch).loss
+    (slope,) = torch.autograd.grad(loss, estimates)
+    assert bool(loss.isfinite()) and bool(slope.isfinite().all())

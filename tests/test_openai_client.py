@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 import pytest
 
 from fsd_bench.openai_client import Server, ServerError
 from fsd_infer.errors import FsdError
-from tests.openai_server import Behaviour, made_up, replying, serving
+from tests.openai_server import replying
 
 BODY = {"model": "toy", "prompt": [1, 2], "max_tokens": 3}
 DONE = {"choices": []}
@@ -33,22 +32,6 @@ def test_v1_is_added_to_an_address_without_a_path(given: str, asked: str) -> Non
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(FsdError, match="give its address"):
         Server(address)
-
-
-def test_the_key_comes_from_the_environment_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    with replying(good) as (url, seen):
-        for key in (None, "other", ""):
-            Server(url, api_key=key).complete(BODY)
-    assert [request["key"] for request in seen] == ["Bearer secret", "Bearer other", None]
-
-
-def test_no_proxy_between_this_machine_and_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    with replying(good) as (url, _):
-        assert Server(url).complete(BODY) == DONE
 
 
 @pytest.mark.parametrize("passing", [(503, b"busy"), (429, b"slow down"), (200, b"<html>"), None])
@@ -107,33 +90,6 @@ def test_extensions_that_are_refused_are_left_out_from_then_on(
         assert "top_k" in seen[-2]
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2 and url in messages[0] and "top_k" in messages[0]
-
-
-def test_events_arrive_one_by_one() -> None:
-    asked = threading.Event()
-
-    def answer(prompt: list[int], limit: int) -> list[int]:
-        if prompt == [9]:
-            assert asked.wait(60), "the first prompt's events were held back"
-        return made_up(prompt, limit)
-
-    with serving(Behaviour(answer)) as url:
-        events = Server(url).stream({**BODY, "prompt": [[1], [9]]})
-        first = next(events)["choices"][0]
-        asked.set()
-        rest = list(events)
-    assert (first["index"], first["token_ids"]) == (0, made_up([1], 1))
-    assert len(rest) == 5 + 1 and rest[-1]["usage"] == {"completion_tokens": 6}
-
-
-def test_an_answer_left_early_is_not_taken_for_the_next_one() -> None:
-    with serving(Behaviour(made_up)) as url:
-        server = Server(url)
-        left = server.stream({**BODY, "prompt": [50], "max_tokens": 100})
-        next(left)
-        left.close()
-        events = list(server.stream(BODY))
-    assert [event["choices"][0]["token_ids"] for event in events[:-1]] == [[token] for token in made_up([1, 2], 3)]
 
 
 @pytest.mark.parametrize(

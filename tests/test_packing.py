@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
+from fsd_infer import Target
 from fsd_infer.cpu import build
 from fsd_infer.cpu import kernels as module
 from fsd_infer.cpu.kernels import Kernels
 from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
 from fsd_infer.cpu.packing import can_pack, fp8_panels, fp8_values, pack_linears
-from fsd_infer.heads.head import EagleConfig, EagleHead
-from tests.families import FAMILIES, reference, save_head, tiny_model, tiny_prompts
+from tests.families import FAMILIES, reference, tiny_model, tiny_prompts
 from tests.kernel_toys import logits_through_cache, needs_kernels
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
@@ -82,32 +81,6 @@ def test_released_weights_are_held_once_and_come_back(family: str, tied: bool) -
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], value) for name, value in before.items())
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
-
-
-@needs_packing
-def test_a_drafter_that_is_handed_over_keeps_its_weights(tmp_path: Any) -> None:
-    tiny_model("llama").save_pretrained(tmp_path / "target")
-    target = Target(tiny_model("llama").to(torch.bfloat16))
-    head = EagleHead(EagleConfig.for_target(target))
-    save_head(tmp_path / "head", head, target.fingerprint())
-    decoder = FuzzyDecoder.from_pretrained(str(tmp_path / "target"), str(tmp_path / "head"), device="cpu")
-    assert isinstance(decoder.drafter, EagleDrafter)
-    assert any(weight.is_meta for weight in decoder.drafter.head.parameters())
-    assert any(weight.is_meta for weight in decoder.target.model.parameters())
-    own = EagleDrafter(head, decoder.target, TreeShape(2, 2, 4))
-    decoder.load_drafter(own)
-    assert not any(weight.is_meta for weight in head.parameters())
-    plain = FuzzyDecoder.from_pretrained(str(tmp_path / "target"), "none", device="cpu", pack=False)
-    assert packed_products(decoder.target.model) and not packed_products(plain.target.model)
-
-
-def test_numbers_of_fp8() -> None:
-    values = fp8_values()
-    assert values.tolist() == sorted(set(values.tolist())) and torch.equal(values.bfloat16().float(), values)
-    assert values[[0, 1, 16, 127]].tolist() == [2**-7, 2**-7 * 17 / 16, 2**-6, 31 / 16]
-    weight = torch.cat([values, -values])[None]
-    numbers, scales = fp8_panels(weight, 1)
-    assert scales.tolist() == [1.0] and numbers.flatten().tolist() == [*range(128), *range(-128, 0)]
 
 
 @needs_kernels

@@ -10,10 +10,9 @@ import torch
 
 from fsd_infer import FsdError, LMDrafter, Target, TreeShape
 from fsd_infer.engine import Request, decode
-from fsd_infer.rules import Source, Texts, parse_rule
-from fsd_infer.rules.phases import inside, markers, markers_of
+from fsd_infer.rules import Source, parse_rule
+from fsd_infer.rules.phases import markers, markers_of
 from tests.families import tiny_model
-from tests.tree_rounds import tree_round
 
 
 class Vocabulary:
@@ -54,30 +53,6 @@ def test_outside_the_phase_each_token_is_the_targets_own(rule: str) -> None:
             assert record.tokens[place] == int(logits.argmax())
             assert not record.gates[place] and record.spent[place] == 0 and record.sources[place] != Source.GATE
     assert any(gate for gate, lossy in zip(record.gates, states) if lossy)
-
-
-def test_where_a_phase_is() -> None:
-    """The markers of the text count, then those on the way to a node."""
-    round = tree_round(0)
-    tree = round.tree
-    for text in ([1, 5], [5, 1], [1, 2, 5], [2, 1], [3]):
-        texts = Texts([text] * tree.tokens.shape[0])
-        found = inside(texts, tree, 1, 2)
-        for row in range(tree.tokens.shape[0]):
-            for node in range(tree.tokens.shape[1]):
-                way = [m for m in range(1, node + 1) if tree.ancestors[row, node, m] and tree.depths[row, m] > 0]
-                path = [int(tree.tokens[row, m]) for m in sorted(way, key=lambda m: int(tree.depths[row, m]))]
-                assert bool(found[row, node]) == in_phase([*text, *path], 1, 2)
-
-
-def test_a_learned_price_is_allowed_nothing_outside() -> None:
-    round = tree_round(0, greedy=True)
-    rule, everywhere = parse_rule("tilted:only_in=1..2"), parse_rule("tilted")
-    for text, factor in (([7], 0.0), ([1], 1.0)):
-        round.texts = Texts([text] * round.tree.tokens.shape[0], markers={"1..2": (97, 98) if factor == 0 else (1, 98)})
-        allowed = rule(round).allowed
-        assert allowed is not None
-        torch.testing.assert_close(allowed, everywhere(round).allowed * factor)
 
 
 def test_how_phases_are_written() -> None:

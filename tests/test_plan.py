@@ -11,7 +11,7 @@ import pytest
 
 from fsd_infer.errors import FsdError
 from fsd_train.data.backends import Answer
-from fsd_train.data.plan import answer_line, pick_temperature, plan_jobs
+from fsd_train.data.plan import answer_line, plan_jobs
 from tests.test_regenerate import prompts_file
 from tests.text_toys import CHATML, tiny_tokenizer, write_rows
 
@@ -29,12 +29,6 @@ def test_plan_limits_lengths_and_order(tmp_path: Path) -> None:
     assert limited.ids < full.ids
     assert plan_jobs([first, first], tokenizer, **options).ids == plan_jobs([first], tokenizer, **options).ids
     assert plan_jobs([first, second], tokenizer, **{**options, "seed": 4}).batches != full.batches
-
-
-def test_temperatures_follow_their_weights() -> None:
-    drawn = [pick_temperature(f"row{i}", [(0.0, 0.7), (0.8, 0.3)]) for i in range(4000)]
-    # ids are fixed, so the share is too; 4 standard deviations of a binomial around 0.3
-    assert abs(drawn.count(0.8) / 4000 - 0.3) < 4 * (0.3 * 0.7 / 4000) ** 0.5
 
 
 def test_rows_keep_their_ids_sampling_and_template(tmp_path: Path) -> None:

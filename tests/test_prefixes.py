@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.errors import FsdError
+from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.targets.prefixes import LEAST, Prefix, PrefixCache
 from tests.families import tiny_head, tiny_model, tiny_prompts
 
@@ -42,37 +41,6 @@ def test_turns_of_a_chat_are_answered_as_without(family: str) -> None:
     # the last texts but for what was added, and perhaps the answers' last tokens, which the target need not have read
     least = [0, 24 + 19 + 2 * 9, 24 + 19 + 2 * (10 + 3 + 10), 24 + 10 + 3 + 11 + 3 + 11]
     assert none == [0] * 4 and all(0 <= new - old <= 2 for new, old in zip(known, least))
-
-
-def test_sampled_answers_come_again_with_their_seed() -> None:
-    options = dict(do_sample=True, temperature=1.3, seed=3)
-    plain, kept = (turns(decoder_of("llama", cache), **options)[0] for cache in (None, PrefixCache(1 << 30)))
-    assert kept == plain
-
-
-def test_a_stopped_answer_is_kept_up_to_its_end() -> None:
-    decoder = decoder_of("llama", PrefixCache(1 << 30))
-    prompt = tiny_prompts((20,))[0]
-    answer = decoder.generate([prompt], max_new_tokens=12, do_sample=False).sequences[0]
-    decoder = decoder_of("llama", PrefixCache(1 << 30))
-    cut = decoder.generate([prompt], max_new_tokens=12, do_sample=False, eos_token_id=answer[5]).sequences[0]
-    kept = decoder.target.prefixes
-    assert kept is not None
-    text = kept.texts[0].tokens.tolist()
-    assert text == (prompt + cut)[: len(text)] and len(prompt) <= len(text) <= len(prompt + cut)
-    assert len(kept.texts[0].features) == len(text)
-    longer = prompt + cut + [9, 8]
-    plain = decoder_of("llama", None).generate([longer], max_new_tokens=12, do_sample=False)
-    assert decoder.generate([longer], max_new_tokens=12, do_sample=False).sequences == plain.sequences
-
-
-def test_features_of_other_layers_are_no_use_to_a_head_that_reads_more() -> None:
-    decoder = decoder_of("llama", PrefixCache(1 << 30))
-    prompt = tiny_prompts((20,))[0]
-    decoder.generate([prompt], max_new_tokens=8)
-    decoder.target.capture_layers([0])
-    assert decoder.generate([prompt], max_new_tokens=8).stats.known_tokens == 0
-    assert decoder.generate([prompt], max_new_tokens=8).stats.known_tokens == 19
 
 
 def text_of(tokens: list[int], width: int = 4) -> Prefix:

@@ -188,18 +188,6 @@ def test_bad_input_is_named_before_anything_is_written(
     assert not Path("a.jsonl").exists()
 
 
-def test_defaults_come_from_the_recipe(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = prompts_file(tmp_path / "p.jsonl", 12)
-    recipe = {"model": {"target": str(target)}, "data": {"max_length": 36, "train_files": [str(tmp_path / "a.jsonl")]}}
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    argv = ["--config", str(tmp_path / "recipe.yaml"), "--prompts", str(prompts), "--device", "cpu", "--quiet"]
-    assert main(argv) == 0
-    settings = json.loads((tmp_path / "a.meta.json").read_text())
-    assert (settings["max_new_tokens"], settings["max_prompt_tokens"]) == (18, 18)
-    left_out = 12 - len(read(tmp_path / "a.jsonl"))
-    assert left_out and f"{left_out} of 12 prompts are longer than 18 tokens" in capsys.readouterr().err
-
-
 def test_every_turn_is_answered_with_the_targets_own_answers_before_it(tmp_path: Path, target: Path) -> None:
     def turn(content: str, role: str = "user") -> dict[str, str]:
         return {"role": role, "content": content}
@@ -305,21 +293,6 @@ def test_endpoint_answers_end_with_the_token_that_ended_them(reply: dict[str, An
     )
 
 
-@pytest.mark.parametrize("kept_in", ["generation_config.json", "config.json", ""])
-def test_endpoint_reads_the_targets_end_tokens(tmp_path: Path, kept_in: str) -> None:
-    target = save_tiny_chat_target(tmp_path / "target")
-    for name in {"generation_config.json", "config.json"} - {kept_in}:
-        (target / name).unlink()
-    if kept_in:
-        facts = json.loads((target / kept_in).read_text())
-        (target / kept_in).write_text(json.dumps({**facts, "eos_token_id": [0, 60]}))
-    prompts, output = prompts_file(tmp_path / "p.jsonl", 1), tmp_path / "a.jsonl"
-    with replying(lambda body, n: completion(body, token_ids=[50, 60])) as (url, _):
-        assert main(command(target, prompts, output, "--endpoint", url)) == 0
-    [row] = read(output).values()
-    assert row["response_ids"] == ([50, 60] if kept_in else [50, 60, 0])
-
-
 @pytest.mark.parametrize(
     ("failure", "tries", "problem"),
     [
@@ -340,31 +313,3 @@ def test_endpoint_keeps_answers_that_come_with_a_failure(
                 got += [answer.job.id for answer in group]
     assert got == ["id1", "id2", "id3", "id4", "id5"]
     assert [request["prompt"] for request in asked].count(first) == tries
-
-
-def test_endpoint_keeps_answers_and_waits_for_none_when_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    second, over = threading.Event(), threading.Event()
-
-    def held(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        if number == 2:
-            second.set()
-            over.wait(30)
-        return completion(body)
-
-    def stopped(*_: Any, **__: Any) -> None:
-        assert second.wait(30)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("fsd_train.data.backends.wait", stopped)
-    with replying(held) as (url, asked):
-        before = set(threading.enumerate())
-        got: list[str] = []
-        with pytest.raises(KeyboardInterrupt):
-            for group in backend(url, concurrency=1).answer([[job(i) for i in range(9)]], set()):
-                got += [answer.job.id for answer in group]
-        left = set(threading.enumerate()) - before
-        assert all(thread.daemon for thread in left)  # for which the interpreter does not wait at its end
-        over.set()
-        for thread in left:
-            thread.join(30)
-    assert got == ["id0"] and len(asked) == 2  # one request at a time: the second came when the first was answered

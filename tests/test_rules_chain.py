@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from fsd_infer.errors import FsdError
-from fsd_infer.rules import DraftOnly, Evidence, Exact, Fuzzy, FuzzyStrict, Law, Source, Verification
+from fsd_infer.rules import Exact, Fuzzy, FuzzyStrict, Source, Verification
 from fsd_infer.tree import DraftTree
-from tests.tree_rounds import INF, assert_same, chain_round, take
+from tests.tree_rounds import INF, assert_same, chain_round
 
 
 def by_hand(first: float, second: float, draft: int, q: list[float]) -> Verification:
@@ -50,44 +49,6 @@ def test_exact_test_and_residual_by_hand() -> None:
     assert FuzzyStrict("tv", 0.29)(by_hand(0.29, 0.99, draft=1, q=q)).tokens.tolist() == [[1, 1]]
 
 
-def test_a_lifted_law_of_a_sampled_chain_is_the_clipped_one() -> None:
-    """With no branch for chains in the rule: r = clip(q, p/Z, p·e^gain/Z)."""
-    evidence = Evidence(by_hand(0.0, 0.0, draft=1, q=[0.2, 0.6, 0.2, 0.0]))
-    law = Law.lifted(evidence, torch.ones(1, 2), gain=math.log(1.5)).log_probs(evidence)[0, 0].exp()
-    ratio = law[:3] / torch.tensor([0.5, 0.3, 0.2])  # q/p is .4, 2 and 1
-    assert ratio[1] / ratio[0] == pytest.approx(1.5, abs=1e-5) and law[2] == pytest.approx(0.2, abs=1e-6)
-    assert law.sum().item() == pytest.approx(1.0, abs=1e-6) and law[3] == 0
-
-
-def test_forbidden_draft_by_hand() -> None:
-    q = [0.4, 0.2, 0.1, 0.3]  # token 3 has p = 0
-    fuzzy = Fuzzy("tv", INF)(by_hand(0.0, 0.5, draft=3, q=q))
-    assert fuzzy.accepted.tolist() == [0]
-    assert fuzzy.tokens[0, 0].item() == 1  # residual: a third on each of 0, 1 and 2
-    assert fuzzy.gate_open.tolist()[0][0]
-    assert fuzzy.sources[0, 0] == Source.TARGET
-    law = [0.4 + 0.1, 0.2 + 0.1, 0.1 + 0.1]
-    kl = sum(a * math.log(a / b) for a, b in zip(law, [0.5, 0.3, 0.2]))
-    assert fuzzy.spent[0, 0].item() == pytest.approx(kl, abs=1e-6)
-    drafted = DraftOnly()(by_hand(0.0, 0.5, draft=3, q=q))
-    assert drafted.tokens[0, 0].item() == 3
-    assert drafted.sources[0, 0] == Source.GATE
-    assert drafted.spent[0, 0].item() == INF
-
-
-def test_infinite_divergence_passes_an_infinite_threshold_only() -> None:
-    round = chain_round(0, mask=True, noise=2.0)
-    forbidden = round.scores[:, :-1].gather(2, round.tree.tokens[:, 1:, None]).squeeze(-1) == -INF
-    open_all = FuzzyStrict("kl_qp", INF, gate_on="processed")(round)
-    assert open_all.accepted.tolist() == [4] * 8
-    finite = FuzzyStrict("kl_qp", 1e30, gate_on="processed")(round)
-    assert not (finite.spent == INF).any()
-    assert forbidden.any()
-    allowed = Fuzzy("kl_qp", INF, gate_on="processed")(round)
-    lead = forbidden.int().argmax(-1).where(forbidden.any(-1), torch.tensor(4))
-    assert torch.equal(allowed.accepted, lead)  # up to the first forbidden draft, not further
-
-
 def test_greedy_chains_are_trees_of_width_one() -> None:
     """With one-hot q the draft is accepted iff it is the target's argmax, whether or not q_scores came along."""
     for seed in range(10):
@@ -101,18 +62,6 @@ def test_greedy_chains_are_trees_of_width_one() -> None:
         plain = replace(round, tree=replace(round.tree, q_scores=None))
         assert_same(verdict, Exact()(plain))
         assert Fuzzy("js", INF)(plain).accepted.tolist() == [4] * 8
-
-
-def test_one_hot_drafts_at_temperature_are_accepted_with_the_targets_probability() -> None:
-    count = 2000
-    round = chain_round(3, batch=1, length=1)
-    chance = round.logits[0, 0].softmax(-1)[round.tree.tokens[0, 1]].item()
-    tree = take(replace(round.tree, q_scores=None), torch.zeros(count, dtype=torch.long))
-    uniforms: Tensor = torch.zeros(count, 2, 3)
-    uniforms[:, 0, 0] = (torch.arange(count) + 0.5) / count
-    logits = round.logits.expand(count, -1, -1)
-    verdict = Exact()(Verification(tree, logits, logits, False, uniforms))
-    assert verdict.accepted.double().mean().item() == pytest.approx(chance, abs=1e-3)
 
 
 def test_sampled_drafts_have_to_be_a_chain() -> None:

@@ -1,4 +1,4 @@
-"""Rules as text, as records and with bad input: parameters, names, logits, uniforms, gates that cannot open."""
+"""Rules as text and with bad input: parameters, names, logits, uniforms, gates that cannot open."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
-from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, Tilted, fuzzy, parse_rule
+from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, RandomGate, Rule, fuzzy, parse_rule
 from tests.tree_rounds import INF, SPECS, tree_round
 
 
@@ -65,29 +64,21 @@ BAD: dict[str, str] = {
     "fuzzy:js:0.3:size=2": "cannot use 'size=2'; fuzzy takes divergence, threshold",
     "fuzzy:tv:2": "threshold must be at most 1, the largest tv, not 2",
     "fuzzy-strict:top_k_js:20:0.7": "at most 0.6931, the largest top_k_js:20, not 0.7",
-    "fuzzy:jensen:0.3": "unknown divergence 'jensen'",
-    "fuzy:js:0.3": "unknown rule 'fuzy'.*Did you mean 'fuzzy'",
-    "random": "rate is missing",
-    "random:1.1": "rate must be between 0 and 1",
-    "random:0.1:rate=0.2": "rate is given twice",
-    "exact:0.3": "block must be true or false",
-    "tilted:0": "price must be at least 0.001, not 0",
-    "tilted:1:floor=inf": "floor must be between 0 and 1, not inf",
+    "fuzzy:jensen:0.3": "unknown divergence 'jensen'", "fuzy:js:0.3": "unknown rule 'fuzy'.*Did you mean 'fuzzy'",
+    "random": "rate is missing", "random:1.1": "rate must be between 0 and 1",
+    "random:0.1:rate=0.2": "rate is given twice", "exact:0.3": "block must be true or false",
+    "tilted:0": "price must be at least 0.001, not 0", "tilted:1:floor=inf": "floor must be between 0 and 1, not inf",
     "tilted:1:no_repeat=4": "no_repeat is now novel, and counts the prompt too",
     "tilted:1:novel=2.5": "novel must be a whole number, not '2.5'",
     "tilted:1:novel=-1": "novel must be between 0 and 64, not -1",
     "tilted:2:gate=30": "gate must be at most 0.6931, the largest js, not 30",
     "lenient:0": "lenience must be above 0 and at most 1, not 0.0",
-    "threshold:2": "single must be between 0 and 1, not 2",
-    "threshold:acc=0": "acc must be",
-    "typical:-1": "epsilon must be at least 0",
-    "relaxed:3:2": "delta must be between 0 and 1",
-    "cactus:inf": "delta must be between 0 and 1e.06, not inf",
-    "cascade-token:1.1": "alpha must be at most 1",
-    "ensemble:0": "weight must be",
-    "fly:0": "window must be between 1 and 1024",
+    "threshold:2": "single must be between 0 and 1, not 2", "threshold:acc=0": "acc must be",
+    "typical:-1": "epsilon must be at least 0", "relaxed:3:2": "delta must be between 0 and 1",
+    "cactus:inf": "delta must be between 0 and 1e.06, not inf", "cascade-token:1.1": "alpha must be at most 1",
+    "ensemble:0": "weight must be", "fly:0": "window must be between 1 and 1024",
     "fly:6:-1": "entropy must be at least 0",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", BAD)
@@ -113,28 +104,13 @@ def test_bad_arguments_are_named(make: Callable[[], object], message: str) -> No
 @pytest.mark.parametrize(
     ("spec", "rule"),
     [
-        ("fuzzy", Fuzzy()),
-        ("fuzzy:threshold=0.2:divergence=tv", Fuzzy("tv", 0.2)),
+        ("fuzzy", Fuzzy()), ("fuzzy:threshold=0.2:divergence=tv", Fuzzy("tv", 0.2)),
         ("fuzzy:js:0.3:budget=2:gate=processed", Fuzzy("js", 0.3, budget=2.0, gate_on="processed")),
-        ("fuzzy:js:0.3:budget=none", Fuzzy("js", 0.3)),
-        ("fuzzy:top_k_js:20:0.3", Fuzzy("top_k_js:20", 0.3)),
-        ("fuzzy:kl_qp:inf", Fuzzy("kl_qp", INF)),
-        ("random:0.25", RandomGate(0.25)),
+        ("fuzzy:js:0.3:budget=none", Fuzzy("js", 0.3)), ("fuzzy:top_k_js:20:0.3", Fuzzy("top_k_js:20", 0.3)),
+        ("fuzzy:kl_qp:inf", Fuzzy("kl_qp", INF)), ("random:0.25", RandomGate(0.25)),
         ("draft-only:budget=3", DraftOnly(budget=3.0)),
     ],
-)
+)  # fmt: skip
 def test_rules_as_text(spec: str, rule: Rule) -> None:
     assert parse_rule(spec) == rule
     assert parse_rule(rule) is rule
-
-
-def test_records_say_everything() -> None:
-    assert Fuzzy("kl_qp", 0.5, budget=2, gate_on="processed").describe() == {
-        "rule": "fuzzy", "divergence": "kl_qp", "direction": "KL(q||p), draft from target", "formula": "sum q ln(q/p)",
-        "unit": "nats", "threshold": 0.5, "gate_on": "processed", "floor": 0.0, "budget": 2.0, "novel": 0,
-        "budget_unit": "nats",
-    }  # fmt: skip
-    assert Tilted(2, novel=4, gate=0.3).describe() == {
-        "rule": "tilted", "price": 2.0, "budget": None, "floor": None, "heat": None, "gate": 0.3, "novel": 4,
-        "budget_unit": "nats", "price_unit": "accepted drafts per nat", **divergence("js").describe(),
-    }  # fmt: skip

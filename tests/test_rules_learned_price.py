@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsd_infer import FuzzyDecoder
-from fsd_infer.errors import FsdError
+from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import apply_rules, parse_rule
 from fsd_infer.rules.tilted import FIRST_PRICE, LEAST_PRICE, Tilted, sampling_cost
 from tests.tree_rounds import any_round, assert_same

@@ -17,7 +17,7 @@ import torch
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError
-from fsd_infer.rules import Evidence, Exact, Fly, Rule, Verification, apply_rules, parse_rule
+from fsd_infer.rules import Evidence, Exact, Fly, Verification, parse_rule
 from fsd_infer.tree import DraftTree
 from tests.rules_toy import TOYS, Toy, V
 from tests.tree_rounds import tree_round
@@ -92,24 +92,20 @@ def ensemble(p, q, children, weight):  # type: ignore[no-untyped-def]
 
 
 REFERENCES: dict[str, partial[np.ndarray]] = {
-    "lenient:0.5": partial(lenient, lenience=0.5),
-    "lenient:0.9": partial(lenient, lenience=0.9),
+    "lenient:0.5": partial(lenient, lenience=0.5), "lenient:0.9": partial(lenient, lenience=0.9),
     "threshold:0.4:0.8": partial(threshold, single=0.4, acc=0.8),
     "threshold:acc=0.6": partial(threshold, single=1.1, acc=0.6),
     "typical": partial(passing, passes=partial(plausible, epsilon=0.09, delta=0.3)),
     "typical:0.4:0.9": partial(passing, passes=partial(plausible, epsilon=0.4, delta=0.9)),
     "relaxed:2:0.2": partial(passing, passes=partial(near_the_best, k=2, cutoff=lambda best: best - 0.2)),
     "relaxed:3:0.5:true": partial(passing, passes=partial(near_the_best, k=3, cutoff=lambda best: best / 2)),
-    "cactus:0.02": partial(cactus, delta=0.02),
-    "cactus:0.5": partial(cactus, delta=0.5),
-    "cascade-token:0.3": partial(cascade, alpha=0.3),
-    "cascade-token:1": partial(cascade, alpha=1.0),
-    "ensemble:0.7": partial(ensemble, weight=0.7),
-    "fuzzy:js:inf": partial(passing, passes=lambda p: p >= 0),
+    "cactus:0.02": partial(cactus, delta=0.02), "cactus:0.5": partial(cactus, delta=0.5),
+    "cascade-token:0.3": partial(cascade, alpha=0.3), "cascade-token:1": partial(cascade, alpha=1.0),
+    "ensemble:0.7": partial(ensemble, weight=0.7), "fuzzy:js:inf": partial(passing, passes=lambda p: p >= 0),
     "fuzzy-strict:js:inf": partial(ensemble, weight=0.0),
     "fuzzy:js:inf:floor=0.3": partial(passing, passes=lambda p: p >= 0.3 * p.max()),
     "fuzzy-strict:js:inf:floor=0.3": partial(cascade, alpha=0.7),
-}
+}  # fmt: skip
 SHAPES = ["tree", "tree-processed", "tree-reduced", "chain", "chain-processed", "chain-reduced"]
 
 
@@ -286,13 +282,3 @@ def test_block_verification_has_the_targets_law_and_accepts_more(toy: str, lengt
 
 
 # batches -----------------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_a_batch_have_rules_of_their_own() -> None:
-    specs = ["exact", "lenient:0.3", "cascade-token", "tilted:0.5", "typical", "ensemble:0.4"]
-    rules: list[Rule] = [parse_rule(spec) for spec in specs]
-    for round in (tree_round(2), tree_round(2, greedy=True)):
-        together = apply_rules(rules, round)
-        for row, rule in enumerate(rules):
-            assert together.tokens[row].tolist() == rule(round).tokens[row].tolist()
-            assert together.accepted[row] == rule(round).accepted[row]

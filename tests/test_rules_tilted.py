@@ -17,10 +17,9 @@ from scipy.special import rel_entr, softmax
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import Evidence, Exact, Rule, Texts, Tilted, Verification, parse_rule
 from fsd_infer.rules.clipping import clipped
-from fsd_infer.rules.laws import lifted
 from fsd_infer.rules.texts import known, known_tokens
 from fsd_infer.tree import DraftTree
-from tests.tree_rounds import INF, SPECS, assert_same, chain_round, tree_of, tree_round, verdict_of
+from tests.tree_rounds import INF, SPECS, assert_same, chain_round, tree_round, verdict_of
 
 PRICES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -205,28 +204,6 @@ def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> 
         assert verdict.spent.isfinite().all() and (verdict.spent >= 0).all()
 
 
-@pytest.mark.parametrize(
-    ("log_p", "lift", "cost", "chances"),
-    [
-        ([-2000.0, -2001.0], [INF, INF], 2000 - math.log1p(math.exp(-1)), [1 / (1 + math.exp(-1)), 1 / (1 + math.e)]),
-        ([-INF, -2000.0], [INF, 0.0], 0.0, [0.0, 0.0]),  # a forbidden child alone: the law is p
-        ([-2000.0, -3000.0], [1.0, 0.0], 0.0, [0.0, 0.0]),
-        ([0.0, -2000.0], [1000.0, 0.0], 0.0, [1.0, 0.0]),
-        ([math.log(0.2), math.log(0.3)], [-INF, INF], 0.8 * math.log(0.8 / 0.3), [0.2, 0.8]),  # one keeps p
-    ],
-)
-def test_a_lift_where_probabilities_underflow(
-    log_p: list[float], lift: list[float], cost: float, chances: list[float]
-) -> None:
-    rest = math.log(max(1e-300, 1 - sum(map(math.exp, log_p))))
-    logits = torch.tensor([*log_p, rest if rest > -600 else -INF]).expand(1, 3, 3)
-    tree = tree_of(([0, 0, 1], [0, 0, 0], [0.0, -1.0, -1.0]), vocab=3)
-    evidence = Evidence(Verification(tree, logits, logits, False, torch.rand(1, 3, 3)))
-    odds = lifted(evidence, torch.tensor([[0.0, *lift]]), evidence.inner)
-    assert odds.cost[0, 0].item() == pytest.approx(cost, rel=1e-6)
-    assert odds.chance[0, 1:].tolist() == pytest.approx(chances, abs=1e-6)
-
-
 def naive_repeats(text: list[int], n: int) -> bool:
     """Is the n-gram that a text ends with in it before."""
     return text[-n:] in [text[i : i + n] for i in range(len(text) - n)]
@@ -281,32 +258,3 @@ def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_i
         found = parse_rule(f"{spec}:novel=2")(replace(round, texts=texts))
         assert_same(found, Exact()(round))
         assert parse_rule(f"{spec}:novel=0")(round).accepted.sum() > found.accepted.sum()
-
-
-def test_a_gate_closes_where_the_drafter_is_unknown_or_far() -> None:
-    for seed in range(6):
-        round = tree_round(seed)
-        gated, free = plain(0.2, gate=0.1)(round), plain(0.2)(round)
-        near = (Evidence(round, lazy=False).whole.divergence("js") <= 0.1).view(6, 9)
-        for row in range(6):
-            for step in range(int(gated.accepted[row]) + 1):
-                node = int(gated.path[row, step])
-                assert not gated.gate_open[row, step] or near[row, node]
-        unknown = replace(round, tree=replace(round.tree, q_index=torch.full_like(round.tree.q_index, -1)))
-        assert_same(plain(0.2, gate=INF)(unknown), Exact()(unknown))
-        assert_same(plain(0.2)(unknown), free)  # without a gate nothing is asked of the drafter
-
-
-def test_what_only_fills_a_tree_up_wins_nothing() -> None:
-    """A law that valued padding would depend on the batch."""
-    short = [0, 2], [0, 0], [0.0, -0.1]
-    long = [0, 1, 2, 3, 1], [0, 0, 1, 2, 3], [0.0, -0.1, -0.2, -0.3, -0.4]
-    logits = torch.randn(1, 5, 8)
-    both, alone = tree_of(long, short, vocab=8), tree_of(short, vocab=8)
-    uniforms = torch.rand(1, 5, 3)
-    together = Verification(both, logits.expand(2, -1, -1), logits.expand(2, -1, -1), False, uniforms.expand(2, -1, -1))
-    single = Verification(alone, logits[:, :2], logits[:, :2], False, uniforms[:, :2])
-    for lazy in (True, False):
-        one, two = (verdict_of(plain(0.1, novel=0), round, lazy) for round in (single, together))
-        assert two.tokens[1, :2].tolist() == one.tokens[0].tolist()
-        torch.testing.assert_close(two.spent[1, :2], one.spent[0])

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsd_infer.cpu import ops
-from fsd_infer.rules import (
-    Contexts,
-    DraftOnly,
-    Evidence,
-    Exact,
-    Fuzzy,
-    FuzzyStrict,
-    Law,
-    Rule,
-    Source,
-    Verification,
-    parse_rule,
-)
+from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, Source, Verification, parse_rule
 from fsd_infer.rules._walk import draw
-from fsd_infer.tree import DraftTree
 from tests.tree_rounds import (
     INF,
     KINDS,
@@ -251,80 +233,4 @@ def test_a_round_by_hand() -> None:
     assert greedy.spent[0, 0].item() == pytest.approx(math.log(0.4 / 0.3), abs=1e-6)
 
 
-def test_a_closed_gate_where_every_child_is_forbidden() -> None:
-    for greedy in (False, True):
-        round = hand_made(greedy)
-        scores = round.scores.clone()
-        scores[..., [1, 2]] = -INF
-        verdict = Fuzzy("tv", INF)(replace(round, scores=scores))
-        assert emitted(verdict, 0) == [0]
-        assert not verdict.gate_open.any()
-        assert verdict.spent.sum() == 0
-
-
-def test_gate_compares_raw_or_processed_distributions() -> None:
-    round = hand_made()
-    # the processors make target and drafter agree: tv is .3 raw and 0 processed
-    agreed = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    round = replace(round, process_draft=lambda tree: agreed.expand(1, 1, 4))
-    assert not Fuzzy("tv", 0.1)(round).gate_open.any()
-    assert Fuzzy("tv", 0.1, gate_on="processed")(round).gate_open[0, 0]
-    assert not Fuzzy("tv", 0.1, gate_on="processed")(replace(round, greedy=True)).gate_open.any()
-
-
 # speed ---------------------------------------------------------------------------------------------------------------
-
-
-class _Widened(TorchDispatchMode):
-    """Counts the copies in fp32 of narrower numbers, by how many numbers they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.dtype == torch.float32 and getattr(args[0], "dtype", None) == torch.bfloat16:
-            self.copies[out.numel()] += 1
-        return out
-
-
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("reduced", [True, False])
-@pytest.mark.parametrize("spec", ["exact", "fuzzy:js:0.3", "fuzzy-strict:tv:0.3"])
-def test_all_at_once_no_logits_are_widened_twice(
-    spec: str, reduced: bool, greedy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ops, "kernels", lambda: None)  # without our CPU kernels, as on a GPU
-    ids, width = (torch.arange(160), 160) if reduced else (None, 640)
-    logits = torch.randn(2, 3, 640).bfloat16()
-    tree = DraftTree.chain(torch.arange(3).expand(2, -1), torch.randn(2, 2, width).bfloat16(), ids)
-    with _Widened() as widened:
-        round = Verification(tree, logits, logits, greedy, torch.rand(2, 3, 3))
-        verdict_of(parse_rule(spec), round, lazy=False)
-    # the target's, unless its maxima are enough, and the drafter's where that of as many tokens is asked for
-    targets = not (greedy and spec == "exact")
-    drafters = spec.startswith("fuzzy-strict") or (spec != "exact" and not reduced)
-    assert widened.copies[logits.numel()] == targets + drafters
-
-
-@dataclass(frozen=True)
-class _Asked(Rule):
-    """A gate that is open everywhere, and at how many contexts it is asked in turn."""
-
-    calls: list[int] = field(default_factory=list, hash=False)
-
-    def law(self, evidence: Evidence) -> Law:
-        return Law.passing(evidence, -INF).where(self._open)
-
-    def _open(self, at: Contexts) -> Tensor:
-        self.calls.append(len(at.rows))
-        return torch.ones_like(at.rows, dtype=torch.bool)
-
-
-@pytest.mark.parametrize("greedy", [True, False])
-def test_a_gate_is_asked_once_and_where_the_walk_comes(greedy: bool) -> None:
-    round, rule = tree_round(0, greedy=greedy), _Asked()
-    verdict = verdict_of(rule, round, lazy=True)
-    visited = sum(len(set(path) & inner_of(round, row)) for row, path in enumerate(verdict.path.tolist()))
-    assert rule.calls == [visited] and int(verdict.accepted.min()) > 0

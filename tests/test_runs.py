@@ -1,4 +1,4 @@
-"""A run's directories, as a user meets them: nothing is overwritten unasked, and `auto` goes on where a run stopped."""
+"""A run's directories: nothing is overwritten unasked, `auto` goes on where a run stopped. `fsd-train quickstart`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from fsd_infer.drafters import loading
+from fsd_train import repository
 from fsd_train.cli import main
+from fsd_train.commands import quickstart
+from tests.bench_toys import Toy
 from tests.families import load_head
 from tests.train_toys import fit_command, in_recipe
 
@@ -146,3 +151,44 @@ def test_directories_that_cannot_be_written_are_named_at_once(
     run = Run(toys, tmp_path / "run", capsys, **{place: tmp_path / "file" / "x"})
     status, err = run.fit(5)
     assert status == 2 and err.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in err
+
+
+def test_quickstart_compares_the_methods(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # outside of a checkout
+    monkeypatch.setattr(quickstart, "TARGET", str(toy.target))
+    monkeypatch.setattr(quickstart, "builtin_dir", lambda name: toy.target)
+    for module in (quickstart, loading):
+        monkeypatch.setattr(module, "shipped_drafter", lambda name: toy.drafter)
+    assert main(["quickstart", "--train-seconds", "0", "--prompts", "2", "--max-new-tokens", "4"]) == 0
+    out = capsys.readouterr().out
+    assert all(method.split("=")[0] in out for method in quickstart.METHODS) and "nats spent" in out
+    record = json.loads((tmp_path / quickstart.OUTPUT / "bench.json").read_text())
+    assert len(record["prompts"]) == 2 and record["settings"]["max_new_tokens"] == 4
+
+
+def test_quickstart_names_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quickstart, "shipped_drafter", lambda name: None)
+    assert main(["quickstart"]) == 2
+    assert "no trained head for smollm2-135m" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(repository, "SHIPPED", tmp_path / "site-packages" / "fsd_train" / "shipped")
+    assert main(["quickstart"]) == 2
+    assert "recipes/smollm2-135m.yaml is missing" in capsys.readouterr().err
+
+
+def test_quickstart_training_overrides_fit_the_recipe(
+    repo_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repo_root)
+    with pytest.raises(SystemExit) as stop:
+        main([*quickstart.train_command(75)[3:], "--print_config"])
+    assert stop.value.code == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["trainer"]["max_time"] == "00:00:01:15"
+    assert config["data"]["train_files"] == [str(quickstart.ANSWERS)] and config["data"]["features"] is None
+    assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(quickstart.OUTPUT)
+    assert len(config["trainer"]["callbacks"]) == 2 and config["model"]["init_args"]["target"] == quickstart.TARGET

@@ -240,13 +240,10 @@ def test_two_ranks_give_the_single_process_curve(
 @pytest.mark.parametrize(
     "first, ranks, second, others",
     [
-        ("fsdp", 2, "fsdp", 2),
-        ("fsdp", 2, "ddp", 1),
-        ("fsdp", 2, "fsdp", 1),
-        ("fsdp", 1, "fsdp", 2),
+        ("fsdp", 2, "fsdp", 2), ("fsdp", 2, "ddp", 1), ("fsdp", 2, "fsdp", 1), ("fsdp", 1, "fsdp", 2),
         ("ddp", 1, "ddp", 2),
     ],
-)
+)  # fmt: skip
 def test_checkpoints_are_continued(
     first: str, ranks: int, second: str, others: int, toys: Path, single: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -286,15 +283,6 @@ def test_a_killed_rank_ends_the_run_which_goes_on_with_a_slow_one(
     for rank in range(RANKS):
         made = torch.load(tmp_path / "second" / f"rank{rank}.pt")
         torch.testing.assert_close(made["head"], single["head"], rtol=0, atol=0.1 * LR)
-
-
-def test_a_rank_without_supervised_tokens_keeps_pace(toys: Path) -> None:
-    """It still gives every weight a gradient, which is zero, for the other ranks wait for it."""
-    module = EagleModule(str(toys / "target"), unroll_steps=2)
-    module.configure_model()
-    module._idle(2).backward()
-    for name, parameter in module.head.named_parameters():
-        assert parameter.grad is not None and not parameter.grad.any(), name
 
 
 @pytest.mark.parametrize(

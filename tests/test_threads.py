@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 import random
 import threading
 from collections.abc import Callable
@@ -82,20 +80,6 @@ def in_threads(count: int, ask: Callable[[], Any], meanwhile: Callable[[], Any] 
     return found
 
 
-def test_a_drafter_is_loaded_while_others_decode(decoder: FuzzyDecoder) -> None:
-    """A head with layers of its own widens what the target hands to every drafter: not within a request."""
-    target = Target(decoder.target.model, decoder.tokenizer)
-    fresh = FuzzyDecoder(target, LookupDrafter(target.vocab_size))
-    options: dict[str, Any] = dict(max_new_tokens=40, do_sample=False)
-    expected = fresh.generate([5, 6, 7], **options).sequences
-
-    def watch() -> None:
-        with target.lock:
-            target.capture_layers([0])
-
-    assert in_threads(3, lambda: fresh.generate([5, 6, 7], **options).sequences, watch) == [expected] * 3
-
-
 def test_threads_share_a_model_through_the_hook() -> None:
     model, ids = tiny_model("llama"), torch.tensor([[5, 6, 7, 5, 6]])
     options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False)
@@ -103,18 +87,3 @@ def test_threads_share_a_model_through_the_hook() -> None:
     expected = model.generate(ids, **options)
     for found in in_threads(8, lambda: model.generate(ids, **hook, **options)):
         assert torch.equal(found, expected)
-
-
-def test_a_copied_model_has_a_lock_of_its_own() -> None:
-    """Also where its lock is held, and by pickling, as other processes get it."""
-    target = Target(tiny_model("llama"))
-    with target.lock:
-        copies = copy.deepcopy(target.model), pickle.loads(pickle.dumps(target.model))
-        for model in copies:
-            other = Target(model)
-            assert other.lock is not target.lock
-            other_thread = threading.Thread(target=other.lock.__enter__)
-            other_thread.start()
-            other_thread.join(10)
-            assert not other_thread.is_alive()
-    assert Target(target.model).lock is target.lock

@@ -149,58 +149,6 @@ def test_calls_can_be_required_or_named(served: tuple[Any, Any]) -> None:
             assert calls[0]["function"] == call["function"]
 
 
-def test_the_template_gets_tools_calls_and_results(served: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    client, decoder = served
-    seen: list[str] = []
-    plain = decoder.generate
-
-    def generate(prompts: list[list[int]], *arguments: Any, **options: Any) -> Any:
-        seen.extend(decoder.tokenizer.decode(prompt) for prompt in prompts)
-        return plain(prompts, *arguments, **options)
-
-    monkeypatch.setattr(decoder, "generate", generate)
-    call = {"id": "123456789", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
-    messages = [
-        {"role": "user", "content": "the cat"},
-        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
-        {"role": "tool", "tool_call_id": "123456789", "content": "it is wet"},
-    ]
-    assert client.post(CHAT, json=asked(messages=messages, max_tokens=2)).status_code == 200
-    assert '"name": "time"' in seen[0] and "calls weatherUlm" in seen[0] and "tool\nit is wet" in seen[0]
-    body = asked(messages=messages, max_tokens=2, tool_choice="none")
-    assert client.post(CHAT, json=body).status_code == 200 and '"name": "time"' not in seen[1]
-
-
-def test_calls_that_the_model_chooses(served: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    client, decoder = served
-    format = next(known for known, template in TEMPLATES.items() if template == decoder.tokenizer.chat_template)
-    call = json.dumps({"name": "time", format.arguments: {}})
-    text = f"{format.opening}{f'[{call}]' if format.is_list else call}{format.closing}"
-    ids = decoder.tokenizer(text, add_special_tokens=False).input_ids
-
-    def generate(prompts: Any, rules: Any, *, on_tokens: Any, **options: Any) -> Any:
-        for token in ids:
-            on_tokens(0, [token])
-        row = SimpleNamespace(new_tokens=len(ids), target_forwards=1, divergence_spent=0.0, finish_reason="stop")
-        return SimpleNamespace(stats=SimpleNamespace(rows=[row]))
-
-    monkeypatch.setattr(decoder, "generate", generate)
-    for choice in ({}, {"tool_choice": "auto"}):
-        found = client.post(CHAT, json=asked(**choice)).json()["choices"][0]
-        assert found["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
-        assert streamed(client, asked(**choice))[1:] == ([{**streamed(client, asked())[1][0], "id": ANY}], "tool_calls")
-    found = client.post(CHAT, json=asked(tool_choice="none")).json()["choices"][0]
-    assert found["message"] == {"role": "assistant", "content": text} and found["finish_reason"] == "stop"
-
-
-class _Any:
-    def __eq__(self, other: object) -> bool:
-        return True
-
-
-ANY = _Any()
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

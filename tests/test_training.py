@@ -13,20 +13,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning_utilities.core.imports import RequirementCache
 
 from fsd_infer.errors import DataError
-from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.commands.export import main as export_main
 from fsd_train.data import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
-from fsd_train.models.optim import cosine_factor
-from fsd_train.models.slim import load_slim
-from fsd_train.models.start import initialise_from
-from fsd_train.models.vocabulary import choose_draft_ids
 from tests.families import load_head
 from tests.train_toys import TRAINER, assert_same, fit_command, in_bf16, in_recipe, logged, save_toy_target, started
 from tests.train_toys import options as module_options
@@ -150,50 +144,6 @@ def test_export_with_another_draft_vocabulary(
         export_main([checkpoint, str(tmp_path / "other"), "--draft-vocab-size", str(size)])
 
 
-def test_draft_ids_are_the_frequent_ones_and_the_special_ones(whole: tuple[EagleModule, Trainer, Path]) -> None:
-    counts = torch.tensor([0, 5, 0, 9, 9, 1, 0])
-    assert choose_draft_ids(counts, 3, [6]).tolist() == [3, 4, 6]
-    with pytest.raises(DataError, match="draft_vocab_size is 8"):
-        choose_draft_ids(counts, 8, [])
-    ids = whole[0].head.draft_ids.tolist()
-    assert 2 in ids and len(ids) == 40  # the end of sequence
-
-
-def test_a_share_of_the_chains_has_the_weight_of_all(toys: Path) -> None:
-    module, data = make(toys, unroll_steps=3, chain_share=0.6, draft_vocab_size=None, head={})
-    module.configure_model()
-    data.setup()
-    batch = next(iter(data.train_dataloader()))
-    module.train()
-    part = module.draft(batch, 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = module.draft(batch, 3)  # the same chains: they are drawn by batch number
-    module.eval()
-    whole = module.draft(batch, 3)
-    assert part is not None and half is not None and whole is not None
-    places = [
-        list(zip(each.rows.position[each.rows.feature].tolist(), each.rows.step.tolist())) for each in (part, whole)
-    ]
-    there = {place: row for row, place in enumerate(places[1])}
-    rows = torch.tensor([there[place] for place in places[0]])  # of the whole that the part has
-    torch.testing.assert_close(part.estimates, whole.estimates[rows], atol=1e-5, rtol=1e-4)
-    assert torch.equal(part.rows.position, whole.rows.position)
-    for step in (1, 2):
-        assert 0 < int((part.rows.step == step).sum()) < 0.8 * int((whole.rows.step == step).sum())
-    first = [each.weights[each.rows.step == 1].sum() for each in (part, whole)]  # step 2 loses the ends of answers
-    torch.testing.assert_close(*first)
-    assert not torch.equal(part.weights, part.weights.bfloat16().float()), "the test needs weights such as 5/3"
-    assert half.estimates.dtype == torch.bfloat16 and half.weights.dtype == torch.float32
-    assert torch.equal(half.weights, part.weights)
-
-
-def test_schedule() -> None:
-    factors = [cosine_factor(step, 4, step / 20, 0.1) for step in range(21)]
-    assert factors[0] == pytest.approx(0.2)
-    assert factors[10] == pytest.approx(0.55) and factors[20] == pytest.approx(0.1)
-    assert factors[4:] == sorted(factors[4:], reverse=True)
-
-
 def test_time_limit_ends_the_run_with_its_schedule_done(
     toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,43 +152,6 @@ def test_time_limit_ends_the_run_with_its_schedule_done(
     _, trainer = fit(toys, tmp_path, steps=1000, max_time="00:00:01:00")
     assert 5 < trainer.global_step < 30
     assert trainer.optimizers[0].param_groups[0]["lr"] < 3e-4  # a tenth of the peak
-
-
-def test_cached_features_need_no_layers(toys: Path) -> None:
-    slim = load_slim(str(toys / "target"), torch.float32)
-    full = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
-    assert slim is not None
-    loaded = {name for name, parameter in slim.model.named_parameters() if not parameter.is_meta}
-    assert loaded == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    hidden = torch.randn(3, 32)
-    assert torch.equal(slim.lm_logits(hidden), full.lm_logits(hidden))
-    assert torch.equal(slim.embed(torch.tensor([5])), full.embed(torch.tensor([5])))
-    assert slim.fingerprint() == full.fingerprint() and slim.eos_token_ids == full.eos_token_ids
-    config = EagleConfig.for_target(full, final_norm=True, feature_scale=True)
-    assert EagleConfig.for_target(slim, final_norm=True, feature_scale=True) == config
-    heads = []
-    for target in (full, slim):
-        torch.manual_seed(0)
-        heads.append(EagleHead(config))
-        initialise_from(heads[-1], target)
-    assert_same(heads[1].state_dict(), heads[0].state_dict())
-
-
-def test_a_digest_of_weights_depends_on_nothing_else(toys: Path, tmp_path: Path) -> None:
-    name = str(toys / "target")
-    whole = Target.from_pretrained(name, dtype=torch.float32)
-    digest = whole.weights_digest()
-    slim = load_slim(name, torch.bfloat16)
-    assert slim is not None and slim.weights_digest() == digest
-    assert Target.from_pretrained(name, dtype=torch.bfloat16).weights_digest() == digest
-    tables = whole.model.get_output_embeddings(), whole.model.get_input_embeddings()
-    for part in (*(table.weight for table in tables), whole.decoder.norm.weight):
-        value = part.view(-1)[5].item()
-        part.view(-1)[5] += 0.1
-        assert whole.weights_digest() != digest
-        part.view(-1)[5] = value
-    assert whole.weights_digest() == digest
-    assert Target.from_pretrained(str(save_toy_target(tmp_path, seed=1))).weights_digest() != digest
 
 
 def test_another_targets_features_are_refused(toys: Path, tmp_path: Path) -> None:
@@ -256,16 +169,6 @@ def command(toys: Path, out: Path, *more: str) -> list[str]:
     model = {"target": toys / "target", "draft_vocab_size": 40, "noise": 0.1}
     data = {"train_files": [toys / "answers.jsonl"], "features": toys / "features", "batch_tokens": 128}
     return [*fit_command(out, trainer, model, data), *more]
-
-
-def test_a_logger_whose_package_is_missing_is_reported(
-    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=9999"))
-    logger = ["--trainer.logger", "lightning.pytorch.loggers.WandbLogger", "--trainer.logger.project", "drafters"]
-    assert cli(command(toys, tmp_path, *logger)) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("fsd-train fit: ") and "pip install" in line and "wandb" in line
 
 
 def test_a_recipe_for_another_target_cannot_resume(

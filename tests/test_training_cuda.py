@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.drafters import EagleDrafter
+from fsd_infer import EagleDrafter, FuzzyDecoder, Target
 from fsd_train.cli import main
 from tests.families import load_head, reference
 from tests.test_training_waits import LOSSES, eagle, step_of

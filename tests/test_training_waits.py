@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.data import AnswersDataModule, collate
-from fsd_train.data.features import cache_features, sequence_key
 from fsd_train.losses import Schedule
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
@@ -30,12 +29,9 @@ from tests.train_toys import TRAINER, save_toy_target
 from tests.train_toys import options as module_options
 
 LOSSES: list[tuple[Any, dict[str, Any]]] = [
-    ("eagle", {"w_feature": 0.3}),
-    ("kl_pq", {}),
-    ("lk", {}),
-    ("fsd", {"threshold": [0.2, 0.4], "w_feature": 0.1}),
+    ("eagle", {"w_feature": 0.3}), ("kl_pq", {}), ("lk", {}), ("fsd", {"threshold": [0.2, 0.4], "w_feature": 0.1}),
     ([{"name": "js"}, {"name": "fsd", "weight": Schedule(0.1, 1.0)}], {}),
-]
+]  # fmt: skip
 PACKED = {("fsd_infer/targets/target.py", "Target.features"), ("fsd_train/models/small_lm.py", "SmallLM.hidden")}
 
 
@@ -158,12 +154,3 @@ def test_a_run_trains_validates_exports_and_decodes(
     assert float(trainer.callback_metrics["val_tau"]) >= 1
     head = load_head(tmp_path / "head")
     torch.testing.assert_close(head.fc.weight, module.head.fc.weight.detach().cpu(), atol=1e-3, rtol=1e-2)  # bf16
-
-
-def test_features_are_the_cpus(toys: Path, tmp_path: Path, device: SimulatedDevice) -> None:
-    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
-    ids = [3, 4, 5, 6, 7]
-    of_cpu = target.features(torch.tensor([ids]))[0]
-    target.model.to(SIM)
-    made = cache_features(target, [ids], tmp_path / "features", progress=False).get(sequence_key(ids))
-    torch.testing.assert_close(made, of_cpu.to(torch.bfloat16), atol=1e-2, rtol=1e-2)

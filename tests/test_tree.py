@@ -8,13 +8,11 @@ import random
 import pytest
 import torch
 
-from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer import Target, TreeShape
 from fsd_infer.cpu import ops
-from fsd_infer.drafters import Drafter, DraftRequest, EagleDrafter, GraftedDrafter, LMDrafter, LookupDrafter
+from fsd_infer.drafters import Drafter, DraftRequest, LMDrafter
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.drafters.shape import LITTLE_TILT_SHAPES, TILTED_SHAPES
 from fsd_infer.drafters.visits import likeliest, visit_scores
-from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, noisy_model, tiny_head, tiny_model, tiny_prompts
 from tests.tree_rounds import check_tree, tree_of, tree_round
@@ -139,26 +137,3 @@ def assert_scores_are_q(tree: DraftTree) -> None:
         entry = token if tree.draft_ids is None else int((tree.draft_ids == token).nonzero()[0])
         step = log_q[row, tree.q_index[row, parent], entry]
         torch.testing.assert_close(tree.scores[row, node], tree.scores[row, parent] + step, atol=1e-4, rtol=1e-4)
-
-
-def test_what_is_not_a_number_comes_through_to_be_refused() -> None:
-    scores = torch.tensor([[0.0, -1.0, torch.nan, -0.5]])
-    assert likeliest(scores, torch.zeros(1, 4, dtype=torch.long), 1, 0.0, 3).tolist() == [[0, 2, 3]]
-
-
-def test_the_rule_chooses_the_default_tree_and_exact_decoding_stays_exact() -> None:
-    target = Target(tiny_model("llama"))
-    drafter = tiny_head(target)
-    drafter = EagleDrafter(drafter.head, target)
-    decoder = FuzzyDecoder(target, drafter)
-    assert drafter.for_batch(1) is drafter
-    for greedy, shapes in ((True, TILTED_SHAPES), (False, LITTLE_TILT_SHAPES)):
-        tilted = drafter.for_batch(1, parse_rule("tilted:2").tilt(greedy))
-        assert isinstance(tilted, EagleDrafter) and tilted.shape == shapes["cpu"]
-    given = drafter.reshaped(TreeShape(2, 2, 4))
-    assert given.for_batch(1, 1.0) is given, "a tree that was asked for stays"
-    plain = decoder.generate([[1, 2, 3]], drafter=given, max_new_tokens=12).sequences
-    for grafted in (drafter, GraftedDrafter(drafter, LookupDrafter(decoder.target.vocab_size))):
-        options = {"drafter": grafted, "max_new_tokens": 12}
-        assert decoder.generate([[1, 2, 3]], "tilted:inf", **options).sequences == plain
-        assert decoder.generate([[1, 2, 3]], "tilted:1", **options).stats.drafter["depth"] >= 7

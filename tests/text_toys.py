@@ -30,12 +30,8 @@ THINKING = CHATML.replace(
 # opens an answered turn in other words than it asks for an answer
 OTHERWISE = CHATML.replace("{{ '<|start|>assistant\n' }}", "{{ '<|start|>bot\n' }}")
 CORPUS = [
-    "the cat sat on the mat",
-    "what is the answer to that",
-    "it is there",
-    "the end\n\n",
-    "assistant user system",
-]
+    "the cat sat on the mat", "what is the answer to that", "it is there", "the end\n\n", "assistant user system",
+]  # fmt: skip
 
 
 def tiny_tokenizer(template: str | None = CHATML) -> Any:

@@ -18,8 +18,7 @@ from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer.targets.target import Target
-from fsd_train.data import AnswersDataModule
-from fsd_train.data.features import cache_features
+from fsd_train.data import AnswersDataModule, cache_features
 from fsd_train.losses import LOSSES
 from fsd_train.models import HeadOptions, MuonAdamW, WarmupCosine
 from tests.families import reference
@@ -27,17 +26,10 @@ from tests.loss_toys import build_loss
 
 VOCAB = 64
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 128, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "n_inner": 48},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
