@@ -1,6 +1,6 @@
 """Answer the workloads of :mod:`benchmarks.memory` in vLLM, with its drafters of repeated text.
 
-    python -m benchmarks.peers.vllm_memory --vllm .venv-vllm/bin/python --json benchmarks/results/memory-vllm.json
+    python -m benchmarks.memory_in_vllm --vllm .venv-vllm/bin/python --json benchmarks/results/memory-vllm.json
 
 ``ngram`` drafts from the text at hand. ``suffix`` also drafts from earlier answers of its process; it needs the package
 arctic-inference in vLLM's environment. Each method answers a group of workloads in a process of its own. The group of
@@ -33,7 +33,7 @@ def answers_of(method: ProcessMethod, tokenizer: Any, rows: Sequence[dict[str, A
     """Yield what each turn of each row took, as the record of benchmarks.memory has it."""
     method.answer([tokenizer("Say a word.")["input_ids"]], {"max_new_tokens": 8}, 0)
     for number, row in enumerate(rows):
-        options = {"max_new_tokens": row.get("new", new), **({"schema": row["schema"]} if "schema" in row else {})}
+        options: dict[str, Any] = {"max_new_tokens": row.get("new", new)}
         if "temperature" in row:
             options |= {"do_sample": True, "temperature": row["temperature"]}
         messages: list[dict[str, str]] = []
@@ -78,10 +78,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = build_parser()
-    parser.prog, parser.description = "python -m benchmarks.peers.vllm_memory", (__doc__ or "").split("\n\n")[0]
-    parser.set_defaults(methods="vllm ngram,vllm suffix", workloads="chat,rag,summaries,replay,samples,edits,json")
+    parser.prog, parser.description = "python -m benchmarks.memory_in_vllm", (__doc__ or "").split("\n\n")[0]
+    parser.set_defaults(methods="vllm ngram,vllm suffix", workloads="chat,rag,summaries,replay,samples,edits")
     parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/python"), help="(%(default)s)")
-    return record_main("benchmarks.peers.vllm_memory", parser, measure, report, argv)
+    return record_main("benchmarks.memory_in_vllm", parser, measure, report, argv)
 
 
 if __name__ == "__main__":
