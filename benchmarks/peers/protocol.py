@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-Answer = Callable[[Any, int, float, int], dict[str, Any]]
+Answer = Callable[..., dict[str, Any]]
 
 
 def serve(load: Callable[[], tuple[Answer, dict[str, Any]]], batches: bool = False) -> None:
@@ -17,7 +17,8 @@ def serve(load: Callable[[], tuple[Answer, dict[str, Any]]], batches: bool = Fal
     Args:
         load: returns a function (prompt's token ids, new tokens, temperature, seed) -> answer, and what a record stores
             about the method. An answer has ``seconds``, ``first`` (seconds until the first new token), ``stopped``, and
-            ``tokens`` or else ``text`` and ``count``. With drafts it also has ``verified`` and ``forwards``.
+            ``tokens`` or else ``text`` and ``count``. With drafts it also has ``verified`` and ``forwards``. If the
+            question has a JSON schema, the function gets it as ``schema``.
         batches: whether the function takes a list of prompts and returns ``seconds``, ``first`` and ``answers``.
     """
     out = os.fdopen(os.dup(1), "w")
@@ -43,7 +44,9 @@ def serve(load: Callable[[], tuple[Answer, dict[str, Any]]], batches: bool = Fal
         if len(prompts) > 1 and not batches:
             reply({"error": "answers one prompt at a time. Use --batch-size 1."})
             continue
-        run = answer(prompts if batches else prompts[0], options["max_new_tokens"], temperature, question["seed"])
+        asked = {"schema": options["schema"]} if "schema" in options else {}
+        prompt = prompts if batches else prompts[0]
+        run = answer(prompt, options["max_new_tokens"], temperature, question["seed"], **asked)
         answers = [
             {
                 "tokens": one.get("tokens"), "text": one.get("text"), "counted": one.get("count", 0),

@@ -1,4 +1,4 @@
-"""Run vLLM in this process by its offline ``LLM`` class: ``run_vllm.py MODEL [--ngram]``.
+"""Run vLLM in this process by its offline ``LLM`` class: ``run_vllm.py MODEL [--drafts ngram|suffix]``.
 
 It runs in bf16, compiled, one sequence at a time and without prefix caching, so that every repeat reads its prompt. On
 a CPU vLLM 0.32 replaces the executor "uni" by "mp". Its worker occupies a core and can hang with little shared memory.
@@ -15,7 +15,11 @@ from typing import Any
 
 from protocol import Answer, serve
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    "suffix": {"method": "suffix"},  # from the package arctic-inference, with vLLM's defaults
+}
+ONE_LINE = {"backend": "xgrammar", "disable_any_whitespace": True}  # small models write white space without end
 
 
 def keep_executor() -> None:
@@ -46,31 +50,37 @@ def package_version() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
-    parser.add_argument("--ngram", action="store_true", help="speculate by n-grams of the text")
+    parser.add_argument("--drafts", choices=DRAFTS, help="speculate by n-grams of the text, or by its suffixes")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    speculation = NGRAM if args.ngram else None
+    speculation = DRAFTS.get(args.drafts)
 
     def load() -> tuple[Answer, dict[str, Any]]:
         version = package_version()
         import torch
         from vllm import LLM, SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         if not torch.cuda.is_available():
             keep_executor()
         llm = LLM(
             args.model, dtype="bfloat16", max_model_len=4096, max_num_seqs=1, enable_prefix_caching=False,
             distributed_executor_backend="uni", speculative_config=speculation, disable_log_stats=True,
+            structured_outputs_config=ONE_LINE,
         )  # fmt: skip
         engine = llm.llm_engine
 
-        def answer(prompt: list[int], new: int, temperature: float, seed: int) -> dict[str, Any]:
-            params = SamplingParams(max_tokens=new, temperature=temperature, seed=seed, detokenize=False)
+        def answer(prompt: list[int], new: int, temperature: float, seed: int, schema: Any = None) -> dict[str, Any]:
+            params = SamplingParams(
+                max_tokens=new, temperature=temperature, seed=seed, detokenize=False,
+                structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+            )  # fmt: skip
             outputs: list[Any] = []
-            first = None
+            first, forwards = None, 0
             start = time.perf_counter()
             engine.add_request(f"{start}", {"prompt_token_ids": prompt}, params)
             while engine.has_unfinished_requests():
+                forwards += first is not None
                 outputs += engine.step()
                 first = first or (time.perf_counter() if outputs else None)
             seconds = time.perf_counter() - start
@@ -79,7 +89,7 @@ def main() -> None:
             tokens = list(output.token_ids)
             return {
                 "seconds": seconds, "first": first - start, "tokens": tokens,
-                "stopped": output.finish_reason == "stop",
+                "stopped": output.finish_reason == "stop", "verified": len(tokens) - 1, "forwards": forwards,
             }  # fmt: skip
 
         return answer, {"by": "vllm", "version": version, "mode": "in-process", "speculation": speculation}

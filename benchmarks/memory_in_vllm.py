@@ -1,0 +1,88 @@
+"""Answer the workloads of :mod:`benchmarks.memory` in vLLM, with its drafters of repeated text.
+
+    python -m benchmarks.memory_in_vllm --vllm .venv-vllm/bin/python --json benchmarks/results/memory-vllm.json
+
+``ngram`` drafts from the text at hand. ``suffix`` also drafts from earlier answers of its process; it needs the package
+arctic-inference in vLLM's environment. Each method answers a group of workloads in a process of its own. The group of
+prompts is chat, passages and summaries, then all of them again. A killed run continues after its last group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory import TARGETS, build_parser, report, rows_of, summary
+from benchmarks.peers import HERE, vllm_variables
+from benchmarks.recorded import record_main
+from fsd_bench.process import ProcessMethod
+from fsd_infer.files import append_json
+from fsd_infer.targets.loading import load_tokenizer, resolve_target
+
+METHODS = {"vllm": [], "vllm ngram": ["--drafts", "ngram"], "vllm suffix": ["--drafts", "suffix"]}
+PROMPTS = ("chat", "rag", "summaries", "replay")
+
+
+def answers_of(method: ProcessMethod, tokenizer: Any, rows: Sequence[dict[str, Any]], new: int) -> Iterator[Any]:
+    """Yield what each turn of each row took, as the record of benchmarks.memory has it."""
+    method.answer([tokenizer("Say a word.")["input_ids"]], {"max_new_tokens": 8}, 0)
+    for number, row in enumerate(rows):
+        options: dict[str, Any] = {"max_new_tokens": row.get("new", new)}
+        if "temperature" in row:
+            options |= {"do_sample": True, "temperature": row["temperature"]}
+        messages: list[dict[str, str]] = []
+        for text in row["turns"]:
+            messages.append({"role": "user", "content": text})
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            run = method.answer([ids], options, number)
+            answer = run.answers[0]
+            messages.append({"role": "assistant", "content": tokenizer.decode(answer.tokens, skip_special_tokens=True)})
+            yield {
+                "workload": row["workload"], "row": number, "tokens": answer.length,
+                "forwards": answer.target_forwards, "seconds": run.seconds, "prefill": run.prefill_seconds,
+            }  # fmt: skip
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the record: answers by method, and their summary."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows_of(args):
+        groups.setdefault("prompts" if row["workload"] in PROMPTS else row["workload"], []).append(row)
+    partial = args.json.with_name(args.json.name + ".partial.jsonl")
+    lines = partial.read_text(encoding="utf-8").splitlines() if partial.exists() else []
+    done = {row["asked"]: row["answers"] for row in map(json.loads, lines)}
+    found: dict[str, list[Any]] = {name: [] for name in args.methods.split(",")}
+    for (group, rows), name in itertools.product(groups.items(), found):
+        target = TARGETS.get(group, args.target)
+        asked = hashlib.sha256(json.dumps([name, target, args.max_new_tokens, args.threads, rows]).encode()).hexdigest()
+        if asked not in done:
+            print(f"[{group}: {name}]", file=sys.stderr, flush=True)
+            directory = str(resolve_target(target))
+            command = [str(args.vllm.absolute()), str(HERE / "run_vllm.py"), directory, *METHODS[name]]
+            method = ProcessMethod(name, command, vllm_variables(args.vllm.absolute(), args.threads))
+            done[asked] = list(answers_of(method, load_tokenizer(directory), rows, args.max_new_tokens))
+            method.close()
+            append_json(partial, {"asked": asked, "answers": done[asked]})
+        found[name] += done[asked]
+    partial.unlink(missing_ok=True)
+    baseline = next(iter(found))
+    return {"baseline": baseline, "workloads": summary(found, baseline), "answers": found}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = build_parser()
+    parser.prog, parser.description = "python -m benchmarks.memory_in_vllm", (__doc__ or "").split("\n\n")[0]
+    parser.set_defaults(methods="vllm ngram,vllm suffix", workloads="chat,rag,summaries,replay,samples,edits")
+    parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/python"), help="(%(default)s)")
+    return record_main("benchmarks.memory_in_vllm", parser, measure, report, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
