@@ -40,7 +40,7 @@ KINDS = [kind for kind in (*AT_LOAD, *STORED) if kind != "plain"]
 
 
 def need(kind: str) -> None:
-    package = NEEDED[kind.split()[0]]
+    package = NEEDED.get(kind.split()[0], "torch")
     try:
         found = importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -109,6 +109,10 @@ IN_BLOCKS = {
     "quanto int8": 8,
     "compressed-tensors W8A16": 8,
     "compressed-tensors W4A16": 2,
+    "gptq int4": 2,
+    "gptq int4 with zeros": 3,
+    "gptq int8": 8,
+    "awq int4": 3,
 }
 
 
@@ -212,6 +216,7 @@ def test_what_a_cpu_cannot_compute_is_refused_by_name(plain: Path) -> None:
         ({"quant_method": "eetq", "weights": "int8"}, "'eetq' need a GPU"),
         ({"quant_method": "fp8"}, "by 'fp8' on a GPU only"),
         ({"quant_method": "torchao", "quant_type": "Int4WeightOnlyConfig"}, "IntxWeightOnlyConfig"),
+        ({"quant_method": "awq", "bits": 4}, "by 'awq' on a GPU only"),
     ):
         with pytest.raises(ModelLoadError, match=words):
             Target.from_pretrained(str(plain), device="cpu", quantization_config=config)
