@@ -85,7 +85,7 @@ HEADS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", HEADS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_bytes_and_operations_on_paper_are_those_of_the_models(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:

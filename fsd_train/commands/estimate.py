@@ -167,7 +167,7 @@ def _forward_seconds(target: Target, data: AnswersDataModule) -> float:
 def step_work(recipe: Recipe, target: Target | None = None, head: EagleHead | None = None) -> list[Work]:
     """Return the work of one optimiser step on paper.
 
-    The target runs over a batch: 2 operations per used weight and token, its LM head with the rows of the draft vocabulary.
+    The target runs over a batch: 2 operations per used weight and token, its LM head with the draft vocabulary's rows.
     The head runs forwards and backwards once per unrolled step: 6 operations per weight and token, 4 per weight of
     LM head rows that it shares with the target. The optimiser reads and writes weights, gradients and moments in fp32
     (28 B per weight).
