@@ -11,6 +11,7 @@ from the plain loop where two tokens are nearly as likely, so each difference is
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -30,6 +31,7 @@ from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
 from fsd_infer.cpu import ops
 from fsd_infer.errors import FsdError
+from fsd_infer.files import append_json
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.loading import load_target, shipped_drafter
 from fsd_infer.targets.target import Target
@@ -64,6 +66,7 @@ AT_LOAD: dict[str, Callable[[], Any]] = {
     "quanto int4": lambda: {"quant_method": "quanto", "weights": "int4"},
 }
 KINDS = [*AT_LOAD, *STORED]
+SHORT = 128  # tokens of the longest prompt that is decoded
 
 
 def load(source: str, kind: str, dtype: torch.dtype, scratch: Path) -> Target:
@@ -134,19 +137,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise FsdError(f"unknown kind {unknown[0]!r}. Known: {', '.join(KINDS)}.")
     warnings.simplefilter("ignore")
     decoder = FuzzyDecoder.from_pretrained(args.target)
-    every, count = list(read_prompts(args.prompts)), max(args.limit, args.decoded)
-    chosen = every[:: max(1, len(every) // count)][:count]
-    prompts = [encode_chat(decoder.tokenizer, row.messages) for row in chosen]
-    texts, rows = prompts[: args.limit], []
+    every = list(read_prompts(args.prompts))
+    chosen = every[:: max(1, len(every) // max(args.limit, 1))][: args.limit]
+    texts, rows = [encode_chat(decoder.tokenizer, row.messages) for row in chosen], []
+    encoded = (encode_chat(decoder.tokenizer, row.messages) for row in every)
+    prompts = [ids for ids in encoded if len(ids) <= SHORT] if args.decoded else []
+    prompts = prompts[:: max(1, len(prompts) // max(args.decoded, 1))]
     if texts:
         made = decoder.generate(texts, max_new_tokens=64, do_sample=False, chat=False, seed=0).sequences
         rows = [{"prompt_ids": p, "response_ids": a} for p, a in zip(texts, made, strict=True)]
     versions = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     with tempfile.TemporaryDirectory() as scratch:
         place = args.scratch or Path(scratch)
-        lines = [
-            measure_kind(kind, args, place, prompts[: args.decoded], rows) for kind in tqdm(args.kinds, unit="kind")
-        ]
+        place.mkdir(parents=True, exist_ok=True)
+        file = place / "kinds.jsonl"
+        finished = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.is_file() else []
+        done = {line["kind"]: line for line in finished}
+        for kind in tqdm([kind for kind in args.kinds if kind not in done], unit="kind"):
+            done[kind] = measure_kind(kind, args, place, prompts[: args.decoded], rows)
+            append_json(file, done[kind])
+    lines = [done[kind] for kind in args.kinds]
     return {"libraries": {name: versions[name] for name in LIBRARIES if name in versions}, "kinds": lines}
 
 
@@ -167,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(
         "benchmarks.quantised", __doc__, target=BUILT_IN, prompts=PROMPTS, limit=(12, "texts to agree on; 0: none"),
         decoded=(8, "prompts that each kind decodes in bf16; 0: none"), max_new_tokens=48,
-        kinds=(KINDS, "kinds of weights"), scratch=(None, "directory for checkpoints (default: a temporary one)"),
+        kinds=(KINDS, "kinds of weights"), scratch=(None, "directory for checkpoints and finished kinds (default: a temporary one)"),
         json=None,
     )  # fmt: skip
     return record_main("benchmarks.quantised", parser, measure, report, argv)

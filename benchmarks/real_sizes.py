@@ -39,27 +39,38 @@ SHAPES["qwen3-30b-a3b"] |= {
 }  # fmt: skip
 
 
+def config_of(shape: str, layers: int | None = None, experts: int | None = None) -> Any:
+    """Return the config of a shape, cut to so many layers and experts per layer."""
+    from transformers import AutoConfig
+
+    sizes = {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | SHAPES[shape]
+    config = AutoConfig.for_model(**sizes | ({"num_experts": experts} if experts else {}))
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return config
+
+
+def prompt_length(length: int) -> int:
+    """Return the tokens before the answer in a row of ``length`` tokens."""
+    return max(48, length - 1024)
+
+
 def make_target(args: argparse.Namespace) -> None:
     """Write weights, tokenizer, answers and prompt."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from fsd_infer.targets.loading import builtin_dir
 
     torch.manual_seed(0)
-    shape = {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | SHAPES[args.shape]
-    if args.experts:
-        shape["num_experts"] = args.experts
-    config = AutoConfig.for_model(**shape)
-    config.num_hidden_layers = args.layers or config.num_hidden_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    config = config_of(args.shape, args.layers, args.experts)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(args.directory / "target")
     AutoTokenizer.from_pretrained(builtin_dir("smollm2-135m")).save_pretrained(args.directory / "target")
     draw, rows = random.Random(0), []
     for number in range(args.rows):
         ids = [draw.randrange(3, config.vocab_size) for _ in range(args.length)]
-        begin = max(48, args.length - 1024)  # of the answer
+        begin = prompt_length(args.length)
         rows.append(json.dumps({"id": str(number), "prompt_ids": ids[:begin], "response_ids": ids[begin:]}))
     (args.directory / "answers.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (args.directory / "prompt.txt").write_text("word " * args.prompt, encoding="utf-8")

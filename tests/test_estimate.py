@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.real_sizes import config_of, prompt_length
 from fsd_bench.estimate import Planned, by_device, head_on_paper, planned_head
 from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.probe import Probe
@@ -161,6 +162,25 @@ def test_known_shapes(name: str, weights: int, cache: int, repo_root: Path) -> N
         said = on_paper(head_recipe(path), name)
         found = re.findall(r"^memory: (\w+) +([\d.]+) GB", said, re.M)
         assert [(part, f"{float(size):.1f}") for part, size in found] == header and len(header) == 5
+
+
+def test_training_takes_what_is_predicted(repo_root: Path, tmp_path: Path) -> None:
+    """Today's formula is within 20 % of the peaks of rehearsals of true configs, and their steps within 1.5 times."""
+    shown = (repo_root / "docs" / "scaling.md").read_text(encoding="utf-8")
+    for path in sorted((repo_root / "benchmarks" / "results").glob("real-sizes-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        made, step = record["settings"], record["step"]
+        length, tokens = made["length"], made["batch_tokens"]
+        config_of(made["shape"], made["layers"], made.get("experts")).save_pretrained(tmp_path / path.stem)
+        facts = facts_of(str(tmp_path / path.stem))
+        answered = tokens * (length - prompt_length(length)) // length
+        batch = Batch(tokens, length, int(record["recipe"]["unroll_steps"]), answered)
+        weights = count_weights(facts.head(made["draft_vocab"]))
+        parts = step_memory(facts, facts.parameters, weights, made["draft_vocab"], batch, "cpu")
+        predicted, peak = sum(part.bytes for part in parts), record["memory"]["peak_bytes"]
+        assert predicted == pytest.approx(peak, rel=0.2), path.name
+        assert 1 / 1.5 < step["seconds"] / step["predicted_seconds"] < 1.5, path.name
+        assert path.name in shown and f"{peak / 1e9:.2f} GB" in shown, path.name
 
 
 def test_the_page_shows_what_was_predicted_and_measured(repo_root: Path) -> None:

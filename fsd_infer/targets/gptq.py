@@ -67,7 +67,7 @@ def load_expanded(
     groups = expand(state, facts, options["dtype"], source)
     plain = copy.copy(config)
     del plain.quantization_config
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model, info = kind.from_pretrained(None, config=plain, state_dict=state, output_loading_info=True, **options)
     model.config.quantization_config, model.config._name_or_path = facts, source
     try:
