@@ -53,6 +53,41 @@ def _fp8(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": (weight / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
 
 
+def _codes(weight: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a weight [out, in] to codes [in, out], with scales and zeros [groups, out]."""
+    groups, most = weight.reshape(len(weight), -1, GROUP), 2**bits - 1
+    if symmetric:
+        numbers, scales = rounded(weight, bits, GROUP)
+        return (numbers + 2 ** (bits - 1)).t(), scales.t(), torch.full_like(scales.t(), 2 ** (bits - 1)).int()
+    least, largest = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    scales = ((largest - least) / most).clamp_min(1e-6).half().float()
+    zeros = (-least / scales).round().clamp(0, most)
+    codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, most)
+    return codes.view_as(weight).t().int(), scales.t(), zeros.t().int()
+
+
+def _gptq(bits: int, symmetric: bool) -> Callable[[Tensor], dict[str, Tensor]]:
+    def parts(weight: Tensor) -> dict[str, Tensor]:
+        codes, scales, zeros = _codes(weight, bits, symmetric)
+        stored = packed((zeros - 1).t() % 2**bits, bits).t()  # the format stores one less
+        groups = torch.arange(len(codes)).int() // GROUP
+        return {"qweight": packed(codes, bits), "qzeros": stored, "scales": scales.half(), "g_idx": groups}
+
+    return parts
+
+
+def _awq(weight: Tensor) -> dict[str, Tensor]:
+    codes, scales, zeros = _codes(weight, 4, symmetric=False)
+    order = (torch.arange(len(weight)).view(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]]).flatten()
+    words = {name: packed(each[:, order].t(), 4).t() for name, each in (("qweight", codes), ("qzeros", zeros))}
+    return {**words, "scales": scales.half()}
+
+
+def _grouped(method: str, bits: int, symmetric: bool) -> dict[str, Any]:
+    form = {"checkpoint_format": "gptq"} if method == "gptq" else {"version": "gemm", "zero_point": not symmetric}
+    return {"quant_method": method, "bits": bits, "group_size": GROUP, "sym": symmetric, "desc_act": False, **form}
+
+
 def _compressed(form: str, bits: int, kind: str = "int", group: int | None = None, inputs: bool = False) -> Any:
     numbers = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
     of_weights = {**numbers, "strategy": "group" if group else "channel", "group_size": group}
@@ -69,6 +104,10 @@ STORED: Mapping[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]
     "compressed-tensors W4A16": (_packed_integers(4, GROUP), _compressed("pack-quantized", 4, group=GROUP)),
     "compressed-tensors W8A8": (_integers, _compressed("int-quantized", 8, inputs=True)),
     "compressed-tensors FP8": (_fp8, _compressed("float-quantized", 8, "float", inputs=True)),
+    "gptq int4": (_gptq(4, True), _grouped("gptq", 4, True)),
+    "gptq int4 with zeros": (_gptq(4, False), _grouped("gptq", 4, False)),
+    "gptq int8": (_gptq(8, True), _grouped("gptq", 8, True)),
+    "awq int4": (_awq, _grouped("awq", 4, False)),
 }
 
 

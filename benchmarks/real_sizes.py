@@ -29,29 +29,48 @@ _SIZES = {
     "qwen3-1.7b": ("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 40960),
     "llama-3.2-1b": ("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072),
     "gemma-3-1b": ("gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256, 32768),
+    "qwen3-30b-a3b": ("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960),
 }
 _NAMES = ("model_type", *_KEYS.split(), "max_position_embeddings")
-SHAPES = {name: dict(zip(_NAMES, sizes, strict=True)) | {"tie_word_embeddings": True} for name, sizes in _SIZES.items()}
+SHAPES: dict[str, dict[str, Any]] = {name: dict(zip(_NAMES, sizes, strict=True)) for name, sizes in _SIZES.items()}
+SHAPES["qwen3-30b-a3b"] |= {
+    "tie_word_embeddings": False, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def config_of(shape: str, layers: int | None = None, experts: int | None = None) -> Any:
+    """Return the config of a shape, cut to so many layers and experts per layer."""
+    from transformers import AutoConfig
+
+    sizes = {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | SHAPES[shape]
+    config = AutoConfig.for_model(**sizes | ({"num_experts": experts} if experts else {}))
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return config
+
+
+def prompt_length(length: int) -> int:
+    """Return the tokens before the answer in a row of ``length`` tokens."""
+    return max(48, length - 1024)
 
 
 def make_target(args: argparse.Namespace) -> None:
     """Write weights, tokenizer, answers and prompt."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from fsd_infer.targets.loading import builtin_dir
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**SHAPES[args.shape] | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
-    config.num_hidden_layers = args.layers or config.num_hidden_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    config = config_of(args.shape, args.layers, args.experts)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(args.directory / "target")
     AutoTokenizer.from_pretrained(builtin_dir("smollm2-135m")).save_pretrained(args.directory / "target")
     draw, rows = random.Random(0), []
     for number in range(args.rows):
         ids = [draw.randrange(3, config.vocab_size) for _ in range(args.length)]
-        begin = max(48, args.length - 1024)  # of the answer
+        begin = prompt_length(args.length)
         rows.append(json.dumps({"id": str(number), "prompt_ids": ids[:begin], "response_ids": ids[begin:]}))
     (args.directory / "answers.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (args.directory / "prompt.txt").write_text("word " * args.prompt, encoding="utf-8")
@@ -146,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, required=True, help="directory of the model and the run")
     parser.add_argument("--json", type=Path, required=True, help="file of the record")
     parser.add_argument("--layers", type=int, help="layers of the target (default: the config's)")
+    parser.add_argument("--experts", type=int, help="experts of each layer (default: the config's)")
     sizes = {
         "length": (512, "tokens of a row"), "batch-tokens": (1024, "tokens of a batch"), "rows": (16, "rows"),
         "draft-vocab": (32000, "size of the draft vocabulary, 0 for the target's"),

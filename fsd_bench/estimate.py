@@ -5,7 +5,8 @@ one after the other, and each takes at least what :mod:`fsd_bench.roofline` says
 vocabulary V, draft vocabulary Vd, depth D and width w:
 
 * target: reads once its weights without the input embeddings (all experts of a mixture), and B·C tokens of keys and
-  values. It computes 2 operations per weight and node, and 4·L·heads·head width per node and token that the node sees.
+  values. It computes 2 operations per node and weight (of a mixture, those of the experts that a token uses), and
+  4·L·heads·head width per node and token that the node sees.
 * head: is read D times, over D tokens of the text and then over w nodes, and so are D sets of logits. Each set is read
   in bf16, and written and read in fp32. The same holds for a small LM. Weights rounded to b bits take b bits each and 4
   bytes per 64 of them.
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fsd_bench.planned import count_weights, planned_target, sizes_of
+from fsd_bench.planned import EXPERTS, count_weights, planned_target, sizes_of
 from fsd_bench.roofline import Hardware, Part, Work, device_rows, seconds
 from fsd_infer.device.cuda_graphs import SLOTS, TOKENS
 from fsd_infer.drafters.itself import PREFIX, Itself
@@ -48,6 +49,16 @@ def weights_read(target: Target) -> int:
     """Return the number of weights that a forward reads: all but input embeddings that are no LM head."""
     table, head = target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight
     return count_weights(target.model) - (0 if table is head else table.numel())
+
+
+def weights_used(target: Target) -> int:
+    """Return the number of weights that a token is multiplied with: of a mixture's experts, those that it uses."""
+    config, read = target.config, weights_read(target)
+    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), None)
+    if experts is None:
+        return read
+    held = sum(weight.numel() for name, weight in target.model.named_parameters() if ".experts." in name)
+    return read - held + held * int(config.num_experts_per_tok) // int(experts)
 
 
 @dataclass(frozen=True)
@@ -166,9 +177,10 @@ class Planned:
     def forward(self, nodes: int) -> Work:
         """Return the work of the target over ``nodes`` nodes of each row."""
         sizes, b, c, read = sizes_of(self.target), self.batch, self.context, weights_read(self.target)
+        used = weights_used(self.target)
         kv, seen = self.target.cache_bytes_per_token, 4 * sizes.layers * sizes.heads * sizes.head_dim * (c + nodes)
-        how = f"2 B x {read:,} + {b} x {c} x {kv} B; {b} x {nodes} x (2 x {read:,} + {seen:,})"
-        return Work("target", 2.0 * read + b * c * kv, float(b * nodes * (2 * read + seen)), how, shared=True)
+        how = f"2 B x {read:,} + {b} x {c} x {kv} B; {b} x {nodes} x (2 x {used:,} + {seen:,})"
+        return Work("target", 2.0 * read + b * c * kv, float(b * nodes * (2 * used + seen)), how, shared=True)
 
     def round(self, shape: TreeShape, lossy: bool = False) -> list[Work]:
         """Return the work of drafting, verifying and judging once."""

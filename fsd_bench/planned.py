@@ -24,6 +24,8 @@ SHAPES: dict[str, dict[str, Any]] = {
                       "num_attention_heads": 64},
 }  # fmt: skip
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of a mixture's count in configs
+
 
 def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Target:
     """Make a target without values.

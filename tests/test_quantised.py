@@ -21,8 +21,9 @@ from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import ops
 from fsd_infer.cpu.packing import can_pack, packed_of
 from fsd_infer.drafters import EagleDrafter
-from fsd_infer.errors import ModelLoadError
+from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
+from fsd_infer.targets.gptq import expand
 from fsd_infer.targets.precision import check_quantization, method_of, precision_of
 from fsd_train.cli import main as fsd_train
 from fsd_train.models.start import initialise_from
@@ -40,7 +41,7 @@ KINDS = [kind for kind in (*AT_LOAD, *STORED) if kind != "plain"]
 
 
 def need(kind: str) -> None:
-    package = NEEDED[kind.split()[0]]
+    package = NEEDED.get(kind.split()[0], "torch")
     try:
         found = importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -109,6 +110,10 @@ IN_BLOCKS = {
     "quanto int8": 8,
     "compressed-tensors W8A16": 8,
     "compressed-tensors W4A16": 2,
+    "gptq int4": 2,
+    "gptq int4 with zeros": 3,
+    "gptq int8": 8,
+    "awq int4": 3,
 }
 
 
@@ -212,11 +217,33 @@ def test_what_a_cpu_cannot_compute_is_refused_by_name(plain: Path) -> None:
         ({"quant_method": "eetq", "weights": "int8"}, "'eetq' need a GPU"),
         ({"quant_method": "fp8"}, "by 'fp8' on a GPU only"),
         ({"quant_method": "torchao", "quant_type": "Int4WeightOnlyConfig"}, "IntxWeightOnlyConfig"),
+        ({"quant_method": "awq", "bits": 4}, "by 'awq' on a GPU only"),
     ):
         with pytest.raises(ModelLoadError, match=words):
             Target.from_pretrained(str(plain), device="cpu", quantization_config=config)
+    for config in ({"quant_method": "gptq", "bits": 3}, {"quant_method": "awq", "bits": 4, "version": "gemv"}):
+        with pytest.raises(ModelLoadError, match="a CPU cannot read: use GPTQ with 4 or 8 bits"):
+            check_quantization(config, torch.device("cpu"))
     check_quantization({"quant_method": "mxfp4"}, torch.device("cpu"), stored=True)  # expanded
     check_quantization({"quant_method": "eetq"}, torch.device("cuda"))
+
+
+def test_layers_packed_by_gptqmodel_are_read(repo_root: Path) -> None:
+    """With and without zeros and order of activations; groups stay for the kernels where inputs are neighbours."""
+    golden = json.loads((repo_root / "tests" / "golden" / "gptq-awq.json").read_text(encoding="utf-8"))
+    cases = {name: case for name, case in golden.items() if isinstance(case, dict)}
+    for name, case in cases.items():
+        facts = {"quant_method": name.split()[0], "bits": case.pop("bits")}
+        weight = torch.tensor(case.pop("weight"))
+        state = {f"layer.{part}": torch.tensor(value) for part, value in case.items()}
+        state = {key: value if value.is_floating_point() else value.int() for key, value in state.items()}
+        damaged = {key: value for key, value in state.items() if not key.endswith("qzeros")}
+        groups = expand(state, facts, torch.float32, "golden")
+        assert list(state) == ["layer.weight"] and list(groups) == ([] if name == "gptq act order" else ["layer"])
+        torch.testing.assert_close(state["layer.weight"][:4], weight, atol=2e-4, rtol=1e-3)
+        with pytest.raises(CheckpointError, match="parts of layer are missing or do not fit"):
+            expand(damaged, facts, torch.float32, "golden")
+    assert len(cases) == 4
 
 
 def test_what_configs_are_called() -> None:

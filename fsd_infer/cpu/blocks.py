@@ -2,8 +2,8 @@
 
 A library stores a weight as small integers with a scale per row, or per row and group of columns. If the quantisation
 is symmetric and groups are multiples of 32 columns, the weight equals ggml's Q8_0 or Q4_0 with equal scales in
-neighbouring blocks. Scales are rounded to fp16, a relative error of at most 1/4096. For comparison, bf16 products round
-by 1/512.
+neighbouring blocks. A weight of four bits with zeros equals Q4_1. Scales are rounded to fp16, a relative error of at
+most 1/4096. For comparison, bf16 products round by 1/512.
 
 Layers are recognised by the names of their classes, so no library is imported.
 """
@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_RUN = 32  # integers that share a scale in Q8_0 and Q4_0
-_Q4_0, _Q8_0 = 2, 8  # ggml's tensor types
+_RUN = 32  # integers that share a scale
+_Q4_0, _Q4_1, _Q8_0 = 2, 3, 8  # ggml's tensor types
 _SMALLEST = 2.0**-14  # smallest normal fp16
+_GROUPS = "_groups"  # attribute of an expanded layer
 
 
 @dataclass(frozen=True)
@@ -41,30 +42,41 @@ def blocks_of(layer: nn.Module) -> Blocks | None:
     """Return the blocks of a quantised linear layer.
 
     Args:
-        layer: quantised by torchao, quanto or compressed-tensors, with weights only and no quantised inputs.
+        layer: quantised by torchao, quanto, compressed-tensors, GPTQ or AWQ, with weights only and no quantised inputs.
 
     Returns:
-        The blocks. None for other layers, asymmetric quantisation, groups that are no multiple of 32 columns, and
+        The blocks. None for other layers, zeros of more than four bits, groups that are no multiple of 32 columns, and
         scales outside the normal range of fp16.
     """
     found = _codes_of(layer)
     if found is None:
         return None
-    codes, scales = found
+    codes, scales, zeros = found
     columns = codes.shape[1]
     if columns % (_RUN * scales.shape[1]) or codes.shape[0] != scales.shape[0]:
         return None
     halves = scales.detach().half()
     if not bool(((halves.abs() >= _SMALLEST) & halves.isfinite()).all()):
         return None
-    halves = halves.repeat_interleave(columns // _RUN // scales.shape[1], 1)
+    each = columns // _RUN // scales.shape[1]
+    if zeros is not None:
+        least = (-zeros * halves.float()).half()
+        both = torch.stack([halves, least], -1).repeat_interleave(each, 1)
+        return Blocks(_Q4_1, _records(codes, both, 0))
     narrow = bool((codes.amin() >= -8) & (codes.amax() <= 7))
-    return Blocks(_Q4_0 if narrow else _Q8_0, _records(codes, halves, narrow))
+    return Blocks(_Q4_0 if narrow else _Q8_0, _records(codes, halves.repeat_interleave(each, 1), 8 if narrow else None))
 
 
-def _codes_of(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return a layer's integers [out, in] in int8 and scales [out, groups], or None."""
+def keep_groups(layer: nn.Module, scales: Tensor, zeros: Tensor) -> None:
+    """Note that a layer's weight is scale · (code − zero), with both [out, groups] in fp32."""
+    vars(layer)[_GROUPS] = scales, zeros
+
+
+def _codes_of(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Return a layer's integers [out, in] in int8, scales [out, groups], and zeros if they differ; or None."""
     weight: Any = layer._parameters.get("weight")
+    if _GROUPS in vars(layer):
+        return _grouped(weight, *vars(layer)[_GROUPS])
     kind = type(weight).__name__
     if kind == "Int8Tensor":  # torchao
         found = weight.qdata, weight.scale, weight.zero_point if weight.act_quant_kwargs is None else None
@@ -77,10 +89,20 @@ def _codes_of(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
     codes, scales, zero = found
     if codes.dtype != torch.int8 or zero is None or bool(zero.any()):
         return None
-    return codes, scales
+    return codes, scales, None
 
 
-def _decompressed(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
+def _grouped(weight: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Do the same for an expanded weight, whose codes are exact in bf16 up to 128 steps from their zero."""
+    steps = (weight.detach().float().unflatten(1, (scales.shape[1], -1)) / scales[..., None]).round()
+    zero = zeros.flatten()[0]
+    if bool((zeros == zero).all()) and float(zero) in (8.0, 128.0):
+        return steps.clamp(-128, 127).to(torch.int8).flatten(1), scales, None
+    codes = steps + zeros[..., None]
+    return (codes.to(torch.int8).flatten(1), scales, zeros) if bool(((codes >= 0) & (codes < 16)).all()) else None
+
+
+def _decompressed(layer: nn.Module) -> tuple[Tensor, Tensor, None] | None:
     """Do the same for a layer of compressed-tensors, which holds its weight in bf16 after its first forward."""
     scheme, scales = getattr(layer, "quantization_scheme", None), layer._parameters.get("weight_scale")
     weight, own = layer._parameters.get("weight"), getattr(scheme, "weights", None)
@@ -91,14 +113,21 @@ def _decompressed(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
     if weight.is_meta or not weight.is_floating_point() or weight.shape[1] % scales.shape[1]:
         return None
     groups = weight.detach().float().unflatten(1, (scales.shape[1], -1))
-    return (groups / scales.detach().float()[..., None]).round().clamp(-128, 127).to(torch.int8).flatten(1), scales
+    codes = (groups / scales.detach().float()[..., None]).round().clamp(-128, 127).to(torch.int8).flatten(1)
+    return codes, scales, None
 
 
-def _records(codes: Tensor, halves: Tensor, narrow: bool) -> np.ndarray:
-    """Return rows [out, bytes] in ggml's layout: for every 32 integers a scale in fp16, then the integers."""
+def _records(codes: Tensor, halves: Tensor, shift: int | None) -> np.ndarray:
+    """Return rows [out, bytes] in ggml's layout: for every 32 integers the numbers in fp16, then the integers.
+
+    Args:
+        codes: [out, in].
+        halves: [out, in / 32] scales in fp16, or [out, in / 32, 2] with each run's least number.
+        shift: added to integers of four bits; None: they have eight.
+    """
     numbers = codes.contiguous().numpy().reshape(len(codes), -1, _RUN)
-    if narrow:
-        shifted = (numbers + 8).astype(np.uint8)
+    if shift is not None:
+        shifted = (numbers + shift).astype(np.uint8)
         numbers = shifted[..., : _RUN // 2] | shifted[..., _RUN // 2 :] << 4
-    scales = halves.contiguous().numpy().view(np.uint8).reshape(*halves.shape, 2)
+    scales = halves.contiguous().numpy().view(np.uint8).reshape(*halves.shape[:2], -1)
     return np.concatenate([scales, numbers.view(np.uint8)], -1).reshape(len(codes), -1)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu.blocks import Blocks
+from fsd_infer.cpu.blocks import Blocks, keep_groups
 from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, kernels
 from fsd_infer.cpu.packing import (
     Packed,
@@ -35,6 +35,7 @@ __all__ = [
     "hold_blocks",
     "holds_blocks",
     "is_plain",
+    "keep_groups",
     "keep_largest",
     "kernel_kind",
     "likeliest",

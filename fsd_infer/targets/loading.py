@@ -34,6 +34,7 @@ from fsd_infer.targets.builtin import (
     shipped_drafter,
 )
 from fsd_infer.targets.checks import check_directory, check_loaded, check_size
+from fsd_infer.targets.gptq import METHODS, load_expanded
 from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
 
 __all__ = [
@@ -289,17 +290,18 @@ def load_target(
         quantised = stored or method_of(options.get("quantization_config")) is not None
         if quantised:
             check_quantization(config if stored else options["quantization_config"], place, stored)
-            options.setdefault("device_map", {"": str(place)})
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=parse_dtype(dtype),
-            use_safetensors=True,
-            attn_implementation=attn_implementation or attention_for(config),
-            output_loading_info=True,
-            **where,
-            **options,
-        )
+        options |= {
+            "dtype": parse_dtype(dtype), "attn_implementation": attn_implementation or attention_for(config)
+        }  # fmt: skip
+        loaded: Any
+        if stored and place.type == "cpu" and method_of(config) in METHODS:
+            loaded = load_expanded(source, config, where, **options)
+        else:
+            if quantised:
+                options.setdefault("device_map", {"": str(place)})
+            loaded = AutoModelForCausalLM.from_pretrained(
+                source, config=config, use_safetensors=True, output_loading_info=True, **where, **options
+            )
         tokenizer = _tokenizer(source, **where)
     model: PreTrainedModel = loaded[0]
     check_loaded(source, model, loaded[1])

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsd_infer.cpu.ops import is_plain
 from fsd_infer.errors import ModelLoadError
+from fsd_infer.targets.gptq import METHODS, check_form
 
 PLAIN = "unquantised weights"
 NEED_GPU = ("aqlm", "eetq", "fbgemm_fp8", "fouroversix", "fp_quant", "higgs", "nvfp4", "spqr", "vptq")  # no CPU kernels
@@ -72,11 +73,13 @@ def check_quantization(config: Any, device: torch.device, stored: bool = True) -
             f"weights quantised by {method!r} need a GPU, and the target is on a CPU: use torchao, bitsandbytes, "
             "quanto or compressed-tensors, or another device."
         )
-    if method in _EXPANDED and not stored:
+    if method in (*_EXPANDED, *METHODS) and not stored:
         raise ModelLoadError(
             f"weights are quantised by {method!r} on a GPU only. On a CPU use torchao, bitsandbytes or quanto, or a "
-            f"model stored in {method}, which is expanded to bf16."
+            f"model stored in {method}, which is expanded."
         )
+    if method in METHODS:
+        check_form({**quantization, "quant_method": method})
 
 
 @torch.no_grad()

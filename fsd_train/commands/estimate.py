@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
 
-from fsd_bench.estimate import head_on_paper, planned_head, weights_read
+from fsd_bench.estimate import head_on_paper, planned_head, weights_read, weights_used
 from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.roofline import Hardware, Work, device_rows, seconds, size
 from fsd_infer.chat.encoding import encode_chat, read_prompts
@@ -101,7 +101,9 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
     cached = given is not None
     loaded = _loaded(facts, cached)
     drafted = module.head.config.draft_vocab_size or facts.vocab_size
-    batch = Batch(data.batch_tokens, min(data.max_length, max(data.train_set.lengths)), module.unroll_steps)
+    length = min(data.max_length, max(data.train_set.lengths))
+    answered = round(data.batch_tokens * data.train_set.answer_tokens / tokens)
+    batch = Batch(data.batch_tokens, length, module.unroll_steps, answered)
     parts = step_memory(facts, loaded, count_weights(module.head), drafted, batch, module.device.type)
     lines += [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
     lines.append(("memory per device", size(sum(part.bytes for part in parts)), "together"))
@@ -165,7 +167,7 @@ def _forward_seconds(target: Target, data: AnswersDataModule) -> float:
 def step_work(recipe: Recipe, target: Target | None = None, head: EagleHead | None = None) -> list[Work]:
     """Return the work of one optimiser step on paper.
 
-    The target runs over a batch: 2 operations per weight and token, its LM head with the rows of the draft vocabulary.
+    The target runs over a batch: 2 operations per used weight and token, its LM head with the draft vocabulary's rows.
     The head runs forwards and backwards once per unrolled step: 6 operations per weight and token, 4 per weight of
     LM head rows that it shares with the target. The optimiser reads and writes weights, gradients and moments in fp32
     (28 B per weight).
@@ -181,14 +183,15 @@ def step_work(recipe: Recipe, target: Target | None = None, head: EagleHead | No
     tokens, steps = recipe.data["batch_tokens"], recipe.model["unroll_steps"]
     batches = int(recipe.trainer.get("accumulate_grad_batches") or 1)
     # the target's own LM head is not run, but for the draft vocabulary's rows
-    read = weights_read(target) - (target.vocab_size - drafter.vocabulary) * target.hidden_size
+    skipped = (target.vocab_size - drafter.vocabulary) * target.hidden_size
+    read, used = weights_read(target) - skipped, weights_used(target) - skipped
     run, how = 6.0 * weights + 4.0 * drafter.lm_rows, f"(6 x {weights:,} + 4 x {drafter.lm_rows:,}) x {tokens}"
     work = [
         Work("head", run, run * tokens, how, batches * steps, shared=True),
         Work("optimiser", 28.0 * weights, 0.0, f"28 B x {weights:,}"),
     ]
     if recipe.data.get("features") is None:
-        target_work = Work("target", 2.0 * read, 2.0 * read * tokens, f"2 x {read:,} x {tokens}", batches, shared=True)
+        target_work = Work("target", 2.0 * read, 2.0 * used * tokens, f"2 x {used:,} x {tokens}", batches, shared=True)
         work.insert(0, target_work)
     return work
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fsd_bench.estimate import planned_head
-from fsd_bench.planned import Sizes, count_weights, planned_target, sizes_of
+from fsd_bench.planned import EXPERTS, Sizes, count_weights, planned_target, sizes_of
 from fsd_bench.roofline import Part
 from fsd_infer.errors import DataError
 from fsd_infer.heads.head import EagleHead
@@ -80,7 +80,7 @@ def facts_of(name: str) -> TargetFacts:
         UnknownNameError: see :func:`fsd_infer.targets.loading.resolve_target`.
     """
     target = planned_target(name)
-    experts = any(getattr(target.config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    experts = any(getattr(target.config, key, None) for key in EXPERTS)
     scaled_norm = getattr(getattr(target.decoder, "norm", None), "weight", None) is not None
     sizes = {**vars(sizes_of(target)), "name": name}
     return TargetFacts(**sizes, target=target, scaled_norm=scaled_norm, experts=experts)
@@ -93,7 +93,7 @@ def choose(facts: TargetFacts) -> Choices:
     unroll_steps = 3 if small else 5
     batch_tokens = 2048
     while not small and batch_tokens < TOKENS_PER_STEP:
-        if activation_bytes(facts, 2 * batch_tokens, unroll_steps) > ACTIVATION_BUDGET:
+        if _kept_width(facts) * 2 * batch_tokens * unroll_steps > ACTIVATION_BUDGET:
             break
         batch_tokens *= 2
     if facts.vocab_size <= 16384:
@@ -173,16 +173,12 @@ def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> C
     )
 
 
-def activation_bytes(facts: TargetFacts, tokens: int, steps: int) -> float:
-    """Return the bytes that backward keeps of ``steps`` runs of the head: (36 H + 9 A + 8 I) · tokens · steps.
+def _kept_width(facts: TargetFacts) -> int:
+    """Return the bytes that backward keeps of a token in a run of the head: 36 H + 9 A + 8 I.
 
     A is the width of queries, keys and values. Counted under bf16 autocast on layers of Qwen3-0.6B, Gemma-3-1B and
     Llama-3.2-1B, which keep 0.96 to 1.03 times as much.
     """
-    return float(_kept_width(facts) * tokens * steps)
-
-
-def _kept_width(facts: TargetFacts) -> int:
     attention = (facts.heads + 2 * facts.kv_heads) * facts.head_dim
     return 36 * facts.hidden_size + 9 * attention + 8 * facts.intermediate_size
 
@@ -198,11 +194,19 @@ def memory(facts: TargetFacts, choices: Choices) -> list[Part]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Size of a training batch: padded tokens, tokens of a row, runs of the head."""
+    """Size of a training batch.
+
+    Attributes:
+        tokens: padded tokens.
+        length: tokens of a row.
+        steps: runs of the head. The first is over all tokens.
+        answered: tokens of answers, which the later runs are over. None: all.
+    """
 
     tokens: int
     length: int
     steps: int
+    answered: int | None = None
 
 
 def step_memory(facts: TargetFacts, loaded: int, weights: int, drafted: int, batch: Batch, device: str) -> list[Part]:
@@ -214,22 +218,27 @@ def step_memory(facts: TargetFacts, loaded: int, weights: int, drafted: int, bat
         weights: weights of the head.
         drafted: size of the draft vocabulary.
         batch: its size.
-        device: device type. A CPU also holds the libraries and a checkpoint while it is written.
+        device: device type. A CPU also holds the libraries, a checkpoint while it is written, and gaps in its heap,
+            which were half of the activations in runs with rows of 8,192 tokens.
     """
     h, chunk, tokens, steps = facts.hidden_size, default_chunk_size(device, drafted), batch.tokens, batch.steps
+    width, answered = _kept_width(facts), tokens if batch.answered is None else batch.answered
     head = f"18 B x {count_text(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)"
-    kept = f"{_kept_width(facts)} B x {tokens} tokens x {steps} steps"
-    masks = (steps - 1) * (steps + 2) * batch.length
+    activations, kept = float(width * (tokens + (steps - 1) * answered)), f"{width} B x {tokens} tokens x {steps} steps"
+    if answered < tokens:
+        kept = f"{width} B x ({tokens} + {steps - 1} x {answered}) tokens"
+    masks = (steps - 1) * (steps + 2)
     rows = Part("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}")
     parts = [
         Part("target", 2.0 * loaded, f"2 B x {count_text(loaded)} weights (bf16)", shared=True),
         Part("head", 18.0 * weights, head, shared=True),
         *([rows] if drafted < facts.vocab_size else []),
-        Part("activations", activation_bytes(facts, tokens, steps), kept),
-        Part("masks", float(masks * tokens), f"{(steps - 1) * (steps + 2)} B x {batch.length} x {tokens} tokens"),
+        Part("activations", activations, kept),
+        Part("masks", float(masks * batch.length * answered), f"{masks} B x {batch.length} x {answered} tokens"),
         Part("logits", 1.3 * 4 * chunk * drafted, f"1.3 x 4 B x {chunk} rows x {drafted}"),
     ]
     if device == "cpu":
+        parts.append(Part("gaps in the heap", 0.5 * activations, "0.5 x activations, freed but kept"))
         parts.append(Part("checkpoint", 12.0 * weights, f"12 B x {count_text(weights)}, while it is written"))
         parts.append(Part("libraries", LIBRARIES, "torch, transformers, Lightning"))
     return parts

@@ -1,0 +1,137 @@
+"""Load checkpoints of GPTQ and AWQ on a CPU, without the libraries that made them.
+
+A weight is scale · (code − zero), with a scale and a zero per output and group of inputs. All weights are expanded.
+Scales and zeros stay with each layer, so that our kernels can compute by codes (:mod:`fsd_infer.cpu.blocks`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
+
+from fsd_infer.cpu.ops import keep_groups
+from fsd_infer.errors import CheckpointError, ModelLoadError
+from fsd_infer.files import open_safetensors
+
+METHODS = ("gptq", "awq")
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # place of each of eight codes in its word
+
+
+def check_form(config: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError for a form of GPTQ or AWQ that this module does not read."""
+    method, bits = config["quant_method"], config.get("bits", config.get("w_bit", 4))
+    form = config.get("checkpoint_format") or config.get("format") or config.get("version") or _forms(method)[0]
+    if str(form).lower() not in _forms(method) or bits not in ((4, 8) if method == "gptq" else (4,)):
+        raise ModelLoadError(
+            f"weights are quantised by {method!r} in format {str(form)!r} with {bits} bits, which a CPU cannot read: "
+            "use GPTQ with 4 or 8 bits, AWQ in format 'gemm' with 4 bits, or another device."
+        )
+
+
+def _forms(method: str) -> tuple[str, ...]:
+    return ("gptq", "gptq_v2") if method == "gptq" else ("gemm",)
+
+
+def load_expanded(
+    source: str, config: PretrainedConfig, where: Mapping[str, Any], **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Load a quantised causal LM with expanded weights.
+
+    Args:
+        source: a directory or hub id.
+        config: of the model, with its ``quantization_config``.
+        where: what says where the files lie, as in transformers.
+        options: further arguments of transformers' ``from_pretrained``.
+
+    Returns:
+        (model on the CPU, transformers' loading info)
+
+    Raises:
+        CheckpointError: a layer lacks parts, or their shapes do not fit.
+    """
+    quantization: Any = config.quantization_config
+    facts = dict(quantization if isinstance(quantization, Mapping) else quantization.to_dict())
+    state: dict[str, Tensor] = {}
+    for file in sorted(_directory(source, where).glob("*.safetensors")):
+        with open_safetensors(file, "Copy or fetch it again.") as opened:
+            state |= {key: opened.get_tensor(key) for key in opened.keys()}
+    groups = expand(state, facts, options["dtype"], source)
+    plain = copy.copy(config)
+    del plain.quantization_config
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model, info = kind.from_pretrained(None, config=plain, state_dict=state, output_loading_info=True, **options)
+    model.config.quantization_config, model.config._name_or_path = facts, source
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(source, **where)
+    except OSError:  # most checkpoints have none, and the config's is used
+        pass
+    layers = dict(model.named_modules())
+    for name in groups.keys() & layers.keys():  # experts of a mixture are joined to one weight
+        keep_groups(layers[name], *groups[name])
+    return model, info
+
+
+def _directory(source: str, where: Mapping[str, Any]) -> Path:
+    if os.path.isdir(source):
+        return Path(source)
+    given = {name: value for name, value in where.items() if name not in ("trust_remote_code", "subfolder", "proxies")}
+    folder = where.get("subfolder") or ""
+    return Path(snapshot_download(source, allow_patterns=os.path.join(folder, "*.safetensors"), **given)) / folder
+
+
+def expand(
+    state: dict[str, Tensor], facts: Mapping[str, Any], dtype: torch.dtype, source: str
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Replace the parts of quantised layers by their weights [out, in].
+
+    Args:
+        state: the checkpoint's tensors by name, changed in place.
+        facts: the quantisation config.
+        dtype: of the weights.
+        source: name of the checkpoint in errors.
+
+    Returns:
+        Scales and zeros [out, groups] by layer, for layers whose groups are neighbouring inputs.
+
+    Raises:
+        CheckpointError: a layer lacks parts, or their shapes do not fit.
+    """
+    found = {}
+    for layer in [key.removesuffix(".qweight") for key in state if key.endswith(".qweight")]:
+        parts = {name: state.pop(f"{layer}.{name}", None) for name in _PARTS}
+        try:
+            codes, zeros, scales, group = _read(parts, facts)
+            if len(scales) != len(zeros) or scales.shape != zeros.shape or codes.shape[1] != scales.shape[1]:
+                raise ValueError(f"{list(codes.shape)}, {list(zeros.shape)}, {list(scales.shape)}")
+            state[f"{layer}.weight"] = ((codes - zeros[group]) * scales[group]).t().to(dtype).contiguous()
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{source}: the parts of {layer} are missing or do not fit each other ({error}). Fetch it again."
+            ) from error
+        if torch.equal(group, torch.arange(len(codes)) // (len(codes) // len(scales))):
+            found[layer] = scales.t().contiguous(), zeros.t().contiguous()
+    return found
+
+
+def _read(parts: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes [in, out], zeros and scales [groups, out] in fp32, and the group [in] of each input."""
+    gptq, bits = facts["quant_method"] == "gptq", int(facts.get("bits", 4))
+    natural = torch.arange(32 // bits) * bits
+    shifts, most = natural if gptq else torch.tensor(_AWQ_ORDER) * bits, 2**bits - 1
+    words, scales = parts["qweight"], parts["scales"].float()
+    codes = (words[:, None] >> natural[:, None]).flatten(0, 1) if gptq else (words[..., None] >> shifts).flatten(1)
+    zeros = (parts["qzeros"][..., None] >> shifts).flatten(1)
+    if gptq and (facts.get("checkpoint_format") or facts.get("format") or "gptq") == "gptq":
+        zeros = zeros + 1  # the first format stores one less
+    group = parts["g_idx"]
+    group = torch.arange(len(codes)) // (len(codes) // len(scales)) if group is None else group.long()
+    return (codes & most).float(), (zeros & most).float(), scales, group
