@@ -7,7 +7,10 @@ A rung is a drafter's name as `--drafter` takes it, or ``noise:0.08``: a copy of
 multiplied entry by entry with 1 + 0.08 · N(0, 1). Every rung drafts chains of ``--depth`` tokens and is one run of
 `fsd-infer bench` in batches, so its seconds say nothing. The rule ``alone`` is a small LM answering by itself.
 ``--forecast`` adds what `fsd-infer worth` forecasts for the rung. Finished rungs stay in ``--work``, where the same
-command continues.
+command continues. ``--join`` takes the rungs of an earlier record into the new one.
+
+The record ranks the rungs: by four numbers of the drafter, and by what the rules gain and spend. Its ``correlations``
+are Spearman's between the two.
 """
 
 from __future__ import annotations
@@ -22,18 +25,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 
 from benchmarks.recorded import BUILT_IN, parser_of, record_main, run_resumed
 from benchmarks.workplace import Workplace
-from fsd_bench.worth.run import WorthOptions, worth
+from fsd_bench.prompts import encode_rows, first_rows
+from fsd_bench.record import write_record
+from fsd_bench.worth.forecasts import forecast
 from fsd_infer.cli.report import number, percent, table
+from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
+from fsd_infer.files import jsonable
 from fsd_infer.heads.hub import find_head, is_hub_id
 from fsd_infer.targets.builtin import is_builtin
 from fsd_infer.targets.target import Target
 
 ALONE, EXACT, NOISE = "alone", "exact", "noise:"
 # Equal quality: no further on the wrong side of exact's than this. Shares, but for nats per token of log-likelihood.
+SMALL = "1"  # nats: a mistake of a smaller regret is a near tie
 BOUNDS = {"score": -0.02, "log_likelihood_per_token": -0.05, "copied_4grams": 0.02, "repeated_4grams": 0.02}
 
 
@@ -80,9 +89,15 @@ def measure_rung(args: argparse.Namespace, target: str, drafter: str, prompts: s
             threads=args.threads, log_likelihood=True, baselines=[EXACT],
         )  # fmt: skip
     record = json.loads(file.read_text(encoding="utf-8"))
-    rung = {"drafts": record["methods"][EXACT]["drafts"], "rules": rules_of(record)}
+    kept = {key: value for key, value in record["environment"].items() if key != "command"}  # which has paths
+    rung = {"drafts": record["methods"][EXACT]["drafts"], "rules": rules_of(record), "environment": kept}
+    training = Path(drafter) / "training.json"
+    if training.is_file():
+        trained = json.loads(training.read_text(encoding="utf-8"))
+        options = trained["hyperparameters"]
+        rung["training"] = {"from": options.get("drafter"), "loss": options.get("loss"), "steps": trained["steps"]}
     if args.forecast:
-        rung["forecast"] = forecast_of(args, target, drafter, prompts, record)
+        rung["forecast"] = forecast_of(args, target, drafter, prompts, file.with_suffix(".forecast.json"))
     return rung
 
 
@@ -108,39 +123,91 @@ def within(differences: dict[str, Any]) -> bool:
     return all(mean >= bound if bound < 0 else mean <= bound for mean, bound in measured)
 
 
-def forecast_of(
-    args: argparse.Namespace, target: str, drafter: str, prompts: str, record: dict[str, Any]
-) -> dict[str, Any]:
+def forecast_of(args: argparse.Namespace, target: str, drafter: str, prompts: str, file: Path) -> dict[str, Any]:
     """Return by rule: τ and nats forecast for the rung's chain, and tokens per cost / exact's best."""
-    options = WorthOptions(
-        target=target, drafter=drafter, tree=TreeShape.chain(args.depth), prompts=prompts, raw=args.raw,
-        rules=[rule for rule in args.rules if rule not in (EXACT, ALONE)], temperature=args.temperature,
-        limit=record["methods"][EXACT]["answers"], max_new_tokens=args.max_new_tokens, seed=args.seed,
-    )  # fmt: skip
-    found = worth(options, progress=True)[0].to_dict()
+    if file.exists():
+        kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return kept
+    decoder = FuzzyDecoder.from_pretrained(target, drafter, tree=TreeShape.chain(args.depth))
+    rows = first_rows(prompts, args.limit, args.every)
+    asked = encode_rows(rows, target, decoder.tokenizer, decoder.target.max_positions, args.raw)
+    lossy = [rule for rule in args.rules if rule not in (EXACT, ALONE)]
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+    found = forecast(decoder, asked, lossy, seed=args.seed, progress=True, **options).to_dict()
     exact = found["rows"][0]["per_cost"]
     rules = {}
     for row in found["rows"]:
         shaped = next(s for s in row["shapes"] if s["shape"] == found["decoded"])
         per_cost = {cost: value / exact[cost] for cost, value in row["per_cost"].items()}
         rules[row["rule"]] = {"tau": shaped["tau"], "nats_per_token": shaped["nats"], "per_cost": per_cost}
+    write_record(file, jsonable(rules))
     return rules
 
 
+def numbers_of(drafts: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a drafter that may predict what a rule gains. Near ties are a share of all drafts."""
+    agreement, below = drafts["agreement"], drafts["below"][SMALL]
+    near = {"below_1": below, "near_ties": (1 - agreement) * below}
+    return {"agreement": agreement, "regret_median": drafts["regret_median"] or 0.0, **near}
+
+
+def outcomes_of(rules: dict[str, Any]) -> dict[str, float]:
+    """Return the best gain at equal quality, and what each rule gains and spends."""
+    lossy = {rule: facts for rule, facts in rules.items() if facts.get("gain")}
+    gains = {rule: facts["gain"]["ratio"] for rule, facts in lossy.items()}
+    spent = {f"nats of {rule}": facts["divergence_spent"] / facts["answer_tokens"] for rule, facts in lossy.items()}
+    equal = [gains[rule] for rule, facts in lossy.items() if facts["equal"]]
+    return {"gain at equal quality": max([1.0, *equal])} | {f"gain of {rule}": gains[rule] for rule in gains} | spent
+
+
+def correlations_of(rungs: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return {outcome: {number: Spearman's rank correlation}} over the rungs that have the outcome, three or more."""
+    numbers = {name: numbers_of(rung["drafts"]) for name, rung in rungs.items()}
+    outcomes = {name: outcomes_of(rung["rules"]) for name, rung in rungs.items()}
+    found = {}
+    for outcome in dict.fromkeys(key for known in outcomes.values() for key in known):
+        names = [name for name, known in outcomes.items() if outcome in known]
+        if len({outcomes[name][outcome] for name in names}) < 3:
+            continue
+        y = [outcomes[name][outcome] for name in names]
+        ranked = {
+            number_: float(spearmanr([numbers[name][number_] for name in names], y).statistic)
+            for number_ in numbers[names[0]]
+        }
+        found[outcome] = {"rungs": len(names), **ranked}
+    return found
+
+
+def forecast_error(rungs: dict[str, Any]) -> dict[str, Any]:
+    """Return how many cases of a rung and a lossy rule have a forecast, and how far its τ is from the measured one."""
+    errors = [
+        abs(rung["forecast"][rule]["tau"] / facts["tau"] - 1)
+        for rung in rungs.values()
+        for rule, facts in rung["rules"].items()
+        if rule in rung.get("forecast", {}) and rule != EXACT
+    ]
+    if not errors:
+        return {"cases": 0}
+    near = sum(error <= 0.1 for error in errors) / len(errors)
+    return {"cases": len(errors), "mean_error": sum(errors) / len(errors), "within_10_percent": near}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return {"bounds", "rungs"}. Raises FsdError."""
+    """Return bounds, rungs, correlations and the error of the forecasts. Raises FsdError."""
     figure = args.figure and args.figure.resolve()
+    joined = {} if args.join is None else json.loads(Path(args.join).read_text(encoding="utf-8"))["rungs"]
     work = Workplace(args.work)
     target, prompts = work.link(args.target), work.link(args.prompts)
     drafters = {rung: drafter_of(rung, args, work) for rung in args.rungs}
     os.chdir(work.directory)
-    rungs = {
+    rungs = joined | {
         Path(rung).name: measure_rung(args, target, drafter, prompts, Path(f"{Path(drafter).name}.json"))
         for rung, drafter in drafters.items()
     }
     if figure is not None:
         write_figure(rungs, figure)
-    return {"bounds": BOUNDS, "rungs": rungs}
+    found = {"correlations": correlations_of(rungs), "forecast_error": forecast_error(rungs)}
+    return {"bounds": BOUNDS, "rungs": rungs, **found}
 
 
 def write_figure(rungs: dict[str, Any], path: Path) -> None:
@@ -170,14 +237,18 @@ def write_figure(rungs: dict[str, Any], path: Path) -> None:
 
 def report(record: dict[str, Any]) -> str:
     """Return a table with a line per rung and rule."""
-    rows = []
+    rows, ranks = [], []
     for rung, facts in record["rungs"].items():
         for rule, found in facts["rules"].items():
             gain = (found.get("gain") or {}).get("ratio")
             equal = {None: "", True: "yes", False: "no"}[found.get("equal")]
             row = [f"{rung} {rule}", percent(facts["drafts"]["agreement"], 0), number(facts["drafts"]["regret_median"])]
             rows.append([*row, number(found["tau"]), number(gain), equal])
-    return table(["rung, rule", "agrees %", "median regret", "tau", "x exact", "equal"], rows)
+    for outcome, found in record["correlations"].items():
+        ranks.append([f"rank correlation with {outcome}", *map(number, found.values())])
+    text = table(["rung, rule", "agrees %", "median regret", "tau", "x exact", "equal"], rows)
+    names = ["", "rungs", "agreement", "median regret", "below 1 nat", "near ties"]
+    return f"{text}\n\n{table(names, ranks)}" if ranks else text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -187,7 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rules=(["tilted", "typical:novel=3", ALONE], "acceptance rules, or alone"), prompts=..., raw=False,
         score=("auto", "kind of reference"), every=1, limit=None, max_new_tokens=96, depth=(8, "drafts per chain"),
         batch=48, temperature=0.0, seed=1, threads=None, forecast=(False, "add the forecasts of `fsd-infer worth`"),
-        work=(Path("runs/ladder"), "directory of the rungs' records"), figure=(None, "picture to draw"), json=...,
+        join=(None, "earlier record whose rungs to add"), work=(Path("runs/ladder"), "directory of the rungs' records"),
+        figure=(None, "picture to draw"), json=...,
     )  # fmt: skip
     return record_main("benchmarks.ladder", parser, measure, report, argv)
 

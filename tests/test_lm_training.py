@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.divergence import divergence
 from fsd_infer.drafters import LMDrafter, TreeShape
+from fsd_infer.drafters.itself import Itself
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.errors import DataError
 from fsd_infer.targets.adapters import is_adapter
@@ -37,6 +38,7 @@ from tests.train_toys import options as module_options
 
 STEPS = 4
 LORA = {"r": 4, "lora_alpha": 8}
+LAYER = "self:layers=1"
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,8 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(toys: Path, **options: Any) -> LMModule:
     values = {"lr": 3e-3, "warmup_steps": 1, "on_policy_tokens": 10, **options}
-    return LMModule(str(toys / "target"), str(toys / "drafter"), **module_options(**values))
+    drafter = values.pop("drafter", str(toys / "drafter"))
+    return LMModule(str(toys / "target"), drafter, **module_options(**values))
 
 
 def ready(toys: Path, **options: Any) -> LMModule:
@@ -165,20 +168,39 @@ def test_on_policy_answers_are_the_drafters_own(toys: Path) -> None:
     assert drafts is not None and len(drafts.weights) == int((fresh["loss_mask"].sum(1) - 1).sum())
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_what_is_trained_is_exported_and_decodes(toys: Path, tmp_path: Path, lora: dict[str, int] | None) -> None:
+def test_on_policy_share_is_that_of_batches(toys: Path) -> None:
+    module, batch = ready(toys, on_policy=0.4, on_policy_tokens=1), batch_of(toys, 1)
+    sampled = 0
+    for number in range(40):
+        module.seed = number
+        state = torch.get_rng_state()
+        fresh = module.maybe_on_policy(batch)
+        assert torch.equal(torch.get_rng_state(), state)
+        sampled += fresh is not batch
+        torch.rand(1)  # draws depend on nothing that ran before
+        again = module.maybe_on_policy(batch)
+        assert (again is batch) == (fresh is batch) and torch.equal(again["input_ids"], fresh["input_ids"])
+    assert 8 <= sampled <= 26
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": LORA}, {"drafter": LAYER}], ids=["full", "lora", "a layer"])
+def test_what_is_trained_is_exported_and_decodes(toys: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    lora = options.get("lora")
     callback = DecodedTau(["exact", "fuzzy:js:0.4"], prompts=2, max_new_tokens=8)
     made, export = tmp_path / "model", ExportHead(str(tmp_path / "model"))
-    module, _ = fit(toys, tmp_path, export, callback, on_policy=0.5, lora=lora, lr=0.05 if lora else 3e-3)
+    module, _ = fit(toys, tmp_path, export, callback, on_policy=0.5, lr=0.05 if lora else 3e-3, **options)
     checkpoint = tmp_path / "ckpt" / f"step={STEPS}.ckpt"
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
     assert state and all("lora_" in name for name in state) == is_adapter(made) == bool(lora)
     target, base = (Target.from_pretrained(str(toys / name), dtype=torch.float32) for name in ("target", "drafter"))
+    base = Itself.parse(LAYER).of(target, LAYER) if "drafter" in options else base
     loaded, trained = load_lm(made, target), logits_of(module.head.model.eval())
     assert not any("lora" in name for name, _ in loaded.model.named_parameters())  # merged
     exact = {"atol": 0.02, "rtol": 1e-3} if lora else {"atol": 0.2, "rtol": 0.05}  # stored in bf16
     torch.testing.assert_close(logits_of(loaded.model), trained, **exact)
+    assert loaded.config.num_hidden_layers == base.config.num_hidden_layers
     assert float((logits_of(base.model) - trained).abs().max()) > 0.01
+    torch.testing.assert_close(logits_of(ready(toys, **options).head.model.eval()), logits_of(base.model))
     assert_decodes_exactly(toys, made)
     record = json.loads((made / "training.json").read_text())
     assert record["steps"] == STEPS and record["hyperparameters"]["on_policy"] == 0.5
@@ -216,6 +238,8 @@ def test_resumed_run_ends_with_the_same_weights(toys: Path, tmp_path: Path, opti
             "w_feature",
         ),
         ({"lora": {"rank": 4}}, "no option rank"),
+        ({"lora": LORA, "drafter": LAYER}, "Leave model.lora out"),
+        ({"drafter": f"{LAYER}:bits=3"}, "Leave bits out"),
         ({"loss_vocab_size": 40}, "answer_counts"),
     ],
 )

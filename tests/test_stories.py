@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,10 +70,36 @@ def test_a_ladder_compares_rules_on_every_rung(toy: Toy, tmp_path: Path, monkeyp
         assert alone["gain"] is None and alone["differences"].keys() == lossy["differences"].keys()
         assert rung["forecast"]["exact"]["tau"] == pytest.approx(exact["tau"], rel=0.2)
         assert rung["drafts"]["count"] > 0
-    before = (tmp_path / "work" / "drafter.json").stat().st_mtime_ns
+    assert record["forecast_error"]["cases"] == 2 and record["forecast_error"]["mean_error"] < 0.3
+    kept = [tmp_path / "work" / name for name in ("drafter.json", "drafter.forecast.json")]
+    before = [file.stat().st_mtime_ns for file in kept]
+    old = json.loads((tmp_path / "ladder.json").read_text())["rungs"]
+    (tmp_path / "old.json").write_text(json.dumps({"rungs": {f"old {name}": rung for name, rung in old.items()}}))
     monkeypatch.chdir(tmp_path)
-    assert ladder.main(words) == 0
-    assert (tmp_path / "work" / "drafter.json").stat().st_mtime_ns == before, "a finished rung is kept"
+    assert ladder.main([*words, "--join", "old.json"]) == 0
+    assert [file.stat().st_mtime_ns for file in kept] == before, "a finished rung is kept"
+    joined = json.loads((tmp_path / "ladder.json").read_text())["rungs"]
+    assert list(joined) == ["old drafter", "old noise:0.02", "drafter", "noise:0.02"]
+    assert joined["old drafter"] == joined["drafter"]
+
+
+def test_numbers_of_drafters_are_ranked_with_what_rules_gain() -> None:
+    def rung(agreement: float, regret: float, below: float, gain: float, equal: bool) -> dict[str, Any]:
+        drafts = {"agreement": agreement, "regret_median": regret, "below": {"1": below}}
+        lossy = {"gain": {"ratio": gain}, "equal": equal, "divergence_spent": 2.0, "answer_tokens": 40.0}
+        return {"drafts": drafts, "rules": {"exact": {"gain": None}, "tilted": lossy}}
+
+    rungs = {
+        "a": rung(0.9, 0.5, 0.9, 1.2, True),
+        "b": rung(0.8, 1.0, 0.7, 1.4, True),
+        "c": rung(0.4, 3, 0.5, 1.3, False),
+    }
+    found = ladder.correlations_of(rungs)
+    assert list(found) == ["gain at equal quality", "gain of tilted"], "what is spent is the same on each rung"
+    by_gain, by_equal = found["gain of tilted"], found["gain at equal quality"]
+    assert by_gain["rungs"] == 3 and by_gain["agreement"] == pytest.approx(-0.5)
+    assert by_gain["regret_median"] == pytest.approx(0.5) and by_gain["near_ties"] == pytest.approx(0.5)  # .09 .14 .30
+    assert by_equal["below_1"] == pytest.approx(0.5), "without an equal rule the gain is exact's"
 
 
 def test_quality_is_equal_within_the_bounds() -> None:

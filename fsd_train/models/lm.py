@@ -42,7 +42,8 @@ class LMModule(DistillationModule):
 
     Args:
         target: built-in name, directory or hub id of the target.
-        drafter: built-in name, directory or hub id of the small LM to start from.
+        drafter: built-in name, directory or hub id of the small LM to start from, or "self:layers=0-4,25-29": a copy of
+            the target with these layers only.
         lora: options of ``peft.LoraConfig`` for training a LoRA adapter ({}: r 16, alpha 32, all linear layers). None:
             train all weights.
         on_policy: probability λ that a batch's answers are sampled from the drafter. Above 0 the target is loaded with
@@ -128,7 +129,7 @@ class LMModule(DistillationModule):
                 )
 
     def new_head(self) -> SmallLM:
-        return SmallLM(self.drafter, self.target, self.lora)
+        return SmallLM(self.drafter, self.target, self.lora, self.whole_target)
 
     @property
     def tables(self) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import check_same_vocabulary
 from fsd_infer.errors import DataError, ModelLoadError
 from fsd_infer.files import disk_errors, write_text
@@ -47,22 +48,29 @@ class SmallLM(nn.Module):
     """A causal LM in training, with all weights or with a LoRA adapter.
 
     Args:
-        source: directory, hub id or built-in name.
+        source: directory, hub id or built-in name, or "self:layers=..." for layers of ``another``.
         target: target with the same vocabulary.
         lora: options of ``peft.LoraConfig`` in addition to :data:`LORA_DEFAULTS`; None: train all weights.
+        another: loads another copy of the target in a dtype, with its layers.
 
     Raises:
         VocabularyMismatchError: the vocabularies differ.
         ModelLoadError: the model cannot be loaded, or peft is missing.
-        DataError: an unknown LoRA option.
+        DataError: an unknown LoRA option, or a part of the target that cannot be trained.
     """
 
     draft_ids: Tensor | None
 
-    def __init__(self, source: str, target: Target, lora: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, source: str, target: Target, lora: Mapping[str, Any] | None, another: Callable[[torch.dtype], Target]
+    ) -> None:
         super().__init__()
         model: Any
-        model, self.tokenizer = load_target(source, dtype=torch.float32, device="cpu")
+        if source.startswith(PREFIX):
+            part = _part_of(source, lora, another)
+            model, self.tokenizer = part.model, part.tokenizer
+        else:
+            model, self.tokenizer = load_target(source, dtype=torch.float32, device="cpu")
         self.name = source
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
@@ -197,6 +205,16 @@ class SmallLM(nn.Module):
                 f"the LM head of {self.name} ({self.config.model_type}) is more than a linear map, a scale and a soft "
                 "cap. Use another small LM."
             )
+
+
+def _part_of(source: str, lora: Mapping[str, Any] | None, another: Callable[[torch.dtype], Target]) -> Target:
+    """Return some layers of another copy of the target, with tensors of their own."""
+    itself = Itself.parse(source)
+    if itself.bits is not None:
+        raise DataError(f"model.drafter {source}: training does not keep weights of a few bits. Leave bits out.")
+    if lora is not None:
+        raise DataError(f"model.drafter {source} is no model that an adapter can name. Leave model.lora out.")
+    return itself.of(another(torch.float32), source)
 
 
 def _adapted(model: Any, source: str, lora: Mapping[str, Any]) -> Any:
