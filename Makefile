@@ -54,7 +54,7 @@ test-wheel: $(STAMP)  ## a wheel in an empty environment outside the checkout de
 
 test-quant: $(STAMP)  ## quantised targets, with the libraries that compute them
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c requirements.lock -e '.[quant]'
-	$(BIN)/python -m pytest tests/test_quantised.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/test_quantised.py tests/test_examples.py::test_it_runs[quantised_target] $(PYTEST_ARGS)
 
 test-vllm: $(STAMP)  ## exported heads decode in vLLM as they do here; it is installed into .venv-vllm where it can be
 	@test -n "$$VLLM_PYTHON" || $(BIN)/python -m benchmarks.heads_in_vllm --vllm .venv-vllm --install || true

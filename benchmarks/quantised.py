@@ -177,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(
         "benchmarks.quantised", __doc__, target=BUILT_IN, prompts=PROMPTS, limit=(12, "texts to agree on; 0: none"),
         decoded=(8, "prompts that each kind decodes in bf16; 0: none"), max_new_tokens=48,
-        kinds=(KINDS, "kinds of weights"), scratch=(None, "directory for checkpoints and finished kinds, which a rerun skips"),
-        json=None,
+        kinds=(KINDS, "kinds of weights"),
+        scratch=(None, "directory for checkpoints and finished kinds, which a rerun skips"), json=None,
     )  # fmt: skip
     return record_main("benchmarks.quantised", parser, measure, report, argv)
 

@@ -3,7 +3,8 @@
     python -m benchmarks.real_sizes qwen3-0.6b --directory DIR --json benchmarks/results/real-sizes-qwen3-0.6b.json
 
 Runs new-recipe, estimate, cache-features, two steps of fit, two more after a resume, export and a decode, each in a
-process of its own. Weights and answers are random, so the record says nothing about quality.
+process of its own. Weights and answers are random, so the record says nothing about quality. If it is interrupted, a
+rerun skips the commands that have ended.
 """
 
 from __future__ import annotations
@@ -119,10 +120,13 @@ def commands(directory: Path, length: int) -> dict[str, list[str]]:
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
-    recipe, text = args.directory / "recipe.yaml", ""
-    recipe.unlink(missing_ok=True)
-    found: dict[str, Any] = {}
+    recipe, kept = args.directory / "recipe.yaml", args.directory / "measured.json"
+    found: dict[str, Any] = json.loads(kept.read_text("utf-8")) if kept.is_file() else {}
     for name, words in commands(args.directory, args.length).items():
+        if name in found:
+            continue
+        if name == "new-recipe":
+            recipe.unlink(missing_ok=True)
         found[name] = measure(name, words)
         if name == "new-recipe":
             text = recipe.read_text("utf-8").replace("accelerator: auto", "accelerator: cpu")
@@ -131,6 +135,9 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
             for key, value in sizes.items():
                 text = re.sub(rf"( {key}: )\w+", rf"\g<1>{value}", text)
             recipe.write_text(text, "utf-8")
+        kept.write_text(json.dumps(found), "utf-8")
+    kept.unlink()
+    text = recipe.read_text("utf-8")
     said = {name: each.pop("said") for name, each in found.items()}["estimate"]
     shown = [line for line in said.splitlines() if line.startswith(("memory", "time"))]
     predicted = 1e9 * float(re.search(r"memory per device +([\d.]+) GB", said)[1])  # type: ignore[index]

@@ -95,11 +95,12 @@ class Watch:
 
 
 class Closing:
-    """A logits processor that favours tokens by which JSON values end. Small models fill objects without end."""
+    """A logits processor that favours tokens by which JSON values and texts end. Small models write without end."""
 
     def __init__(self, tokenizer: Any) -> None:
         pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        self.liked = torch.tensor([place for place, piece in enumerate(pieces) if piece and piece[0] in '"}]'])
+        ends = [place for place, piece in enumerate(pieces) if piece and piece[0] in '"}]']
+        self.liked = torch.tensor([*ends, tokenizer.eos_token_id])  # a number ends with the text only
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores.index_add(1, self.liked, torch.full((len(scores), len(self.liked)), 6.0))
@@ -166,7 +167,7 @@ def schemas(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def answer_to(decoder: FuzzyDecoder, schema: Any, guide: Guide, seed: int, args: argparse.Namespace) -> str | None:
-    """An answer that ended; None if neither a free sample did, nor one that favours the ends of values."""
+    """An answer that ended; None if neither a free sample did, nor one that favours ends."""
     question = f"Write JSON for this schema: {json.dumps(schema)[:300]}"
     options = {"do_sample": True, "temperature": 0.7, "top_k": None, "max_new_tokens": args.max_new_tokens}
     for processors in ([], [Closing(decoder.tokenizer)]):

@@ -14,21 +14,24 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import nn
+from transformers import GenerationConfig
 
 from benchmarks.quantised import AT_LOAD, load
-from benchmarks.quantised_checkpoints import STORED
+from benchmarks.quantised_checkpoints import STORED, write
 from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import ops
 from fsd_infer.cpu.packing import can_pack, packed_of
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.targets.gptq import expand
+from fsd_infer.targets.gptq import expand, load_expanded
+from fsd_infer.targets.loading import load_config, load_target
 from fsd_infer.targets.precision import check_quantization, method_of, precision_of
 from fsd_train.cli import main as fsd_train
 from fsd_train.models.start import initialise_from
 from tests.families import reference, save_head, tiny_model
 from tests.gguf_toys import FITTING
+from tests.loopback_hub import loopback_hub
 from tests.train_toys import fit_command
 
 NEEDED = {
@@ -244,6 +247,22 @@ def test_layers_packed_by_gptqmodel_are_read(repo_root: Path) -> None:
         with pytest.raises(CheckpointError, match="parts of layer are missing or do not fit"):
             expand(damaged, facts, torch.float32, "golden")
     assert len(cases) == 4
+
+
+def test_a_checkpoint_of_gptq_comes_from_the_hub(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_target(str(plain), dtype=torch.float32, device="cpu")[0]
+    directory = write(model, tmp_path / "gptq", "gptq int4")
+    GenerationConfig(eos_token_id=[5, 7]).save_pretrained(directory)
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    with loopback_hub() as hub:
+        hub.add("owner/gptq", directory)
+        hub.serve_this_process(monkeypatch, tmp_path / "cache")
+        config = load_config("owner/gptq")
+        made, info = load_expanded("owner/gptq", config, {"revision": "main", "trust_remote_code": False}, **options)
+    local = load_target(str(directory), **options, device="cpu")[0]
+    assert not info["missing_keys"] and made.generation_config.eos_token_id == [5, 7]
+    for name, weight in local.state_dict().items():
+        assert torch.equal(weight, made.state_dict()[name])
 
 
 def test_what_configs_are_called() -> None:

@@ -37,6 +37,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
     "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
     "qwen3": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 5.0, "sliding_window": 64, "query_pre_attn_scalar": 8},
 }
 

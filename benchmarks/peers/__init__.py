@@ -82,7 +82,8 @@ def vllm_variables(python: Path, threads: int) -> dict[str, str]:
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     if openmp.is_file():
         wanted["LD_PRELOAD"] = str(openmp.absolute())
-    return {**wanted, **{key: os.environ[key] for key in wanted if key in os.environ}, "OMP_NUM_THREADS": str(threads)}
+    wanted |= {key: os.environ[key] for key in wanted if key in os.environ}
+    return {**wanted, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}  # torch reads both
 
 
 PEERS = {

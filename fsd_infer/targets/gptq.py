@@ -61,7 +61,8 @@ def load_expanded(
     quantization: Any = config.quantization_config
     facts = dict(quantization if isinstance(quantization, Mapping) else quantization.to_dict())
     state: dict[str, Tensor] = {}
-    for file in sorted(_directory(source, where).glob("*.safetensors")):
+    place = {name: value for name, value in where.items() if name != "trust_remote_code"}
+    for file in sorted(_directory(source, place).glob("*.safetensors")):
         with open_safetensors(file, "Copy or fetch it again.") as opened:
             state |= {key: opened.get_tensor(key) for key in opened.keys()}
     groups = expand(state, facts, options["dtype"], source)
@@ -71,8 +72,8 @@ def load_expanded(
     model, info = kind.from_pretrained(None, config=plain, state_dict=state, output_loading_info=True, **options)
     model.config.quantization_config, model.config._name_or_path = facts, source
     try:
-        model.generation_config = GenerationConfig.from_pretrained(source, **where)
-    except OSError:  # most checkpoints have none, and the config's is used
+        model.generation_config = GenerationConfig.from_pretrained(source, **place)
+    except OSError:  # there is none, and the config's values are used
         pass
     layers = dict(model.named_modules())
     for name in groups.keys() & layers.keys():  # experts of a mixture are joined to one weight
@@ -80,11 +81,11 @@ def load_expanded(
     return model, info
 
 
-def _directory(source: str, where: Mapping[str, Any]) -> Path:
+def _directory(source: str, place: Mapping[str, Any]) -> Path:
     if os.path.isdir(source):
         return Path(source)
-    given = {name: value for name, value in where.items() if name not in ("trust_remote_code", "subfolder", "proxies")}
-    folder = where.get("subfolder") or ""
+    given = {name: value for name, value in place.items() if name not in ("subfolder", "proxies")}
+    folder = place.get("subfolder") or ""
     return Path(snapshot_download(source, allow_patterns=os.path.join(folder, "*.safetensors"), **given)) / folder
 
 
