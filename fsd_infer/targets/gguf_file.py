@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -19,6 +21,9 @@ from fsd_infer.errors import ModelLoadError
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+
+# Python 3.10 does not map this module to its distribution, and then transformers reads the version here
+vars(gguf).setdefault("__version__", version("gguf"))
 
 
 @dataclass(frozen=True)
