@@ -1,4 +1,4 @@
-"""Drafters without a model: tables of what may follow a text's last tokens."""
+"""Drafters without a model: tables of continuations of a text's last tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Nodes
 
-PRIOR_TRIALS = 4.0  # what a prior counts for
-Options = list[tuple[int, float]]  # different tokens, and chances that add up to at most 1
+PRIOR_TRIALS = 4.0  # trials that a prior counts as
+Options = list[tuple[int, float]]  # distinct tokens with chances that add up to at most 1
 
 
 class Chance:
-    """How often guesses of a kind are right: (prior hits + hits) / (prior trials + trials), both counts fading.
+    """The share of right guesses of one kind: (prior hits + hits) / (prior trials + trials). Both counts fade.
 
     Args:
-        prior: taken for it at first.
-        memory: trials beyond which evidence makes older evidence fade.
-        weight: trials that the prior counts for.
+        prior: the share before the first trial.
+        memory: trials after which new evidence makes older evidence fade.
+        weight: trials that the prior counts as.
     """
 
     def __init__(self, prior: float, memory: float, weight: float = PRIOR_TRIALS) -> None:
@@ -42,33 +42,33 @@ class Chance:
     def learn(self, right: bool) -> None:
         fade = 1.0 if self.trials < self.memory else 1.0 - 1.0 / self.memory
         self.hits, self.trials = self.hits * fade + right, self.trials * fade + 1.0
-        # never certain either way: a score must fall from parent to child, and a chance must be able to recover
+        # never 0 or 1: scores must fall from parent to child, and a chance must be able to recover
         self.hits = min(max(self.hits, 0.01), self.trials - 0.05)
 
 
 class Table(Protocol):
-    """What is known of one text. What it knows a context by is its own affair."""
+    """The continuations known for one text. A place is the table's own form of a context."""
 
     def at(self, context: Sequence[int]) -> Any:
-        """What it knows the context by that ends with these tokens."""
+        """Return the place of a context that ends with these tokens."""
 
     def step(self, place: Any, token: int) -> Any:
-        """The same with one token more."""
+        """Return the place after one more token."""
 
     def options(self, place: Any) -> Options:
-        """What may follow."""
+        """Return the possible next tokens."""
 
 
 def best_first(table: Table, place: Any, root: int, nodes: int, depth: int, least: float) -> Nodes:
-    """The most promising continuations of a text as a tree, best first.
+    """Grow a tree of a text's most likely continuations, best first.
 
     Args:
         table: of the text.
-        place: what the table knows the text by.
+        place: the table's place of the text.
         root: the text's last token.
         nodes: most nodes, the root included.
-        depth: deepest node.
-        least: chance of acceptance below which a node is not worth its verification.
+        depth: of the deepest node.
+        least: chance of acceptance below which a node is not drafted.
     """
     tokens, parents, scores, depths = [root], [0], [0.0], [0]
     queue: list[tuple[float, int, int, int, Any]] = []  # -score, order of arrival, parent, token, parent's place
@@ -93,21 +93,21 @@ def best_first(table: Table, place: Any, root: int, nodes: int, depth: int, leas
 
 
 class FreeDrafter(Drafter):
-    """A drafter that needs neither weights nor features. By name ("X+NAME") it can be grafted onto X's tree.
+    """A drafter that needs neither weights nor features. The name "X+NAME" grafts it onto X's tree.
 
     Args:
         vocab_size: V of the target.
-        depth: deepest draft (number of tokens ahead of the root).
+        depth: of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included.
-        width: most children of a node by one context.
-        least: a node whose estimated chance of acceptance is lower is not drafted, in (0, 1).
+        width: most children per context.
+        least: estimated chance of acceptance below which a node is not drafted, in (0, 1).
 
     Attributes:
-        reach: tokens of a context that its tables look at.
-        most_chosen: nodes that it drafts at least, where what is verified of them is chosen round by round.
+        reach: tokens of a context that its tables read.
+        most_chosen: nodes that it drafts at least under ``tree="auto"``, which then chooses the nodes to verify.
 
     Raises:
-        FsdError: options out of range.
+        FsdError: an option out of range.
     """
 
     reach: ClassVar[int]
@@ -139,16 +139,16 @@ class FreeDrafter(Drafter):
 
     @classmethod
     def option(cls, text: str, target: Target) -> dict[str, Any]:
-        """The arguments that "NAME:TEXT" stands for. Raises FsdError for what is no option."""
+        """Return the arguments that "NAME:TEXT" stands for. Raises FsdError if TEXT is not an option."""
         raise FsdError(f"drafter {cls.name} takes no option, got {cls.name}:{text!s:.80}. Name {cls.name} alone.")
 
     def trees(self, tables: Sequence[Table], places: Sequence[Any], roots: Tensor, device: torch.device) -> DraftTree:
-        """A tree of each text's table, under its last token; roots [B] on the CPU."""
+        """Return a tree per text, grown from its table under its last token. ``roots`` [B] is on the CPU."""
         limits = self.nodes, self.depth, self.least
         rows = [best_first(*row, *limits) for row in zip(tables, places, roots.tolist(), strict=True)]
         return DraftTree.of_lists(rows, self.vocab_size, device)
 
 
 def free_drafters() -> dict[str, type[FreeDrafter]]:
-    """The registered drafters without a model, by name."""
+    """Return the registered drafters without a model, by name."""
     return {name: kind for name in DRAFTERS if issubclass(kind := DRAFTERS.get(name), FreeDrafter)}
