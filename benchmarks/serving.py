@@ -31,7 +31,7 @@ from benchmarks.peers import prepare
 from benchmarks.recorded import ROOT, record_main
 from fsd_bench import parse_methods
 from fsd_bench.methods import METHODS
-from fsd_bench.models import Models
+from fsd_bench.models import ModelOptions, Models
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.drafters import forced
 from fsd_infer.engine.rounds import Round
@@ -206,7 +206,7 @@ def in_vllm(decoder: FuzzyDecoder, args: argparse.Namespace) -> dict[str, Any]:
     files = {"directory": str(resolve_target(args.target))}
     for text in prepare(["vllm", "vllm:ngram"], ROOT, {"vllm": args.vllm.absolute()}, files, torch.get_num_threads()):
         spec = parse_methods([text])[0]
-        method = METHODS.get(spec.kind).make(spec, Models())
+        method = METHODS.get(spec.kind).make(spec, Models(ModelOptions()))
         runs: dict[str, list[Run]] = {f"{text}, schema": [], f"{text}, free": []}
         for repeat in range(args.repeats + 1):
             for ids, schema in questions(decoder):

@@ -10,16 +10,22 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
-from benchmarks import compare, first_gpu, peers
+from benchmarks import compare, first_gpu, memory_in_vllm, peers, serving
 from benchmarks.peers import HERE
+from benchmarks.peers.gguf_files import converted
 from fsd_bench import run
 from fsd_bench.methods import METHODS, parse_methods
 from fsd_bench.process import ProcessMethod
 from fsd_infer import FsdError
 from fsd_infer.cli.main import build_parser, main
+from fsd_infer.targets.loading import load_tokenizer
 from fsd_train.commands.fit import read_recipe
 from tests.bench_toys import Toy
 
@@ -33,7 +39,7 @@ def load():
         raise RuntimeError("no such instruction set\\nand more")
     print("noise on standard output")
     def answer(prompt, new, temperature, seed, schema=None):
-        prompt = prompt if schema is None else [schema["const"]]
+        prompt = [40] if schema else prompt
         common = {"seconds": 1.0, "first": 0.25, "stopped": False}
         return {**common, "tokens": [prompt[-1] + i for i in range(new)], "verified": new - 1, "forwards": 2}
     return answer, {"by": "fake", "version": "fake 1.0", "arguments": sys.argv[1:]}
@@ -91,9 +97,50 @@ def test_a_peer_that_cannot_do_what_is_asked_says_why(fake: peers.Peer, tmp_path
         method.answer([[1], [2]], {"max_new_tokens": 2}, 0)
     run = method.answer([[7]], {"max_new_tokens": 2, "do_sample": False}, 0)
     assert run.answers[0].tokens == [7, 8] and (run.seconds, run.prefill_seconds) == (1.0, 0.25)
-    run = method.answer([[7]], {"max_new_tokens": 2, "schema": {"const": 40}}, 0)
+    run = method.answer([[7]], {"max_new_tokens": 2, "schema": {"type": "integer"}}, 0)
     assert run.answers[0].tokens == [40, 41], "a question's schema reaches the engine"
     method.close()
+
+
+def test_vllm_answers_tasks_with_a_schema_and_the_workloads_of_memory(
+    toy: Toy, fake: peers.Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: dict[str, list[str]] = {"": ["{directory}"], "ngram": ["{directory}"]}
+    monkeypatch.setitem(peers.PEERS, "vllm", peers.Peer(modes, [], fake.script, ""))
+    args = argparse.Namespace(target=str(toy.target), vllm=Path(sys.executable), repeats=1, max_new_tokens=3)
+    decoder: Any = SimpleNamespace(encode=lambda messages: [7])
+    try:
+        found = serving.in_vllm(decoder, args)
+    finally:
+        METHODS._entries.pop("vllm", None)
+    assert list(found) == [f"{method}, {asked}" for method in ("vllm", "vllm:ngram") for asked in ("schema", "free")]
+    assert all(each["tokens_per_second"] == 3 and each["tokens_per_forward"] == 1 for each in found.values())
+    method, rows = ProcessMethod("fake", [sys.executable, fake.script]), [{"workload": "chat", "turns": ["a", "and?"]}]
+    answers = list(memory_in_vllm.answers_of(method, load_tokenizer(toy.target), rows, 2))
+    method.close()
+    assert [(answer["tokens"], answer["forwards"]) for answer in answers] == [(2, 2)] * 2, "an answer to each turn"
+
+
+def test_gguf_files_hold_the_numbers_that_the_packed_ones_stand_for(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    packed = quants.quantize(numbers, GGMLQuantizationType.Q4_1)
+    writer = GGUFWriter(tmp_path / "q4.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("blk.0.attn_q.weight", packed, raw_dtype=GGMLQuantizationType.Q4_1)
+    writer.add_tensor("blk.0.attn_norm.weight", numbers[0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    made = GGUFReader(converted(tmp_path / "q4.gguf", "f16", tmp_path / "f16.gguf"))
+    assert made.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    matrix, norm = made.tensors
+    expected = quants.dequantize(packed, GGMLQuantizationType.Q4_1)
+    assert matrix.tensor_type == GGMLQuantizationType.F16
+    assert np.array_equal(matrix.data, expected.astype(np.float16)) and np.array_equal(norm.data, numbers[0])
+    before = (tmp_path / "f16.gguf").stat().st_mtime_ns
+    assert converted(tmp_path / "none", "f16", tmp_path / "f16.gguf").stat().st_mtime_ns == before, "made once"
 
 
 def test_an_unknown_peer_ends_in_one_line(
