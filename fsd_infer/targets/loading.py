@@ -113,8 +113,9 @@ def parse_device(device: str | torch.device | None) -> torch.device:
         if place.type == "meta":
             raise RuntimeError("tensors there have no values")
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelLoadError(f"device {str(place)!r} cannot be used here ({reason}): {usable}.") from error
+        raise ModelLoadError(
+            f"device {str(place)!r} cannot be used here ({shortened(error, 120)}): {usable}."
+        ) from error
     return place
 
 
