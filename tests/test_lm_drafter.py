@@ -15,6 +15,7 @@ from fsd_infer.drafters.lm import LMSession, warn_context
 from fsd_infer.drafters.shape import DEFAULT_SHAPES, LARGEST_OF_LM
 from fsd_infer.targets.target import Target
 from tests.families import noisy_model, recorded_drafts, reference, tiny_model, tiny_prompts
+from tests.text_toys import tiny_tokenizer
 
 DEPTH = 5
 
@@ -52,6 +53,23 @@ def test_drafting_ends_where_the_chain_is_not_believed_in(
         assert chances[-1] == pytest.approx(float(log_q.exp()), rel=1e-4)
         assert all(chance >= 0.3 for chance in chances[:-1])
         assert len(chances) == DEPTH + 1 or chances[-1] < 0.3
+
+
+@pytest.mark.parametrize("shape", [TreeShape(3, 3, 8), TreeShape.chain(4)])
+@pytest.mark.parametrize(("own", "theirs"), [(0, 21), (21, 0)])
+def test_either_model_may_have_more_ids(own: int, theirs: int, shape: TreeShape) -> None:
+    """Rows for padding, or special tokens that the other model lacks, even in the prompt."""
+    tokenizer = tiny_tokenizer()
+    small = Target(tiny_model("gpt2", vocab_size=len(tokenizer) + own), tokenizer)
+    target = Target(tiny_model("llama", vocab_size=len(tokenizer) + theirs), tokenizer)
+    decoder, prompts = FuzzyDecoder(target, LMDrafter(small, target, shape)), [[5, target.vocab_size - 1, 7], [9, 8]]
+    options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False)
+    assert decoder.generate(prompts, **options).sequences == reference(target.model, prompts, **options)
+    beams = decoder.generate(prompts, num_beams=2, **options).sequences
+    assert beams == reference(target.model, prompts, num_beams=2, **options)
+    for rule in ("exact", "tilted", "ensemble:0.5", "draft-only"):
+        made = decoder.generate(prompts, rule, max_new_tokens=20, do_sample=True, temperature=3.0, seed=0)
+        assert [len(tokens) for tokens in made.sequences] == [20, 20]
 
 
 @pytest.mark.parametrize("rule", ["exact", "fuzzy:js:0.3"])

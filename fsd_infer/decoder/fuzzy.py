@@ -115,6 +115,7 @@ class FuzzyDecoder:
             CheckpointError: files are damaged, or the head belongs to another target.
             VocabularyMismatchError: target and drafter have different vocabularies.
         """
+        _check_objects(target, tokenizer)
         named = isinstance(target, (str, Path))
         prefixes = None if prefix_cache_bytes is None else PrefixCache(prefix_cache_bytes)
         if named:
@@ -309,6 +310,13 @@ class FuzzyDecoder:
             tokenizer = self.target.tokenizer
             texts = [tokenizer.decode(s, skip_special_tokens=True) if tokenizer else "" for s in outcome.sequences]
         return Generation(outcome.sequences, texts, outcome.stats, outcome.records, outcome.scores)
+
+
+def _check_objects(target: Any, tokenizer: Any) -> None:
+    if not isinstance(target, (str, Path)) and not hasattr(target, "config"):
+        raise ModelLoadError(f"a target is a name or a transformers model, got {type(target).__name__}.")
+    if tokenizer is not None and not callable(tokenizer):
+        raise ModelLoadError(f"a tokenizer is one of transformers, got {tokenizer!r:.60}: load it first.")
 
 
 def _as_list(prompts: Any, padding: int | None) -> list[Any]:

@@ -76,8 +76,13 @@ def check_safetensors(path: Path) -> int:
 
 
 def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Raise ModelLoadError if weights are missing; warn of weights that the model does not have."""
+    """Raise ModelLoadError if weights are missing or of other sizes; warn of weights that the model does not have."""
     missing, unused = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise ModelLoadError(
+            f"{source}: {name} has the shape {list(stored)}, but {type(model).__name__} needs {list(wanted)}. Check "
+            "that config.json belongs to these weights."
+        )
     if missing:
         raise ModelLoadError(
             f"the weights of {source} lack {len(missing)} tensors of {type(model).__name__}, first {missing[0]!r}; "

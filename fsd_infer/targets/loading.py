@@ -70,6 +70,7 @@ _OURS = {  # arguments of transformers that load_target sets itself
     "config": "load the model with transformers, change it, and pass the object",
     "use_safetensors": "other formats are not loaded, because they can run code",
     "output_loading_info": "leave it out",
+    "ignore_mismatched_sizes": "weights of other sizes would be random",
 }
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -298,6 +299,7 @@ def load_target(
             use_safetensors=True,
             attn_implementation=attn_implementation or attention_for(config),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # check_loaded refuses them, by name
             **where,
             **options,
         )
