@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fsd_infer.chat.conversations import template_options
 from fsd_infer.chat.encoding import PromptRow, encode_chat, encode_text, need_tokenizer, read_prompts
 from fsd_infer.errors import ContextLengthError, DataError
 
@@ -71,15 +72,19 @@ def encode_rows(
         target: name of the target, for errors.
         tokenizer: the target's tokenizer.
         positions: tokens of the target's context, or None.
-        raw: encode the last message without the chat template.
+        raw: encode the only message without the chat template.
 
     Raises:
         FsdError: the target has no tokenizer.
+        DataError: a conversation that the template refuses, or that ``raw`` does not support.
         ContextLengthError: a prompt fills the context.
     """
     tokenizer, prompts = need_tokenizer(tokenizer, target), []
     for row in rows:
-        ids = encode_text(tokenizer, row.messages[-1]["content"]) if raw else encode_chat(tokenizer, row.messages)
+        try:
+            ids = _encode(row, tokenizer, raw)
+        except DataError as error:
+            raise DataError(f"{row.file}:{row.line}: {error}") from error
         if positions is not None and len(ids) >= positions:
             raise ContextLengthError(
                 f"{row.file}:{row.line}: the prompt has {len(ids)} tokens, but {target} has a context of {positions} "
@@ -87,3 +92,12 @@ def encode_rows(
             )
         prompts.append(ids)
     return prompts
+
+
+def _encode(row: PromptRow, tokenizer: Any, raw: bool) -> list[int]:
+    options = template_options(row.row)
+    if not raw:
+        return encode_chat(tokenizer, row.messages, options=options)
+    if options or len(row.messages) > 1:
+        raise DataError("a conversation or template options, which --raw does not support. Give one text per row.")
+    return encode_text(tokenizer, row.messages[0]["content"])

@@ -132,12 +132,19 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
     write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
+def parse_text(raw: bytes, where: str, advice: str, error: type[FsdError] = DataError) -> str:
+    """Decode UTF-8. Raises ``error``, which names ``where`` and ends in ``advice``, if it is none."""
+    try:
+        return raw.decode("utf-8-sig")  # some programs write a byte order mark
+    except UnicodeDecodeError as problem:
+        raise error(f"{where}: not UTF-8 ({problem.reason} at byte {problem.start}). {advice}") from problem
+
+
 def parse_json(raw: bytes, where: str, advice: str, error: type[FsdError] = DataError) -> Any:
     """Parse JSON in UTF-8. Raises ``error``, which names ``where`` and ends in ``advice``, if malformed."""
+    text = parse_text(raw, where, advice, error)
     try:
-        return json.loads(raw.decode("utf-8-sig"))  # some programs write a byte order mark
-    except UnicodeDecodeError as problem:
-        reason = f"not UTF-8 ({problem.reason} at byte {problem.start})"
+        return json.loads(text)
     except json.JSONDecodeError as problem:
         line = f"line {problem.lineno} " if problem.lineno > 1 else ""
         reason = f"not JSON ({problem.msg} at {line}column {problem.colno})"

@@ -176,6 +176,10 @@ def test_keywords_go_to_transformers(base: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelLoadError, match=words):
             FuzzyDecoder.from_pretrained(str(base), "none", **{name: 1})
+    with pytest.raises(ModelLoadError, match="a target is a name or a transformers model, got Linear"):
+        FuzzyDecoder.from_pretrained(torch.nn.Linear(2, 2), "none")  # type: ignore[arg-type]
+    with pytest.raises(ModelLoadError, match="a tokenizer is one of transformers"):
+        FuzzyDecoder.from_pretrained(str(base), "none", str(base))
 
 
 def test_a_peft_object_decodes_with_its_adapter(base: Path) -> None:

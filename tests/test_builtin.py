@@ -270,6 +270,7 @@ DAMAGE: list[tuple[Callable[[Path], object], type[FsdError], str]] = [
     (config(text_config={"num_hidden_layers": 10**9}), FsdError, "num_hidden_layers is 1e"),
     (config(num_hidden_layers=0), FsdError, "at least one"),
     (config(num_hidden_layers=3), ModelLoadError, r"lack 9 tensors .*layers\.2"),
+    (config(vocab_size=7), ModelLoadError, r"has the shape \[.*, but LlamaForCausalLM needs \[7, "),
     (config(num_attention_heads=0), FsdError, "cannot be loaded: ZeroDivisionError"),
     (config(hidden_size="big"), FsdError, "cannot be loaded"),
     (config(hidden_size=10**9), FsdError, "config.json asks for"),

@@ -107,12 +107,15 @@ def test_window_counts_positions_not_slots(family: str) -> None:
     assert out.sequences == reference(model, [prompt], max_new_tokens=40)
 
 
-def test_unsupported_layer_types_are_refused() -> None:
+def test_unsupported_layers_and_attention_are_refused() -> None:
     model = tiny_model("llama")
     model.config.layer_types = ["linear_attention", "full_attention"]
-    target = Target(model)
-    with pytest.raises(ValueError, match="linear_attention"):
-        FuzzyDecoder(target, NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
+    with pytest.raises(ModelLoadError, match="linear_attention"):
+        Target(model)
+    model = tiny_model("llama")
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ModelLoadError, match='"sdpa" or "eager"'):
+        Target(model)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +125,14 @@ def test_unsupported_layer_types_are_refused() -> None:
         ("rwkv", dict(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)),
         ("gemma3n_text", dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_kv_shared_layers=0)),
         ("gpt_neo", dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])),
+        ("falcon", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)),
+        ("bert", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)),
     ],
 )
 def test_models_that_cannot_read_a_tree_are_refused(family: str, options: dict[str, Any]) -> None:
     """They would answer, with other tokens than alone."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=VOCAB, **options))
-    with pytest.raises(ModelLoadError, match="Use another target"):
+    with pytest.raises(ModelLoadError, match="[Uu]se another target"):
         FuzzyDecoder(Target(model), NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
 
 
@@ -145,9 +150,22 @@ def test_chunked_prefill_equals_whole(family: str, in_turn: bool, monkeypatch: p
     assert decoder.generate(prompts[:1], max_new_tokens=24, do_sample=False).sequences == expected[:1]
 
 
-def test_context_is_used_to_its_last_position() -> None:
-    """Learned positions end with the context: trees that reach beyond it must not crash or change tokens."""
-    model = tiny_model("gpt2", max_position_embeddings=32, n_positions=32)
+LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt2", dict(max_position_embeddings=32, n_positions=32)),
+        ("phi3", dict(original_max_position_embeddings=32, rope_parameters=LONGROPE)),
+    ],
+)
+def test_context_is_used_to_its_last_position(family: str, options: dict[str, Any]) -> None:
+    """Learned positions end with the context, and LongRoPE changes all positions after its original length.
+
+    Trees that reach beyond must not crash or change tokens.
+    """
+    model = tiny_model(family, **options)
     target = Target(model)
     prompt = tiny_prompts((10,))[0]
     out = FuzzyDecoder(target, OracleDrafter(target)).generate([prompt], max_new_tokens=22, do_sample=False)

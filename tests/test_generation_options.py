@@ -201,6 +201,26 @@ def test_prompts_of_no_sense_are_refused(prompt: Any, decoder: FuzzyDecoder) -> 
         decoder.generate(prompt, max_new_tokens=2)
 
 
+def test_padding_is_no_part_of_a_prompt(decoder: FuzzyDecoder) -> None:
+    tokenizer = tiny_tokenizer()
+    target = Target(tiny_model("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id), tokenizer)
+    talker = FuzzyDecoder(target, LookupDrafter(target.vocab_size))
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=8)
+    texts = ["the cat sat on the mat", "it is there"]
+    padded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    expected = target.model.generate(**padded, **options)[:, padded.input_ids.shape[1] :].tolist()
+    right = tokenizer(texts, padding=True, padding_side="right")
+    for prompts in (
+        padded,
+        padded.input_ids,
+        right,
+        tokenizer(texts),
+        tokenizer(texts, return_tensors="np", padding=True),
+    ):
+        assert talker.generate(prompts, **options).sequences == expected
+    assert talker.generate(tokenizer(texts[1]), **options).sequences == expected[1:]
+
+
 class _Recorder:
     def __init__(self, fail_at: int | None = None) -> None:
         self.pieces: list[list[Any]] = []

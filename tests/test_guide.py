@@ -150,6 +150,8 @@ def test_what_cannot_be_followed_is_said(decoder: FuzzyDecoder) -> None:
         (Guide.json_schema, "{", "the schema is no JSON"),
         (Guide.json_schema, '{"type": "x"}', "the schema cannot be followed"),
         (Guide.regex, "(", "the regular expression cannot be followed"),
+        (Guide.regex, "a(?=b)", "look-ahead and look-behind, is not supported"),
+        (Guide.regex, re.compile("a"), "a regular expression is text, got Pattern"),
         (Guide.lark, "start: nothing", "the grammar cannot be followed"),
         (Guide.regex, "a" * (1 << 21), "give a shorter one"),
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from fsd_infer.drafters import DraftRequest, GraftedDrafter
 from fsd_infer.drafters.lm import LMSession, warn_context
 from fsd_infer.tree import DraftTree
 from tests.families import OracleDrafter, noisy_model, recorded_drafts, reference, tiny_model, tiny_prompts
+from tests.text_toys import tiny_tokenizer
 from tests.tree_rounds import take
 
 
@@ -109,3 +112,20 @@ def test_drafting_ends_with_the_small_models_context(
     for prompt, record in zip(prompts, gated.records, strict=True):
         assert any(record.gates), "the chain is taken as far as it goes"
         assert not any(record.gates[context + 1 - len(prompt) :])
+
+
+@pytest.mark.parametrize("shape", [TreeShape(3, 3, 8), TreeShape.chain(4)])
+@pytest.mark.parametrize(("own", "theirs"), [(0, 21), (21, 0)])
+def test_either_model_may_have_more_ids(own: int, theirs: int, shape: TreeShape) -> None:
+    """Rows for padding, or special tokens that the other model lacks, even in the prompt."""
+    tokenizer = tiny_tokenizer()
+    small = Target(tiny_model("gpt2", vocab_size=len(tokenizer) + own), tokenizer)
+    target = Target(tiny_model("llama", vocab_size=len(tokenizer) + theirs), tokenizer)
+    decoder, prompts = FuzzyDecoder(target, LMDrafter(small, target, shape)), [[5, target.vocab_size - 1, 7], [9, 8]]
+    options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False)
+    assert decoder.generate(prompts, **options).sequences == reference(target.model, prompts, **options)
+    beams = decoder.generate(prompts, num_beams=2, **options).sequences
+    assert beams == reference(target.model, prompts, num_beams=2, **options)
+    for rule in ("exact", "tilted", "ensemble:0.5", "draft-only"):
+        made = decoder.generate(prompts, rule, max_new_tokens=20, do_sample=True, temperature=3.0, seed=0)
+        assert [len(tokens) for tokens in made.sequences] == [20, 20]

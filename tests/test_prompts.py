@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsd_bench.prompts import encode_rows
 from fsd_infer.chat.conversations import row_conversation, row_messages
 from fsd_infer.chat.encoding import encode_chat, encode_conversation, end_of_turn, read_prompts
 from fsd_infer.chat.rows import read_rows
@@ -29,21 +32,55 @@ def test_reads_every_kind_of_row(tmp_path: Path) -> None:
         {"turns": ["c", "later"], "category": "qa"},
         {"messages": [{"role": "system", "content": "s"}, USER, BOT], "prompt": "not this"},
         {"instruction": "Add:", "input": "1 and 2", "answer": "3"},
+        {"instruction": "Sum up.", "context": "d", "response": "e"},
+        {"conversation": [USER, BOT], "language": "English"},
+        {
+            "messages": [
+                {"role": "developer", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "f"}]},
+            ]
+        },
+        {"problem": "g", "solution": "h"},
+        "i",
     ]
     found = list(read_prompts(write_rows(tmp_path / "mix.jsonl", rows)))
-    assert [row.messages[-1]["content"] for row in found] == ["a", "b", "c", USER["content"], "Add:\n\n1 and 2"]
-    assert [row.source for row in found] == ["code", "mix", "qa", "mix", "mix"]
+    said = ["a", "b", "c", USER["content"], "Add:\n\n1 and 2", "Sum up.\n\nd", USER["content"], "f", "g", "i"]
+    assert [row.messages[-1]["content"] for row in found] == said
+    assert [row.source for row in found] == ["code", "mix", "qa", *["mix"] * 7]
     assert len(found[3].messages) == 2  # the final reference answer is no part of the prompt
-    (tmp_path / "mix.json").write_text(json.dumps(rows))
-    assert [row.messages for row in read_prompts(tmp_path / "mix.json")] == [row.messages for row in found]
+    assert found[7].messages[0]["role"] == "system"
+    for name in ("mix.json", "array.jsonl"):
+        (tmp_path / name).write_text(json.dumps(rows, indent=1))
+        assert [row.messages for row in read_prompts(tmp_path / name)] == [row.messages for row in found]
     (tmp_path / "lines.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     assert len(list(read_prompts(tmp_path / "lines.json"))) == 2, "lines, whatever the file is called"
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.txt", "\ufeffa, b\r\n\r\n [c]\n"),
+        ("lines.txt", '\n{"text": "a, b"}\n{"text": " [c]"}\n'),
+        ("p.csv", '\ufeffid,prompt\n1,"a, b"\n2, [c]\n'),
+        ("p.tsv", "id\tquestion\r\n1\ta, b\r\n2\t [c]\r\n"),
+        ("p.json", '\ufeff\n["a, b", {"query": " [c]"}]'),
+    ],
+)
+def test_texts_and_tables(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_bytes(text.encode())
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+    os.mkfifo(pipe := tmp_path / f"pipe-{name}")
+    writer = threading.Thread(target=pipe.write_bytes, args=[text.encode()])
+    writer.start()
+    for path in (pipe, tmp_path / name, tmp_path / f"{name}.gz"):
+        assert [row.messages[0]["content"] for row in read_prompts(path)] == ["a, b", " [c]"]
+    writer.join()
+
+
+@pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b'{"prompt": "a"', "not JSON"), (b"[1, 2]", "expected a JSON object"), (b'{"text": "a"}', "no prompt"),
+        (b'{"prompt": "a"', "not JSON"), (b"[1, 2]", "expected a JSON object"), (b'{"body": "a"}', "no prompt"),
         (b'{"prompt": 3}', "must hold text"), (b'{"prompt": "  "}', "is empty"), (b'{"turns": []}', "must hold text"),
         (b'{"messages": []}', "at least one turn"),
         (b'{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'"),
@@ -65,11 +102,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     (tmp_path / "array.json").write_text('[{"prompt": "a"}, 3]')
     (tmp_path / "cut.json").write_text('[{"prompt": "a"}')
+    (tmp_path / "cells.csv").write_text("prompt\na\nb,c\n")
+    (tmp_path / "quotes.csv").write_text('prompt\na\n"b\n')
     for name, message in (
         ("none.jsonl", "no such file"),
         ("cut.jsonl.gz", r"cut\.jsonl\.gz: unreadable"),
         ("array.json", "array.json:2: expected a JSON object"),
         ("cut.json", "cut.json: not JSON"),
+        ("cells.csv", "cells.csv:3: more cells"),
+        ("quotes.csv", "quotes.csv:2: no table row"),
     ):
         with pytest.raises(DataError, match=message):
             list(read_prompts(tmp_path / name))
@@ -126,6 +167,19 @@ def test_answers_that_do_not_continue_their_prompt_are_refused() -> None:
 def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(template: str | None, end: str) -> None:
     tokenizer = tiny_tokenizer(template)
     assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(end)
+
+
+def test_measurements_give_a_rows_tools_to_the_template(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer("{% if tools %}{{ tools[0].function.name }}{% endif %}{{ mood }}" + CHATML)
+    offered = [{"type": "function", "function": {"name": "the_cat", "parameters": {}}}]
+    rows = [{"prompt": "a", "tools": json.dumps(offered), "chat_template_kwargs": {"mood": "sat"}}, {"prompt": "a"}]
+    read = list(read_prompts(write_rows(tmp_path / "p.jsonl", rows)))
+    texts = [tokenizer.decode(ids) for ids in encode_rows(read, "toy", tokenizer, None)]
+    assert texts[0] == "the_catsat" + texts[1]
+    for row in (rows[0], {"messages": [{"role": "system", "content": "s"}, USER]}):
+        read = list(read_prompts(write_rows(tmp_path / "p.jsonl", [row])))
+        with pytest.raises(DataError, match="p.jsonl:1: .*--raw does not support"):
+            encode_rows(read, "toy", tokenizer, None, raw=True)
 
 
 def test_what_cannot_be_encoded_is_reported() -> None:

@@ -113,9 +113,13 @@ def calibrate(
             whatever :func:`.sweep` raises.
         DataError: a side without prompts, a prompt on both sides, or no reference for a promise of score.
     """
-    options = _checked(options, promise, confidence, progress)
+    if not 0.5 <= confidence < 1:
+        raise FsdError(f"confidence must be at least 0.5 and below 1, got {confidence}.")
+    if len(options.temperatures) != 1:
+        raise FsdError("calibrate for one temperature at a time: a setting holds for the temperature it was tested at.")
     directory, target = _home(options)
     calibration, verification = split(options, verify, needs_score=promise.kind == SCORE)
+    options = _with_candidates(options, promise, progress)
     folder = writable(Path(usable_name(output, "the output folder")) / "record.json", "the record").parent
     turns = _sweep(options, calibration, folder / "calibration.jsonl", progress)
     settings = options.settings()
@@ -151,12 +155,8 @@ def calibrate(
     return record
 
 
-def _checked(options: SweepOptions, promise: Promise, confidence: float, progress: bool) -> SweepOptions:
+def _with_candidates(options: SweepOptions, promise: Promise, progress: bool) -> SweepOptions:
     """Return the options with their candidates, each with the promised budget. Raises FsdError."""
-    if not 0.5 <= confidence < 1:
-        raise FsdError(f"confidence must be at least 0.5 and below 1, got {confidence}.")
-    if len(options.temperatures) != 1:
-        raise FsdError("calibrate for one temperature at a time: a setting holds for the temperature it was tested at.")
     if list(options.rules) == [AUTO]:
         options = replace(options, rules=forecast_rules(options, progress))
     if promise.kind == NATS:

@@ -23,7 +23,8 @@ SPEAKERS = {
     "function_response": "tool",
 }
 ANSWERS = ("response", "completion")
-PROMPT_FIELDS = ("messages", "conversations", "data", "prompt", "question", "turns", "instruction", "input", *ANSWERS)
+TEXTS = ("prompt", "question", "turns", "instruction", "problem", "query", "input", "text")  # of one user turn
+PROMPT_FIELDS = ("messages", "conversations", "conversation", "data", *TEXTS, *ANSWERS)
 
 
 class _Turn(TypedDict):
@@ -71,7 +72,8 @@ def _turn(turn: Any, where: str) -> Message:
     """Return one turn as a plain dict. ``where`` names the turn in errors."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{where} must be an object with `role` and `content`.")
-    role, content = turn.get("role"), turn.get("content")
+    role, content = turn.get("role"), _joined(turn.get("content"))
+    role = "system" if role == "developer" else role  # OpenAI's later name
     if role not in ROLES:
         raise DataError(f"{where} has role {role!r}; known roles are {', '.join(ROLES)}.")
     where = f"{where} ({role})"
@@ -91,6 +93,13 @@ def _turn(turn: Any, where: str) -> Message:
             if turn.get(name) is not None:
                 made[name] = check_text(_text(turn[name], where, name), where)
     return made
+
+
+def _joined(content: Any) -> Any:
+    """Return the text of a content of text parts, as OpenAI's API sends them. Others stay, for the caller to check."""
+    parts = content if isinstance(content, list) else [None]
+    texts: Any = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    return "".join(texts) if len(texts) == len(parts) and all(isinstance(text, str) for text in texts) else content
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -122,11 +131,13 @@ def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
 
     - ``messages``;
     - ``data``, UltraChat's alternating texts, the user's first;
-    - ``conversations``, ShareGPT's turns with ``from`` and ``value``, or with ``role`` and ``content``;
+    - ``conversations`` or ``conversation``, ShareGPT's turns with ``from`` and ``value``, or with ``role`` and
+      ``content``;
     - ``prompt``, a text or a list of turns;
     - ``question``;
     - ``turns``, a list of user texts, of which the first is the prompt;
-    - ``instruction``, followed by ``input``.
+    - ``instruction``, followed by ``input`` and ``context``;
+    - ``problem``, ``query``, ``input`` or ``text``.
 
     A final assistant turn is a reference answer and is dropped. Earlier answers stay. Assistant turns before the first
     user turn answer nothing and are dropped.
@@ -160,9 +171,8 @@ def row_exchanges(row: Mapping[str, Any], where: str = "row") -> list[tuple[list
     """
     exchanges: list[tuple[list[Message], list[Message]]]
     first = row_messages(row, where)  # checks the fields
-    if all(row.get(name) is None for name in ("messages", "data", "conversations", "prompt", "question")) and row.get(
-        "turns"
-    ):
+    before = PROMPT_FIELDS[: PROMPT_FIELDS.index("turns")]
+    if all(row.get(name) is None for name in before) and row.get("turns"):
         exchanges = [(first, [])]
         for text in row["turns"][1:]:
             if _text(text, where, "turns").strip():
@@ -206,6 +216,28 @@ def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message
     return turns
 
 
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's arguments of the chat template. Raises DataError for a wrong type."""
+    options: dict[str, Any] = _parsed(row, "chat_template_kwargs", dict)
+    tools = _parsed(row, "tools", list)
+    return {**options, "tools": tools} if tools else options
+
+
+def _parsed(row: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return a field's list or object, also from JSON text; an empty one if the field is missing."""
+    value = row.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"`{name}` is no JSON ({error}).") from error
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise DataError(f"`{name}` must be {'a list' if kind is list else 'an object'}, found {type(value).__name__}.")
+    return value
+
+
 def row_questions(row: Mapping[str, Any], where: str = "row") -> list[Message]:
     """Return all turns of ``messages``, ``data`` or ``conversations`` except answers; no turns for other rows."""
     return [turn for turn in _turns(row, where) or [] if turn["role"] != "assistant"]
@@ -219,8 +251,9 @@ def _turns(row: Mapping[str, Any], where: str) -> list[Message] | None:
         return check_messages(
             [{"role": roles[number % 2], "content": text} for number, text in enumerate(row["data"])], where, "data"
         )
-    if row.get("conversations") is not None:
-        return check_messages(_named(row["conversations"], where), where, "conversations")
+    for field in ("conversations", "conversation"):
+        if row.get(field) is not None:
+            return check_messages(_named(row[field], where), where, field)
     return None
 
 
@@ -252,7 +285,7 @@ def _asked(row: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
-    for field in ("prompt", "question", "turns", "instruction"):
+    for field in TEXTS:
         if row.get(field) is None:
             continue
         text = row[field]
@@ -265,13 +298,11 @@ def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
         text = _text(text, where, field)
         if not text.strip():
             raise DataError(f"{where}: `{field}` is empty. Give the prompt some text or remove the line.")
-        if field == "instruction" and row.get("input") is not None:
-            added = _text(row["input"], where, "input")
+        for name in ("input", "context") if field == "instruction" else ():
+            added = _text(row.get(name) or "", where, name)
             text = f"{text.rstrip()}\n\n{added}" if added else text
         return [{"role": "user", "content": text}]
-    raise DataError(
-        f"{where}: no prompt. Give one of the fields messages, conversations, prompt, question, turns, instruction."
-    )
+    raise DataError(f"{where}: no prompt. Give one of the fields messages, conversations, {', '.join(TEXTS)}.")
 
 
 def _answer(value: Any, where: str, field: str) -> list[Message]:

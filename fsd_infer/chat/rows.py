@@ -1,4 +1,4 @@
-"""Read rows of JSON lines, JSON arrays, Parquet files, and directories of the `datasets` library.
+"""Read rows of JSON lines, JSON arrays, tables, plain texts, Parquet files, and directories of the `datasets` library.
 
 pyarrow and datasets come with the extra `train` and are imported only when a file needs them.
 """
@@ -6,22 +6,25 @@ pyarrow and datasets come with the extra `train` and are imported only when a fi
 from __future__ import annotations
 
 import codecs
+import csv
 import gzip
 import hashlib
 import importlib
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsd_infer.chat.hub_rows import HubRows, is_hub_name
 from fsd_infer.errors import DataError
-from fsd_infer.files import parse_json, read_json
+from fsd_infer.files import parse_json, parse_text
 
 LONGEST_LINE = 2**28  # bytes
-_ADVICE = "Correct or remove the line; files are in UTF-8."
+_ADVICE = "Write one JSON object per line, in UTF-8."
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test|eval)(?![a-z])")
 
 
@@ -47,12 +50,13 @@ class Row(NamedTuple):
 def read_rows(path: str | Path) -> Iterator[Row]:
     """Yield the rows of a data file or directory.
 
-    A file is read as JSON lines, gzip-compressed or not, unless its name ends in .parquet, or in .json with an array
-    inside. If a directory has several splits, ``train`` is read.
+    A file that begins with "[" is a JSON array. The first row of a .csv or .tsv table names the fields. Each line of a
+    .txt file is the ``text`` of a row. Other files, and .txt files that begin with "{", are JSON lines. All may be
+    gzip-compressed. If a directory has several splits, ``train`` is read.
 
     Args:
-        path: a file, a dataset's name on the Hub (:mod:`fsd_infer.chat.hub_rows`), a directory of
-            `Dataset.save_to_disk`, or a directory with .parquet files in it or in its subdirectory ``data``.
+        path: a file, "-" (standard input), a dataset's name on the Hub (:mod:`fsd_infer.chat.hub_rows`), a directory
+            of `Dataset.save_to_disk`, or a directory with .parquet files in it or in its subdirectory ``data``.
 
     Raises:
         DataError: a missing or unreadable file, a line that is no JSON object, several splits without ``train``, or a
@@ -70,11 +74,31 @@ def read_rows(path: str | Path) -> Iterator[Row]:
             yield from _parquet_rows(file)
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path)
-    elif path.suffix == ".json" and _is_array(path):
-        for number, item in enumerate(read_json(path, _ADVICE), start=1):
+    else:
+        yield from _text_rows(path)
+
+
+def _text_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file of text, which is read once, because it may be a pipe."""
+    suffix, lines = Path(path.name.removesuffix(".gz")).suffix, _lines(path)
+    begun = []
+    for line, raw in lines:
+        begun.append((line, raw))
+        if raw.strip():
+            break
+    opening, lines = begun[-1][1].lstrip()[:1] if begun else b"", chain(begun, lines)
+    if suffix in _DELIMITERS:
+        yield from _table_rows(path, lines, _DELIMITERS[suffix])
+    elif suffix == ".txt" and opening != b"{":
+        for line, raw in lines:
+            if raw.strip():
+                yield Row(path, line, {"text": parse_text(raw, f"{path}:{line}", _ADVICE).rstrip("\r\n")})
+    elif opening == b"[":
+        whole = b"".join(raw for _, raw in lines)
+        for number, item in enumerate(parse_json(whole, str(path), _ADVICE), start=1):
             yield Row(path, number, _object(item, f"{path}:{number}"))
     else:
-        for line, values in read_jsonl(path):
+        for line, values in _objects(path, lines):
             yield Row(path, line, values)
 
 
@@ -87,10 +111,20 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         DataError: an unreadable file, or a line that is no JSON object in UTF-8. The error names file and line.
     """
-    path = Path(path)
+    yield from _objects(Path(path), _lines(Path(path)))
+
+
+def _objects(path: Path, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for line, raw in lines:
+        if raw.strip():
+            yield line, _object(parse_json(raw, f"{path}:{line}", _ADVICE), f"{path}:{line}")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield number, from 1, and content of every line. Raises DataError if the file cannot be read."""
     line = 0
     try:
-        with open(path, "rb") as file:
+        with open("/dev/stdin" if str(path) == "-" else path, "rb") as file:
             lines: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
             while raw := lines.readline(LONGEST_LINE + 1):
                 line += 1
@@ -98,15 +132,27 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     raise DataError(
                         f"{path}:{line}: the line is longer than {LONGEST_LINE >> 20} MiB. Write one row per line."
                     )
-                if raw.strip():
-                    yield line, _object(parse_json(raw, f"{path}:{line}", _ADVICE), f"{path}:{line}")
+                yield line, raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
     except DataError:
         raise
     except (OSError, ValueError, EOFError, zlib.error) as error:  # ValueError: a NUL in the name
         if not os.path.exists(path):
-            raise DataError(f"{path}: no such file. Give the path of a .jsonl or .jsonl.gz file.") from error
+            raise DataError(f"{path}: no such file. Give a path, or hf:OWNER/NAME for a dataset on the Hub.") from error
         # a truncated gzip file raises EOFError or zlib.error
         raise DataError(f"{path}: unreadable after line {line} ({error}). Fetch or write the file again.") from error
+
+
+def _table_rows(path: Path, lines: Iterable[tuple[int, bytes]], delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(LONGEST_LINE)
+    texts = (parse_text(raw, f"{path}:{line}", "Write the table in UTF-8.") for line, raw in lines)
+    rows = csv.DictReader(texts, delimiter=delimiter, strict=True)
+    try:
+        for values in rows:
+            if None in values:
+                raise DataError(f"{path}:{rows.line_num}: more cells than the first row has names. Quote the cells.")
+            yield Row(path, rows.line_num, values)
+    except csv.Error as error:
+        raise DataError(f"{path}:{rows.line_num}: no table row ({error}). Quote cells as in RFC 4180.") from error
 
 
 def rows_digest(path: str | Path) -> str:
@@ -128,17 +174,12 @@ def rows_digest(path: str | Path) -> str:
 
 
 def _object(row: Any, where: str) -> dict[str, Any]:
+    """Return a row of JSON. A text alone is the row's ``text``."""
+    if isinstance(row, str):
+        return {"text": row}
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}. Write one object per line.")
     return row
-
-
-def _is_array(path: Path) -> bool:
-    """Whether the file's first character opens a JSON array."""
-    if not os.path.isfile(path):
-        return False
-    with path.open("rb") as file:
-        return file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def _parquet_files(directory: Path) -> list[Path]:

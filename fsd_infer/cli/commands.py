@@ -161,7 +161,7 @@ def read_text(named: str) -> str:
         if named == "-":
             text = sys.stdin.read(LONGEST_PROMPT + 1)
         else:
-            with open(named, encoding="utf-8") as file:
+            with open(named, encoding="utf-8-sig") as file:  # some programs write a byte order mark
                 text = file.read(LONGEST_PROMPT + 1)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
         where = "standard input" if named == "-" else named
@@ -179,7 +179,9 @@ def bench(args: argparse.Namespace) -> int:
 
     if args.resume and args.json is None:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
-    names = "limit every max_new_tokens temperature repeat seed batch_size threads log_likelihood score isolate resume"
+    names = (
+        "limit every max_new_tokens temperature repeat seed batch_size threads log_likelihood score isolate raw resume"
+    )
     record = fsd_bench.run(
         args.prompts, words(args.methods), json_path=args.json, progress=True, warmup=not args.no_warmup,
         baselines=words(args.baseline or ""), **model_options(args), **picked(args, names),

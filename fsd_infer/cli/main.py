@@ -119,7 +119,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    add(parser, "--prompts")
+    add(parser, "--prompts", "--raw")
     add(parser, "--limit", help="take only the first N prompts (default: all)")
     parser.add_argument(
         "--methods", default="hf-generate,plain,exact,fuzzy:js:0.3",

@@ -117,8 +117,8 @@ MODELS: dict[str, dict[str, Any]] = {
 SHARED: dict[str, dict[str, Any]] = {
     **MODELS,
     "--prompts": {
-        "required": True, "metavar": "FILE", "help": "file of prompts, one JSON object a line: `turns`, `prompt`, "
-        "`messages`, `question` or `instruction`; rows with an `answer` can be scored"
+        "required": True, "metavar": "FILE", "help": "prompts: lines of a .txt file, or rows of .jsonl, .json, .csv "
+        "or .parquet with `prompt`, `messages`, `conversations`, `question`, `turns` ...; a row with `answer` is scored"
     },
     "--limit": {"type": positive, "metavar": "N", "help": "take N prompts of each file, evenly spread (default: all)"},
     "--max-new-tokens": {"type": positive, "default": 128, "metavar": "N", "help": "most tokens of an answer"},

@@ -115,6 +115,7 @@ class FuzzyDecoder:
             CheckpointError: files are damaged, or the head belongs to another target.
             VocabularyMismatchError: target and drafter have different vocabularies.
         """
+        _check_objects(target, tokenizer)
         named = isinstance(target, (str, Path))
         prefixes = None if prefix_cache_bytes is None else PrefixCache(prefix_cache_bytes)
         if named:
@@ -247,7 +248,8 @@ class FuzzyDecoder:
         """Decode one prompt or a batch of prompts of any lengths.
 
         Args:
-            prompts: text, messages or ids; or a list of these; or a tensor of ids [T] or [B, T].
+            prompts: text, messages or ids; or a list of these; or a tensor of ids [T] or [B, T], or what a tokenizer
+                returns. Padding is left out as in transformers: where the mask is 0, or a tensor has the padding token.
             rule: a rule or its text, ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``; or a list of them, one per
                 prompt; or "calibrated" for the setting of `fsd-infer calibrate` at the request's temperature.
             generation_config: as in transformers (default: the model's).
@@ -277,14 +279,16 @@ class FuzzyDecoder:
             NonFiniteLogitsError: the model's logits are NaN or all -inf.
         """
         with ending(streamer), self.target.lock, self.target.adapted(adapter):
-            ids = [self.encode(prompt, chat) for prompt in _as_list(prompts)]
+            config = generation_config or self.target.model.generation_config
+            pad, eos = (overrides.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id"))
+            ends = frozenset(eos_ids(GenerationConfig(eos_token_id=eos)))
+            padding = pad if isinstance(pad, int) and pad not in ends else None
+            ids = [self.encode(prompt, chat) for prompt in _as_list(prompts, padding)]
             if schema is not None and guide is not None:
                 raise FsdError("schema is short for a guide: give one of the two.")
             guide = guide if schema is None else Guide.json_schema(schema)
             if guide is not None:
-                config = generation_config or self.target.model.generation_config
-                ends = eos_ids(GenerationConfig(eos_token_id=overrides.get("eos_token_id", config.eos_token_id)))
-                followed = self._follow(guide, ids, frozenset(ends))
+                followed = self._follow(guide, ids, ends)
                 overrides["logits_processor"] = [*(overrides.get("logits_processor") or []), followed]
                 drafter = self.drafter if drafter is None else drafter
                 if isinstance(drafter, Drafter) and (overrides.get("num_beams") or config.num_beams or 1) == 1:
@@ -308,15 +312,34 @@ class FuzzyDecoder:
         return Generation(outcome.sequences, texts, outcome.stats, outcome.records, outcome.scores)
 
 
-def _as_list(prompts: Any) -> list[Any]:
+def _check_objects(target: Any, tokenizer: Any) -> None:
+    if not isinstance(target, (str, Path)) and not hasattr(target, "config"):
+        raise ModelLoadError(f"a target is a name or a transformers model, got {type(target).__name__}.")
+    if tokenizer is not None and not callable(tokenizer):
+        raise ModelLoadError(f"a tokenizer is one of transformers, got {tokenizer!r:.60}: load it first.")
+
+
+def _as_list(prompts: Any, padding: int | None) -> list[Any]:
     """Return a list of prompts, given one prompt or many."""
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        return _unpadded(prompts["input_ids"], prompts.get("attention_mask"), None)
     if isinstance(prompts, Tensor):
         if prompts.dim() not in (1, 2):
             raise FsdError(f"a tensor of prompts is [T] or [B, T], got {list(prompts.shape)}.")
-        prompts = prompts.tolist()
+        return _unpadded(prompts, None, padding)
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]
     items = list(prompts)
     if items and (isinstance(items[0], Mapping) or not isinstance(items[0], (str, bytes, Iterable))):
         return [items]
     return items
+
+
+def _unpadded(ids: Any, mask: Any, padding: int | None) -> list[list[int]]:
+    """Return the rows of ids [T] or [B, T], tensors or lists, where the mask is 1, or else the padding token is not."""
+    rows, masks = (value.tolist() if hasattr(value, "tolist") else value for value in (ids, mask))
+    if not rows or not isinstance(rows[0], list):
+        rows, masks = [rows], None if masks is None else [masks]
+    if masks is None:
+        masks = [[token != padding for token in row] for row in rows]
+    return [[token for token, kept in zip(row, of_row) if kept] for row, of_row in zip(rows, masks)]

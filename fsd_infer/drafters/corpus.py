@@ -100,7 +100,8 @@ def _encoded(row: dict[str, Any], where: str, target: Target) -> list[int]:
     tokenizer = need_tokenizer(target.tokenizer, target.name)
     if isinstance(row.get("text"), str):
         return encode_text(tokenizer, row["text"])
+    turns = row_conversation(row, where)
     try:
-        return encode_chat(tokenizer, row_conversation(row, where))
+        return encode_chat(tokenizer, turns)
     except FsdError as error:
         raise DataError(f"{where}: {error}") from error

@@ -76,6 +76,11 @@ class LMDrafter(TreeDrafter):
         own, whole = (sum(p.numel() for p in part.model.parameters()) for part in (self.model, self.target))
         return super().prior.with_model(min(own / whole, 2.0))
 
+    def known(self, tokens: Tensor) -> Tensor:
+        """Replace token ids that the small LM lacks, of special tokens of the target's, by its last one."""
+        own = self.model.vocab_size
+        return tokens if own >= self.vocabulary else tokens.clamp_max(own - 1)
+
     def start(self, first_tokens: Tensor, request: DraftRequest) -> LMSession:
         return LMSession(self, first_tokens, request)
 
@@ -226,7 +231,7 @@ class LMSession(TreeSession):
         limit = model.max_positions
         if limit is not None:  # draft() drops the output beyond
             positions = positions.clamp_max(limit - 1)
-        logits, _ = model.forward(tokens, positions, visible, self.cache, keep)
+        logits, _ = model.forward(self.drafter.known(tokens), positions, visible, self.cache, keep)
         # One model's logits may be padded where the other's are not.
         missing = width - logits.shape[-1]
         return (

@@ -69,6 +69,8 @@ class Guide:
     @classmethod
     def _checked(cls, maker: str, text: str, what: str, *options: Any) -> Guide:
         matcher = _llguidance().LLMatcher
+        if not isinstance(text, str):
+            raise FsdError(f"a {what} is text, got {type(text).__name__}.")
         if len(text) > MOST_TEXT:
             raise FsdError(f"the {what} has {len(text):,} characters, more than {MOST_TEXT:,}: give a shorter one.")
         try:
@@ -77,7 +79,7 @@ class Guide:
         except ValueError as error:
             problem = str(error)
         if problem:
-            raise FsdError(f"the {what} cannot be followed: {_first_line(problem)}")
+            raise FsdError(f"the {what} cannot be followed: {_reason(problem)}")
         return cls(made)
 
 
@@ -189,7 +191,7 @@ class Follower:
 
     def _mask(self) -> Any:
         if self.matcher.is_error():
-            raise FsdError(f"the guide cannot go on: {_first_line(self.matcher.get_error())}")
+            raise FsdError(f"the guide cannot go on: {_reason(self.matcher.get_error())}")
         if not self.matcher.is_stopped():
             return np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)[: self.width]  # it has a word more
         ends = np.zeros(self.width, dtype=np.uint8)
@@ -241,6 +243,8 @@ def _vocabulary(tokenizer: Any, vocab_size: int, eos: tuple[int, ...]) -> Any:
         raise FsdError(f"structured output needs a fast tokenizer with an end-of-text token: {error}") from error
 
 
-def _first_line(text: str) -> str:
+def _reason(text: str) -> str:
+    """Return a message's first line, and the line that explains it."""
     lines = text.strip().splitlines()
-    return lines[0][:300] if lines else "unknown reason"
+    explained = [line for line in lines[1:] if line.startswith("error:")]
+    return " ".join([line[:300] for line in [*lines[:1], *explained[:1]]]) or "unknown reason"

@@ -51,6 +51,9 @@ _INSTEAD = {
     "max_matching_ngram_size": 'use drafter="lookup"',
     "assistant_model": "give the small model as drafter",
     "inputs_embeds": "give token ids",
+    "input_ids": "give the ids as prompts",
+    "attention_mask": "give what the tokenizer returns as prompts",
+    "tokenizer": "give it to from_pretrained",
     "past_key_values": "give the whole text as ids",
     "streamer": "give it as stream_to",
 }

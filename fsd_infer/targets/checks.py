@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.files import open_safetensors, read_json, read_weight_map
+from fsd_infer.targets.masks import layer_windows
+
+_CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_decoder that nothing reads
 
 
 def check_directory(directory: Path) -> None:
@@ -73,8 +76,13 @@ def check_safetensors(path: Path) -> int:
 
 
 def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Raise ModelLoadError if weights are missing; warn of weights that the model does not have."""
+    """Raise ModelLoadError if weights are missing or of other sizes; warn of weights that the model does not have."""
     missing, unused = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise ModelLoadError(
+            f"{source}: {name} has the shape {list(stored)}, but {type(model).__name__} needs {list(wanted)}. Check "
+            "that config.json belongs to these weights."
+        )
     if missing:
         raise ModelLoadError(
             f"the weights of {source} lack {len(missing)} tensors of {type(model).__name__}, first {missing[0]!r}; "
@@ -89,18 +97,30 @@ def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> N
 
 
 def check_decodable(model: Any, name: str) -> None:
-    """Raise ModelLoadError unless a model has an LM head, a decoder that takes positions, and a single device."""
-    kind, decoder = type(model).__name__, model.get_decoder()
-    if model.get_output_embeddings() is None:
-        raise ModelLoadError(f"{kind} has no language-model head: a causal LM is needed as target.")
+    """Raise ModelLoadError unless a model has an LM head, a causal decoder that takes positions, and one device."""
+    kind, decoder, config = type(model).__name__, model.get_decoder(), model.config.get_text_config(decoder=True)
+    if model.get_output_embeddings() is None or getattr(model.config, "is_encoder_decoder", False):
+        raise ModelLoadError(f"{kind} has no language-model head, or an encoder: a causal LM is needed as target.")
+    layer_windows(config)
     if decoder is model or decoder is None:
         raise ModelLoadError(f"{kind} does not say which module is its decoder (`get_decoder`).")
-    if not any("position_ids" in inspect.signature(part.forward).parameters for part in (model, decoder)):
+    takes_positions = any("position_ids" in inspect.signature(part.forward).parameters for part in (model, decoder))
+    if not takes_positions or getattr(config, "alibi", False):
         raise ModelLoadError(
             f"{kind} takes no positions (it keeps a state, or counts its cache); verifying a token tree in one forward "
             "needs siblings at one position. Use another target."
         )
-    if hasattr(model.config.get_text_config(decoder=True), "altup_num_inputs"):  # Gemma 3n
+    if getattr(config, "is_decoder", True) is False and config.model_type not in _CAUSAL_ANYWAY:
+        raise ModelLoadError(
+            f"{kind} reads text in both directions, because its config has is_decoder=False: set it if the model was "
+            "trained to continue text, or use another target."
+        )
+    if config._attn_implementation not in ("sdpa", "eager", None):
+        raise ModelLoadError(
+            f"{kind} has the attention {config._attn_implementation!r}, which reads no masks of draft trees: load it "
+            'with attn_implementation="sdpa" or "eager".'
+        )
+    if hasattr(config, "altup_num_inputs"):  # Gemma 3n
         raise ModelLoadError(
             f"{kind}: its hidden states are of several streams, so no single feature enters its LM head. Use another "
             "target."

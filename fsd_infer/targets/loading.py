@@ -71,6 +71,7 @@ _OURS = {  # arguments of transformers that load_target sets itself
     "config": "load the model with transformers, change it, and pass the object",
     "use_safetensors": "other formats are not loaded, because they can run code",
     "output_loading_info": "leave it out",
+    "ignore_mismatched_sizes": "weights of other sizes would be random",
 }
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -114,8 +115,9 @@ def parse_device(device: str | torch.device | None) -> torch.device:
         if place.type == "meta":
             raise RuntimeError("tensors there have no values")
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelLoadError(f"device {str(place)!r} cannot be used here ({reason}): {usable}.") from error
+        raise ModelLoadError(
+            f"device {str(place)!r} cannot be used here ({shortened(error, 120)}): {usable}."
+        ) from error
     return place
 
 
@@ -300,8 +302,10 @@ def load_target(
             if quantised:
                 options.setdefault("device_map", {"": str(place)})
             loaded = AutoModelForCausalLM.from_pretrained(
-                source, config=config, use_safetensors=True, output_loading_info=True, **where, **options
-            )
+                source, config=config, use_safetensors=True, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # check_loaded refuses them, by name
+                **where, **options,
+            )  # fmt: skip
         tokenizer = _tokenizer(source, **where)
     model: PreTrainedModel = loaded[0]
     check_loaded(source, model, loaded[1])

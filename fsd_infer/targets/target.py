@@ -126,6 +126,10 @@ class Target:
 
     @property
     def max_positions(self) -> int | None:
+        """Longest text in tokens. LongRoPE changes all positions beyond its original length, and kept keys do not."""
+        scaling = getattr(self.config, "rope_parameters", None) or {}
+        if scaling.get("rope_type") == "longrope":
+            return int(scaling["original_max_position_embeddings"])
         return getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
 
     @property

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fsd_bench.openai_client import Server
+from fsd_infer.chat.conversations import template_options
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.cli.report import table
@@ -35,7 +36,6 @@ from fsd_train.commands.engine_check import check_engine
 from fsd_train.commands.feeding import Feeding, Finding, Row, at_step
 from fsd_train.data.answers import check_id, encode_row
 from fsd_train.data.features import FeatureStore, sequence_key
-from fsd_train.data.plan import template_options
 from fsd_train.models.unroll import supervised
 
 STEPS = 4  # of chains

@@ -205,7 +205,7 @@ class _LMProposer(_ModelProposer):
 
     def __init__(self, drafter: LMDrafter, begun: Begun) -> None:
         super().__init__(begun)
-        self.model, self.width = drafter.model, drafter.vocabulary
+        self.model, self.width, self.known = drafter.model, drafter.vocabulary, drafter.known
         self.device = drafter.model.device
         self.cache = drafter.model.new_cache(len(begun.forests), begun.slots)
         limit = self.model.max_positions
@@ -214,7 +214,7 @@ class _LMProposer(_ModelProposer):
             self.limit = 0  # a prompt exceeds its context, so it proposes nothing
             warn_context(self.model.name, limit)
         else:
-            read_prompts(self.model, self.cache, begun.tokens, begun.lengths)
+            read_prompts(self.model, self.cache, self.known(begun.tokens), begun.lengths)
 
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
@@ -233,7 +233,7 @@ class _LMProposer(_ModelProposer):
         unread = [_unread(row, 2) for row in nodes]
         layout = lay_out(self.forests, unread, self.device)
         self.cache.set_write_slots(layout.slots, layout.start, layout.visible.shape[-1], layout.at)
-        logits, _ = self.model.forward(layout.tokens, layout.positions, layout.visible, self.cache)
+        logits, _ = self.model.forward(self.known(layout.tokens), layout.positions, layout.visible, self.cache)
         for node in chain.from_iterable(unread):
             node.read = 2
         where = padded([[read.index(node) for node in row] for row, read in zip(nodes, unread, strict=True)])
