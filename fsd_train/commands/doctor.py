@@ -33,9 +33,8 @@ from fsd_train.commands import trained_for
 from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.engine_check import check_engine
 from fsd_train.commands.feeding import Feeding, Finding, Row, at_step
-from fsd_train.data.answers import check_id, encode_row
+from fsd_train.data.answers import check_id, encode_row, template_options
 from fsd_train.data.features import FeatureStore, sequence_key
-from fsd_train.data.plan import template_options
 from fsd_train.models.unroll import supervised
 
 STEPS = 4  # of chains

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -98,7 +99,8 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> li
     """Return token ids and loss mask of a row's sequences: one, or several by `encode_conversation`.
 
     ``prompt_ids`` and ``response_ids`` are used unchanged. Other rows are conversations (see
-    :func:`.row_conversation`), encoded with the chat template like in decoding; every assistant turn is an answer.
+    :func:`.row_conversation`), encoded with the chat template and :func:`template_options` like in decoding; every
+    assistant turn is an answer.
 
     Args:
         row: the row.
@@ -115,9 +117,31 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> li
         raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer for the text. Set data.tokenizer.")
     try:
         complete = row.get("finish_reason") in (None, "stop")
-        return encode_conversation(tokenizer, row_conversation(row, where), complete)
+        return encode_conversation(tokenizer, row_conversation(row, where), complete, template_options(row))
     except DataError as error:
         raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
+
+
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's arguments of the chat template. Raises DataError for a wrong type."""
+    options: dict[str, Any] = _object(row, "chat_template_kwargs", dict)
+    tools = _object(row, "tools", list)
+    return {**options, "tools": tools} if tools else options
+
+
+def _object(row: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return a field's list or object, also from JSON text; an empty one if the field is missing."""
+    value = row.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"`{name}` is no JSON ({error}).") from error
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise DataError(f"`{name}` must be {'a list' if kind is list else 'an object'}, found {type(value).__name__}.")
+    return value
 
 
 def _token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
@@ -193,7 +217,8 @@ def read_answers(
             placed += [(point, (name, ids[:max_length], mask[:max_length])) for ids, mask in kept]
     named = ", ".join(map(str, paths))
     if not placed:
-        raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}). Add rows with answers.")
+        cure = "Raise data.max_length, or shorten the prompts." if left_out else "Add rows with answers."
+        raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}). {cure}")
     if left_out:
         what = "%s: %d of %d rows have no answer in their first %d tokens and are skipped. Raise data.max_length."
         log.warning(what, named, left_out, read, max_length)

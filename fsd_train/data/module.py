@@ -65,6 +65,8 @@ class AnswersDataModule(LightningDataModule):
         seed: Seed = 0,
     ) -> None:
         super().__init__()
+        if not train_files:
+            raise DataError("train_files is empty. Name at least one file of answers.")
         self.train_files, self.validation_files = list(train_files), list(validation_files or [])
         self.validation_fraction, self.max_length = validation_fraction, max_length
         self.batch_tokens, self.validation_batch_tokens = batch_tokens, validation_batch_tokens or batch_tokens

@@ -13,6 +13,7 @@ from typing import Any
 from fsd_infer.chat.conversations import PROMPT_FIELDS, row_exchanges
 from fsd_infer.chat.encoding import PromptRow, encode_chat, encode_text, read_prompts
 from fsd_infer.errors import DataError
+from fsd_train.data.answers import template_options
 from fsd_train.data.backends import Answer, Job, stable_seed
 
 WINDOW = 16  # batches sorted by length together: little padding, while a prefix of the output stays a fair sample
@@ -173,28 +174,6 @@ def _first(
         given=given,
         rest=tuple(rest),
     )
-
-
-def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's arguments of the chat template. Raises DataError for a wrong type."""
-    options: dict[str, Any] = _object(row, "chat_template_kwargs", dict)
-    tools = _object(row, "tools", list)
-    return {**options, "tools": tools} if tools else options
-
-
-def _object(row: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Return a field's list or object, also from JSON text; an empty one if the field is missing."""
-    value = row.get(name)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise DataError(f"`{name}` is no JSON ({error}).") from error
-    if value is None:
-        return kind()
-    if not isinstance(value, kind):
-        raise DataError(f"`{name}` must be {'a list' if kind is list else 'an object'}, found {type(value).__name__}.")
-    return value
 
 
 def _sampling(row: Mapping[str, Any], name: str) -> float:
