@@ -21,6 +21,7 @@ from fsd_bench.openai_client import Server
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.drafters import EagleDrafter, TreeShape
+from fsd_infer.errors import DataError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
 from fsd_train.commands.doctor import Doctor, depth_shares, runs_of, whole_rounds
@@ -138,6 +139,8 @@ def test_rows_with_tools_are_held_against_the_template_with_them(tmp_path: Path)
     head = EagleHead(EagleConfig.for_target(target, **FSD))
     for values, ok in ((row, True), ({**row, "tools": None}, False)):
         assert Doctor(target, head, [values]).check_rows()[0].ok is ok
+    with pytest.raises(DataError, match="no row of up to 8 tokens"):
+        Doctor(target, head, [row], max_length=8)
 
 
 @pytest.mark.parametrize("first", [0, WIDTH])

@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target.capture_layers(args.layers or (default_fused_layers(target) if args.eagle3 else []))
     target.check_lm_head()  # training on cached features has no layers for this check
     rows, _ = read_answers(args.data, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size)
+    rows.check_lengths(target.max_positions)
     items = [rows[number] for number in range(len(rows))]
     sequences = [
         item["input_ids"]

@@ -71,6 +71,15 @@ class AnswersDataset(Dataset[Item]):
         """Raise DataError with a row if the files hold a token id outside this vocabulary."""
         check_id(*self.highest, vocab_size)
 
+    def check_lengths(self, positions: int | None) -> None:
+        """Raise DataError if a sequence exceeds a model's context of this many positions; None: any length fits."""
+        longest = max(self.lengths, default=0)
+        if positions is not None and longest > positions:
+            raise DataError(
+                f"a row has {longest} tokens, but the model has a context of {positions}. Set data.max_length "
+                f"(--max-length) to {positions} or less."
+            )
+
     def answer_counts(self, vocab_size: int) -> Tensor:
         """Count each id under the loss mask: [V]. Raises as :meth:`check_ids`."""
         self.check_ids(vocab_size)

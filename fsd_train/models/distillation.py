@@ -173,15 +173,15 @@ class DistillationModule(RunModule, ABC):
     on_validation_start = _move_target
 
     def setup(self, stage: str) -> None:
-        """Build the model. Raises DataError for ids outside the target's vocabulary, or weights not in fp32."""
+        """Build the model. Raises DataError for rows that do not fit the target, or weights not in fp32."""
         if self._attached is not None and self.trainer.precision not in PRECISIONS:
             raise DataError(
                 f"trainer.precision is {self.trainer.precision}, but weights are trained in fp32. Choose "
                 f"{', '.join(PRECISIONS)}."
             )
         self.configure_model()
-        if hasattr(self._datamodule, "check_ids"):
-            self._datamodule.check_ids(self.target.vocab_size)
+        if hasattr(self._datamodule, "check"):
+            self._datamodule.check(self.target.vocab_size, self.target.max_positions)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
