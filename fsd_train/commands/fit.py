@@ -122,7 +122,9 @@ def _validate(cli: TrainCLI) -> None:
             raise DataError(f"no checkpoint in {directory.names}. Give one as --ckpt_path.")
     log.info("validating %s", path or "the initial weights. For the newest checkpoint add --ckpt_path auto")
     if not cli.trainer.validate(cli.model, datamodule=cli.datamodule, ckpt_path=path):
-        raise DataError("no validation rows. Set data.validation_fraction or data.validation_files.")
+        raise DataError(
+            "no batch to validate. Set data.validation_fraction or data.validation_files, and limit_val_batches not 0."
+        )
 
 
 def configured(argv: Sequence[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI:
