@@ -45,7 +45,7 @@ class RunFile:
         described: descriptions of the methods by name.
 
     Raises:
-        FsdError: a file of another kind or with other settings is in the way, or the file cannot be written.
+        FsdError: a file of another kind or with other settings is in the way.
     """
 
     def __init__(
@@ -77,8 +77,7 @@ class RunFile:
             if not self._read(line, jobs):
                 break
             kept.append(line)
-        with _disk_errors(path):
-            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def _read(self, line: dict[str, Any], jobs: Mapping[Job, int]) -> bool:
         """Take in a line. Return False if it does not belong to this measurement."""
@@ -136,8 +135,7 @@ def read_lines(path: Path, kind: str) -> list[dict[str, Any]] | None:
         return None
     if not path.is_file():
         raise FsdError(f"{path} is not a file: give another name.")
-    with _disk_errors(path):
-        content = path.read_bytes()
+    content = path.read_bytes()
     lines: list[dict[str, Any]] = []
     for line in content.split(b"\n"):
         try:
@@ -153,11 +151,3 @@ def read_lines(path: Path, kind: str) -> list[dict[str, Any]] | None:
             "name."
         )
     return lines or None
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise FsdError(f"{path} cannot be written ({error.strerror or error}): give another name.") from error

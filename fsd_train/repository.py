@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 SHIPPED = Path(__file__).resolve().parent / "shipped"  # of an installed package; setup.py lists its files
@@ -13,10 +14,10 @@ def find(path: str | Path) -> Path:
     Returns:
         ``path`` itself if no such file exists anywhere.
     """
-    if Path(path).exists():
+    if os.path.exists(path):  # unlike Path.exists, False for names that are too long
         return Path(path)
     for root in (SHIPPED.parent.parent, SHIPPED):
         for name in (Path(path), Path("recipes") / f"{path}.yaml"):
-            if (root / name).is_file():
+            if os.path.isfile(root / name):
                 return root / name
     return Path(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from fsd_train.data import AnswersDataModule, TokenBudgetSampler, read_answers
 from fsd_train.data import features as module
 from fsd_train.data.answers import encode_row
 from fsd_train.data.features import FeatureStore, WithFeatures, cache_features, sequence_key
-from tests.text_toys import THINKING, tiny_tokenizer, write_rows
+from tests.text_toys import CHATML, THINKING, tiny_tokenizer, write_rows
 from tests.train_toys import VOCAB, toy_target
 
 USER = {"role": "user", "content": "what is the answer"}
@@ -53,6 +54,14 @@ def test_rows_of_text_get_the_ids_that_decoding_sees() -> None:
     assert encode_row({"prompt": USER["content"], "response": BOT["content"]}, tokenizer) == expected
     [(cut, _)] = encode_row({**text, "finish_reason": "length"}, tokenizer)
     assert cut == prompt + answer
+    # a row's own arguments of the template
+    tokenizer.chat_template = "{% if loud and tools %}{{ tools[0].name }}{% endif %}" + CHATML
+    tools = [{"name": "what"}]
+    prompt = encode_chat(tokenizer, [USER], options={"tools": tools, "loud": True})
+    for given in (tools, json.dumps(tools)):
+        assert encode_row({**text, "tools": given, "chat_template_kwargs": {"loud": True}}, tokenizer) == [
+            (prompt + ids["response_ids"], [0] * len(prompt) + mask[-len(ids["response_ids"]) :])
+        ]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +74,7 @@ def test_rows_of_text_get_the_ids_that_decoding_sees() -> None:
         ({"prompt_ids": [1], "response_ids": [300]}, "token id 300 is outside the target's vocabulary of 300"),
         ({"prompt_ids": [1], "response_ids": [3], "messages": [{"role": "user"}]}, "of type text"),
         ({"messages": [USER]}, "no answer"),
+        ({"messages": [USER, BOT], "tools": "{"}, "`tools` is no JSON"),
         ({"messages": [USER], "response": 3}, "`response` must hold text"),
         ({"response": "x"}, "no prompt"),
         ({"conversations": []}, "conversations must be a list of at least one turn"),
@@ -109,7 +119,7 @@ def test_long_rows_are_cut_and_rows_without_answer_tokens_left_out(tmp_path: Pat
     rows = [{"prompt_ids": [1] * 3, "response_ids": [2] * 9}, {"prompt_ids": [1] * 6, "response_ids": [2]}]
     kept, _ = read_answers([write_rows(tmp_path / "a.jsonl", rows)], max_length=6)
     assert kept.lengths == [6] and kept.answer_tokens == 3
-    with pytest.raises(DataError, match="no row to train on"):
+    with pytest.raises(DataError, match=r"no row to train on \(2 read, max_length 3\). Raise data.max_length"):
         read_answers([tmp_path / "a.jsonl"], max_length=3)
 
 

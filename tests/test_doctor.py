@@ -15,13 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
+from fsd_infer.chat.encoding import encode_chat
+from fsd_infer.errors import DataError
+from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
-from fsd_train.commands.doctor import runs_of
+from fsd_train.commands.doctor import Doctor, runs_of
 from fsd_train.data import AnswersDataModule, FeatureStore, cache_features
 from tests.families import load_head
 from tests.head_toys import EAGLE3, FSD, WIDTH, make_target, train, write_answers
 from tests.openai_server import Behaviour, serving
-from tests.text_toys import OTHERWISE, tiny_tokenizer
+from tests.text_toys import CHATML, OTHERWISE, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +120,19 @@ def test_another_template(world: Path, tmp_path: Path) -> None:
     found = examine(world, world / "eagle3", tmp_path, target=str(other))
     assert wrong(found)[0] == "template" and "fsd-train regenerate" in found["template"]["fix"], found
     assert "20 of 20" in found["template"]["says"]
+
+
+def test_rows_with_tools_are_held_against_the_template_with_them(tmp_path: Path) -> None:
+    target = Target.from_pretrained(str(make_target(tmp_path / "target")))
+    target.tokenizer.chat_template = "{% if tools %}{{ tools[0]['name'] + '\n' }}{% endif %}" + CHATML
+    row: dict[str, Any] = {"messages": [{"role": "user", "content": "what is it"}], "tools": [{"name": "clock"}]}
+    row["prompt_ids"] = encode_chat(target.tokenizer, row["messages"], options={"tools": row["tools"]})
+    row["response_ids"] = [5, 6, 7, 8]
+    head = EagleHead(EagleConfig.for_target(target, **FSD))
+    for values, ok in ((row, True), ({**row, "tools": None}, False)):
+        assert Doctor(target, head, [values]).check_rows()[0].ok is ok
+    with pytest.raises(DataError, match="no row of up to 8 tokens"):
+        Doctor(target, head, [row], max_length=8)
 
 
 def test_shifted_features(world: Path, tmp_path: Path) -> None:

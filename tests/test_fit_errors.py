@@ -90,8 +90,15 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "share of chains": (["--model.chain_share", "0"], "v>0"),
     "optimizer": (["--model.optimizer", "torch.optim.Adamm"], "no attribute 'Adamm'"),
     "precision": (["--trainer.precision", "bf17"], "bf17"),
+    "precision of weights": (["--trainer.precision", "bf16-true"], "Choose bf16-mixed, 16-mixed, 32-true"),
     "target": (["--model.target", "nowhere/at-all/x"], "nowhere/at-all/x"),
     "answers": (["--data.train_files", "[none.jsonl]"], "none.jsonl"),
+    "name of answers": (["--data.train_files", f"[{'x' * 300}]"], "no such file"),
+    "length of rows": (
+        ["--data.train_files", "[long.jsonl]", "--data.max_length", "999", "--data.features", "null"],
+        "a row has 202 tokens, but the model has a context of 128",
+    ),
+    "no files": (["--data.train_files", "[]"], "train_files is empty"),
     "features": (["--data.features", "nowhere"], "nowhere is not a feature cache"),
     "checkpoint": (["--ckpt_path", "none.ckpt"], "none.ckpt: no such checkpoint"),
     "configuration": (["--config", "none.yaml"], "does not exist"),
@@ -117,6 +124,8 @@ def test_mistakes_are_named(name: str, toys: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe(toys, tmp_path / "run")))
     Path("empty.jsonl").touch()
+    long = [{"prompt_ids": [number, 7], "response_ids": [5] * 200} for number in range(3, 6)]
+    Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
     Path("one.jsonl").write_text((toys / "answers.jsonl").read_text().splitlines()[0] + "\n")
     extra, said = NAMED[name]
     one_line_or_well(["fit", "--config", "recipe.yaml", *extra], said)

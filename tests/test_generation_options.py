@@ -17,7 +17,9 @@ from transformers.generation.logits_process import LogitsProcessor
 
 import fsd_infer
 from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer.drafters import LookupDrafter
 from tests.families import VOCAB, OracleDrafter, tiny_model
+from tests.text_toys import tiny_tokenizer
 
 PROMPT = [5, 6, 7, 5, 6]
 LENGTH = 12

@@ -312,10 +312,14 @@ def marked(answer: str) -> str:
 @pytest.mark.parametrize("complete", [True, False])
 def test_generation_markers_give_the_mask_of_the_exact_method(complete: bool) -> None:
     template = marked(OPEN + "{{ m['content'] + '<|end|>' }}" + CLOSE)
+    tools = "{% if tools %}{{ tools[0].name }}{% endif %}"
+    options = {"tools": [{"name": "the cat"}]}
     expected = encode_conversation(tiny_tokenizer(CHATML), TURNS, complete)
-    assert encode_conversation(tiny_tokenizer(template), TURNS, complete) == expected
+    with_tools = encode_conversation(tiny_tokenizer(tools + CHATML), TURNS, complete, options)
+    for given, same in (({}, expected), (options, with_tools)):
+        assert encode_conversation(tiny_tokenizer(tools + template), TURNS, complete, given) == same
     [(ids, mask)] = expected
-    assert sum(b > a for a, b in zip(mask, mask[1:])) == 2
+    assert sum(b > a for a, b in zip(mask, mask[1:])) == 2 and len(with_tools[0][0]) > len(ids)
 
 
 @pytest.mark.parametrize(

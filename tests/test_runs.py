@@ -43,8 +43,11 @@ class Run:
 
     def fit(self, steps: int, *more: str) -> tuple[int, str]:
         """(exit status, standard error)"""
+        return self.call([*self.argv, "--trainer.max_steps", str(steps), *more])
+
+    def call(self, argv: list[str]) -> tuple[int, str]:
         self.capsys.readouterr()
-        status = main([*self.argv, "--trainer.max_steps", str(steps), *more])
+        status = main(argv)
         return status, self.capsys.readouterr().err
 
     def files(self) -> dict[str, bytes]:
@@ -106,8 +109,15 @@ def test_a_run_is_neither_mixed_up_nor_overwritten(
 
 def test_auto_takes_the_newest_that_is_whole(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(toys, tmp_path / "run", capsys)
+    validate = ["validate", *run.argv[1:], "--trainer.limit_val_batches", "1", "--ckpt_path", "auto"]
+    status, err = run.call(validate)
+    assert status == 2 and f"no checkpoint in {run.checkpoints}" in err
     status, err = run.fit(10, "--ckpt_path", "auto")
     assert status == 0 and "from the beginning" in err  # there is none yet
+    status, err = run.call(validate)
+    assert status == 0 and f"validating {run.checkpoints / 'last.ckpt'}" in err
+    status, err = run.call([*validate[:-2], "--data.validation_fraction", "0"])
+    assert status == 2 and "the initial weights" in err and "no batch to validate" in err
     for name in ("last.ckpt", "step-10.ckpt"):  # killed while it was saved
         path = run.checkpoints / name
         path.write_bytes(path.read_bytes()[:1000])
@@ -188,7 +198,7 @@ def test_quickstart_training_overrides_fit_the_recipe(
         main([*quickstart.train_command(75)[3:], "--print_config"])
     assert stop.value.code == 0
     config = yaml.safe_load(capsys.readouterr().out)
-    assert config["trainer"]["max_time"] == "00:00:01:15"
+    assert config["trainer"]["max_time"] == {"seconds": 75}
     assert config["data"]["train_files"] == [str(quickstart.ANSWERS)] and config["data"]["features"] is None
     assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(quickstart.OUTPUT)
     assert len(config["trainer"]["callbacks"]) == 2 and config["model"]["init_args"]["target"] == quickstart.TARGET

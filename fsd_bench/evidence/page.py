@@ -73,13 +73,9 @@ def write_page(sweep: str | Path, page: str | Path) -> None:
     """Write the report of a sweep's file, finished or not.
 
     Raises:
-        FsdError: no sweep, no prompt that every setting has answered, or a file that cannot be written.
+        FsdError: no sweep, or no prompt that every setting has answered.
     """
-    text = render(read_sweep(sweep))
-    try:
-        write_text(Path(page), text)
-    except OSError as error:
-        raise FsdError(f"{page} cannot be written ({error.strerror or error}): give another name.") from error
+    write_text(Path(page), render(read_sweep(sweep)))
 
 
 def render(sweep: Sweep) -> str:

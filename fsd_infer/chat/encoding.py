@@ -127,7 +127,10 @@ def encode_chat(
 
 
 def encode_conversation(
-    tokenizer: Any, messages: Sequence[Mapping[str, object]], complete: bool = True
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, object]],
+    complete: bool = True,
+    options: Mapping[str, Any] | None = None,
 ) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of a conversation, and a mask of the ids that the target produces.
 
@@ -142,6 +145,7 @@ def encode_conversation(
         tokenizer: a transformers tokenizer.
         messages: turns, of which the last is the assistant's and the first is not.
         complete: False if a length limit cut off the last answer, which then has no end token.
+        options: further arguments of the template, as for :func:`encode_chat`.
 
     Returns:
         Pairs (ids, mask) of lists of one length. The mask is 1 on answer tokens, 0 elsewhere. There is one pair, or one
@@ -155,14 +159,14 @@ def encode_conversation(
     if turns[-1]["role"] != "assistant" or turns[0]["role"] == "assistant":
         raise DataError("a conversation to train on must end with an assistant turn, and not begin with one.")
     if not getattr(tokenizer, "chat_template", None):
-        prompt = encode_chat(tokenizer, turns[:-1])
+        prompt = encode_chat(tokenizer, turns[:-1], options=options)
         answer = _encode_rendered(tokenizer, turns[-1]["content"])
         if complete and tokenizer.eos_token_id is not None:
             answer.append(tokenizer.eos_token_id)
         return [(prompt + answer, [0] * len(prompt) + [1] * len(answer))]
 
     marked = bool(getattr(tokenizer, "is_fast", False) and _MARKER.search(tokenizer.get_chat_template()))
-    found = [_spans_by_markers(tokenizer, turns)] if marked else _spans_by_prefix(tokenizer, turns)
+    found = [_spans_by_markers(tokenizer, turns, options)] if marked else _spans_by_prefix(tokenizer, turns, options)
     last = len(found) - 1
     return [_masked(tokenizer, *one, marked, complete or number < last) for number, one in enumerate(found)]
 
@@ -189,14 +193,14 @@ def _masked(
 _Spans = tuple[list[int], list[tuple[int, int]]]  # ids, and the bounds of assistant turns in them
 
 
-def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message]) -> list[_Spans]:
+def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None) -> list[_Spans]:
     """Find the spans by comparing the ids of each prompt with and without its answer."""
     answered: list[_Spans] = []
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
-        prompt = encode_chat(tokenizer, turns[:number])
-        closed = _encode_rendered(tokenizer, _render(tokenizer, turns[: number + 1], False))
+        prompt = encode_chat(tokenizer, turns[:number], options=options)
+        closed = _encode_rendered(tokenizer, _render(tokenizer, turns[: number + 1], False, options))
         if closed[: len(prompt)] != prompt:
             raise DataError(
                 f"chat template: the ids of the prompt before assistant turn {number} are not a prefix of the ids of "
@@ -210,10 +214,12 @@ def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message]) -> list[_Spans]:
     return answered
 
 
-def _spans_by_markers(tokenizer: Any, turns: Sequence[Message]) -> _Spans:
+def _spans_by_markers(tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None) -> _Spans:
     """Find the spans by the template's generation markers."""
     try:
-        found = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        found = tokenizer.apply_chat_template(
+            turns, **{**(options or {}), "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        )
     except Exception as error:
         raise _refusal(turns, error) from error
     marks = [0, *found["assistant_masks"], 0]

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -48,6 +47,25 @@ class RunDirectory(Callback):
         paths += [path for path in self.best if path.exists()]
         return sorted(paths, key=lambda path: (_step(path), path.stat().st_mtime), reverse=True)
 
+    @property
+    def names(self) -> str:
+        """The directories of checkpoints, for messages."""
+        return ", ".join(map(str, self.directories)) or "the run's directories"
+
+    def newest(self) -> str | None:
+        """Return the newest whole checkpoint, or None without any. Raises its CheckpointError if none is whole."""
+        problems: list[CheckpointError] = []
+        for path in self.checkpoints:
+            try:
+                check_checkpoint(path)
+                return str(path)
+            except CheckpointError as error:
+                problems.append(error)
+                log.warning("%s", error)
+        if problems:
+            raise problems[0]
+        return None
+
     def resolve(self, ckpt_path: str | None) -> str | None:
         """Return the checkpoint to start from, or None; "auto" is the newest whole one, if any.
 
@@ -58,11 +76,11 @@ class RunDirectory(Callback):
         checkpoints = self.checkpoints
         auto = ckpt_path == AUTO
         if auto:
-            ckpt_path = _newest_whole(checkpoints)
+            ckpt_path = self.newest()
             if ckpt_path is not None:
                 log.info("resuming %s", ckpt_path)
                 return ckpt_path
-            log.info("no checkpoint in %s: training starts from the beginning", _names(self.directories))
+            log.info("no checkpoint in %s: training starts from the beginning", self.names)
         begin = None if ckpt_path is None else Path(ckpt_path)
         step = -1 if begin is None or not begin.exists() else _step(begin)
         stale = [path for path in checkpoints if (begin is None or not _same(path, begin)) and _step(path) > step]
@@ -110,24 +128,5 @@ def _step(path: Path) -> int:
     return int(named[1]) if named else -1
 
 
-def _newest_whole(checkpoints: Iterable[Path]) -> str | None:
-    """Return the first checkpoint to resume from. Raises the newest one's CheckpointError if there is none."""
-    problems: list[CheckpointError] = []
-    for path in checkpoints:
-        try:
-            check_checkpoint(path)
-            return str(path)
-        except CheckpointError as error:
-            problems.append(error)
-            log.warning("%s", error)
-    if problems:
-        raise problems[0]
-    return None
-
-
 def _same(one: Path, other: Path) -> bool:
     return other.exists() and one.samefile(other)
-
-
-def _names(paths: Iterable[Path]) -> str:
-    return ", ".join(map(str, paths)) or "the run's directories"

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
@@ -50,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype), **args.target_kwargs)
     target.capture_layers(args.layers or (default_fused_layers(target) if args.eagle3 else []))
     target.check_lm_head()  # training on cached features has no layers for this check
-    with tempfile.TemporaryDirectory() as scratch:
-        paths = [_complete_lines(Path(path), Path(scratch)) for path in args.data]
-        rows, _ = read_answers(paths, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size)
+    rows, _ = read_answers(args.data, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size)
+    rows.check_lengths(target.max_positions)
     items = [rows[number] for number in range(len(rows))]
     sequences = [
         item["input_ids"]
@@ -65,21 +59,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     store = cache_features(target, sequences, args.output, batch_tokens=args.batch_tokens, max_tokens=args.max_tokens)
     print(f"{args.output}: {len(store)} sequences, {store.tokens} tokens", file=sys.stderr)
     return 0
-
-
-def _complete_lines(path: Path, scratch: Path) -> Path:
-    """Return the file, or a copy without a last line that is still being written."""
-    if not path.is_file() or path.suffix in (".gz", ".json", ".parquet"):
-        return path
-    with open(path, "rb") as file:
-        if not file.seek(0, os.SEEK_END) or (file.seek(-1, os.SEEK_END), file.read())[1] == b"\n":
-            return path
-        file.seek(0)
-        content = file.read()
-    last = content.rfind(b"\n") + 1
-    with suppress(ValueError, RecursionError):
-        json.loads(content[last:])
-        return path
-    copy = Path(tempfile.mkdtemp(dir=scratch)) / path.name  # files of several directories may share a name
-    copy.write_bytes(content[:last])
-    return copy

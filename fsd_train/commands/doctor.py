@@ -7,7 +7,9 @@ config names, for example, the table reports that.
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +32,7 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules.verification import Source
 from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.targets.target import Target
+from fsd_train import MAX_LENGTH
 from fsd_train.commands import trained_for
 from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.engine_check import check_engine
@@ -49,10 +52,14 @@ class Doctor:
         target: the target.
         head: the head.
         rows: values of rows of answers, as for training.
+        max_length: tokens of the longest row to check; rows beyond the target's context are left out in any case.
     """
 
-    def __init__(self, target: Target, head: EagleHead, rows: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, target: Target, head: EagleHead, rows: Sequence[dict[str, Any]], max_length: int = MAX_LENGTH
+    ) -> None:
         self.target, self.head = target, head.to(target.device)
+        self.max_length = min(max_length, target.max_positions or max_length)
         count = int(target.config.num_hidden_layers)
         near = {n + d for n in head.config.fused_layers for d in (-1, 0, 1)} | {count - 1}
         target.capture_layers([number for number in sorted(near) if 0 <= number < count])
@@ -61,49 +68,41 @@ class Doctor:
         for place, values in enumerate(rows, start=1):
             for ids, mask in encode_row(values, target.tokenizer, f"row {place}"):
                 wanted = torch.tensor([mask])
-                if bool(supervised(wanted, 1).any()):
+                if len(ids) <= self.max_length and bool(supervised(wanted, 1).any()):
                     check_id(max(ids), f"row {place}", target.vocab_size)
                     given = torch.tensor([ids], device=target.device)
                     self.rows.append(Row(values, given, wanted.to(target.device), target.features(given)))
         if not self.rows:
-            raise DataError("no row has an answer of two or more tokens. Give rows of answers, as for training.")
+            raise DataError(
+                f"no row of up to {self.max_length} tokens has an answer of two or more. Give rows of answers, as for "
+                "training, or raise --max-length."
+            )
 
     # checks ------------------------------------------------------------------------------------------------------
 
     def check_rows(self) -> list[Finding]:
         """Check that the prompts have the chat template of decoding and that the mask covers the answers."""
-        other, seen, masked, ended = 0, 0, 0, 0
-        first: tuple[str, str] | None = None
-        eos = set(self.target.eos_token_ids)
+        tokenizer, eos = self.target.tokenizer, set(self.target.eos_token_ids)
+        prompts: list[tuple[list[int], list[int]]] = []  # ids of the row, and those of decoding
         for row in self.rows:
-            answer = row.ids[0][row.mask[0].bool()]
-            masked += int(row.mask.sum())
-            ended += int(answer[-1]) in eos
             given, messages = row.values.get("prompt_ids"), row.values.get("messages")
-            if given is None or not messages or getattr(self.target.tokenizer, "chat_template", None) is None:
-                continue
-            ours = encode_chat(self.target.tokenizer, messages, options=template_options(row.values))
-            seen += 1
-            if ours != given:
-                other += 1
-                first = first or (self._text(given), self._text(ours))
-        findings = []
-        if not seen:
-            findings.append(Finding("template", None, "no row has its prompt both as messages and as ids"))
-        elif other and first is not None:
-            findings.append(
-                Finding(
-                    "template", False,
-                    f"{other} of {seen} prompts differ in ids from decoding: {first[0]!r}, here {first[1]!r}",
-                    "regenerate the answers with this target's tokenizer and template (fsd-train regenerate)",
-                )
-            )  # fmt: skip
+            if given is not None and messages and getattr(tokenizer, "chat_template", None) is not None:
+                prompts.append((given, encode_chat(tokenizer, messages, options=template_options(row.values))))
+        differing = [pair for pair in prompts if pair[0] != pair[1]]
+        if differing:
+            given, ours = map(self._text, differing[0])
+            says = f"{len(differing)} of {len(prompts)} prompts differ in ids from decoding: {given!r}, here {ours!r}"
+            fix = "regenerate the answers with this target's tokenizer and template (fsd-train regenerate)"
+            template = Finding("template", False, says, fix)
+        elif prompts:
+            template = Finding("template", True, f"{len(prompts)} prompts have the ids of decoding")
         else:
-            findings.append(Finding("template", True, f"{seen} prompts have the ids of decoding"))
+            template = Finding("template", None, "no row has its prompt both as messages and as ids")
+        masked = sum(int(row.mask.sum()) for row in self.rows)
+        ended = sum(int(row.ids[0][row.mask[0].bool()][-1]) in eos for row in self.rows)
         share = masked / sum(row.ids.shape[1] for row in self.rows)
         says = f"{masked} tokens, {share:.0%} of all; {ended} of {len(self.rows)} answers end with an end token"
-        findings.append(Finding("loss mask", True if ended else None, says))
-        return findings
+        return [template, Finding("loss mask", True if ended else None, says)]
 
     def _text(self, ids: Sequence[int]) -> str:
         text = str(self.target.tokenizer.decode(list(ids)))
@@ -140,14 +139,11 @@ class Doctor:
         """Check for wrong ids in the vocabulary map: learn a map on half of the data and test it on the other."""
         found, wanted = self.feeding.drafted()
         half = len(found) // 2
-        votes: dict[int, dict[int, int]] = {}
-        for entry, token in zip(found[:half].tolist(), wanted[:half].tolist(), strict=True):
-            counts = votes.setdefault(entry, {})
-            counts[token] = counts.get(token, 0) + 1
+        known = found[:half].tolist()
+        drafted, pairs = Counter(known), Counter(zip(known, wanted[:half].tolist(), strict=True))
         learnt = self.feeding.ids(torch.arange(int(found.max()) + 1, device=found.device)).clone()
-        for entry, counts in votes.items():
-            token, count = max(counts.items(), key=lambda pair: pair[1])
-            if count >= 3 and count > 0.5 * sum(counts.values()):
+        for (entry, token), count in pairs.items():
+            if count >= 3 and count > 0.5 * drafted[entry]:
                 learnt[entry] = token
         rest = slice(half, None)
         mine = float((self.feeding.ids(found[rest]) == wanted[rest]).float().mean())
@@ -177,24 +173,15 @@ class Doctor:
     def check_dtype(self, dtype: torch.dtype) -> Finding:
         """Check that the head stays finite and keeps its drafts in the data type of decoding."""
         name = str(dtype).removeprefix("torch.")
-        exact = self.feeding.drafted()[0]
-        parameters = {key: value.detach().clone() for key, value in self.head.named_parameters()}
-        row = self.rows[0]
-        try:
-            self.head.cast(dtype)
-            inputs = self.feeding.inputs(row.features)[:, :-1].to(dtype)
-            embeds = self.head.embed(row.ids[:, 1:], self.target).to(dtype)
-            with torch.no_grad():
-                outputs = self.head(embeds, inputs, torch.arange(embeds.shape[1], device=embeds.device)[None])
-                finite = bool(inputs.isfinite().all()) and bool(self.head.readout(outputs).isfinite().all())
-                finite &= bool(outputs.isfinite().all())
-            rounded = self.feeding.drafted(dtype=dtype)[0] if finite else exact
-        finally:
-            for key, value in parameters.items():
-                self.head.get_parameter(key).data = value
-        if not finite:
-            return Finding("dtype", False, f"overflows in {name}", "run it in bfloat16 (or float32)")
-        same = float((exact == rounded).float().mean())
+        head = copy.deepcopy(self.head).cast(dtype)
+        feeding, row = Feeding(self.target, head, self.rows), self.rows[0]
+        inputs = feeding.inputs(row.features)[:, :-1].to(dtype)
+        embeds = head.embed(row.ids[:, 1:], self.target).to(dtype)
+        with torch.no_grad():
+            outputs = head(embeds, inputs, torch.arange(embeds.shape[1], device=embeds.device)[None])
+            if not all(bool(each.isfinite().all()) for each in (inputs, outputs, head.readout(outputs))):
+                return Finding("dtype", False, f"overflows in {name}", "run it in bfloat16 (or float32)")
+        same = float((self.feeding.drafted()[0] == feeding.drafted(dtype=dtype)[0]).float().mean())
         says = f"in {name} {same:.1%} of the first drafts equal those of float32"
         return Finding("dtype", same > 0.9, says, "" if same > 0.9 else "run it in float32")
 
@@ -335,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(row.values)
         if len(rows) == args.rows:
             break
-    doctor = Doctor(target, head, rows)
+    doctor = Doctor(target, head, rows, args.max_length)
     findings = [*doctor.check_rows(), *trained_for.findings(args, doctor, rows)]
     if args.features:
         findings.append(doctor.check_cache(args.features))

@@ -164,7 +164,7 @@ class Feeding:
             ),
             Variant(
                 "positions", "the feature of the token after, which decoding does not have",
-                "pair token i+1 with the feature of token i in training",
+                "pair token i+1 with the feature of token i in training, or train longer: a new head copies its input",
                 features=lambda x: torch.cat([x[:, 1:], x[:, -1:]], 1), below=0.2,
             ),
             Variant(

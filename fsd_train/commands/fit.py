@@ -30,6 +30,8 @@ from fsd_train.models import DistillationModule, EagleModule
 from fsd_train.repository import find
 from fsd_train.strategies import check_ranks, named_strategy
 
+log = logging.getLogger(__name__)
+
 MOST_SAID = 800  # characters shown of a library's message
 HEAD = ("--model", "fsd_train.models.EagleModule")  # class of a model section without class_path
 # beginnings of messages of Lightning that ask for no action
@@ -106,9 +108,23 @@ def main(argv: Sequence[str]) -> int:
                 path = cli.prepare_run()
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=path)
             else:
-                path = cli.config.get("ckpt_path")
-                cli.trainer.validate(cli.model, datamodule=cli.datamodule, ckpt_path=path)
+                _validate(cli)
     return 0
+
+
+def _validate(cli: TrainCLI) -> None:
+    """Measure a checkpoint, or the initial weights. Raises DataError without a checkpoint or rows to measure."""
+    path = cli.config.get("ckpt_path")
+    if path == AUTO:
+        directory = RunDirectory(cli.trainer)
+        path = directory.newest()
+        if path is None:
+            raise DataError(f"no checkpoint in {directory.names}. Give one as --ckpt_path.")
+    log.info("validating %s", path or "the initial weights. For the newest checkpoint add --ckpt_path auto")
+    if not cli.trainer.validate(cli.model, datamodule=cli.datamodule, ckpt_path=path):
+        raise DataError(
+            "no batch to validate. Set data.validation_fraction or data.validation_files, and limit_val_batches not 0."
+        )
 
 
 def configured(argv: Sequence[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI:

@@ -75,5 +75,5 @@ def findings(args: argparse.Namespace, mine: Doctor, rows: Sequence[dict[str, An
     named = other_target(args, mine.target)
     if named is not None:
         other = Target.from_pretrained(named[0], dtype=mine.target.dtype, **named[1])
-        found.append(check_cost(mine, type(mine)(other, mine.head, rows)))
+        found.append(check_cost(mine, type(mine)(other, mine.head, rows, mine.max_length)))
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fsd_infer.chat.conversations import row_conversation, row_questions
+from fsd_infer.chat.conversations import row_conversation, row_questions, template_options
 from fsd_infer.chat.encoding import encode_conversation, row_id
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError
@@ -70,6 +70,15 @@ class AnswersDataset(Dataset[Item]):
         """Raise DataError with a row if the files hold a token id outside this vocabulary."""
         check_id(*self.highest, vocab_size)
 
+    def check_lengths(self, positions: int | None) -> None:
+        """Raise DataError if a sequence exceeds a model's context of this many positions; None: any length fits."""
+        longest = max(self.lengths, default=0)
+        if positions is not None and longest > positions:
+            raise DataError(
+                f"a row has {longest} tokens, but the model has a context of {positions}. Set data.max_length "
+                f"(--max-length) to {positions} or less."
+            )
+
     def answer_counts(self, vocab_size: int) -> Tensor:
         """Count each id under the loss mask: [V]. Raises as :meth:`check_ids`."""
         self.check_ids(vocab_size)
@@ -98,7 +107,8 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> li
     """Return token ids and loss mask of a row's sequences: one, or several by `encode_conversation`.
 
     ``prompt_ids`` and ``response_ids`` are used unchanged. Other rows are conversations (see
-    :func:`.row_conversation`), encoded with the chat template like in decoding; every assistant turn is an answer.
+    :func:`.row_conversation`), encoded with the chat template and :func:`template_options` like in decoding; every
+    assistant turn is an answer.
 
     Args:
         row: the row.
@@ -115,7 +125,7 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> li
         raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer for the text. Set data.tokenizer.")
     try:
         complete = row.get("finish_reason") in (None, "stop")
-        return encode_conversation(tokenizer, row_conversation(row, where), complete)
+        return encode_conversation(tokenizer, row_conversation(row, where), complete, template_options(row))
     except DataError as error:
         raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
 
@@ -193,7 +203,8 @@ def read_answers(
             placed += [(point, (name, ids[:max_length], mask[:max_length])) for ids, mask in kept]
     named = ", ".join(map(str, paths))
     if not placed:
-        raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}). Add rows with answers.")
+        cure = "Raise data.max_length, or shorten the prompts." if left_out else "Add rows with answers."
+        raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}). {cure}")
     if left_out:
         what = "%s: %d of %d rows have no answer in their first %d tokens and are skipped. Raise data.max_length."
         log.warning(what, named, left_out, read, max_length)

@@ -65,6 +65,8 @@ class AnswersDataModule(LightningDataModule):
         seed: Seed = 0,
     ) -> None:
         super().__init__()
+        if not train_files:
+            raise DataError("train_files is empty. Name at least one file of answers.")
         self.train_files, self.validation_files = list(train_files), list(validation_files or [])
         self.validation_fraction, self.max_length = validation_fraction, max_length
         self.batch_tokens, self.validation_batch_tokens = batch_tokens, validation_batch_tokens or batch_tokens
@@ -115,14 +117,15 @@ class AnswersDataModule(LightningDataModule):
             log.warning("%d of %d rows have no cached features and are skipped", len(rows) - len(keep), len(rows))
         return rows.subset(keep)
 
-    def check_ids(self, vocab_size: int) -> None:
-        """Raise DataError with file and row if a token id is outside this vocabulary."""
+    def check(self, vocab_size: int, positions: int | None) -> None:
+        """Raise DataError if a token id is outside this vocabulary, or a row exceeds this context."""
         for rows in (self.train_set, self.validation_set):
             assert rows is not None, "setup() has not run"
             rows.check_ids(vocab_size)
+            rows.check_lengths(positions)
 
     def answer_counts(self, vocab_size: int) -> Tensor:
-        """Count each id in the training answers: [V]. Raises DataError as :meth:`check_ids`."""
+        """Count each id in the training answers: [V]. Raises DataError for an id outside this vocabulary."""
         assert self.train_set is not None, "setup() has not run"
         return self.train_set.answer_counts(vocab_size)
 

@@ -25,6 +25,8 @@ from fsd_train.models.slim import load_slim, move
 from fsd_train.models.unroll import Plan
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
+PRECISIONS = ("bf16-mixed", "16-mixed", "32-true")
+
 
 class _Frozen:
     """Holder of the target outside the module tree, so that no state_dict, optimizer or deep copy (EMA) contains it."""
@@ -171,10 +173,15 @@ class DistillationModule(RunModule, ABC):
     on_validation_start = _move_target
 
     def setup(self, stage: str) -> None:
-        """Build the model. Raises DataError if the data has token ids outside the target's vocabulary."""
+        """Build the model. Raises DataError for rows that do not fit the target, or weights not in fp32."""
+        if self._attached is not None and self.trainer.precision not in PRECISIONS:
+            raise DataError(
+                f"trainer.precision is {self.trainer.precision}, but weights are trained in fp32. Choose "
+                f"{', '.join(PRECISIONS)}."
+            )
         self.configure_model()
-        if hasattr(self._datamodule, "check_ids"):
-            self._datamodule.check_ids(self.target.vocab_size)
+        if hasattr(self._datamodule, "check"):
+            self._datamodule.check(self.target.vocab_size, self.target.max_positions)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

@@ -120,7 +120,8 @@ class LMModule(DistillationModule):
         super().setup(stage)
         embedded = int(self.head.causal_lm.get_input_embeddings().weight.shape[0])
         data = self._datamodule
-        for rows in (data.train_set, data.validation_set) if hasattr(data, "check_ids") else ():
+        for rows in (data.train_set, data.validation_set) if hasattr(data, "check") else ():
+            rows.check_lengths(self.head.max_positions)
             token, where = rows.highest
             if token >= embedded:
                 raise DataError(
