@@ -22,17 +22,9 @@ VOCAB = 97
 WINDOW = 8  # shorter than every tested sequence
 
 _COMMON: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    eos_token_id=None,
-    bos_token_id=None,
-    pad_token_id=0,
-)
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+)  # fmt: skip
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": dict(sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1),

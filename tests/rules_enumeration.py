@@ -21,8 +21,7 @@ from tests.rules_toy import LENGTH, Toy, V
 
 # What it is told of the rules.
 RULES = {
-    "exact": {"kind": "exact"},
-    "fuzzy:js:0.08": {"kind": "fuzzy", "threshold": 0.08},
+    "exact": {"kind": "exact"}, "fuzzy:js:0.08": {"kind": "fuzzy", "threshold": 0.08},
     "fuzzy:tv:0.25": {"kind": "fuzzy", "divergence": "tv", "threshold": 0.25},
     "fuzzy:kl_qp:0.25:gate=processed": dict(kind="fuzzy", divergence="kl_qp", threshold=0.25, gate_on="processed"),
     "fuzzy:js:inf": {"kind": "fuzzy", "threshold": math.inf},
@@ -31,8 +30,7 @@ RULES = {
     "fuzzy-strict:js:0.08:gate=processed": {"kind": "fuzzy-strict", "threshold": 0.08, "gate_on": "processed"},
     "fuzzy-strict:js:0.3:budget=0.3": {"kind": "fuzzy-strict", "threshold": 0.3, "budget": 0.3},
     "random:0.4": {"kind": "random", "rate": 0.4},
-    "random:0.6:budget=0.4": {"kind": "random", "rate": 0.6, "budget": 0.4},
-    "draft-only": {"kind": "draft-only"},
+    "random:0.6:budget=0.4": {"kind": "random", "rate": 0.6, "budget": 0.4}, "draft-only": {"kind": "draft-only"},
     "draft-only:budget=0.3": {"kind": "draft-only", "budget": 0.3},
     "tilted:1": {"kind": "tilted", "threshold": math.inf},
     "tilted:0.2:budget=0.5": {"kind": "tilted", "threshold": math.inf, "price": 0.2, "budget": 0.5},
@@ -41,13 +39,12 @@ RULES = {
     "tilted:0.5:novel=2": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "novel": 2},
     "tilted:0.3:novel=1": {"kind": "tilted", "threshold": math.inf, "price": 0.3, "novel": 1},
     "fuzzy:js:inf:novel=1": {"kind": "fuzzy", "threshold": math.inf, "novel": 1},
-    "draft-only:novel=1": {"kind": "draft-only", "novel": 1},
-    "exact:block=true": {"kind": "exact"},
+    "draft-only:novel=1": {"kind": "draft-only", "novel": 1}, "exact:block=true": {"kind": "exact"},
     "fuzzy:js:inf:only_in=1..2": {"kind": "fuzzy", "threshold": math.inf, "phases": True},
     "fuzzy-strict:js:0.3:budget=0.3:only_in=1..2": dict(kind="fuzzy-strict", threshold=0.3, budget=0.3, phases=True),
     "draft-only:only_in=1..2": {"kind": "draft-only", "phases": True},
     "tilted:0.5:novel=1:only_in=1..2": dict(kind="tilted", threshold=math.inf, price=0.5, novel=1, phases=True),
-}
+}  # fmt: skip
 
 
 REFERENCE_DIVERGENCES = {

@@ -62,12 +62,7 @@ class Toy:
 
     @classmethod
     def make(
-        cls,
-        seed: int,
-        sampled: bool = False,
-        processed: bool = False,
-        reduced: bool = False,
-        temperature: float = 1.0,
+        cls, seed: int, sampled: bool = False, processed: bool = False, reduced: bool = False, temperature: float = 1.0
     ) -> Toy:
         generator = torch.Generator().manual_seed(seed)
         p = torch.randn(CONTEXTS, V, generator=generator) * 1.2
@@ -115,22 +110,14 @@ class Toy:
         for node in range(1, nodes):
             scores.append(scores[self.parents[node]] + log_q[where[self.parents[node]], tokens[node]])
         tree = DraftTree(
-            tokens=torch.stack(tokens, 1),
-            parents=parents,
-            scores=torch.stack(scores, 1),
-            q_logits=self.q[contexts_of[:, inner]],
-            q_index=q_index.expand(batch, nodes),
-            draft_ids=self.draft_ids,
+            tokens=torch.stack(tokens, 1), parents=parents, scores=torch.stack(scores, 1),
+            q_logits=self.q[contexts_of[:, inner]], q_index=q_index.expand(batch, nodes), draft_ids=self.draft_ids,
             q_scores=processed[contexts_of[:, inner]] if self.sampled else None,
-        )
+        )  # fmt: skip
         return tree, contexts_of
 
     def round(
-        self,
-        contexts: Tensor,
-        generator: torch.Generator,
-        greedy: bool = False,
-        answers: list[list[int]] | None = None,
+        self, contexts: Tensor, generator: torch.Generator, greedy: bool = False, answers: list[list[int]] | None = None
     ) -> Verification:
         tree, where = self.draft(contexts, generator)
         logits = self.p[where]

@@ -95,13 +95,9 @@ def test_early_stopping_and_length_penalty(target: Target, early_stopping: Any, 
     prompts = tiny_prompts((5, 13, 9))
     endless = decoder.generate(prompts, do_sample=False, **options).sequences
     made = check(
-        decoder,
-        prompts,
-        early_stopping=early_stopping,
-        length_penalty=length_penalty,
-        eos_token_id=sorted({answer[place] for answer in endless for place in (6, 11)}),
-        **options,
-    )
+        decoder, prompts, early_stopping=early_stopping, length_penalty=length_penalty,
+        eos_token_id=sorted({answer[place] for answer in endless for place in (6, 11)}), **options,
+    )  # fmt: skip
     if length_penalty < 2.0:  # which prefers long answers
         assert min(len(answer) for answer in made.sequences) < 20, "no answer ended early"
 

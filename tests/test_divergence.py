@@ -199,20 +199,14 @@ def test_types_and_rows_that_are_no_distribution() -> None:
         (lambda: divergence("top_k_js:2.5"), FsdError, "k must be a whole number from 1"),
         (lambda: divergence("top_k_js:"), FsdError, "k must be a whole number from 1"),
         (lambda: divergence("js:3"), FsdError, "takes no parameter"),
-        (
-            lambda: divergence("js")(torch.zeros(4), torch.zeros(5)),
-            VocabularyMismatchError,
-            "p has 4 entries per row, q has 5",
-        ),
+        (lambda: divergence("js")(torch.zeros(4), torch.zeros(5)), VocabularyMismatchError,
+         "p has 4 entries per row, q has 5"),
         (lambda: divergence("js")(torch.zeros(2, 4), torch.zeros(3, 4)), FsdError, "shapes"),
         (lambda: divergence("js")(torch.zeros(4), torch.zeros(4), chunk_size=0), FsdError, "chunk_size is 0"),
-        (
-            lambda: reduced(torch.zeros(4), torch.zeros(3), torch.tensor([0, 1])),
-            VocabularyMismatchError,
-            "3 logits but draft_ids names 2",
-        ),
+        (lambda: reduced(torch.zeros(4), torch.zeros(3), torch.tensor([0, 1])), VocabularyMismatchError,
+         "3 logits but draft_ids names 2"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(make: Callable[[], object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()

@@ -87,21 +87,14 @@ def enlarge(stored: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("check", "head", "tensors", "config", "options", "says", "fix"),
     [
-        (
-            "feature layers",
-            "eagle3",
-            None,
-            {"fused_layers": [2, 3]},
-            {},
-            "layers [1, 2] instead",
-            "fused_layers [1, 2]",
-        ),
+        ("feature layers", "eagle3", None, {"fused_layers": [2, 3]}, {}, "layers [1, 2] instead",
+         "fused_layers [1, 2]"),
         ("vocabulary map", "eagle3", permute, {}, {}, "under other ids", "order"),
         ("norms", "fsd", strip, {"final_norm": False}, {"rows": "40"}, "final norm", "final_norm"),
         ("dtype", "eagle3", enlarge, {}, {"dtype": "float16"}, "overflows in float16", "bfloat16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_a_planted_fault_is_named(
     check: str, head: str, tensors: Any, config: dict[str, Any], options: dict[str, str], says: str, fix: str,
     world: Path, tmp_path: Path,

@@ -188,8 +188,7 @@ def test_spoilt_recipes(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "- 3", "a: [", "{", "null", "fit:\n  model: 3", "&a [*a]", "model: !!python/object:a.b {}", "\x00"],
+    "text", ["", "- 3", "a: [", "{", "null", "fit:\n  model: 3", "&a [*a]", "model: !!python/object:a.b {}", "\x00"]
 )
 def test_other_yaml(text: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"

@@ -21,15 +21,7 @@ from fsd_infer.drafters.visits import likeliest
 from fsd_infer.errors import ModelLoadError, UnknownNameError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.tree import DraftTree
-from tests.families import (
-    VOCAB,
-    OracleDrafter,
-    recorded_drafts,
-    reference,
-    save_head,
-    tiny_model,
-    tiny_prompts,
-)
+from tests.families import VOCAB, OracleDrafter, recorded_drafts, reference, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import needs_kernels
 from tests.rules_enumeration import RULES, Enumeration
 from tests.rules_toy import ALARM, ROWS, TextToy, Toy, V, p_value, plain_rule, simulate

@@ -55,19 +55,13 @@ CASES: dict[str, tuple[dict[str, Any], Tensor | None, set[str]]] = {
     "fsd": ({"layout": "fsd", "final_norm": True, "fused_layers": [1, 3]}, None, set()),
     "eagle3": (EAGLE3, REDUCED, set(FORMATS)),
     "eagle3, whole vocabulary": (EAGLE3, None, set(FORMATS)),
-    "eagle3, narrow MLP, other layers": (
-        {**EAGLE3, "fused_layers": [0, 4, 6], "intermediate_size": 24},
-        REDUCED,
-        {"vllm", "sglang", "speculators"},
-    ),
+    "eagle3, narrow MLP, other layers": ({**EAGLE3, "fused_layers": [0, 4, 6], "intermediate_size": 24}, REDUCED,
+     {"vllm", "sglang", "speculators"}),
     "eagle3.1": ({**EAGLE3, "fc_norm": True, "norm_output": True}, REDUCED, {"vllm", "sglang", "speculators"}),
-    "eagle3, two layers, four fused": (
-        {**EAGLE3, "num_layers": 2, "fused_layers": [0, 1, 4, 6]},
-        REDUCED,
-        {"vllm", "speculators"},
-    ),
+    "eagle3, two layers, four fused": ({**EAGLE3, "num_layers": 2, "fused_layers": [0, 1, 4, 6]}, REDUCED, {"vllm",
+     "speculators"}),
     "eagle3 with the target's LM head": ({**EAGLE3, "own_lm_head": False}, REDUCED, set(FORMATS)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -146,15 +140,9 @@ def test_spellings_of_eagle3(target: Target, tmp_path: Path) -> None:
         "no t2d": ({}, {name: value for name, value in stored.items() if name != "t2d"}),
         "the target's embeddings": ({}, {**stored, "embed_tokens.weight": table.bfloat16()}),
         "what speculators keeps": ({}, {**stored, "verifier_norm.weight": torch.ones(32)}),
-        "another order": (
-            {},
-            {
-                **stored,
-                "lm_head.weight": stored["lm_head.weight"][shuffled],
-                "d2t": REDUCED[shuffled] - torch.arange(len(REDUCED)),
-            },
-        ),
-    }
+        "another order": ({}, {**stored, "lm_head.weight": stored["lm_head.weight"][shuffled],
+         "d2t": REDUCED[shuffled] - torch.arange(len(REDUCED))}),
+    }  # fmt: skip
     for name, (config, tensors) in variants.items():
         loaded = load_head(rewrite(tmp_path / "vllm", tmp_path / name, config, tensors), target)
         assert options_of(loaded) == options_of(head), name
@@ -164,16 +152,10 @@ def test_spellings_of_eagle3(target: Target, tmp_path: Path) -> None:
 def test_embeddings_of_its_own_and_another_width(target: Target, tmp_path: Path) -> None:
     """As published for targets whose embeddings the head does not share: ``target_hidden_size`` differs."""
     config = EagleConfig(
-        hidden_size=24,
-        vocab_size=VOCAB,
-        layer={**make_head(target).config.layer, "hidden_size": 24},
-        layout="eagle3",
-        target_hidden_size=32,
-        draft_vocab_size=len(REDUCED),
-        fused_layers=usual_layers(LAYERS),
-        own_lm_head=True,
-        own_embeddings=True,
-    )
+        hidden_size=24, vocab_size=VOCAB, layer={**make_head(target).config.layer, "hidden_size": 24},
+        layout="eagle3", target_hidden_size=32, draft_vocab_size=len(REDUCED), fused_layers=usual_layers(LAYERS),
+        own_lm_head=True, own_embeddings=True,
+    )  # fmt: skip
     head = EagleHead(config).requires_grad_(False)
     assert head.draft_ids is not None
     head.draft_ids.copy_(REDUCED)

@@ -40,11 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "layout eagle3 with all norms": {
         "head": {"layout": "eagle3", "fc_norm": True, "norm_output": True, "num_layers": 2, "fused_layers": [0]},
-        "draft_vocab_size": 30,
-        **EAGLE3,
-        "unroll_steps": 7,
-        "loss": "lk",
-        "loss_args": {},
+        "draft_vocab_size": 30, **EAGLE3, "unroll_steps": 7, "loss": "lk", "loss_args": {},
     },
     "all with initial layers": {
         "head": {"num_layers": 2, "fused_layers": [0, 1], "final_norm": True, "feature_scale": True},
@@ -59,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
         "context_ids": True,
         "unroll_steps": 7,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=list(CASES))

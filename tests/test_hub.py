@@ -264,7 +264,7 @@ FILES = {
     "me/shares": {
         "train.jsonl": lines(
             [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}], "id": "x"}]
-        ),
+        )
     },
     "me/ultra": {"train.jsonl": lines([{"id": "0", "data": ["ask", "answer", "again", "more"]}])},
 }

@@ -133,12 +133,3 @@ def test_without_a_compiler_decoding_runs_and_says_so(
     speed_up(model)
     assert stack_of(model.model) is None
     assert FuzzyDecoder(Target(model), NoDrafter(VOCAB)).generate(tiny_prompts((5,)), max_new_tokens=3).sequences
-
-
-def test_no_kernels_where_they_are_turned_off_or_lack_instructions(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv("FSD_KERNELS", "0")
-    assert module.kernels() is None
-    fresh.delenv("FSD_KERNELS")
-    module.kernels.cache_clear()
-    fresh.setattr(module, "cpu_flags", lambda: {"avx2", "fma"})
-    assert module.kernels() is None

@@ -25,15 +25,7 @@ from fsd_train.commands.export import main as export_main
 from fsd_train.data import AnswersDataModule, collate
 from fsd_train.models.lm import LMModule
 from tests.families import reference
-from tests.train_toys import (
-    TRAINER,
-    VOCAB,
-    assert_same,
-    fit_command,
-    in_recipe,
-    save_toy_target,
-    write_answers,
-)
+from tests.train_toys import TRAINER, VOCAB, assert_same, fit_command, in_recipe, save_toy_target, write_answers
 from tests.train_toys import options as module_options
 
 STEPS = 4

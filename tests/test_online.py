@@ -18,14 +18,7 @@ from fsd_infer.drafters.estimates import KNOTS, AutoMemory, LawKind, Prior
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.drafters.shape import AUTO, parse_tree
-from tests.families import (
-    VOCAB,
-    noisy_model,
-    reference,
-    tiny_head,
-    tiny_model,
-    tiny_prompts,
-)
+from tests.families import VOCAB, noisy_model, reference, tiny_head, tiny_model, tiny_prompts
 from tests.tree_rounds import tree_of
 
 # a machine and texts, simulated ---------------------------------------------------------------------------------------

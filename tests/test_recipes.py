@@ -111,11 +111,7 @@ def check_decoding(target: Path, head: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_trains_exports_and_decodes(
-    recipe: Path,
-    targets: Callable[[str], Path],
-    answers: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: Path, targets: Callable[[str], Path], answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = targets(FAMILY[recipe.stem])
     monkeypatch.chdir(tmp_path)  # recipes write to runs/

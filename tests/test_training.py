@@ -34,17 +34,10 @@ AVERAGING = {
 
 def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, AnswersDataModule]:
     values: dict[str, Any] = {
-        "head": {"final_norm": True, "feature_scale": True},
-        "draft_vocab_size": 40,
-        "unroll_steps": 2,
-        "chain_share": 0.6,
-        "loss_args": {"w_feature": 0.3, "w_ce": 1.0},
-        "noise": 0.1,
-        "lr": 3e-3,
-        "warmup_steps": 4,
-        "eval_steps": 3,
-        **options,
-    }
+        "head": {"final_norm": True, "feature_scale": True}, "draft_vocab_size": 40, "unroll_steps": 2,
+        "chain_share": 0.6, "loss_args": {"w_feature": 0.3, "w_ce": 1.0}, "noise": 0.1, "lr": 3e-3, "warmup_steps": 4,
+        "eval_steps": 3, **options,
+    }  # fmt: skip
     data = AnswersDataModule(
         [str(toys / "answers.jsonl")],
         validation_fraction=0.2,

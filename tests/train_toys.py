@@ -71,15 +71,10 @@ def write_answers(path: Path, target: Target, rows: int = 48, seed: int = 0) -> 
             prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(3, 8))]
             (answer,) = reference(target.model, [prompt], max_new_tokens=rng.randint(12, 24))
             row = {
-                "id": f"toy-{number}",
-                "messages": [{"role": "user", "content": f"prompt {number}"}],
-                "response": "",
-                "prompt_ids": prompt,
-                "response_ids": answer,
-                "finish_reason": "length",
-                "temperature": 0.0,
+                "id": f"toy-{number}", "messages": [{"role": "user", "content": f"prompt {number}"}], "response": "",
+                "prompt_ids": prompt, "response_ids": answer, "finish_reason": "length", "temperature": 0.0,
                 "source": "toy",
-            }
+            }  # fmt: skip
             file.write(json.dumps(row) + "\n")
     return path
 
