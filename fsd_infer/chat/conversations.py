@@ -299,7 +299,7 @@ def _prompt(row: Mapping[str, Any], where: str) -> list[Message]:
         if not text.strip():
             raise DataError(f"{where}: `{field}` is empty. Give the prompt some text or remove the line.")
         for name in ("input", "context") if field == "instruction" else ():
-            added = _text(row.get(name) or "", where, name)
+            added = "" if row.get(name) is None else _text(row[name], where, name)
             text = f"{text.rstrip()}\n\n{added}" if added else text
         return [{"role": "user", "content": text}]
     raise DataError(f"{where}: no prompt. Give one of the fields messages, conversations, {', '.join(TEXTS)}.")
