@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from fsd_train.cli import main
 from tests.families import load_head
@@ -156,3 +159,14 @@ def test_directories_that_cannot_be_written_are_named_at_once(
     run = Run(toys, tmp_path / "run", capsys, **{place: tmp_path / "file" / "x"})
     status, err = run.fit(5)
     assert status == 2 and err.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in err
+
+
+def test_a_full_disk_is_named(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "a temporary file")
+
+    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", save)
+    status, err = Run(toys, tmp_path / "run", capsys).fit(5)
+    assert status == 2 and re.search(rf"{tmp_path}/run/.*\.ckpt: No space left on device", err)
