@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
+from fsd_infer.cli.main import main
 from fsd_infer.cpu.ops import packed_products, speed_up, weight_rows
 from fsd_infer.cpu.packing import can_pack
 from fsd_infer.drafters.itself import Itself, spelled
 from fsd_infer.targets.rounding import round_weight
+from tests.bench_toys import save_toy
 from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
 
 CHAIN = TreeShape.chain(3)
@@ -98,3 +101,40 @@ def test_names() -> None:
     target.config.num_kv_shared_layers = 1
     with pytest.raises(FsdError, match="depend on their numbers"):
         load_drafter("self:layers=0", target)
+
+
+def test_rounding() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(24, 192) * torch.rand(24, 1)
+    errors = []
+    for bits in range(2, 9):
+        made = round_weight(weight, bits)
+        groups = weight.view(-1, 64)
+        assert max(len(group.unique()) for group in made.view(-1, 64)) <= 2**bits
+        low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+        scale = (high - low) / (2**bits - 1)
+        nearest = ((groups - low) / scale).round() * scale + low
+        errors.append(float((made - weight).square().mean()))
+        assert errors[-1] < (0.8 if bits < 4 else 1.0) * float((nearest - groups).square().mean()), bits
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-3 * errors[0]
+    constant = torch.full((3, 40), 0.5)
+    assert torch.equal(round_weight(constant, 2), constant)
+
+
+def test_which_layers_to_skip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer that adds nothing goes first, and nothing is lost by it."""
+    toys = save_toy(tmp_path)
+    model = Target.from_pretrained(str(toys.target), dtype=torch.float32).model
+    idle = model.model.layers[1]
+    for product in (idle.self_attn.o_proj, idle.mlp.down_proj):
+        product.weight.data.zero_()
+    model.save_pretrained(toys.target)
+    words = ["skip-layers", "--target", str(toys.target), "--prompts", str(toys.prompts), "--dtype", "fp32"]
+    words += ["--device", "cpu", "--max-new-tokens", "8", "--layers"]
+    count = len(model.model.layers)
+    assert main([*words, str(count - 1)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{count} layers, agreement 1.000: self:layers=0-{count - 1}")
+    left = tuple(number for number in range(count) if number != 1)
+    assert second == f"{count - 1} layers, agreement 1.000: {spelled(left)}"
+    assert main([*words, str(count)]) == 2 and "--layers goes from 1" in capsys.readouterr().err

@@ -23,18 +23,14 @@ class StopOnNonFinite(Callback):
     """Stops training at a NaN or infinite loss or gradient.
 
     It names the rows of the batch (or of all accumulated batches, if only the gradient is bad) in
-    ``non-finite-step-N-rank-R.json``. Nothing is saved afterwards, so the last checkpoint is good. EagleModule and
-    LMModule add this callback themselves.
+    ``non-finite-step-N-rank-R.json`` in the trainer's log directory. Nothing is saved afterwards, so the last
+    checkpoint is good. EagleModule and LMModule add this callback themselves.
 
     The verdict is computed on the device, to avoid a sync within the step. It is read at the next batch, or before a
     checkpoint, export, validation or decode.
-
-    Args:
-        directory: directory of the file (default: the trainer's log directory).
     """
 
-    def __init__(self, directory: str | None = None) -> None:
-        self.directory = directory
+    def __init__(self) -> None:
         self._batch: Any = None
         self._seen: list[tuple[Tensor, list[Any]]] = []  # loss and rows of the batches since the last step
         self._unread: _Verdict | None = None
@@ -81,7 +77,7 @@ class StopOnNonFinite(Callback):
         what = f"loss is {bad[0]['loss']}" if bad else "loss or the gradient is not finite on another rank"
         if not bad and not math.isfinite(norm):
             what, bad = "gradient is not finite", seen
-        path = Path(self.directory or trainer.log_dir or trainer.default_root_dir)
+        path = Path(trainer.log_dir or trainer.default_root_dir)
         path = path / f"non-finite-step-{verdict.step}-rank-{trainer.global_rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"step": verdict.step, "what": what, "batches": bad}, indent=1) + "\n")
@@ -135,7 +131,7 @@ def _last_checkpoint(trainer: Trainer) -> str:
 
 
 class CheckResume(Callback):
-    """Refuses a truncated or foreign checkpoint by name before a restore.
+    """Refuses a truncated or foreign checkpoint by name before a restore, and names one that cannot be written.
 
     EagleModule and LMModule add this callback themselves. It leaves alone sharding strategies, which read their own
     checkpoints, and a user's CheckpointIO.
@@ -148,6 +144,13 @@ class CheckResume(Callback):
 
 
 class _Checked(TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        try:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        except OSError as error:
+            error.filename = str(path)  # fsspec moves a temporary file, and the error names that one
+            raise
+
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         check_checkpoint(path)
         return super().load_checkpoint(path, *args, **options)

@@ -166,7 +166,7 @@ class EndpointBackend:
         seed: seed of each request, together with the row's id; None: send none.
         concurrency: most requests in flight.
         group: most answers per yielded group.
-        api_key, attempts, timeout, pause: see :class:`fsd_bench.openai_client.Server`.
+        attempts, pause: see :class:`fsd_bench.openai_client.Server`.
 
     Raises:
         FsdError: an address is missing or malformed.
@@ -182,15 +182,11 @@ class EndpointBackend:
         seed: int | None,
         concurrency: int = 64,
         group: int = 32,
-        api_key: str | None = None,
         attempts: int = 6,
-        timeout: float = 600.0,
         pause: float = 1.0,
     ) -> None:
-        self.servers = [
-            Server(url, api_key=api_key, timeout=timeout, attempts=attempts, pause=pause, connections=concurrency)
-            for url in ([urls] if isinstance(urls, str) else urls)
-        ]
+        addresses = [urls] if isinstance(urls, str) else urls
+        self.servers = [Server(url, attempts=attempts, pause=pause, connections=concurrency) for url in addresses]
         if not self.servers:
             raise FsdError("no endpoint was given. Give an address such as http://127.0.0.1:8000/v1.")
         self.model, self.tokenizer = model, tokenizer
