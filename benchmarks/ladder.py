@@ -214,7 +214,7 @@ def write_figure(rungs: dict[str, Any], path: Path) -> None:
     """Draw the gain in tokens per forward over the median regret, a line per rule. Hollow points: quality fell."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.2, 4.6), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = figure.add_subplot(
         xlabel="median regret of a wrong first draft, nats", ylabel="tokens per forward / exact's"
     )
@@ -228,10 +228,10 @@ def write_figure(rungs: dict[str, Any], path: Path) -> None:
         axes.plot(x, y, color=f"C{number_}", label=rule)
         axes.scatter(x, y, edgecolors=f"C{number_}", c=[f"C{number_}" if same else "white" for same in equal], zorder=3)
     for name, regret in regrets.items():
-        axes.annotate(name, (regret, 0.97), rotation=40, fontsize=6, ha="right", va="top")
+        axes.annotate(name, (regret, 0.98), rotation=90, fontsize=6, ha="center", va="top")
     axes.axhline(1.0, color="grey", lw=0.8)
-    axes.set_ylim(bottom=0.7)
-    axes.legend(fontsize=7)
+    axes.set_ylim(bottom=0.6)
+    figure.legend(fontsize=7, loc="outside right upper")
     figure.savefig(path, dpi=130)
 
 
