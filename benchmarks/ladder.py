@@ -42,6 +42,7 @@ from fsd_infer.targets.target import Target
 
 ALONE, EXACT, NOISE = "alone", "exact", "noise:"
 # Equal quality: no further on the wrong side of exact's than this. Shares, but for nats per token of log-likelihood.
+NONE = 0.125  # nats: where the picture has a drafter without mistakes
 SMALL = "1"  # nats: a mistake of a smaller regret is a near tie
 BOUNDS = {"score": -0.02, "log_likelihood_per_token": -0.05, "copied_4grams": 0.02, "repeated_4grams": 0.02}
 
@@ -214,11 +215,11 @@ def write_figure(rungs: dict[str, Any], path: Path) -> None:
     """Draw the gain in tokens per forward over the median regret, a line per rule. Hollow points: quality fell."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.2, 4.6), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = figure.add_subplot(
         xlabel="median regret of a wrong first draft, nats", ylabel="tokens per forward / exact's"
     )
-    regrets = {name: rung["drafts"]["regret_median"] or 0.0 for name, rung in rungs.items()}
+    regrets = {name: rung["drafts"]["regret_median"] or NONE for name, rung in rungs.items()}
     for number_, rule in enumerate(dict.fromkeys(rule for rung in rungs.values() for rule in rung["rules"])):
         points = [(regrets[name], rung["rules"].get(rule, {})) for name, rung in rungs.items()]
         drawn = sorted((x, facts["gain"]["ratio"], facts["equal"]) for x, facts in points if facts.get("gain"))
@@ -228,10 +229,12 @@ def write_figure(rungs: dict[str, Any], path: Path) -> None:
         axes.plot(x, y, color=f"C{number_}", label=rule)
         axes.scatter(x, y, edgecolors=f"C{number_}", c=[f"C{number_}" if same else "white" for same in equal], zorder=3)
     for name, regret in regrets.items():
-        axes.annotate(name, (regret, 0.97), rotation=40, fontsize=6, ha="right", va="top")
+        axes.annotate(name, (regret, 0.98), rotation=90, fontsize=6, ha="center", va="top")
     axes.axhline(1.0, color="grey", lw=0.8)
-    axes.set_ylim(bottom=0.7)
-    axes.legend(fontsize=7)
+    axes.set_ylim(bottom=0.6)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    figure.legend(fontsize=7, loc="outside right upper")
     figure.savefig(path, dpi=130)
 
 
