@@ -87,7 +87,7 @@ def test_rows_of_text_get_the_ids_that_decoding_sees() -> None:
         ({"prompt": "x", "completion": 3}, "`completion` must hold text, found int"),
         ({"prompt": "x", "completion": []}, "completion must be a list of at least one turn"),
         ({"prompt": "x", "completion": [USER]}, "no answer|must end with an assistant"),
-        ("not JSON", "expected a JSON object"),
+        (3, "expected a JSON object"),
     ],
 )
 def test_malformed_rows_name_file_and_line(tmp_path: Path, row: Any, problem: str) -> None:

@@ -201,7 +201,7 @@ def test_quickstart_training_overrides_fit_the_recipe(
         main([*quickstart.train_command(75)[3:], "--print_config"])
     assert stop.value.code == 0
     config = yaml.safe_load(capsys.readouterr().out)
-    assert config["trainer"]["max_time"] == {"seconds": 75}
+    assert config["trainer"]["max_time"] == "00:00:01:15"
     assert config["data"]["train_files"] == [str(quickstart.ANSWERS)] and config["data"]["features"] is None
     assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(quickstart.OUTPUT)
     assert len(config["trainer"]["callbacks"]) == 2 and config["model"]["init_args"]["target"] == quickstart.TARGET

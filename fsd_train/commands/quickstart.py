@@ -105,7 +105,7 @@ def train_command(seconds: int) -> list[str]:
     export = {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(OUTPUT / "head")}}
     overrides = {
         "trainer.max_steps": max(10, round(seconds * STEPS_PER_SECOND)),
-        "trainer.max_time": json.dumps({"seconds": seconds}),
+        "trainer.max_time": time_limit(seconds),
         "overwrite": "true",
         "trainer.limit_val_batches": 0,
         "trainer.log_every_n_steps": 2,
@@ -123,6 +123,11 @@ def train_command(seconds: int) -> list[str]:
     }
     command = [sys.executable, "-m", "fsd_train.cli", "fit", "--config", str(find(RECIPE))]
     return command + [f"--{name}={value}" for name, value in overrides.items()]
+
+
+def time_limit(seconds: int) -> str:
+    """Format seconds for Lightning: days:hours:minutes:seconds."""
+    return f"{seconds // 86400:02}:{seconds // 3600 % 24:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def read_losses(logs: Path) -> list[float]:
