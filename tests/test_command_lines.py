@@ -16,6 +16,8 @@ from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, r
 from fsd_infer.errors import FsdError
 from fsd_infer.files import writable, write_text
 from fsd_infer.registry import read_float, read_int
+from fsd_train.cli import main as train
+from fsd_train.cli import main as fsd_train
 
 
 def raiser(error: BaseException) -> object:
@@ -132,6 +134,34 @@ def test_a_package_that_is_not_installed_is_named() -> None:
     assert done.stdout.split() == [str(BAD_INPUT)] * len(MISSING), done.stderr
     for line, (package, _, _, extra) in zip(done.stderr.splitlines(), MISSING, strict=True):
         assert f"package {package} is not installed: pip install 'fsd-toolkit[{extra}]'" in line
+
+
+INFER = ("generate", "bench", "sweep", "calibrate", "warmup")
+HELP = {
+    "fsd_infer.cli.main": [["--help"], *([name, "--help"] for name in INFER), ["generate", "--no-such-option"]],
+    "fsd_train.cli": [["--help"], *([name, "--help"] for name in (*PARSERS, "fit")), ["export", "--no-such-option"]],
+}
+HEAVY = """
+import sys
+from contextlib import suppress
+from MODULE import main
+for argv in CASES:
+    with suppress(SystemExit):
+        main(argv)
+    heavy = {"torch", "transformers", "numpy", "lightning"} & set(sys.modules)
+    assert not heavy, (argv, heavy)
+"""
+
+
+@pytest.mark.parametrize("module", HELP)
+def test_help_imports_nothing_heavy(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes several seconds, where a command should answer in a fraction."""
+    monkeypatch.setenv("FSD_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert train(["fit", "--help"]) == 0  # its options come from classes, and are kept when they were listed once
+    script = HEAVY.replace("MODULE", module).replace("CASES", repr(HELP[module]))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["pipe", "directory", "", "file/x", "a\0b", "x" * 300])
