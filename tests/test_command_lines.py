@@ -16,8 +16,8 @@ from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, r
 from fsd_infer.errors import FsdError
 from fsd_infer.files import writable, write_text
 from fsd_infer.registry import read_float, read_int
-from fsd_train.cli import PARSERS
 from fsd_train.cli import main as train
+from fsd_train.commands.command_lines import PARSERS
 
 
 def raiser(error: BaseException) -> object:
