@@ -97,13 +97,14 @@ class Watch:
 class Closing:
     """A logits processor that favours tokens by which JSON values and texts end. Small models write without end."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, bonus: float = 6.0) -> None:
+        self.bonus = bonus  # nats
         pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         ends = [place for place, piece in enumerate(pieces) if piece and piece[0] in '"}]']
         self.liked = torch.tensor([*ends, tokenizer.eos_token_id])  # a number ends with the text only
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.index_add(1, self.liked, torch.full((len(scores), len(self.liked)), 6.0))
+        return scores.index_add(1, self.liked, torch.full((len(scores), len(self.liked)), self.bonus))
 
 
 def suite() -> Iterator[dict[str, Any]]:
@@ -167,10 +168,10 @@ def schemas(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def answer_to(decoder: FuzzyDecoder, schema: Any, guide: Guide, seed: int, args: argparse.Namespace) -> str | None:
-    """An answer that ended; None if neither a free sample did, nor one that favours ends."""
+    """An answer that ended; None if neither a free sample did, nor those that favour ends."""
     question = f"Write JSON for this schema: {json.dumps(schema)[:300]}"
     options = {"do_sample": True, "temperature": 0.7, "top_k": None, "max_new_tokens": args.max_new_tokens}
-    for processors in ([], [Closing(decoder.tokenizer)]):
+    for processors in ([], [Closing(decoder.tokenizer)], [Closing(decoder.tokenizer, 12.0)]):
         made = decoder.generate(question, guide=guide, seed=seed, logits_processor=processors, **options)
         if made.stats.rows[0].finish_reason == "stop":
             return made.texts[0]
