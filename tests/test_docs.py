@@ -124,6 +124,7 @@ def test_the_table_of_engines_is_its_record(repo_root: Path) -> None:
         ("exact", "`exact`"),
         ("llama.cpp:gguf", "llama.cpp"),
         ("openvino:gguf", "OpenVINO"),
+        ("vllm", "vLLM, bf16"),
     ):
         facts, ratio = found["methods"][name], found["ratios"]["plain"].get(name, {}).get("decode_tokens_per_second")
         span = f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})" if ratio else "1"
