@@ -116,10 +116,10 @@ def test_greedy_equals_generate(kind: str, family: str) -> None:
 
 BAD: dict[type, list[dict[str, float]]] = {
     LookupDrafter: [
-        *({"depth": 0}, {"nodes": 1}, {"width": 0}, {"least": 0.0}, {"least": math.nan}),
+        *({"depth": 0}, {"nodes": 1}, {"least": 0.0}, {"least": math.nan}),
     ],
     MemoryDrafter: [{"nodes": 1}, {"store_bytes": -1}],
-    RecycleDrafter: [{"nodes": 1}, {"most": 0}, {"least": 1.0}],
+    RecycleDrafter: [{"nodes": 1}, {"width": 0}, {"most": 0}, {"least": 1.0}],
 }
 
 

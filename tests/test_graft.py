@@ -77,17 +77,17 @@ def test_union_of_two_trees() -> None:
     assert set(kept) == {(0,), (0, 1), (0, 2), (0, 1, 3), (0, 1, 4), (0, 1, 4, 5)}
     chance = {path: math.exp(tree.scores[0, node]) for path, node in kept.items()}
     both = 1 - 0.4 * 0.5
-    at_root, below = max(1.0, both + 0.3), 0.5 + 0.9
+    at_root, alone = both + 0.3, 0.9 * (1 - 0.5)  # of 4, which only the side drafter proposes
     assert chance[0, 1] == pytest.approx(both / at_root, abs=1e-5)
     assert chance[0, 2] == pytest.approx(0.3 / at_root, abs=1e-5)
-    assert chance[0, 1, 4] == pytest.approx(chance[0, 1] * 0.9 / below, abs=1e-5)
+    assert chance[0, 1, 4] == pytest.approx(chance[0, 1] * alone, abs=1e-5)
     assert chance[0, 1, 4, 5] == pytest.approx(chance[0, 1, 4] * 0.9, abs=1e-5)
     # the main nodes' distributions stay with them, and the grafted node has none
     for path in ((0,), (0, 1)):
         before, after = main.q_index[0, paths(main, 0)[path]], tree.q_index[0, kept[path]]
         assert torch.equal(tree.q_logits[0, after], main.q_logits[0, before])
     assert tree.q_index[0, kept[0, 1, 4]] == -1
-    assert set(paths(merge_trees(main, side, 4), 0)) == {(0,), (0, 1), (0, 1, 4), (0, 1, 4, 5)}
+    assert set(paths(merge_trees(main, side, 4), 0)) == {(0,), (0, 1), (0, 1, 3), (0, 1, 4)}
 
 
 def test_a_node_without_its_favourite_child_loses_its_gate() -> None:
@@ -296,7 +296,7 @@ def test_names(tmp_path: Path) -> None:
     target = Target(tiny_model("llama"), name="tiny")
     head = save_head(tmp_path / "head", EagleHead(EagleConfig.for_target(target)), target.fingerprint())
     lookup = load_drafter("lookup", target, TreeShape(4, 2, 9))
-    assert lookup.describe() == dict(name="lookup", nodes=9, depth=8, width=3, least=0.02, store_bytes=0, keep=False)
+    assert lookup.describe() == dict(name="lookup", nodes=9, depth=8, least=0.02, store_bytes=0, keep=False)
     assert isinstance(load_drafter("none+lookup", target), LookupDrafter)
     grafted = load_drafter(f"{head}+lookup", target, TreeShape(3, 3, 9))
     record = grafted.describe()
