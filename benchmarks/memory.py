@@ -40,7 +40,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = "head=shipped,lookup=shipped+lookup,memory=shipped+memory:keep,memory alone=memory:keep"
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-TARGETS = {"samples": "smollm2-135m-maths"}  # of all other workloads the one that is asked for
+TARGET = "smollm2-135m"
+TARGETS = {"samples": "smollm2-135m-maths"}  # where TARGET answers the other workloads
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -60,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.split("\n\n")[0])
     parser.add_argument("--methods", default=METHODS, help="comma-separated (%(default)s)")
     parser.add_argument("--before", type=Path, help="a checkout from before the drafter memory, for the old lookup")
-    parser.add_argument("--target", default="smollm2-135m", help="(%(default)s)")
+    parser.add_argument("--target", default=TARGET, help="(%(default)s)")
     parser.add_argument(
         "--workloads", default="chat,rag,summaries,replay,samples,edits,forced,json", help="(%(default)s)"
     )
@@ -71,7 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--edits", type=int, default=10, help="(%(default)s)")
     parser.add_argument("--texts", type=int, default=40, help="articles that become JSON (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="(%(default)s)")
-    parser.add_argument("--tree", default="auto", help="DEPTH,WIDTH,NODES or auto, which reads the clock (%(default)s)")
+    parser.add_argument(
+        "--tree",
+        default="auto",
+        help="DEPTH,WIDTH,NODES, auto, which reads the clock, or none, for drafters without a model (%(default)s)",
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "memory.json")
     return parser
@@ -151,11 +156,11 @@ def answer_all(words: Sequence[str]) -> None:
     from fsd_infer import FuzzyDecoder, TreeShape
 
     torch.set_num_threads(int(threads))
-    shape = "auto" if tree == "auto" else TreeShape(*map(int, tree.split(",")))
+    shape = tree if tree == "auto" else None if tree == "none" else TreeShape(*map(int, tree.split(",")))
     decoders: dict[str, FuzzyDecoder] = {}
     rows, before = [json.loads(line) for line in sys.stdin], ""
     for number, row in enumerate(rows):
-        name = TARGETS.get(row["workload"], target)
+        name = TARGETS.get(row["workload"], target) if target == TARGET else target
         if name not in decoders:
             decoders[name] = FuzzyDecoder.from_pretrained(name, drafter, device="cpu", tree=shape)
             decoders[name].generate("Say a word.", max_new_tokens=8, do_sample=False)

@@ -133,7 +133,6 @@ def store_figures(requests: int, mib: int) -> dict[str, Any]:
 
 def draft_figures(mib: int) -> dict[str, float]:
     """Milliseconds of a draft, and microseconds of a token that the text grows by, alone and with a full store."""
-    from fsd_infer.drafters.automaton import Automaton
     from fsd_infer.drafters.free import best_first
     from fsd_infer.drafters.memory import Recall
     from fsd_infer.drafters.prefixes import Store
@@ -145,7 +144,7 @@ def draft_figures(mib: int) -> dict[str, float]:
     for name, stores in {"text": [], "text_and_store": [store]}.items():
         drafts, tokens = [], []
         for ids, _ in zip(texts(0), range(60)):
-            recall = Recall(Automaton(), list(stores), {}, 3)
+            recall = Recall(list(stores))
             for place, token in enumerate(ids):
                 if place > 40 and place % 3 == 0:
                     begun = time.perf_counter()

@@ -80,7 +80,7 @@ def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
         made = check(FuzzyDecoder(target, drafter), tiny_prompts(), **options)
         check(FuzzyDecoder(target, drafter), [[5], [7, 8, 9]], **options)
         if family == "llama" and name in ("noisy", "lookup", "recycle"):  # a random head is of no use
-            assert made.stats.tau > 1.1
+            assert made.stats.tau > 1.05
 
 
 # what a request may ask -----------------------------------------------------------------------------------------------

@@ -79,9 +79,10 @@ def drafted(drafter: Drafter, texts: list[list[int]]) -> tuple[DraftSession, Dra
 
 
 BAD: dict[type, list[dict[str, float]]] = {
-    LookupDrafter: [*({"depth": 0}, {"nodes": 1}, {"width": 0}, {"least": 0.0}, {"least": math.nan})],
-    MemoryDrafter: [{"nodes": 1}, {"store_bytes": -1}], RecycleDrafter: [{"nodes": 1}, {"most": 0}, {"least": 1.0}],
-}  # fmt: skip
+    LookupDrafter: [{"depth": 0}, {"nodes": 1}, {"least": 0.0}, {"least": math.nan}],
+    MemoryDrafter: [{"nodes": 1}, {"store_bytes": -1}],
+    RecycleDrafter: [{"nodes": 1}, {"width": 0}, {"most": 0}, {"least": 1.0}],
+}
 
 
 @pytest.mark.parametrize("kind", BAD)

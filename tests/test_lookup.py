@@ -1,7 +1,8 @@
-"""Drafts from the text at hand: the automaton, its estimates, the trees, and that they change no answer."""
+"""Drafts from the text at hand: the index, its estimates, the trees, and that they change no answer."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fsd_infer.drafters import LookupDrafter
-from fsd_infer.drafters.automaton import Automaton
-from fsd_infer.drafters.free import best_first
-from fsd_infer.drafters.memory import LENGTHS, Recall, prior
+from fsd_infer.drafters.free import Chance, best_first
+from fsd_infer.drafters.memory import FILED, NEAR, Recall
+from fsd_infer.drafters.prefixes import match_size
 from fsd_infer.rules import parse_rule
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB
@@ -23,100 +24,59 @@ from tests.test_free import drafted
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
-def recall_of(text: list[int], width: int = 3) -> Recall:
-    recall = Recall(Automaton(), [], {}, width)
+def recall_of(text: list[int]) -> Recall:
+    recall = Recall()
     for token in text:
         recall.append(token)
     return recall
 
 
-def scan(spoken: list[tuple[int, int]], context: list[int]) -> list[tuple[int, int, int, int]]:
-    """What an automaton should say follows, by reading all texts again: ``spoken`` has (text, token) in turns."""
-    texts: dict[int, list[int]] = {}
-    ends: list[list[int]] = []  # of each token what its text was before
-    for text, token in spoken:
-        ends.append(list(texts.setdefault(text, [])))
-        texts[text].append(token)
-    found, seen = [], set()
-    for size in range(len(context), 0, -1):
-        after = [token for before, (_, token) in zip(ends, spoken) if before[-size:] == context[-size:]]
-        total = sum(
-            text[place : place + size] == context[-size:] for text in texts.values() for place in range(len(text))
-        )
-        for token in dict.fromkeys(reversed(after)):
-            if token not in seen:
-                seen.add(token)
-                found.append((token, size, after.count(token), total))
-    return found
-
-
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(TEXTS, st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(0, 3), max_size=6))
-def test_an_automaton_knows_what_a_scan_of_all_texts_finds(
-    text: list[int], turns: list[int], drafts: list[int]
-) -> None:
-    """Longest match, continuations, the latest first, and counts; of one text, and of three that grow in turns."""
+def test_an_index_knows_what_a_scan_of_all_texts_finds(text: list[int], turns: list[int], drafts: list[int]) -> None:
+    """A context's longest matches, and whether an n-gram was said: of one text, and of three that grow in turns."""
     for speakers in ([0] * len(text), [*turns, *[0] * len(text)]):
-        spoken = list(zip(speakers, text))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fsd_infer.drafters.automaton.HOPS", 1000)
-            automaton, lasts = Automaton(), [0, 0, 0]
-            match, context = (0, 0), []
-            for speaker, token in spoken:
-                if speaker == 0:  # whose text is followed while it grows
-                    match = automaton.step(match, token)
-                    context.append(token)
-                lasts[speaker] = automaton.append(lasts[speaker], token)
-        for token in drafts:
-            match = automaton.step(match, token)
-        context += drafts
-        found, seen = [], set()
-        for token, size, count, total in automaton.followers(match, 99):
-            if token not in seen:
-                seen.add(token)
-                found.append((token, size, count, total))
-        wanted = scan(spoken, context)
-        assert found == wanted
-        assert match[1] >= max((size for _, size, _, _ in wanted), default=0)
-
-
-def test_a_token_costs_a_bounded_number_of_steps() -> None:
-    """Whatever the text repeats: states and transitions are linear, and counts are kept for few suffixes."""
-    for text in ([1] * 3000, [1, 2] * 1500, [*range(50)] * 60):
-        automaton, last = Automaton(), 0
-        for token in text:
-            last = automaton.append(last, token)
-        assert len(automaton.next) <= 2 * len(text) and sum(map(len, automaton.next)) <= 3 * len(text)
+        first = Recall()
+        recalls = [first, *(Recall(index=first.index) for _ in range(2))]
+        for speaker, token in zip(speakers, text):
+            recalls[speaker].append(token)
+        context = [*first.tokens, *drafts]
+        places = [(recall.tokens, at) for recall in recalls for at in range(1, len(recall.tokens))]
+        matches = Counter((match_size(tokens, at, context), tokens[at]) for tokens, at in places)
+        matches = Counter({match: count for match, count in matches.items() if match[0]})
+        found = Counter((size, tokens[at]) for size, _, tokens, at in first.at(context))
+        assert found <= matches and found.total() == min(matches.total(), NEAR)
+        if left := matches - found:
+            assert min(min(found)[0], FILED) >= min(max(left)[0], FILED)
+        for n in range(1, min(len(context), 6) + 1):
+            assert first.has(context[-n:]) == any(size >= n for size, _ in matches)
 
 
 def test_estimates_follow_the_text() -> None:
-    def chance(recall: Recall, rank: int, length: int) -> float:
-        kinds = [chance for kind, chance in recall.chances.items() if kind[:3] == (0, rank, length)]
-        return max(kinds, key=lambda chance: chance.trials).value
+    """Whatever the votes: a kind of candidate is worth what its last trials were."""
 
-    longest = len(LENGTHS) - 1
-    assert chance(recall_of([5, 6, 7, 8, 9] * 40), 0, longest) > 0.95
+    def chances(texts: list[list[int]]) -> dict[int, float]:
+        """What follows the last text, if every text was drafted for token by token."""
+        known: dict[tuple[int, int], Chance] = {}
+        for text in texts:
+            recall = Recall(chances=known)
+            for token in text:
+                recall.append(token)
+                recall.look()
+        return dict(recall.options(recall.here))
+
+    assert chances([[5, 6, 7, 8, 9] * 40])[5] > 0.95
     # 1 is always followed by something new: matches of one token are never right
-    fresh = recall_of([token for new in range(2, 140) for token in (1, new)])
-    assert chance(fresh, 0, 0) < 0.05 < prior((0, 0, 0, 0))
-    # after 1 comes what came the time before the last, 2 or 3: the first candidate is wrong, the second right
-    turns = recall_of([token for turn in range(140) for token in (turn + 100, 1, 2 + turn % 2)])
-    assert chance(turns, 0, 0) < 0.15
-    assert chance(turns, 1, 0) > 0.8
-
-
-def test_priors_are_chances() -> None:
-    assert all(
-        0.0 < prior((source, rank, length, agreement)) < 1.0
-        for source in range(3)
-        for rank in range(3)
-        for length in range(len(LENGTHS))
-        for agreement in range(4)
-    )
+    fresh = [token for new in range(2, 140) for token in (1, new)]
+    assert max(chances([[*fresh, 1]]).values()) < 0.02 < max(chances([[1, 2, 1]]).values())
+    # after 1, 2 comes what came the time before the last: the candidate with fewer votes is right
+    turns = [token for turn in range(140) for token in (turn + 100, 1, 2 + turn % 2)]
+    last = chances([[*turns, 999, 1]])
+    assert set(last) == {2, 3} and min(last.values()) > 0.3
 
 
 def test_a_period_is_continued_beyond_the_end_of_the_text() -> None:
-    _, tree = drafted(LookupDrafter(VOCAB, depth=10), [[1, 2, 3] * 4])
+    _, tree = drafted(LookupDrafter(VOCAB, depth=10), [[1, 2, 3] * 2])
     assert tree.max_depth == 10
     path = [0]
     while len(path) <= 10:  # the most likely child each time
@@ -126,7 +86,7 @@ def test_a_period_is_continued_beyond_the_end_of_the_text() -> None:
 
 def test_other_continuations_are_branches() -> None:
     # "1 2" went on with 3, then with 4; "2" alone with 5 as well
-    _, tree = drafted(LookupDrafter(VOCAB), [[1, 2, 3, 8, 1, 2, 4, 9, 2, 5, 1, 2]])
+    _, tree = drafted(LookupDrafter(VOCAB, nodes=32), [[1, 2, 3, 8, 1, 2, 4, 9, 2, 5, 1, 2]])
     children = tree.tokens[0, 1:][tree.parents[0, 1:] == 0].tolist()
     assert children == [4, 3, 5]
 

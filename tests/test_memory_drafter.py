@@ -25,7 +25,6 @@ from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, MemoryDrafter
 from fsd_infer.drafters import corpus as corpora
-from fsd_infer.drafters.automaton import Automaton
 from fsd_infer.drafters.corpus import SUFFIX, open_corpus
 from fsd_infer.drafters.free import best_first
 from fsd_infer.drafters.loading import load_drafter
@@ -67,8 +66,9 @@ def test_sorted_prefixes_find_all_matches(texts: list[list[int]], context: list[
     distinct = [list(text) for text in dict.fromkeys(map(tuple, texts))]  # a text that is known is not added again
     for prefixes, known in ((Prefixes(whole, sorted_prefixes(whole)), texts), (store, distinct)):
         found = prefixes.near(context, 10_000)
-        assert [size for size, _ in found] == sorted((size for size, _ in found), reverse=True)
-        assert sorted((size, prefixes.tokens[at]) for size, at in found) == matches(known, context)
+        sizes = [size for size, *_ in found]
+        assert sizes == sorted(sizes, reverse=True)
+        assert sorted((size, tokens[at]) for size, _, tokens, at in found) == matches(known, context)
         assert prefixes.near(context, 3) == found[:3]
 
 
@@ -82,22 +82,22 @@ def test_a_store_keeps_its_bound_and_what_is_used() -> None:
         prompt, answer = ([draws.randrange(1000, 50_000) for _ in range(size)] for size in (5, 20))
         store.add([prompt, [*prompt, *answer]])
         if request % 100 == 0:
-            ((size, at),) = store.near(used[:20], 1)
-            assert size == 20 and store.tokens[at] == used[20]
-            store.use(at)
+            ((size, _, tokens, at),) = store.near(used[:20], 1)
+            assert size == 20 and tokens[at] == used[20]
+            store.use(tokens, at)
         most = max(most, store.held_bytes)
         assert store.array.nbytes + store.order.nbytes <= store.held_bytes <= bound
     assert most > 0.9 * bound and len(store.texts) < bound / 8 / 26
     assert sorted(store.order.tolist()) == list(range(len(store)))
-    ((size, at),) = store.near([*prompt, *answer[:-1]], 1)
-    assert size == len(prompt) + len(answer) - 1 and store.tokens[at] == answer[-1]
+    ((size, _, tokens, at),) = store.near([*prompt, *answer[:-1]], 1)
+    assert size == len(prompt) + len(answer) - 1 and tokens[at] == answer[-1]
     assert len(store.known) == len(store.texts)
 
 
 def test_the_bound_holds_over_all_keys() -> None:
     drafter = MemoryDrafter(VOCAB, store_bytes=1 << 14)
     for user in range(40):
-        drafter.store_of(f"user {user}").add([[user, *range(50, 250)]])
+        drafter.store_of(f"user {user}", drafter.stores).add([[user, *range(50, 250)]])
         drafter.trim()
         assert sum(store.held_bytes for store in drafter.stores.values()) <= 1 << 14
     assert [*drafter.stores][-1] == "user 39" and 3 < len(drafter.stores) < 40
@@ -113,7 +113,7 @@ class MemoryToy(TextToy):
         stores = [store, Prefixes(array, sorted_prefixes(array))]
         rows = []
         for context in contexts.tolist():
-            recall, text = Recall(Automaton(), stores, {}, 3), [0, 0, *text_of(context)]
+            recall, text = Recall(stores), [0, 0, *text_of(context)]
             for token in text:
                 recall.append(token)
             rows.append(best_first(recall, recall.look(), text[-1], 7, 3, 0.01))
@@ -137,6 +137,18 @@ def test_a_replay_is_drafted_from_the_store_and_answers_stay() -> None:
     assert again.stats.tau > 6 > 2 * first.stats.tau
     decoder.drafter.forget()
     assert decoder.generate(tiny_prompts(), **GREEDY).stats.tau == first.stats.tau
+
+
+def test_beams_draft_from_the_store_and_stay_the_same() -> None:
+    target, options = Target(tiny_model("llama")), dict(max_new_tokens=24, num_beams=3, do_sample=False)
+    plain = FuzzyDecoder(target, LookupDrafter(VOCAB)).generate(tiny_prompts(), **options)
+    drafter = MemoryDrafter(VOCAB)
+    decoder = FuzzyDecoder(target, drafter)
+    decoder.generate(tiny_prompts(), seed=1, **options)
+    assert not drafter.stores, "a request with a seed leaves nothing"
+    first, again = (decoder.generate(tiny_prompts(), **options) for _ in range(2))
+    assert first.sequences == again.sequences == plain.sequences
+    assert again.stats.target_forwards < first.stats.target_forwards
 
 
 @pytest.mark.parametrize("rule", ["exact", "tilted:0.5:novel=0"])
@@ -233,7 +245,7 @@ def test_copies_from_memory_are_copies() -> None:
         taught = MemoryDrafter(VOCAB)
         draws = Random(1)
         said = [draws.randrange(1, VOCAB) for _ in range(4000)]
-        taught.store_of("").add([said])
+        taught.store_of("", taught.stores).add([said])
         out = FuzzyDecoder(target, taught).generate(prompts, rule, **options)
         assert (out.stats.divergence_spent > 0) == copied, rule
 

@@ -237,12 +237,13 @@ void fsd_ancestors(const int64_t* parents, int64_t trees, int64_t count, uint8_t
 }
 
 // Merge the trees `main` and `side`, which share the root, in each of `trees` rows. The nodes of main come first, then
-// those of side without its root. union_of in graft.py defines the scores. Padding has the score -inf.
+// those of side without its root. GraftedDrafter in graft.py defines the scores. Padding has the score -inf.
 void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* side, int64_t mains, int64_t* tokens,
                int64_t* parents, float* scores, int64_t* proposers) {
+  const float least_wrong = 0.001f;  // as LEAST_WRONG in graft.py
   const int64_t first = main->count, own = side->count, count = first + own - 1;
   std::vector<int64_t> place(own);
-  std::vector<float> chance(count), total(count);
+  std::vector<float> chance(count), total(count), wrong(count);
   for (int64_t row = 0; row < trees; ++row, tokens += count, parents += count, scores += count, proposers += count) {
     const auto above = [&](const fsd_tree* tree, int64_t node) {
       const int64_t parent = tree->parents[row * tree->count + node];
@@ -255,7 +256,11 @@ void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* side, int64_
       proposers[at] = before + (tree->proposers ? tree->proposers[start + node] : 0);
       chance[at] = std::exp(std::min(step, 0.f));  // the step's chance; 0 at padding
     };
-    for (int64_t node = 0; node < first; ++node) put(main, node, node, above(main, node), 0);
+    std::fill(wrong.begin(), wrong.end(), 1.f);
+    for (int64_t node = 0; node < first; ++node) {
+      put(main, node, node, above(main, node), 0);
+      if (node) wrong[parents[node]] -= chance[node];
+    }
     place[0] = 0;
     for (int64_t node = 1; node < own; ++node) {
       const int64_t at = first - 1 + node, parent = place[above(side, node)];
@@ -266,6 +271,7 @@ void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* side, int64_
           chance[same] += chance[at] - chance[same] * chance[at];
           chance[at] = 0, place[node] = same;
         }
+      chance[at] *= std::max(wrong[parent], least_wrong);
     }
     std::fill(total.begin(), total.end(), 0.f);
     for (int64_t node = 1; node < count; ++node) total[parents[node]] += chance[node];

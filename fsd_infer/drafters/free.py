@@ -99,7 +99,6 @@ class FreeDrafter(Drafter):
         vocab_size: V of the target.
         depth: of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included.
-        width: most children per context.
         least: estimated chance of acceptance below which a node is not drafted, in (0, 1).
 
     Attributes:
@@ -114,11 +113,11 @@ class FreeDrafter(Drafter):
     most_chosen: ClassVar[int] = 0
 
     @abstractmethod
-    def __init__(self, vocab_size: int, depth: int, nodes: int, width: int, least: float) -> None:
-        check_tree(self.name, depth, nodes, width)
+    def __init__(self, vocab_size: int, depth: int, nodes: int, least: float) -> None:
+        check_tree(self.name, depth, nodes)
         if not 0.0 < least < 1.0:
             raise FsdError(f"{self.name} needs 0 < least < 1; got {least}.")
-        self.vocab_size, self.depth, self.nodes, self.width, self.least = vocab_size, depth, nodes, width, least
+        self.vocab_size, self.depth, self.nodes, self.least = vocab_size, depth, nodes, least
 
     @property
     def max_nodes(self) -> int:

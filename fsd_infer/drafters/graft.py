@@ -16,6 +16,8 @@ from fsd_infer.drafters.visits import likeliest, path_sums
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
+LEAST_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong
+
 
 @cache
 def _warn_sampled(name: str) -> None:
@@ -30,10 +32,11 @@ def _warn_sampled(name: str) -> None:
 class GraftedDrafter(Drafter):
     """A drafter that merges the trees of two drafters and keeps the best nodes. Named "X+memory", for any drafter X.
 
-    **Merging.** A side node whose path of tokens exists in the main tree is the same node. If both propose a step, with
-    chances a and b, its chance is 1 - (1 - a)(1 - b), as if the drafters erred independently. Chances of siblings are
-    scaled down if they add up to more than 1. A node's score is the sum of the log chances on its path. The nodes with
-    the likeliest visits are kept (:mod:`fsd_infer.drafters.visits`). They form a tree.
+    **Merging.** A side node whose path of tokens exists in the main tree is the same node. The drafters are taken to
+    err independently. If both propose a step, with chances a and b, its chance is 1 - (1 - a)(1 - b). If only ``side``
+    proposes it, b is multiplied by the chance that all steps of ``main`` from this node are wrong. Chances of siblings
+    are scaled down if they add up to more than 1. A node's score is the sum of the log chances on its path. The nodes
+    with the likeliest visits are kept (:mod:`fsd_infer.drafters.visits`). They form a tree.
 
     **Rules.** Under the exact rule the law is p, as on any deterministic tree. Nodes that only ``side`` proposes have
     no q, so gates stay closed there. A node of ``main`` keeps its q if its likeliest child under ``main`` is kept. The
@@ -173,8 +176,10 @@ def _union_in_torch(main: DraftTree, side: DraftTree, depth: int, mains: int) ->
     """Compute :func:`union_of` on any device: tokens, parents, scores and proposers."""
     place, shared = _places(main, side, depth)
     parents = torch.cat([main.parents, place.gather(1, side.parents)[:, 1:]], 1)
-    of_side = _chances(side)
-    one = torch.cat([_chances(main), of_side.masked_fill(shared, 0.0)[:, 1:]], 1)
+    of_main, of_side = _chances(main), _chances(side)
+    wrong = torch.ones_like(parents, dtype=of_main.dtype).scatter_add(1, main.parents[:, 1:], -of_main[:, 1:])
+    alone = of_side.masked_fill(shared, 0.0) * wrong.clamp_min(LEAST_WRONG).gather(1, place.gather(1, side.parents))
+    one = torch.cat([of_main, alone[:, 1:]], 1)
     other = torch.zeros_like(one).scatter(1, place, of_side.masked_fill(~shared, 0.0))
     chance = one + other - one * other
     total = torch.zeros_like(chance).scatter_add(1, parents[:, 1:], chance[:, 1:]).clamp_min(1.0)

@@ -21,7 +21,32 @@ END = -1  # stands between texts
 ENTRY_BYTES, TEXT_ENTRIES = 8, 32  # of a token and its place; what is known of a text beside these
 
 Ids = NDArray[np.int32]
-Occurrence = tuple[int, int]  # length of a match, place of the token that followed it
+
+
+class Source:
+    """Texts in which a context may occur.
+
+    Attributes:
+        bit: of these texts among the sources of a candidate.
+        trust: weight of an occurrence in them.
+    """
+
+    bit, trust = 1, 1.0
+
+    def use(self, tokens: Sequence[int], place: int) -> None:
+        """Note that the token at a place was the right one."""
+
+
+# length of a match, its source, the text in which it lies, and the place there of the token that followed it
+Occurrence = tuple[int, Source, Sequence[int], int]
+
+
+def match_size(tokens: Sequence[int], place: int, context: Sequence[int]) -> int:
+    """Return how many tokens before a place equal the end of ``context``, at most :data:`SORTED`."""
+    size, most = 0, min(place, len(context), SORTED)
+    while size < most and tokens[place - 1 - size] == context[-1 - size]:
+        size += 1
+    return size
 
 
 def sorted_prefixes(tokens: Ids) -> Ids:
@@ -40,18 +65,15 @@ def sorted_prefixes(tokens: Ids) -> Ids:
     return order.astype(np.int32)
 
 
-class Prefixes:
+class Prefixes(Source):
     """An array of texts with its sorted prefixes.
 
     Args:
         tokens: the texts, each followed by :data:`END`.
-        order: of :func:`sorted_prefixes`.
-
-    Attributes:
-        source: what kind of texts these are: 1 of earlier requests, 2 of a corpus.
+        order: from :func:`sorted_prefixes`.
     """
 
-    source = 2
+    bit, trust = 4, 0.25
 
     def __init__(self, tokens: Ids, order: Ids) -> None:
         self._set(tokens, order)
@@ -65,38 +87,29 @@ class Prefixes:
         return len(self.array)
 
     def near(self, context: Sequence[int], most: int) -> list[Occurrence]:
-        """Up to ``most`` occurrences of the end of ``context``, the longest matches first."""
-        wanted = list(context[-1 : -SORTED - 1 : -1])
-        right = bisect_left(self._places, wanted, key=self._ending)
-        left, found = right - 1, list[Occurrence]()
-        sizes = [self._match(wanted, left), self._match(wanted, right)]
-        while len(found) < most and max(sizes) >= LEAST_MATCH:
-            size = max(sizes)
-            if sizes[0] == size:
-                place, left = self._places[left], left - 1
-                sizes[0] = self._match(wanted, left)
+        """Return up to ``most`` occurrences of the end of ``context``, the longest matches first."""
+
+        def size_of(number: int) -> int:
+            return match_size(tokens, places[number] + 1, context) if 0 <= number < len(places) else 0
+
+        tokens, places, found = self.tokens, self._places, list[Occurrence]()
+        right = bisect_left(places, list(context[-1 : -SORTED - 1 : -1]), key=self._ending)
+        left = right - 1
+        of_left, of_right = size_of(left), size_of(right)
+        while len(found) < most and max(of_left, of_right) >= LEAST_MATCH:
+            if of_left >= of_right:
+                found.append((of_left, self, tokens, places[left] + 1))
+                left -= 1
+                of_left = size_of(left)
             else:
-                place, right = self._places[right], right + 1
-                sizes[1] = self._match(wanted, right)
-            found.append((size, place + 1))
+                found.append((of_right, self, tokens, places[right] + 1))
+                right += 1
+                of_right = size_of(right)
         return found
 
-    def use(self, place: int) -> None:
-        """The text at this place was of use."""
-
     def _ending(self, place: int) -> list[int]:
-        """The prefix that ends there, backwards."""
+        """Return the prefix that ends at a place, backwards."""
         return self.tokens[max(place - SORTED + 1, 0) : place + 1].tolist()[::-1]
-
-    def _match(self, wanted: Sequence[int], number: int) -> int:
-        """How much of ``wanted``, backwards, a prefix ends with."""
-        if not 0 <= number < len(self._places):
-            return 0
-        size, place, tokens = 0, self._places[number], self.tokens
-        most = min(len(wanted), place + 1)
-        while size < most and tokens[place - size] == wanted[size]:
-            size += 1
-        return size
 
 
 class Store(Prefixes):
@@ -109,7 +122,7 @@ class Store(Prefixes):
         chances: what decoding has learned of its texts.
     """
 
-    source = 1
+    bit = 2
 
     def __init__(self, most_bytes: int) -> None:
         self.most = most_bytes // ENTRY_BYTES
@@ -151,8 +164,9 @@ class Store(Prefixes):
         if self._entries > self.most:
             self._drop()
 
-    def use(self, place: int) -> None:
-        self.texts[bisect_right(self.texts, place, key=lambda text: text.start) - 1].used = self.clock
+    def use(self, tokens: Sequence[int], place: int) -> None:
+        if tokens is self.tokens:  # no text was added since
+            self.texts[bisect_right(self.texts, place, key=lambda text: text.start) - 1].used = self.clock
 
     def _drop(self) -> None:
         """Drop a tenth of what may be held, and what is too much: the texts that were used longest ago."""

@@ -19,6 +19,7 @@ from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import lists
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession
 from fsd_infer.drafters.free import Chance, FreeDrafter, Options
+from fsd_infer.drafters.shape import check_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
@@ -146,10 +147,11 @@ class RecycleDrafter(FreeDrafter):
         most: int = 100_000,
         keep: bool = True,
     ) -> None:
-        super().__init__(vocab_size, depth, nodes, width, least)
+        super().__init__(vocab_size, depth, nodes, least)
+        check_tree(self.name, depth, nodes, width)
         if most < 1:
             raise FsdError(f"recycle needs most of at least 1, got {most}.")
-        self.most, self.keep = most, keep
+        self.width, self.most, self.keep = width, most, keep
         self.recycled = Recycled(width, most)
 
     def tables(self, count: int, shared: bool = True) -> list[Recycled]:

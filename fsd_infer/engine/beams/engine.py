@@ -137,7 +137,10 @@ class _Beams:
         self.cache = self.target.new_cache(count, slots)
         seed = int(torch.randint(2**62, (), generator=request.generator, device=_where(request.generator)))
         forests = [Forest(prompt, slots, seed + row) for row, prompt in enumerate(prompts)]
-        self.begun = Begun(forests, slots, padded(prompts), torch.tensor([len(prompt) for prompt in prompts]))
+        keys: Sequence[str | None] = request.cache_keys or [None] * count
+        if request.generator is not None:  # with a seed, a text drafts from itself alone
+            keys = [""] * count
+        self.begun = Begun(forests, slots, padded(prompts), torch.tensor([len(prompt) for prompt in prompts]), keys)
         self.searches = [
             Search(self.terms, forest, limit, row)
             for row, (forest, limit) in enumerate(zip(forests, limits, strict=True))
@@ -313,9 +316,10 @@ class _Beams:
         going = [place for place, search in enumerate(self.searches) if not search.done]
         if len(going) == len(self.searches):
             return
-        for search in self.searches:
+        for place, search in enumerate(self.searches):
             if search.done:
                 self._record(search)
+                self.proposer.finish(place, self.records[search.row].tokens)
         self.searches = [self.searches[place] for place in going]
         if not going:
             return

@@ -174,6 +174,7 @@ class Begun:
         slots: per cache row.
         tokens: [B, M] of the prompts, right-padded, on the CPU.
         lengths: [B] of the prompts, on the CPU.
+        keys: [B] owner of each text, as in DraftRequest; None: the caller.
         features: [B, slots, F] of the target, by slot, filled as it reads; None if no drafter reads features.
     """
 
@@ -181,6 +182,7 @@ class Begun:
     slots: int
     tokens: Tensor
     lengths: Tensor
+    keys: Sequence[str | None]
     features: Tensor | None = None
 
 

@@ -54,6 +54,9 @@ class Proposer:
     def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
         """Extend the text that all beams share by these nodes, [B] rows of paths. The default does nothing."""
 
+    def finish(self, row: int, answer: list[int]) -> None:
+        """Take a finished answer, before :meth:`select` drops its row. The default does nothing."""
+
     def select(self, rows: Tensor) -> None:
         """Keep these prompts [B'] (ascending, on the CPU)."""
 
@@ -268,23 +271,30 @@ class _TableProposer(Proposer):
 
 
 class _MemoryProposer(_TableProposer):
-    """What followed the last tokens earlier in the prompt, in what all beams share, or in a corpus."""
+    """What followed the last tokens earlier: in the prompt, in what all beams share, in a store, or in a corpus."""
 
     tables: Sequence[Recall]
+
+    def __init__(self, drafter: MemoryDrafter, begun: Begun) -> None:
+        super().__init__(begun.forests, drafter.recalls(begun.keys), drafter.reach)
+        self.drafter = drafter
+        for recall, forest in zip(self.tables, begun.forests):
+            for token in forest.prompt:
+                recall.append(token)
 
     def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
         for recall, row in zip(self.tables, nodes, strict=True):
             for node in row:
                 recall.append(node.token)
+            recall.look()
+
+    def finish(self, row: int, answer: list[int]) -> None:
+        self.drafter.remember(self.tables[row], self.forests[row].prompt, answer)
 
 
 @proposer_of.register
 def _(drafter: MemoryDrafter, begun: Begun) -> Proposer:
-    recalls = [drafter.recall() for _ in begun.forests]
-    for recall, forest in zip(recalls, begun.forests):
-        for token in forest.prompt:
-            recall.append(token)
-    return _MemoryProposer(begun.forests, recalls, drafter.reach)
+    return _MemoryProposer(drafter, begun)
 
 
 class _RecycleProposer(_TableProposer):
@@ -347,6 +357,10 @@ class _GraftedProposer(Proposer):
     def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
         for part in self.parts:
             part.extend(nodes)
+
+    def finish(self, row: int, answer: list[int]) -> None:
+        for part in self.parts:
+            part.finish(row, answer)
 
     def select(self, rows: Tensor) -> None:
         for part in self.parts:
