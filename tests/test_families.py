@@ -92,7 +92,7 @@ def test_whatever_drafts_greedy_answers_are_the_targets(name: str, family: str) 
         assert opened.sequences == expected and opened.stats.divergence_spent == 0, "no q is known"
     if "head" in name or "ids" in name:
         alone = [decoder.generate([prompt], "fuzzy:js:inf", **options).sequences[0] for prompt in prompts]
-        assert opened.sequences == alone and opened.stats.gate_open_fraction > 0.2
+        assert opened.sequences == alone and opened.stats.gate_open_fraction > 0.15
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "gpt_oss"])

@@ -190,7 +190,7 @@ def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: in
         assert out.stats.drafter["tree"] == AUTO and out.stats.trees is not None
         assert len(out.stats.trees.nodes) <= 23 * count
         sizes |= set(out.stats.trees.nodes)
-    assert len(sizes) > 2 if seed is None else clock.reads == 0
+    assert len(sizes) > 1 if seed is None else clock.reads == 0
 
 
 @pytest.mark.parametrize("kind", ["head", "lm"])
