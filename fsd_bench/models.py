@@ -14,6 +14,7 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.loading import load_config, load_target, load_tokenizer, parse_device, parse_dtype
+from fsd_infer.targets.masks import max_positions
 from fsd_infer.targets.target import Target
 
 # options that count something
@@ -123,4 +124,4 @@ class Models:
         if self.decoder_loaded:
             return self.decoder.target.max_positions
         config = self.reference[0].config if self.reference_loaded else load_config(self.options.target)
-        return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return max_positions(config.get_text_config(decoder=True))

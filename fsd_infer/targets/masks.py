@@ -1,4 +1,4 @@
-"""Attention masks by layer type, for families that mix full and sliding-window attention."""
+"""Positions of a text: how many a model has, and attention masks by layer type."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from torch import Tensor
 
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.errors import ModelLoadError
+
+
+def max_positions(config: Any) -> int | None:
+    """Return the longest text in tokens, or None if the text config does not say.
+
+    LongRoPE changes all positions beyond its original length, and cached keys do not change with them.
+    """
+    scaling = getattr(config, "rope_parameters", None) or {}
+    if scaling.get("rope_type") == "longrope":
+        return int(scaling["original_max_position_embeddings"])
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:

@@ -22,7 +22,7 @@ from fsd_infer.errors import ModelLoadError
 from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
 from fsd_infer.targets.checks import check_decodable
 from fsd_infer.targets.loading import load_target
-from fsd_infer.targets.masks import layer_windows, windowed
+from fsd_infer.targets.masks import layer_windows, max_positions, windowed
 from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.token_ids import eos_ids
@@ -126,11 +126,8 @@ class Target:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest text in tokens. LongRoPE changes all positions beyond its original length, and kept keys do not."""
-        scaling = getattr(self.config, "rope_parameters", None) or {}
-        if scaling.get("rope_type") == "longrope":
-            return int(scaling["original_max_position_embeddings"])
-        return getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
+        """Longest text in tokens."""
+        return max_positions(self.config)
 
     @property
     def eos_token_ids(self) -> list[int]:

@@ -19,6 +19,7 @@ from fsd_infer.drafters.lm import check_same_vocabulary
 from fsd_infer.errors import DataError, ModelLoadError
 from fsd_infer.files import disk_errors, write_text
 from fsd_infer.targets.loading import load_target
+from fsd_infer.targets.masks import max_positions
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
@@ -104,7 +105,7 @@ class SmallLM(nn.Module):
 
     @property
     def max_positions(self) -> int | None:
-        return getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
+        return max_positions(self.config)
 
     def lm_head_rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias, like :meth:`fsd_infer.targets.target.Target.lm_head_rows`."""
