@@ -1,4 +1,4 @@
-"""A corpus to draft from: a file of texts, indexed once beside it and mapped into memory from then on."""
+"""A corpus to draft from: a file of texts with an index beside it, which is built once and then mapped."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ IDS = ("prompt_ids", "response_ids")  # fields with token ids, of files that `fs
 
 
 def open_corpus(name: str | os.PathLike[str], target: Target) -> Prefixes:
-    """The texts of a JSONL file, by its index, which is made first where there is none or the file has changed.
+    """Return the texts of a JSONL file. The index is built if it is missing or older than the file.
 
-    A row has token ids (``prompt_ids``, ``response_ids`` or both), a ``text``, or a conversation as training takes it.
-    A killed call leaves no index, and the next one begins again.
+    A row has token ids (``prompt_ids``, ``response_ids`` or both), a ``text``, or a conversation as in training data.
+    An interrupted call leaves no index, and the next call starts again.
 
     Raises:
-        DataError: the file cannot be read, or a row is no such text.
-        CheckpointError: the index is damaged, or of another tokenizer.
+        DataError: the file cannot be read, or a row has none of these forms.
+        CheckpointError: the index is damaged, or belongs to another tokenizer.
     """
     source = Path(usable_name(name, "corpus"))
     index = source.with_name(source.name + SUFFIX)
@@ -51,7 +51,7 @@ def open_corpus(name: str | os.PathLike[str], target: Target) -> Prefixes:
 
 
 def _read(index: Path, facts: dict[str, str], target: Target) -> Prefixes | None:
-    """The index; None if there is none, or the corpus has changed since."""
+    """Return the index, or None if it is missing or older than the corpus."""
     if not index.exists():
         return None
     advice = "Delete it, and it is made again."
@@ -64,7 +64,7 @@ def _read(index: Path, facts: dict[str, str], target: Target) -> Prefixes | None
         tokens, order = (file.get_tensor(name).numpy() for name in ("tokens", "order"))
     for array, low, high in ((tokens, END, target.vocab_size), (order, 0, len(tokens))):
         if array.dtype != np.int32 or array.shape != tokens.shape or array.min() < low or array.max() >= high:
-            raise CheckpointError(f"{index} is damaged: it holds what is no index. {advice}")
+            raise CheckpointError(f"{index} is damaged: its arrays are not an index. {advice}")
     return Prefixes(tokens, order)
 
 

@@ -100,6 +100,7 @@ class FreeDrafter(Drafter):
         depth: of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included.
         least: estimated chance of acceptance below which a node is not drafted, in (0, 1).
+        width: most children per context, for the check of the shape.
 
     Attributes:
         reach: tokens of a context that its tables read.
@@ -113,8 +114,8 @@ class FreeDrafter(Drafter):
     most_chosen: ClassVar[int] = 0
 
     @abstractmethod
-    def __init__(self, vocab_size: int, depth: int, nodes: int, least: float) -> None:
-        check_tree(self.name, depth, nodes)
+    def __init__(self, vocab_size: int, depth: int, nodes: int, least: float, width: int = 1) -> None:
+        check_tree(self.name, depth, nodes, width)
         if not 0.0 < least < 1.0:
             raise FsdError(f"{self.name} needs 0 < least < 1; got {least}.")
         self.vocab_size, self.depth, self.nodes, self.least = vocab_size, depth, nodes, least

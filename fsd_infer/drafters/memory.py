@@ -1,4 +1,4 @@
-"""Draft without a model what followed the text's last tokens before, in this text or in remembered ones.
+"""Draft the tokens that followed the text's last tokens earlier, in this text or in remembered ones, without a model.
 
 Related: prompt lookup (Saxena 2023), SAM Decoding (arXiv 2411.10666), SuffixDecoding (2411.04975), REST (2311.08252).
 Here the continuations form a tree with a score per node, so they compete with a head's drafts for the same nodes.
@@ -26,7 +26,7 @@ NEAR = 12  # occurrences that a context takes from each source
 # likelihood of training answers (data/smollm2-135m-answers-4.jsonl.gz and -5) chose these numbers.
 DOUBT = 4.0
 BINS = 16  # of a candidate's share of the votes
-PRIOR_TRIALS, TRIALS = 12.0, 256.0  # what the share counts for, and trials beyond which older ones fade
+PRIOR_TRIALS, TRIALS = 12.0, 256.0  # trials that the share counts as, and trials after which older ones fade
 
 Index = dict[tuple[int, ...], list[tuple["Recall", int]]]
 Kind = tuple[int, int]  # the sources that propose a candidate, one bit each, and the bin of its votes
@@ -34,29 +34,30 @@ Chances = dict[Kind, Chance]
 
 
 class Recall(Source):
-    """What one text recalls: itself, the texts that share its index, and stores.
+    """One text, with every text that it drafts from: itself, the texts that share its index, and stores.
 
     Args:
         stores: remembered texts.
-        chances: estimated acceptance of each kind of candidate, learned while decoding; None: nothing is known yet.
-        index: by n-gram of up to :data:`FILED` tokens, the texts and places in them of the tokens that followed it;
-            None: an empty one. Texts that share it draft from each other.
+        chances: estimated acceptance of each kind of candidate, learned while decoding; None: no estimates yet.
+        index: by n-gram of up to :data:`FILED` tokens, the texts and places of the tokens that followed it; None: an
+            empty index. Texts that share an index draft from each other.
 
     Attributes:
         tokens: the text.
-        here: occurrences of the text's end when it was last looked up, and of what was appended since.
+        here: occurrences of the text's end at the last look-up, continued by the tokens appended since.
     """
 
     def __init__(
         self, stores: Sequence[Prefixes] = (), chances: Chances | None = None, index: Index | None = None
     ) -> None:
-        self.stores, self.tokens = stores, list[int]()
+        self.stores = stores
+        self.tokens: list[int] = []
         self.chances: Chances = {} if chances is None else chances
         self.index: Index = {} if index is None else index
         self.here: list[Occurrence] = []
 
     def append(self, token: int) -> None:
-        """Append a token: judge what would have been proposed for it, then file it. Takes O(1) steps."""
+        """Append a token: judge the candidates for it, then add it to the index. Takes O(1) steps."""
         for candidate, kind in self._candidates(self.here):
             self._chance(kind).learn(candidate == token)
         for _, source, tokens, at in self.here:
@@ -90,27 +91,27 @@ class Recall(Source):
         ]
 
     def options(self, place: list[Occurrence]) -> Options:
-        """Return different next tokens with their chances, which add up to at most 1."""
+        """Return distinct next tokens with their chances, which add up to at most 1."""
         options = [(token, self._chance(kind).value) for token, kind in self._candidates(place)]
         total = max(1.0, sum(chance for _, chance in options))
         return [(token, chance / total) for token, chance in options]
 
     def has(self, context: Sequence[int]) -> bool:
-        """Return whether these tokens, at most :data:`SORTED`, occur in anything that is recalled."""
+        """Return whether these tokens, at most :data:`SORTED`, occur in any of the texts."""
         said = self.index.get(tuple(context[-FILED:]), ())
         if any(match_size(text.tokens, at, context) >= len(context) for text, at in said):
             return True
         return any(size >= len(context) for store in self.stores for size, *_ in store.near(context, 1))
 
     def _said(self, context: Sequence[int]) -> list[Occurrence]:
-        """Return occurrences in the texts at hand, of longer n-grams first, of each the latest first."""
+        """Return occurrences in the texts at hand: those of longer n-grams first, and the latest first for each."""
         found: dict[tuple[Recall, int], Occurrence] = {}
         for filed in range(min(FILED, len(context)), 0, -1):
             for text, at in self.index.get(tuple(context[-filed:]), ())[: -NEAR - 1 : -1]:
                 if (text, at) not in found:
                     size = match_size(text.tokens, at, context) if filed == FILED else filed
                     gap = len(text.tokens) - at
-                    if text is self and gap < SORTED:  # a period, which goes on beyond the end of the text
+                    if text is self and gap < SORTED:  # a period, which continues past the end of the text
                         found[text, at] = size, text, text.tokens[at:] * (SORTED // gap + 1), 0
                     else:
                         found[text, at] = size, text, text.tokens, at
@@ -119,7 +120,7 @@ class Recall(Source):
         return list(found.values())[:NEAR]
 
     def _candidates(self, place: list[Occurrence]) -> list[tuple[int, Kind]]:
-        """Return different next tokens and their kinds."""
+        """Return distinct next tokens and their kinds."""
         votes: dict[int, tuple[int, float]] = {}
         total = DOUBT
         for size, source, tokens, at in place:
@@ -137,30 +138,28 @@ class Recall(Source):
 
 @DRAFTERS.register("memory")
 class MemoryDrafter(FreeDrafter):
-    """Continuations of what the text's last tokens followed before: in the text, a batch's other texts, earlier ones.
+    """A drafter of tokens that followed the text's end earlier: in the text, the batch's other texts, or a store.
 
-    The occurrences with the longest matches vote for the next token and for those after it, and other continuations
-    become branches. A tree is a function of what was said before, so the exact rule's law is the target's. No
-    distribution q is known at its nodes: gates stay closed there, and rules that emit from q emit from p. The drafter
-    needs no model and no training.
+    The occurrences with the longest matches vote for the next token and for those after it. Other continuations become
+    branches. A tree depends on earlier texts alone, so the exact rule's law is the target's. Its nodes have no q: gates
+    stay closed there, and rules that emit from q emit from p. The drafter needs no model and no training.
 
-    A request with a seed neither reads nor fills the store of earlier requests, so its answer comes again. Requests
-    with keys draft from texts of their own key alone. With an empty key a text drafts from itself alone.
+    A request with a seed neither reads nor fills the store of earlier requests, so its answer is reproducible. A text
+    drafts from texts with its own key only, and with an empty key from itself only.
 
     Args:
         vocab_size: V of the target.
-        depth: deepest draft (number of tokens ahead of the root).
-        nodes: most nodes verified per round, the root included; a round without a match has the root alone.
-        least: a node whose estimated chance of acceptance is lower is not drafted, in (0, 1).
-        store_bytes: of earlier prompts and answers that are remembered, of all keys together; 0: texts see nothing but
-            themselves.
-        keep: :meth:`forget` forgets nothing, so that benchmarks measure what earlier prompts have taught.
+        depth: of the deepest draft, in tokens after the root.
+        nodes: most nodes verified per round, the root included. A round without a match has the root alone.
+        least: estimated chance of acceptance below which a node is not drafted, in (0, 1).
+        store_bytes: bytes of remembered prompts and answers, over all keys; 0: each text drafts from itself only.
+        keep: make :meth:`forget` do nothing, so that benchmarks measure the effect of earlier prompts.
 
     Attributes:
         corpus: texts that every request may draft from; see :func:`fsd_infer.drafters.corpus.open_corpus`.
 
     Raises:
-        FsdError: options out of range.
+        FsdError: an option out of range.
     """
 
     name = "memory"
@@ -181,7 +180,7 @@ class MemoryDrafter(FreeDrafter):
         if store_bytes < 0:
             raise FsdError(f"{self.name} needs store_bytes >= 0; got {store_bytes}.")
         self.store_bytes, self.keep, self.corpus = store_bytes, keep, corpus
-        self.stores: dict[str, Store] = {}  # by key, the one used last at the end
+        self.stores: dict[str, Store] = {}  # by key, the most recently used last
 
     @classmethod
     def option(cls, text: str, target: Target) -> dict[str, Any]:
@@ -190,12 +189,12 @@ class MemoryDrafter(FreeDrafter):
         return {"keep": True} if text == "keep" else {"corpus": open_corpus(text, target)}
 
     def store_of(self, key: str, stores: dict[str, Store]) -> Store:
-        """Return the store of a key, which is new if there is none yet. It is now the one used last."""
+        """Return the store of a key, and mark it as the most recently used. A missing store is created."""
         stores[key] = stores.pop(key) if key in stores else Store(self.store_bytes)
         return stores[key]
 
     def trim(self) -> None:
-        """Drop whole keys, the one that was used longest ago first, until the others have room."""
+        """Evict the least recently used keys until the stores fit the bound."""
         while sum(store.held_bytes for store in self.stores.values()) > self.store_bytes:
             del self.stores[next(iter(self.stores))]
 
@@ -208,17 +207,18 @@ class MemoryDrafter(FreeDrafter):
 
         Args:
             keys: of their owners; None: the caller, "": nobody.
-            seeded: whether the request has a seed. Its stores begin empty, and are not kept.
+            seeded: whether the request has a seed. Its stores begin empty and are not kept.
         """
-        stores = dict[str, Store]() if seeded else self.stores
+        stores: dict[str, Store] = {} if seeded else self.stores
+        indexes: dict[str | None, Index] = {}
         corpus = [] if self.corpus is None else [self.corpus]
-        recalls, firsts = [], dict[str | None, Recall]()
+        recalls = []
         for key in keys:
-            recall = Recall(corpus)
             if self.store_bytes and key != "":
-                store, first = self.store_of(key or "", stores), firsts.setdefault(key, recall)
-                recall = Recall([store, *corpus], store.chances, first.index)
-            recalls.append(recall)
+                store = self.store_of(key or "", stores)
+                recalls.append(Recall([store, *corpus], store.chances, indexes.setdefault(key, {})))
+            else:
+                recalls.append(Recall(corpus))
         return recalls
 
     def remember(self, recall: Recall, prompt: list[int], answer: list[int]) -> None:
@@ -239,7 +239,7 @@ class MemoryDrafter(FreeDrafter):
 
 @DRAFTERS.register("lookup")
 class LookupDrafter(MemoryDrafter):
-    """`memory` with nothing but the text at hand. Arguments as of :class:`MemoryDrafter`."""
+    """`memory` restricted to the row's own text. Arguments as of :class:`MemoryDrafter`."""
 
     name = "lookup"
 
@@ -248,7 +248,7 @@ class LookupDrafter(MemoryDrafter):
 
 
 class MemorySession(DraftSession):
-    """A session with what each row recalls."""
+    """A session with the :class:`Recall` of each row."""
 
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.device = drafter, request.device

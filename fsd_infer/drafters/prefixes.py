@@ -1,7 +1,7 @@
 """Remembered texts as one sorted array: a store that grows and forgets, and a corpus that is mapped from a file.
 
-The prefixes of all texts are sorted by their last token, then by the one before it, and so on. The prefixes that end
-like a given text lie side by side, those with the longest match nearest to where the text itself would stand. One
+The prefixes of all texts are sorted by their last token, then by the one before it, and so on. So the prefixes that
+end like a given text are adjacent, and the longest matches are nearest to the text's own position in the order. One
 binary search finds them. An entry takes eight bytes: a token and a place.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-SORTED = 32  # tokens by which prefixes are told apart, hence the longest match
+SORTED = 32  # tokens by which prefixes are sorted, hence the longest match
 LEAST_MATCH = 2
-END = -1  # stands between texts
-ENTRY_BYTES, TEXT_ENTRIES = 8, 32  # of a token and its place; what is known of a text beside these
+END = -1  # separates texts
+ENTRY_BYTES, TEXT_ENTRIES = 8, 32  # bytes of a token and its place; entries that a text costs in addition
 
 Ids = NDArray[np.int32]
 
@@ -27,17 +27,17 @@ class Source:
     """Texts in which a context may occur.
 
     Attributes:
-        bit: of these texts among the sources of a candidate.
+        bit: flag of these texts among the sources of a candidate.
         trust: weight of an occurrence in them.
     """
 
     bit, trust = 1, 1.0
 
     def use(self, tokens: Sequence[int], place: int) -> None:
-        """Note that the token at a place was the right one."""
+        """Note that the token at this place was right."""
 
 
-# length of a match, its source, the text in which it lies, and the place there of the token that followed it
+# length of the match, its source, the text that has it, and the place in that text of the token after the match
 Occurrence = tuple[int, Source, Sequence[int], int]
 
 
@@ -50,7 +50,7 @@ def match_size(tokens: Sequence[int], place: int, context: Sequence[int]) -> int
 
 
 def sorted_prefixes(tokens: Ids) -> Ids:
-    """The places of an array's tokens in the order of the prefixes that end with them: prefix doubling."""
+    """Return the places of the tokens, sorted by the prefixes that end there. The method is prefix doubling."""
     count = len(tokens)
     _, rank = np.unique(tokens, return_inverse=True)
     rank, reach = rank.astype(np.int64), 1
@@ -80,7 +80,7 @@ class Prefixes(Source):
 
     def _set(self, tokens: Ids, order: Ids) -> None:
         self.array, self.order = tokens, order
-        views: Any = memoryview  # numbers come faster from them
+        views: Any = memoryview  # single numbers are read faster than from an array
         self.tokens, self._places = views(tokens), views(order)
 
     def __len__(self) -> int:
@@ -92,7 +92,8 @@ class Prefixes(Source):
         def size_of(number: int) -> int:
             return match_size(tokens, places[number] + 1, context) if 0 <= number < len(places) else 0
 
-        tokens, places, found = self.tokens, self._places, list[Occurrence]()
+        tokens, places = self.tokens, self._places
+        found: list[Occurrence] = []
         right = bisect_left(places, list(context[-1 : -SORTED - 1 : -1]), key=self._ending)
         left = right - 1
         of_left, of_right = size_of(left), size_of(right)
@@ -119,7 +120,7 @@ class Store(Prefixes):
         most_bytes: of its arrays, and of :data:`TEXT_ENTRIES` entries for each text.
 
     Attributes:
-        chances: what decoding has learned of its texts.
+        chances: estimated acceptance of candidates, learned while decoding.
     """
 
     bit = 2
@@ -141,7 +142,7 @@ class Store(Prefixes):
         return len(self) + TEXT_ENTRIES * len(self.texts)
 
     def add(self, texts: Iterable[Sequence[int]]) -> None:
-        """Remember texts. One that is known already counts as used."""
+        """Remember texts. A text that is already known counts as used."""
         self.clock += 1
         new: list[int] = []
         for tokens in texts:
@@ -169,7 +170,7 @@ class Store(Prefixes):
             self.texts[bisect_right(self.texts, place, key=lambda text: text.start) - 1].used = self.clock
 
     def _drop(self) -> None:
-        """Drop a tenth of what may be held, and what is too much: the texts that were used longest ago."""
+        """Evict the least recently used texts until nine tenths of the bound are held."""
         ends = [*(text.start for text in self.texts[1:]), len(self)]
         keep, entries = np.ones(len(self), bool), self._entries
         for text, end in sorted(zip(self.texts, ends), key=lambda one: one[0].used):
@@ -187,7 +188,7 @@ class Store(Prefixes):
 
 @dataclass
 class _Text:
-    """Where a text of a store begins, and when it was used last."""
+    """The place where a text of a store begins, and the time of its last use."""
 
     start: int
     used: int

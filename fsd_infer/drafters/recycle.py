@@ -19,7 +19,6 @@ from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import lists
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession
 from fsd_infer.drafters.free import Chance, FreeDrafter, Options
-from fsd_infer.drafters.shape import check_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
@@ -147,8 +146,7 @@ class RecycleDrafter(FreeDrafter):
         most: int = 100_000,
         keep: bool = True,
     ) -> None:
-        super().__init__(vocab_size, depth, nodes, least)
-        check_tree(self.name, depth, nodes, width)
+        super().__init__(vocab_size, depth, nodes, least, width)
         if most < 1:
             raise FsdError(f"recycle needs most of at least 1, got {most}.")
         self.width, self.most, self.keep = width, most, keep

@@ -271,7 +271,7 @@ class _TableProposer(Proposer):
 
 
 class _MemoryProposer(_TableProposer):
-    """What followed the last tokens earlier: in the prompt, in what all beams share, in a store, or in a corpus."""
+    """Proposes tokens that followed the last tokens earlier: in the prompt, the beams' shared text, or a store."""
 
     tables: Sequence[Recall]
 
