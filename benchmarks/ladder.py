@@ -41,9 +41,9 @@ from fsd_infer.targets.builtin import is_builtin
 from fsd_infer.targets.target import Target
 
 ALONE, EXACT, NOISE = "alone", "exact", "noise:"
-# Equal quality: no further on the wrong side of exact's than this. Shares, but for nats per token of log-likelihood.
-NONE = 0.125  # nats: where the picture has a drafter without mistakes
+FLAWLESS = 0.125  # nats: place of a drafter without mistakes in the picture
 SMALL = "1"  # nats: a mistake of a smaller regret is a near tie
+# Equal quality: no further on the wrong side of exact's than this. Shares, but for nats per token of log-likelihood.
 BOUNDS = {"score": -0.02, "log_likelihood_per_token": -0.05, "copied_4grams": 0.02, "repeated_4grams": 0.02}
 
 
@@ -219,7 +219,7 @@ def write_figure(rungs: dict[str, Any], path: Path) -> None:
     axes = figure.add_subplot(
         xlabel="median regret of a wrong first draft, nats", ylabel="tokens per forward / exact's"
     )
-    regrets = {name: rung["drafts"]["regret_median"] or NONE for name, rung in rungs.items()}
+    regrets = {name: rung["drafts"]["regret_median"] or FLAWLESS for name, rung in rungs.items()}
     for number_, rule in enumerate(dict.fromkeys(rule for rung in rungs.values() for rule in rung["rules"])):
         points = [(regrets[name], rung["rules"].get(rule, {})) for name, rung in rungs.items()]
         drawn = sorted((x, facts["gain"]["ratio"], facts["equal"]) for x, facts in points if facts.get("gain"))

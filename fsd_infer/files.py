@@ -133,7 +133,7 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
 
 
 def parse_text(raw: bytes, where: str, advice: str, error: type[FsdError] = DataError) -> str:
-    """Decode UTF-8. Raises ``error``, which names ``where`` and ends in ``advice``, if it is none."""
+    """Decode UTF-8. Raises ``error``, which names ``where`` and ends in ``advice``, if the bytes are not UTF-8."""
     try:
         return raw.decode("utf-8-sig")  # some programs write a byte order mark
     except UnicodeDecodeError as problem:

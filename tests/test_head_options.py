@@ -151,7 +151,7 @@ def test_an_initial_head_of_other_width_is_refused(toys: Path, tmp_path: Path) -
         module.configure_model()
 
 
-OWN = 20  # ids 0, 2, 4 ...: half of the prompts' ids are none of the head's
+OWN = 20  # ids 0, 2, 4 ...: the head lacks half of the prompts' ids
 
 
 def make_drafter(target: Target, **options: Any) -> EagleDrafter:

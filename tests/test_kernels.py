@@ -157,7 +157,7 @@ def test_a_forward_is_one_call_and_returns_watched_layers(monkeypatch: pytest.Mo
 @needs_kernels
 @pytest.mark.parametrize("first", [True, False])
 def test_the_kernels_layers_of_a_head_are_those_of_torch(first: bool) -> None:
-    """Two of EAGLE-3's, with the norm before the residual or behind it."""
+    """Two of EAGLE-3's, with the norm before or after the residual."""
     target = Target(fitting_model("llama", num_hidden_layers=3))
     config = EagleConfig.for_target(target, layout="eagle3", num_layers=2, norm_before_residual=first)
     owner = EagleHead(config).to(torch.bfloat16)

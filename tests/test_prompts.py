@@ -325,7 +325,7 @@ def test_generation_markers_give_the_mask_of_the_exact_method(complete: bool) ->
 @pytest.mark.parametrize(
     ("answer", "kept"),
     [
-        # the block holds what the template puts behind the end, too
+        # the block also holds what the template puts after the end
         (OPEN + "{{ m['content'] + '<|end|>\n' }}" + CLOSE, "it is <|start|> there<|end|>sat on the mat<|end|>"),
         # earlier answers are shortened
         (

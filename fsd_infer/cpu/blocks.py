@@ -94,10 +94,10 @@ def _codes_of(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None] | None:
 
 def _grouped(weight: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Do the same for an expanded weight, whose codes are exact in bf16 up to 128 steps from their zero."""
-    steps = (weight.detach().float().unflatten(1, (scales.shape[1], -1)) / scales[..., None]).round()
+    steps = _steps(weight, scales)
     zero = zeros.flatten()[0]
     if bool((zeros == zero).all()) and float(zero) in (8.0, 128.0):
-        return steps.clamp(-128, 127).to(torch.int8).flatten(1), scales, None
+        return _in_int8(steps), scales, None
     codes = steps + zeros[..., None]
     return (codes.to(torch.int8).flatten(1), scales, zeros) if bool(((codes >= 0) & (codes < 16)).all()) else None
 
@@ -112,9 +112,17 @@ def _decompressed(layer: nn.Module) -> tuple[Tensor, Tensor, None] | None:
         return None
     if weight.is_meta or not weight.is_floating_point() or weight.shape[1] % scales.shape[1]:
         return None
+    return _in_int8(_steps(weight, scales)), scales, None
+
+
+def _steps(weight: Tensor, scales: Tensor) -> Tensor:
+    """Return an expanded weight [out, in] in whole steps of its scales [out, groups]: [out, groups, in / groups]."""
     groups = weight.detach().float().unflatten(1, (scales.shape[1], -1))
-    codes = (groups / scales.detach().float()[..., None]).round().clamp(-128, 127).to(torch.int8).flatten(1)
-    return codes, scales, None
+    return (groups / scales.detach().float()[..., None]).round()
+
+
+def _in_int8(steps: Tensor) -> Tensor:
+    return steps.clamp(-128, 127).to(torch.int8).flatten(1)
 
 
 def _records(codes: Tensor, halves: Tensor, shift: int | None) -> np.ndarray:

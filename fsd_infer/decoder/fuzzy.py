@@ -28,7 +28,7 @@ from fsd_infer.rules import RuleLike
 from fsd_infer.targets.adapters import put_beside
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.target import Target
-from fsd_infer.targets.token_ids import eos_ids
+from fsd_infer.targets.token_ids import id_list
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -281,7 +281,7 @@ class FuzzyDecoder:
         with ending(streamer), self.target.lock, self.target.adapted(adapter):
             config = generation_config or self.target.model.generation_config
             pad, eos = (overrides.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id"))
-            ends = frozenset(eos_ids(GenerationConfig(eos_token_id=eos)))
+            ends = frozenset(id_list("eos_token_id", eos))
             padding = pad if isinstance(pad, int) and pad not in ends else None
             ids = [self.encode(prompt, chat) for prompt in _as_list(prompts, padding)]
             if schema is not None and guide is not None:

@@ -49,7 +49,7 @@ def load_expanded(
     Args:
         source: a directory or hub id.
         config: of the model, with its ``quantization_config``.
-        where: what says where the files lie, as in transformers.
+        where: arguments that locate the files, as in transformers.
         options: further arguments of transformers' ``from_pretrained``.
 
     Returns:
@@ -73,7 +73,7 @@ def load_expanded(
     model.config.quantization_config, model.config._name_or_path = facts, source
     try:
         model.generation_config = GenerationConfig.from_pretrained(source, **place)
-    except OSError:  # there is none, and the config's values are used
+    except OSError:  # the file is missing, so the config's values are used
         pass
     layers = dict(model.named_modules())
     for name in groups.keys() & layers.keys():  # experts of a mixture are joined to one weight

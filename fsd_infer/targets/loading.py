@@ -290,17 +290,17 @@ def load_target(
             options["quantization_config"] = quantization_config(options["quantization_config"])
         stored = method_of(config) is not None
         quantised = stored or method_of(options.get("quantization_config")) is not None
+        expanded = place.type == "cpu" and method_of(config) in METHODS
         if quantised:
             check_quantization(config if stored else options["quantization_config"], place, stored)
-        options |= {
-            "dtype": parse_dtype(dtype), "attn_implementation": attn_implementation or attention_for(config)
-        }  # fmt: skip
+        if quantised and not expanded:
+            options.setdefault("device_map", {"": str(place)})
+        options["dtype"] = parse_dtype(dtype)
+        options["attn_implementation"] = attn_implementation or attention_for(config)
         loaded: Any
-        if stored and place.type == "cpu" and method_of(config) in METHODS:
+        if expanded:
             loaded = load_expanded(source, config, where, **options)
         else:
-            if quantised:
-                options.setdefault("device_map", {"": str(place)})
             loaded = AutoModelForCausalLM.from_pretrained(
                 source, config=config, use_safetensors=True, output_loading_info=True,
                 ignore_mismatched_sizes=True,  # check_loaded refuses them, by name

@@ -28,17 +28,17 @@ def left_pad(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> t
 
 def pad_id(config: GenerationConfig) -> int:
     """Return the config's padding token, else its first EOS token, else 0. Raises as :func:`eos_ids`."""
-    named = [*_ids("pad_token_id", config.pad_token_id), *_ids("eos_token_id", config.eos_token_id)]
+    named = [*id_list("pad_token_id", config.pad_token_id), *id_list("eos_token_id", config.eos_token_id)]
     return named[0] if named else 0
 
 
 def eos_ids(config: GenerationConfig | None) -> set[int]:
     """Return the EOS tokens; none without a config. Raises FsdError if they are no whole numbers."""
-    return set() if config is None else set(_ids("eos_token_id", config.eos_token_id))
+    return set() if config is None else set(id_list("eos_token_id", config.eos_token_id))
 
 
-def _ids(name: str, value: Any) -> list[int]:
-    """Return a list for one id, several, or None."""
+def id_list(name: str, value: Any) -> list[int]:
+    """Return a list for one id, several, or None. Raises FsdError if they are no whole numbers."""
     ids = value.tolist() if isinstance(value, Tensor) else value
     ids = list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
     if any(isinstance(one, bool) or not isinstance(one, Integral) for one in ids):

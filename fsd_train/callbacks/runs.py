@@ -73,14 +73,13 @@ class RunDirectory(Callback):
             DataError: the directories hold a run that this one neither resumes nor may overwrite.
             CheckpointError: no checkpoint is whole.
         """
-        checkpoints = self.checkpoints
-        auto = ckpt_path == AUTO
-        if auto:
+        if ckpt_path == AUTO:
             ckpt_path = self.newest()
             if ckpt_path is not None:
                 log.info("resuming %s", ckpt_path)
                 return ckpt_path
             log.info("no checkpoint in %s: training starts from the beginning", self.names)
+        checkpoints = self.checkpoints
         begin = None if ckpt_path is None else Path(ckpt_path)
         step = -1 if begin is None or not begin.exists() else _step(begin)
         stale = [path for path in checkpoints if (begin is None or not _same(path, begin)) and _step(path) > step]
