@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import cache
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.auto import AutoTree
-from fsd_infer.drafters.estimates import KNOTS, AutoMemory, LawKind, Prior
+from fsd_infer.drafters.estimates import KNOTS, PRIORS, AutoMemory, LawKind, Prior
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.drafters.shape import AUTO, parse_tree
@@ -30,13 +31,18 @@ class Machine:
     Args:
         forward: seconds of a forward by number of nodes.
         depth: seconds of a depth of drafting.
+        reading: seconds in which the drafter reads accepted tokens.
         trouble: (round, seconds) -> seconds that the clock shows in their place.
     """
 
     def __init__(
-        self, forward: Callable[[int], float], depth: float, trouble: Callable[[int, float], float] = lambda _, s: s
+        self,
+        forward: Callable[[int], float],
+        depth: float,
+        trouble: Callable[[int, float], float] = lambda _, s: s,
+        reading: float = 0.0,
     ) -> None:
-        self.forward, self.depth, self.trouble = forward, depth, trouble
+        self.forward, self.depth, self.trouble, self.reading = forward, depth, trouble, reading
         self.now, self.spent, self.round = 100.0, 0.0, 0
 
     def __call__(self) -> float:
@@ -51,6 +57,10 @@ def small_machine(nodes: int) -> float:
     return 8e-3 + 2e-3 * (nodes > 6) + 6e-4 * max(nodes - 6, 0)
 
 
+def blocks_machine(nodes: int) -> float:
+    return 4.1e-3 + 6e-4 * (nodes - 1)
+
+
 def large_machine(nodes: int) -> float:
     return 8e-3 + 1e-5 * nodes
 
@@ -58,12 +68,12 @@ def large_machine(nodes: int) -> float:
 class Text:
     """Drafts that are right with the chance that the drafter gives them, on chains with one sibling a step."""
 
-    def __init__(self, sure: float, seed: int = 0) -> None:
-        self.sure, self.random = sure, random.Random(seed)
+    def __init__(self, sure: float, seed: int = 0, sibling: float = 0.6) -> None:
+        self.sure, self.random, self.sibling = sure, random.Random(seed), sibling
 
     def chances(self) -> tuple[float, float]:
         best = min(max(self.random.gauss(self.sure, 0.1), 0.05), 0.98)
-        return best, 0.6 * (1.0 - best)
+        return best, self.sibling * (1.0 - best)
 
     def right(self, first: float, second: float) -> int:
         """Which of the two is right, 2 if none."""
@@ -109,7 +119,7 @@ def round_of(text: Text, machine: Machine, choice: AutoTree | TreeShape) -> int:
             break
     if isinstance(choice, AutoTree):
         choice.mark()
-    machine.takes(1e-3)
+    machine.takes(1e-3 + (0.0 if isinstance(choice, AutoTree) and choice.paused else machine.reading))
     if isinstance(choice, AutoTree):
         choice.end([[kept.index(node) for node in path]], [len(path) - 1], rows=1)
     machine.round += 1
@@ -147,6 +157,25 @@ def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float]
     choice = AutoTree(AutoMemory("cpu", clock=machine), 1, LawKind(), 48)
     speed(choice, machine, sure, 100)  # the first answers
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
+
+
+@pytest.mark.parametrize("kinds", [(0.3,), (0.7,), (0.3, 0.3, 0.3, 0.3, 0.9)])
+def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, ...]) -> None:
+    """Drafts that cost more than they bring pause, and come back within the first rounds of a text where they pay."""
+    machine = Machine(blocks_machine, 7.5e-4, reading=8e-4)
+    memory = AutoMemory("cpu", clock=machine, prior=PRIORS["blocks"])
+    speeds: dict[float, list[float]] = {kind: [] for kind in kinds}
+    for number in range(60):
+        kind, start = kinds[number % len(kinds)], machine.spent
+        text, choice = Text(kind, number, sibling=0.15), AutoTree(memory, 1, LawKind(), 48)
+        tokens = sum(round_of(text, machine, choice) for _ in range(60))
+        speeds[kind].append(tokens / (machine.spent - start))
+    for kind, each in speeds.items():
+        alone = 1.0 / (machine.forward(1) + 1e-3)  # without drafts
+        fixed, text = Machine(blocks_machine, 7.5e-4, reading=8e-4), Text(kind, sibling=0.15)
+        tokens = sum(round_of(text, fixed, TreeShape(3, 2, 4)) for _ in range(600))
+        best = max(alone, tokens / fixed.spent)
+        assert mean(each[len(each) // 2 :]) >= 0.95 * best
 
 
 # decoding -------------------------------------------------------------------------------------------------------------

@@ -42,13 +42,13 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import lists
-from fsd_infer.drafters.estimates import KNOTS, RETRY, AutoMemory, Costs, Knowledge, LawKind, Trees
+from fsd_infer.drafters.estimates import KNOTS, AutoMemory, Costs, Knowledge, LawKind, Trees
 from fsd_infer.tree import DraftTree
 
-RATE_MEMORY = 20  # rounds
+RATE_MEMORY, GAIN_MEMORY = 20, 15  # rounds of a text
 UNLIKELY = 0.01  # chance of acceptance below which a draft is ignored
 TRIALS, LEAST_TRIALS = 12, 4  # first rounds of one row, and of any batch; every other one drafts unconditionally
-LONGEST_RETRY = 1024  # rounds
+ATTEMPT, ATTEMPTS_SHARE = 2, 0.03  # rounds of an attempt after a pause; share of tokens that attempts may cost
 AHEAD = 3  # depths that the decision to go on looks ahead
 MOST_TOGETHER = 160  # nodes of all trees in a batch
 
@@ -109,14 +109,15 @@ class AutoTree:
             if self.learns:
                 self.known = self.memory.knowledge(batch, self.law)
             self.rate = self.known.rate.recent(RATE_MEMORY)
+            self.gain = self.known.gain.recent(GAIN_MEMORY)
         self.batch = batch
         self.depths = self.expanded = 0
         self._resumed = self._is_trial = self._ignored = False
         self._expected_rows = [float(batch)]  # at the expanded nodes of each depth
         self._chances: list[float] = []  # of all drafts of all rows, falling
         self._frontier = [[1.0] for _ in range(batch)]  # chances of each row's nodes that may be expanded next
-        self._uncovered = [[1.0] * AHEAD for _ in range(batch)]  # chances that other drafters' trees miss, by depth
-        self._gain, _ = self._best_gain(self._chances)
+        self._uncovered = [1.0] * batch  # chances that other drafters' trees miss the next token
+        self._gain = self._covered_gain = 0.0  # expected of the drafts so far, and of other drafters' trees
         self._marks: list[float] = []
         self._steps: list[list[Step]] = []  # of each row's tree
         self._nodes = 0  # of a row's tree; 0 if nothing was drafted
@@ -129,24 +130,34 @@ class AutoTree:
         return self.known.pause > 0
 
     def expands_root(self) -> bool:
-        """Return whether this round drafts. Trial rounds and the first round after a pause always do."""
+        """Return whether this round drafts. Trial rounds always do, and so do attempts after a pause.
+
+        A pause is long enough for an attempt to cost no more than ATTEMPTS_SHARE of the pause's tokens.
+        """
         known = self.known
-        pays = not self.reads_scores or self._pays(1, known.costs.reading)
+        loss = self._loss()
         if known.trials < max(TRIALS // self.batch, LEAST_TRIALS):
             known.trials += 1
             self._is_trial = known.trials % 2 == 1
-            pays = pays or self._is_trial
-        elif not pays and known.pause < known.retry:
-            known.pause += 1
-            return False
+            drafts = self._is_trial or loss <= 0.0
         else:
+            drafts = ATTEMPT * loss <= ATTEMPTS_SHARE * known.pause * self.batch or 0 < known.attempt < ATTEMPT
+        if drafts:
             self._resumed = known.pause > 0  # the drafter first reads the text of the pause
-            known.retry = RETRY if pays else min(2 * known.retry, LONGEST_RETRY)
+            known.attempt = 0 if loss <= 0.0 else known.attempt + 1
             known.pause = 0
-            pays = True
-        if pays:
             self.count_depth(1)
-        return pays
+        else:
+            known.attempt = 0
+            known.pause += 1
+        return drafts
+
+    def _loss(self) -> float:
+        """Return the tokens that drafting in this round is expected to lose; negative if it gains."""
+        if not self.reads_scores:
+            return -1.0
+        cost = self.known.costs.reading + self.known.draft_cost.value
+        return self.rate.value * cost - self.gain.value * sum(self._uncovered)
 
     def cover(self, tree: DraftTree) -> None:
         """Note another drafter's tree of this round, before this drafter drafts.
@@ -155,13 +166,12 @@ class AutoTree:
         """
         if not self.reads_scores:
             return
-        for row, scores, parents in zip(self._uncovered, *lists(tree.scores, tree.parents), strict=True):
-            depths, covered = [0], [0.0] * AHEAD
-            for score, parent in zip(scores[1:], parents[1:]):
-                depths.append(depths[parent] + 1)
-                if depths[-1] <= AHEAD:
-                    covered[depths[-1] - 1] += math.exp(score)
-            row[:] = [chance * (1.0 - min(share, 1.0)) for chance, share in zip(row, covered)]
+        chances: list[float] = []
+        for row, (scores, parents) in enumerate(zip(*lists(tree.scores, tree.parents), strict=True)):
+            drafts = [math.exp(score) for score in scores[1:]]
+            chances += drafts
+            self._uncovered[row] = 1.0 - min(sum(q for q, parent in zip(drafts, parents[1:]) if parent == 0), 1.0)
+        self._covered_gain = self._best_gain(sorted(chances, reverse=True))[0]
 
     def expand(self, log_q: Tensor) -> Tensor | None:
         """Choose which candidates of this depth to expand.
@@ -200,22 +210,19 @@ class AutoTree:
         self._expected_rows.append(sum(min(sum(row), 1.0) for row in self._frontier))
         return torch.tensor([row[:width] for row in best], device=log_q.device)
 
-    def _pays(self, width: int, extra_cost: float = 0.0) -> bool:
+    def _pays(self, width: int) -> bool:
         """Return whether up to AHEAD more depths gain more than they cost.
 
         The first of them expands the ``width`` likeliest nodes of every row's frontier, each later one the likeliest
         child only.
         """
         known, rate = self.known, self.rate.value
-        accept = known.accept_rate.value
-        reach = known.reach_ratio.value if self.depths else 1.0
-        chances, cost = self._chances, extra_cost
+        accept, reach = known.accept_rate.value, known.reach_ratio.value
+        chances, cost = self._chances, 0.0
         best = [[chance * reach * accept for chance in row[:width]] for row in self._frontier]
         for depth in range(AHEAD):
             cost += known.costs.drafting(1, (width if depth == 0 else 1) * self.batch)
-            misses = [1.0 if self.depths else row[depth] for row in self._uncovered]
-            new = [chance * miss for row, miss in zip(best, misses) for chance in row]
-            chances = sorted([*chances, *new], reverse=True)
+            chances = sorted([*chances, *(chance for row in best for chance in row)], reverse=True)
             if self._best_gain(chances)[0] - self._gain > rate * cost:
                 return True
             best = [[row[0] * accept] for row in best]
@@ -288,6 +295,7 @@ class AutoTree:
         """Note the expected accepted drafts of all rows and the cost of verifying ``nodes`` nodes per row."""
         costs = self.known.costs
         cost = costs.forward(nodes * self.batch) + costs.drafting(self.depths, self.expanded)
+        self._gain = drafts - self.rate.value * (costs.forward(nodes * self.batch) - costs.forward(self.batch))
         self._nodes, self._tokens, self._cost = nodes, self.batch + drafts, cost + costs.rest(not self.paused)
 
     def _steps_of(self, tree: DraftTree) -> list[tuple[list[Step], list[float]]]:
@@ -349,6 +357,11 @@ class AutoTree:
         if not self._resumed:
             own = rest if timed else None
             costs.learn(nodes, forward, self.depths, self.expanded, draft, own, reads=not self.paused)
+        if self.depths:
+            uncovered = sum(self._uncovered)
+            for gain in (self.gain, self.known.gain):
+                gain.learn(max(self._gain - self._covered_gain, 0.0), uncovered)
+            self.known.draft_cost.learn(costs.drafting(self.depths, self.expanded), 1.0)
         for depth, expected in enumerate(self._expected_rows if self.depths else ()):
             reached, went_on = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
             self.known.accept_rate.learn(went_on, reached)

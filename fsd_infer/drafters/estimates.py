@@ -27,7 +27,6 @@ BINS, LEAST = 20, -6.0  # of the calibration curve, equal in √(-ln q) down to 
 STARTING = 0.05  # fixed cost of a small LM's forward, in forwards of the target
 TEXT_MEMORY, BIN_MEMORY = 40, 200  # drafts
 DEPTH_MEMORY, LONG_MEMORY = 40, 50  # rounds
-RETRY = 64  # rounds without drafts before a new attempt; doubled after each attempt that does not pay
 
 
 @dataclass(frozen=True)
@@ -313,9 +312,12 @@ class Knowledge:
         rate: tokens per unit of cost.
         reach_ratio: rows that reached expanded nodes, per row that was expected to.
         accept_rate: rows that accepted a child of an expanded node, per row that reached one.
+        gain: tokens that drafts are expected to add in a round, less the cost of their verification, per row whose next
+            token other drafters miss.
+        draft_cost: of a round that drafts.
         trials: rounds of the trial phase so far.
         pause: rounds since the last drafted one.
-        retry: length of the pause after which drafting is tried again, in rounds.
+        attempt: rounds of the present attempt to draft although drafts did not pay.
     """
 
     def __init__(self, costs: Costs, batch: int, law: LawKind) -> None:
@@ -323,8 +325,9 @@ class Knowledge:
         self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
         self.reach_ratio = Rate(1.0, 1.0, DEPTH_MEMORY)
         self.accept_rate = Rate(0.6, 1.0, DEPTH_MEMORY)
-        self.trials = self.pause = 0
-        self.retry = RETRY
+        self.gain = Rate(1.0, 1.0, DEPTH_MEMORY)
+        self.draft_cost = Rate(costs.drafting(2, 2 * batch), 1.0, DEPTH_MEMORY)
+        self.trials = self.pause = self.attempt = 0
 
 
 class AutoMemory:
