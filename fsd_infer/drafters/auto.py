@@ -71,7 +71,8 @@ class AutoTree:
     """Chooses the tree of every round of one request, and learns from what the rounds took and emitted.
 
     A round calls :meth:`expands_root`, then :meth:`expand` for every depth, then :meth:`keep` or :meth:`keep_all`. It
-    calls :meth:`mark` before drafting, before verification and after it, and :meth:`end` at its end.
+    calls :meth:`mark` before drafting, before verification and after it, and :meth:`end` at its end. Before a root is
+    expanded, :meth:`cover` takes other drafters' trees.
 
     Args:
         memory: of the drafter.
@@ -162,16 +163,17 @@ class AutoTree:
     def cover(self, tree: DraftTree) -> None:
         """Note another drafter's tree of this round, before this drafter drafts.
 
-        A root is worth expanding where that tree is likely to be wrong.
+        A root is worth expanding where that tree is likely to be wrong. The time until now is not this drafter's.
         """
+        self.mark()
         if not self.reads_scores:
             return
         chances: list[float] = []
         for row, (scores, parents) in enumerate(zip(*lists(tree.scores, tree.parents), strict=True)):
             drafts = [math.exp(score) for score in scores[1:]]
             chances += drafts
-            self._uncovered[row] = 1.0 - min(sum(q for q, parent in zip(drafts, parents[1:]) if parent == 0), 1.0)
-        self._covered_gain = self._best_gain(sorted(chances, reverse=True))[0]
+            self._uncovered[row] *= 1.0 - min(sum(q for q, parent in zip(drafts, parents[1:]) if parent == 0), 1.0)
+        self._covered_gain = max(self._covered_gain, self._best_gain(sorted(chances, reverse=True))[0])
 
     def expand(self, log_q: Tensor) -> Tensor | None:
         """Choose which candidates of this depth to expand.
@@ -349,7 +351,8 @@ class AutoTree:
         if not self._nodes:
             self._predict(0.0, 1)
         costs, curve, nodes = self.known.costs, self.known.curve, self._nodes * self.batch
-        draft, forward, rest = (last - first for first, last in pairwise(self._marks))
+        *others, draft, forward, rest = (last - first for first, last in pairwise(self._marks))
+        rest += sum(others)
         tokens, seconds = float(sum(accepted) + self.batch), draft + forward + (rest if timed else 0.0)
         self.trees.add(Trees([self._nodes], tokens, self._tokens, seconds, self._cost * (costs.pace or 0.0)))
         self.rate.learn(tokens, self._cost)
