@@ -38,8 +38,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "answers.jsonl", "features", "features/index.json",
         "features/shard-00000.safetensors", "head", "head/config.json", "head/model.safetensors",
     ),
-    "estimate --config recipe.yaml --prompts prompts.jsonl --max-new-tokens 2": (
-        "recipe.yaml", "answers.jsonl", "prompts.jsonl", "features/index.json",
+    "estimate --config recipe.yaml": (
+        "recipe.yaml", "answers.jsonl", "features/index.json",
     ),
     "export head.ckpt exported": ("head.ckpt", "target", "target/config.json"),
     "export head exported --to vllm": ("head", "head/config.json", "head/model.safetensors", "target/config.json"),
