@@ -19,7 +19,7 @@ setup(
             "py.typed",
         ],
         "fsd_bench": ["evidence/page.html", "py.typed"],
-        "fsd_train": ["commands/recipe.yaml.in", "py.typed"],
+        "fsd_train": ["commands/*.in", "commands/quickstart.yaml", "py.typed"],
         "fsd_train.shipped.recipes": ["*.yaml"],
         "fsd_train.shipped.data": ["quickstart_prompts.jsonl", "smollm2-135m-answers.jsonl.gz"],
     },

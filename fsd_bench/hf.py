@@ -8,40 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 from fsd_bench.base import Answer, Method, TimedRun
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.token_ids import eos_ids, left_pad, pad_id
 
 
-class _Rounds(BaseStreamer):
-    """Records when the first new tokens arrived and how many each forward emitted (sizes[0] is the prompt's)."""
+class _Rounds(StoppingCriteria):
+    """Notes when the first round ended and how long the text was after each one. It never stops decoding."""
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.first: float | None = None
-
-    def put(self, value: Tensor) -> None:
-        if self.sizes and self.first is None:
-            self.first = time.perf_counter()
-        self.sizes.append(value.numel())
-
-    def end(self) -> None:
-        pass
-
-
-class _Steps(StoppingCriteria):
-    """Counts the steps of a beam search and records when the first one ended. It never stops the search."""
-
-    def __init__(self) -> None:
-        self.count = 0
+        self.lengths: list[int] = []
         self.first = 0.0
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if not self.count:
-            self.first = time.perf_counter()
-        self.count += 1
+        self.first = self.first or time.perf_counter()
+        self.lengths.append(input_ids.shape[1])
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -66,29 +48,28 @@ class GenerateMethod(Method):
         if self.arguments and not self.beams and len(prompts) > 1:
             raise FsdError(f"{self.name}: transformers speculates on one prompt at a time. Use --batch-size 1.")
         ids, mask = left_pad(prompts, self.pad, self.model.device)
-        rounds, steps = _Rounds(), _Steps()
-        # beams cannot be streamed, and stopping criteria see steps but not the sizes of rounds
-        observers = {"stopping_criteria": StoppingCriteriaList([steps])} if self.beams else {"streamer": rounds}
+        rounds = _Rounds()
         torch.manual_seed(seed)
         start = time.perf_counter()
         output = self.model.generate(
-            ids, attention_mask=mask, pad_token_id=self.pad, **observers, **options, **self.arguments
-        ).tolist()
+            ids, attention_mask=mask, pad_token_id=self.pad, stopping_criteria=StoppingCriteriaList([rounds]),
+            **options, **self.arguments,
+        ).tolist()  # fmt: skip
         seconds = time.perf_counter() - start
-        first = steps.first if self.beams else (rounds.first or start + seconds)
+        steps, emitted = len(rounds.lengths) - 1, rounds.lengths[0] - ids.shape[1]  # after and in the first round
         answers = []
         for row in output:
             tokens = row[ids.shape[1] :]
             end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos), None)
             tokens = tokens[:end]
             if self.beams:
-                forwards = verified = steps.count - 1
+                forwards = verified = steps
             elif len(prompts) > 1:
                 forwards = verified = len(tokens) - 1
             else:
-                forwards, verified = len(rounds.sizes) - 2, len(tokens) - rounds.sizes[1]
+                forwards, verified = steps, len(tokens) - emitted
             answers.append(Answer(tokens, forwards, verified, finish_reason="length" if end is None else "stop"))
-        return TimedRun(seconds, first - start, answers)
+        return TimedRun(seconds, rounds.first - start, answers)
 
     def describe(self) -> dict[str, Any]:
         return {"by": "transformers", "model": "separate copy, linear layers not packed", **self.facts}

@@ -18,16 +18,15 @@ A method is written as ``[label=]kind[:parameters]``. Tables and records call it
 ``command:PROGRAM``        a program with the protocol of :mod:`fsd_bench.process`
 =========================  ============================================================================================
 
-A new kind of method is one class and one entry here.
+A new kind of method is a :class:`Kind` in :data:`METHODS`.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fsd_bench.base import Answer, Method, TimedRun
@@ -71,134 +70,106 @@ class Spec:
     tree: TreeShape | None = None
 
 
-class Kind(ABC):
+def _no_parameters(spec: Spec) -> None:
+    if spec.argument:
+        raise FsdError(f"method {spec.text!r}: {spec.kind} takes no parameters.")
+
+
+@dataclass(frozen=True)
+class Kind:
     """A kind of method.
 
     Attributes:
-        own_process: whether its methods always run in their own processes.
+        make: makes the method, and loads what it needs.
+        check: raises FsdError for parameters that can be refused before anything is loaded.
         takes_drafter: whether "@" names a drafter, and perhaps a tree, as with rules.
+        own_process: whether its methods always run in their own processes.
     """
 
-    own_process = takes_drafter = False
-
-    def check(self, spec: Spec) -> None:
-        """Raise FsdError for parameters that can be refused before anything is loaded. Default: any parameters."""
-        if spec.argument:
-            raise FsdError(f"method {spec.text!r}: {spec.kind} takes no parameters.")
-
-    @abstractmethod
-    def make(self, spec: Spec, models: Models) -> Method:
-        """Make the method, and load what it needs."""
+    make: Callable[[Spec, Models], Method]
+    check: Callable[[Spec], Any] = _no_parameters
+    takes_drafter: bool = False
+    own_process: bool = False
 
 
 METHODS: Registry[Kind] = Registry("method")
 
 
-class _Plain(Kind):
-    def make(self, spec: Spec, models: Models) -> Method:
-        return EngineMethod(spec.name, models.decoder, parse_rule("exact"), models.load("none"))
+def _plain(spec: Spec, models: Models) -> Method:
+    return EngineMethod(spec.name, models.decoder, parse_rule("exact"), models.load("none"))
 
 
-@dataclass(frozen=True)
-class _Generate(Kind):
+def _generate(name: str, least: int, most: int, default: int | None = None) -> Kind:
     """transformers' ``generate`` with a whole number as argument ``name``."""
 
-    name: str = ""
-    least: int = 0
-    most: int = 0
-    default: int | None = None
+    def check(spec: Spec) -> None:
+        if spec.argument or default is None:
+            _check_number(spec, spec.argument, least, most, default or least)
 
-    def check(self, spec: Spec) -> None:
-        if not self.name:
-            super().check(spec)
-        elif spec.argument or self.default is None:
-            check_number(spec, self.least, self.most, self.default or self.least)
-
-    def make(self, spec: Spec, models: Models) -> Method:
-        facts = {self.name: int(spec.argument or self.default or 0)} if self.name else {}
+    def make(spec: Spec, models: Models) -> Method:
+        facts = {name: int(spec.argument or default or 0)}
         return GenerateMethod(spec.name, models.reference[0], facts, facts)
 
+    return Kind(make, check)
 
-def check_number(spec: Spec, least: int, most: int, example: int) -> None:
-    """Raise FsdError unless the parameter is a whole number from ``least`` to ``most``."""
-    if not least <= (read_int(spec.argument) or 0) <= most:
+
+def _check_number(spec: Spec, text: str, least: int, most: int, example: int) -> None:
+    """Raise FsdError unless ``text``, a parameter, is a whole number from ``least`` to ``most``."""
+    if not least <= (read_int(text) or 0) <= most:
         raise FsdError(f"method {spec.text!r}: give a number from {least} to {most}, e.g. {spec.kind}:{example}.")
 
 
-class _Beams(Kind):
-    takes_drafter = True
-
-    def check(self, spec: Spec) -> None:
-        beams, _, options = spec.argument.partition(":")
-        check_number(replace(spec, argument=beams), 2, MOST_BEAMS, 4)
-        if options:
-            BeamOptions.parse(options)
-
-    def make(self, spec: Spec, models: Models) -> Method:
-        drafter = models.load(spec.drafter, spec.tree)
-        beams, _, options = spec.argument.partition(":")
-        beam_options = BeamOptions.parse(options) if options else BeamOptions()
-        return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, int(beams), beam_options)
+def _beams(spec: Spec) -> tuple[int, BeamOptions]:
+    beams, _, options = spec.argument.partition(":")
+    _check_number(spec, beams, 2, MOST_BEAMS, 4)
+    return int(beams), BeamOptions.parse(options) if options else BeamOptions()
 
 
-class _Assisted(Kind):
-    def check(self, spec: Spec) -> None:
-        if not spec.argument:
-            raise FsdError(f"method {spec.text!r}: name the assistant model, e.g. hf-assisted:DIRECTORY.")
-
-    def make(self, spec: Spec, models: Models) -> Method:
-        model, tokenizer = models.reference
-        assistant, own = load_target(spec.argument, dtype=models.options.dtype, device=models.options.device)
-        speculation: dict[str, Any] = {"assistant_model": assistant}
-        # transformers translates between vocabularies if it has both tokenizers
-        if tokenizer is not None and own is not None and tokenizer.get_vocab() != own.get_vocab():
-            speculation.update(tokenizer=tokenizer, assistant_tokenizer=own)
-        return GenerateMethod(spec.name, model, speculation, {"assistant_model": spec.argument})
+def _beam_search(spec: Spec, models: Models) -> Method:
+    drafter = models.load(spec.drafter, spec.tree)
+    return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, *_beams(spec))
 
 
-class _Server(Kind):
-    def check(self, spec: Spec) -> None:
-        Server(_address(spec)[0])
-
-    def make(self, spec: Spec, models: Models) -> Method:
-        url, model = _address(spec)
-        return ServerMethod(spec.name, Server(url), model or None)
+def _check_assisted(spec: Spec) -> None:
+    if not spec.argument:
+        raise FsdError(f"method {spec.text!r}: name the assistant model, e.g. hf-assisted:DIRECTORY.")
 
 
-def _address(spec: Spec) -> tuple[str, str]:
+def _assisted(spec: Spec, models: Models) -> Method:
+    model, tokenizer = models.reference
+    assistant, own = load_target(spec.argument, dtype=models.options.dtype, device=models.options.device)
+    speculation: dict[str, Any] = {"assistant_model": assistant}
+    # transformers translates between vocabularies if it has both tokenizers
+    if tokenizer is not None and own is not None and tokenizer.get_vocab() != own.get_vocab():
+        speculation.update(tokenizer=tokenizer, assistant_tokenizer=own)
+    return GenerateMethod(spec.name, model, speculation, {"assistant_model": spec.argument})
+
+
+def _server(spec: Spec) -> tuple[Server, str | None]:
     url, _, model = spec.argument.partition("#")
-    return url, model
+    return Server(url), model or None
 
 
-class _Command(Kind):
-    own_process = True
-
-    def check(self, spec: Spec) -> None:
-        self._words(spec)
-
-    def make(self, spec: Spec, models: Models) -> Method:
-        return ProcessMethod(spec.name, self._words(spec))
-
-    def _words(self, spec: Spec) -> list[str]:
-        try:
-            words = shlex.split(spec.argument)
-        except ValueError:  # an unclosed quotation
-            words = []
-        if not words or "\0" in spec.argument:
-            raise FsdError(f"method {spec.text!r}: name the program, e.g. command:python my_engine.py MODEL.")
-        return words
+def _words(spec: Spec) -> list[str]:
+    try:
+        words = shlex.split(spec.argument)
+    except ValueError:  # an unclosed quotation
+        words = []
+    if not words or "\0" in spec.argument:
+        raise FsdError(f"method {spec.text!r}: name the program, e.g. command:python my_engine.py MODEL.")
+    return words
 
 
-for _name, _kind in (
-    ("plain", _Plain()),
-    ("hf-generate", _Generate()),
-    ("hf-lookup", _Generate("prompt_lookup_num_tokens", 1, 1024, LOOKUP_TOKENS)),
-    ("hf-beams", _Generate("num_beams", 2, MOST_BEAMS)),
-    ("beams", _Beams()),
-    ("hf-assisted", _Assisted()),
-    ("server", _Server()),
-    ("command", _Command()),
-):
+for _name, _kind in {
+    "plain": Kind(_plain),
+    "hf-generate": Kind(lambda spec, models: GenerateMethod(spec.name, models.reference[0])),
+    "hf-lookup": _generate("prompt_lookup_num_tokens", 1, 1024, LOOKUP_TOKENS),
+    "hf-beams": _generate("num_beams", 2, MOST_BEAMS),
+    "beams": Kind(_beam_search, _beams, takes_drafter=True),
+    "hf-assisted": Kind(_assisted, _check_assisted),
+    "server": Kind(lambda spec, models: ServerMethod(spec.name, *_server(spec)), _server),
+    "command": Kind(lambda spec, models: ProcessMethod(spec.name, _words(spec)), _words, own_process=True),
+}.items():
     METHODS.register(_name)(_kind)
 
 

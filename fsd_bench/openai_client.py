@@ -7,13 +7,12 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
-from requests.auth import AuthBase
 
 from fsd_infer.errors import FsdError
 
@@ -89,8 +88,7 @@ class Server:
         self._session = requests.Session()
         self._session.trust_env = host not in _THIS_MACHINE  # no proxy for this machine
         self._session.headers["Accept-Encoding"] = "identity"  # unpacking would delay streamed tokens
-        key = os.environ.get(API_KEY) if api_key is None else api_key
-        self._session.auth = _Bearer(key)
+        self._session.auth = _bearer(os.environ.get(API_KEY) if api_key is None else api_key)
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, HTTPAdapter(pool_maxsize=connections))
 
@@ -178,7 +176,10 @@ class Server:
     ) -> requests.Response:
         """Return the response if its status is 200. Raises ServerError otherwise."""
         try:
-            reply = self._send(method, path, body, stream)
+            reply = self._session.request(
+                method, self._origin + self._base + path, json=body, stream=stream, timeout=self.timeout,
+                allow_redirects=False,  # a redirected POST would arrive as a GET
+            )  # fmt: skip
             if reply.status_code == 200:
                 return reply
             said = " ".join(reply.content.decode("utf-8", "replace").split())[:2000]
@@ -188,35 +189,16 @@ class Server:
             f"server {self.url} refused {self._base}{path} with status {reply.status_code}: {said}", reply.status_code
         )
 
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None, stream: bool) -> requests.Response:
-        def send() -> requests.Response:
-            return self._session.request(
-                method,
-                self._origin + self._base + path,
-                json=body,
-                stream=stream,
-                timeout=self.timeout,
-                allow_redirects=False,  # a redirected POST would arrive as a GET
-            )
 
-        try:
-            return send()
-        except requests.ConnectionError as error:
-            if not isinstance(_root(error), (ConnectionResetError, BrokenPipeError)):
-                raise
-        return send()  # the server had closed an idle connection
+def _bearer(key: str | None) -> Callable[[requests.PreparedRequest], requests.PreparedRequest]:
+    """Return what sends the key as a header. Without a key it still keeps requests from reading ~/.netrc."""
 
-
-class _Bearer(AuthBase):
-    """Sends the key as a header. Also used without a key, so that requests does not read ~/.netrc."""
-
-    def __init__(self, key: str | None) -> None:
-        self.key = key
-
-    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        if self.key:
-            request.headers["Authorization"] = f"Bearer {self.key}"
+    def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if key:
+            request.headers["Authorization"] = f"Bearer {key}"
         return request
+
+    return sign
 
 
 def _root(error: BaseException) -> BaseException:

@@ -13,7 +13,6 @@ from fsd_infer.cli.report import number, percent, table
 from fsd_infer.drafters.shape import TreeShape
 
 WIDTH = 100  # columns of a terminal
-NAME_WIDTH = 24
 
 
 def fitted_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH) -> str:
@@ -31,25 +30,6 @@ def fitted_tables(headers: Sequence[str], rows: Sequence[Sequence[str]], width: 
     )
 
 
-def short_names(names: Sequence[str], width: int = NAME_WIDTH) -> dict[str, str]:
-    """Cut names in the middle to ``width`` characters, and keep them different."""
-    shown: dict[str, str] = {}
-    for name in names:
-        short, number = _cut(name, width), 1
-        while short in shown.values():
-            number += 1
-            short = f"{_cut(name, width - len(str(number)) - 1)}~{number}"
-        shown[name] = short
-    return shown
-
-
-def _cut(name: str, width: int) -> str:
-    if len(name) <= width:
-        return name
-    tail = (width - 3) // 2
-    return f"{name[: width - 3 - tail]}...{name[-tail:]}"
-
-
 def bench_table(record: dict[str, Any]) -> str:
     """Return the tables of a benchmark's record, at most 100 columns wide.
 
@@ -57,9 +37,8 @@ def bench_table(record: dict[str, Any]) -> str:
     follow if they were measured.
     """
     methods = record["methods"]
-    shown = short_names(list(methods))
-    parts = [_speed_table(record, shown), _answers_table(record, shown)]
-    more = (_quality_table(record, shown), _paired_table(record, shown), _drafts_table(methods, shown))
+    parts = [_speed_table(record), _answers_table(record)]
+    more = (_quality_table(record), _paired_table(record), _drafts_table(methods))
     parts += [part for part in more if part]
     categories = list(next(iter(methods.values()))["categories"])
     drafted = {name: facts for name, facts in methods.items() if facts["tau"] is not None}
@@ -67,19 +46,19 @@ def bench_table(record: dict[str, Any]) -> str:
         taus = [{name: part["tau"] for name, part in facts["categories"].items()} for facts in drafted.values()]
         rows = [[name, *(number(tau[name]) for tau in taus)] for name in categories]
         rows.append(["mean", *(number(facts["tau_category_mean"]) for facts in drafted.values())])
-        parts.append("tau by category\n" + fitted_tables(["category", *(shown[name] for name in drafted)], rows))
+        parts.append("tau by category\n" + fitted_tables(["category", *drafted], rows))
     phased = {name: facts for name, facts in methods.items() if facts["phases"]}
     if phased:
-        parts.append("where the time goes, % of each method's time\n" + _phases_table(phased, shown))
+        parts.append("where the time goes, % of each method's time\n" + _phases_table(phased))
     return "\n\n".join(parts)
 
 
-def _speed_table(record: dict[str, Any], shown: dict[str, str]) -> str:
+def _speed_table(record: dict[str, Any]) -> str:
     headers = ["method", "tok/s", "decode tok/s", "s/answer", "prefill s"]
-    headers += [f"x {shown[baseline]} [95 %]" for baseline in record["ratios"]]
+    headers += [f"x {baseline} [95 %]" for baseline in record["ratios"]]
     rows = []
     for name, facts in record["methods"].items():
-        row = [shown[name], number(facts["tokens_per_second"], 1), number(facts["decode_tokens_per_second"], 1)]
+        row = [name, number(facts["tokens_per_second"], 1), number(facts["decode_tokens_per_second"], 1)]
         row += [number(facts["seconds_per_answer"]), number(facts["prefill_seconds"], 3)]
         compared = [against.get(name) for against in record["ratios"].values()]
         rows.append(row + ["1" if one is None else ratio_text(one["tokens_per_second"], "median") for one in compared])
@@ -106,31 +85,29 @@ def head_trees(methods: dict[str, Any]) -> dict[str, list[str]]:
     return named
 
 
-def _trees_note(methods: dict[str, Any], shown: dict[str, str]) -> str:
+def _trees_note(methods: dict[str, Any]) -> str:
     """Return a line for each tree and the methods that share it."""
     named = head_trees(methods)
     alone = len(named) == 1
-    lines = [
-        f"tree {tree}" + ("" if alone else f": {', '.join(shown[name] for name in of)}") for tree, of in named.items()
-    ]
+    lines = [f"tree {tree}" + ("" if alone else f": {', '.join(of)}") for tree, of in named.items()]
     return "".join("\n" + textwrap.fill(line, WIDTH) for line in lines)
 
 
-def _answers_table(record: dict[str, Any], shown: dict[str, str]) -> str:
+def _answers_table(record: dict[str, Any]) -> str:
     methods = record["methods"]
     headers = ["method", "tau", "forwards", "tokens", "ended %", "same %", "gate open %", "nats spent"]
     rows = []
     for name, facts in methods.items():
-        row = [shown[name], number(facts["tau"]), number(facts["target_forwards"], 1)]
+        row = [name, number(facts["tau"]), number(facts["target_forwards"], 1)]
         row += [number(facts["answer_tokens"], 1)]
         row += [percent(facts[key], 0) for key in ("finished_fraction", "identical_to_baseline")]
         rows.append([*row, percent(facts["gate_open_fraction"], 1), number(facts["divergence_spent"])])
-    note = f"means per answer; ended: by a stop token; same: tokens are those of {shown[record['baseline']]}"
-    note += _trees_note(methods, shown)
+    note = f"means per answer; ended: by a stop token; same: tokens are those of {record['baseline']}"
+    note += _trees_note(methods)
     return "answers\n" + fitted_tables(headers, rows) + "\n" + note
 
 
-def _quality_table(record: dict[str, Any], shown: dict[str, str]) -> str:
+def _quality_table(record: dict[str, Any]) -> str:
     """Return task score and log-likelihood, if measured, with differences to the first baseline."""
     methods = record["methods"]
     columns = [("score", "score %", 100.0, 1), ("log_likelihood_per_token", "log-lik", 1.0, 3)]
@@ -141,22 +118,22 @@ def _quality_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     note = f"score: of {max(counts)} prompts with a reference" if max(counts) else ""
     if any(quantity == "log_likelihood_per_token" for quantity, *_ in measured):
         note += ("\n" if note else "") + "log-lik: of the tokens under the target, nats per token"
-    return "quality\n" + _means_table(record, shown, measured) + "\n" + note
+    return "quality\n" + _means_table(record, measured) + "\n" + note
 
 
-def _means_table(record: dict[str, Any], shown: dict[str, str], columns: Sequence[tuple[str, str, float, int]]) -> str:
+def _means_table(record: dict[str, Any], columns: Sequence[tuple[str, str, float, int]]) -> str:
     """Return columns (quantity, title, scale, digits), each with its difference to the first baseline."""
     methods, baseline = record["methods"], record["baseline"]
-    headers, rows = ["method"], [[shown[name]] for name in methods]
+    headers, rows = ["method"], [[name] for name in methods]
     for quantity, title, scale, digits in columns:
-        headers += [f"{title} [95 %]", f"less {shown[baseline]} [95 %]"]
+        headers += [f"{title} [95 %]", f"less {baseline} [95 %]"]
         for row, (name, facts) in zip(rows, methods.items(), strict=True):
             less = record["differences"][baseline].get(name, {}).get(quantity)
             row += [mean_text(facts["intervals"].get(quantity), scale, digits), mean_text(less, scale, digits)]
     return fitted_tables(headers, rows)
 
 
-def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
+def _paired_table(record: dict[str, Any]) -> str:
     """Return the comparison with the first baseline that needs no reference, or "" if only that was measured."""
     methods, baseline = record["methods"], record["baseline"]
     against, agreement = record["ratios"].get(baseline, {}), record.get("agreement", {}).get(baseline, {})
@@ -165,22 +142,17 @@ def _paired_table(record: dict[str, Any], shown: dict[str, str]) -> str:
     headers, rows = ["method", "tokens x [95 %]", "forwards x [95 %]", "same end % [95 %]"], []
     for name in methods:
         sums = [ratio_text(against.get(name, {}).get(quantity)) for quantity in ("answer_tokens", "target_forwards")]
-        rows.append([shown[name], *sums, mean_text(agreement.get(name), 100.0, 1)])
+        rows.append([name, *sums, mean_text(agreement.get(name), 100.0, 1)])
     ends = [("copied_4grams", "copied 4-grams %", 100.0, 1), ("repeated_4grams", "repeated 4-grams %", 100.0, 1)]
     for quantity, title in (("coverage", "coverage %"), ("other_language", "other language %")):
         ends += [(quantity, title, 100.0, 1)] * any(facts.get(quantity) is not None for facts in methods.values())
     ends.append(("finished_fraction", "ended %", 100.0, 1))
     note = "copied: of 4-grams those that stand in the prompt; repeated: that occurred before in the answer\n"
-    note += f"x: sums over answers, of {shown[baseline]}'s; same end: the last number, or the option named, is its own"
-    return (
-        f"beside {shown[baseline]}\n"
-        + fitted_tables(headers, rows)
-        + "\n\n"
-        + (_means_table(record, shown, ends) + "\n" + note)
-    )
+    note += f"x: sums over answers, of {baseline}'s; same end: the last number, or the option named, is its own"
+    return f"beside {baseline}\n" + fitted_tables(headers, rows) + "\n\n" + (_means_table(record, ends) + "\n" + note)
 
 
-def _drafts_table(methods: dict[str, Any], shown: dict[str, str]) -> str:
+def _drafts_table(methods: dict[str, Any]) -> str:
     """Return how good the first drafts are, or "" if no method has any."""
     # peers describe their drafter under the same name
     drafted = {name: facts["drafts"] for name, facts in methods.items() if "agreement" in (facts.get("drafts") or {})}
@@ -188,7 +160,7 @@ def _drafts_table(methods: dict[str, Any], shown: dict[str, str]) -> str:
         return ""
     bounds = list(next(iter(drafted.values()))["below"])
     rows = [
-        [shown[name], str(drafts["count"]), percent(drafts["agreement"], 1), number(drafts["regret_median"])]
+        [name, str(drafts["count"]), percent(drafts["agreement"], 1), number(drafts["regret_median"])]
         + [percent(share, 0) for share in drafts["below"].values()]
         for name, drafts in drafted.items()
     ]
@@ -197,13 +169,13 @@ def _drafts_table(methods: dict[str, Any], shown: dict[str, str]) -> str:
     return "first drafts\n" + fitted_tables(headers, rows) + "\n" + note
 
 
-def _phases_table(methods: dict[str, dict[str, Any]], shown: dict[str, str]) -> str:
+def _phases_table(methods: dict[str, dict[str, Any]]) -> str:
     phases = list(dict.fromkeys(phase for facts in methods.values() for phase in facts["phases"]))
     rows = []
     for name, facts in methods.items():
         shares = [percent(facts["phase_fractions"].get(phase, 0.0), 1) for phase in phases]
         per_round = sum(facts["milliseconds_per_round"].values()) if facts["milliseconds_per_round"] else None
-        rows.append([shown[name], *shares, number(per_round, 1), percent(facts["round_overhead_fraction"], 1)])
+        rows.append([name, *shares, number(per_round, 1), percent(facts["round_overhead_fraction"], 1)])
     note = "overhead %: of the time after the prefill, the share of neither target nor drafter"
     return fitted_tables(["method", *phases, "ms/round", "overhead %"], rows) + "\n" + note
 

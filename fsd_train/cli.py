@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
-import io
-import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 
-import fsd_infer
 from fsd_infer.cli.run import BAD_INPUT, needed, run
 from fsd_infer.errors import UnknownNameError
-from fsd_infer.files import cache_dir, write_text
 from fsd_train.commands.command_lines import COMMANDS, PARSERS
 
 HELP = {
@@ -52,7 +45,11 @@ def _command(args: Sequence[str]) -> int:
     if args[0] in PARSERS:
         PARSERS[args[0]]().parse_args(args[1:])  # --help and mistakes end here, before heavy imports
     elif list(args[1:]) in (["--help"], ["-h"]):
-        print(_kept_help(args))
+        for name in ("lightning", "jsonargparse"):
+            needed(name)
+        for asked in ("--help", "--model.help=EagleModule"):  # the second for a model section without class_path
+            with contextlib.suppress(SystemExit):
+                _run([args[0], asked])
         return 0
     return _run(args)
 
@@ -61,31 +58,6 @@ def _run(args: Sequence[str]) -> int:
     parsed = args[0] in PARSERS  # else Lightning parses the options of fit and validate
     module = importlib.import_module(f"fsd_train.commands.{args[0].replace('-', '_') if parsed else 'fit'}")
     return int(module.main(args[1:] if parsed else args) or 0)
-
-
-def _kept_help(args: Sequence[str]) -> str:
-    """Return the help of options from class signatures, cached because their imports take seconds.
-
-    The cache depends on this code, the installed versions and the terminal's width.
-    """
-    for name in ("lightning", "jsonargparse"):
-        needed(name)
-    facts = [str(version(name)) for name in ("torch", "lightning", "jsonargparse")]
-    facts += [str(shutil.get_terminal_size()), sys.executable]
-    for package in (Path(__file__).parent, Path(fsd_infer.__file__).parent):
-        facts += [f"{path} {path.stat().st_mtime_ns}" for path in sorted(package.rglob("*.py"))]
-    kept = cache_dir() / "help" / f"{args[0]}-{hashlib.sha256(' '.join(facts).encode()).hexdigest()[:16]}.txt"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return kept.read_text(encoding="utf-8")
-    shown = io.StringIO()
-    for asked in ("--help", "--model.help=EagleModule"):  # the second for a model section without class_path
-        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-            _run([args[0], asked])
-    text = shown.getvalue().rstrip()
-    with contextlib.suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, text)
-    return text
 
 
 if __name__ == "__main__":

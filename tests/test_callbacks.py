@@ -21,7 +21,7 @@ from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, LossCurve, TokenRate
 from fsd_train.data import AnswersDataModule
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput
-from fsd_train.losses.metrics import RuleMetrics, compare
+from fsd_train.losses.metrics import ValidationMetrics, compare
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.lm import LMModule
 from tests.loss_toys import Grid
@@ -236,9 +236,9 @@ def test_rule_metrics_against_the_plain_formulas() -> None:
 
     threshold = float(grid.dense(seen.distances["js"])[0].sort().values[2])  # opens at some rows and not at others
     rule = f"fuzzy:js:{threshold!r}"
-    metrics = RuleMetrics(["exact", rule, "fuzzy:js:0"], steps)
+    metrics = ValidationMetrics(["exact", rule, "fuzzy:js:0"], steps)
     seen = compare(batch, full, draft_ids, metrics.divergences)
-    metrics.update(seen, batch.rows)
+    metrics.update(seen, batch.rows, torch.zeros(()))
     values = metrics.compute()
     js = grid.dense(seen.distances["js"])
     gate = (js <= threshold).float()
@@ -252,4 +252,4 @@ def test_rule_metrics_against_the_plain_formulas() -> None:
         assert float(values[f"expected_tau/{name}"]) == pytest.approx(float(sum(lengths) / 2), rel=1e-5)
     assert bool(metrics.compute()["expected_tau/exact"].isnan())  # a clean slate
     with pytest.raises(DataError, match="random"):
-        RuleMetrics(["random:0.5"], steps)
+        ValidationMetrics(["random:0.5"], steps)

@@ -132,7 +132,7 @@ def test_activations_on_paper_are_those_that_backward_keeps(family: str, chains:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
         unroll(head, embeds, features, steps, roots)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    parts = step_memory(facts, 0, 0, 40, Batch(rows * length, length, steps, rows * chains), "cpu")
+    parts = step_memory(facts, head, Batch(rows * length, length, steps, rows * chains), "cpu")
     planned = sum(part.bytes for part in parts if part.name in ("activations", "masks"))
     assert measured == pytest.approx(planned, rel=0.2)
 
@@ -179,8 +179,7 @@ def test_training_takes_what_is_predicted(repo_root: Path, tmp_path: Path) -> No
         facts = facts_of(str(tmp_path / path.stem))
         answered = tokens * (length - prompt_length(length)) // length
         batch = Batch(tokens, length, int(record["recipe"]["unroll_steps"]), answered)
-        weights = count_weights(facts.head(made["draft_vocab"]))
-        parts = step_memory(facts, facts.parameters, weights, made["draft_vocab"], batch, "cpu")
+        parts = step_memory(facts, facts.head(made["draft_vocab"]), batch, "cpu")
         predicted, peak = sum(part.bytes for part in parts), record["memory"]["peak_bytes"]
         assert predicted == pytest.approx(peak, rel=0.2), path.name
         assert 1 / 1.5 < step["seconds"] / step["predicted_seconds"] < 1.5, path.name

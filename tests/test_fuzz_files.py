@@ -35,18 +35,18 @@ CALIBRATE = f"calibrate {SHORT} --verify others.jsonl --rules fuzzy:js:0.3 --at-
 # command: the files and directories to spoil, one at a time
 COMMANDS: dict[str, tuple[str, ...]] = {
     "doctor --target target --head head --data answers.jsonl --features features --rows 2 --max-new-tokens 2": (
-        "answers.jsonl", "features", "features/index.json", "features/shard-00000.json",
+        "answers.jsonl", "features", "features/index.json",
         "features/shard-00000.safetensors", "head", "head/config.json", "head/model.safetensors",
     ),
-    "estimate --config recipe.yaml --prompts prompts.jsonl --max-new-tokens 2": (
-        "recipe.yaml", "answers.jsonl", "prompts.jsonl", "features/index.json",
+    "estimate --config recipe.yaml": (
+        "recipe.yaml", "answers.jsonl", "features/index.json",
     ),
     "export head.ckpt exported": ("head.ckpt", "target", "target/config.json"),
     "export head exported --to vllm": ("head", "head/config.json", "head/model.safetensors", "target/config.json"),
     "export head exported --draft-vocab-size 100 --data answers.jsonl": ("answers.jsonl",),
     "new-recipe --target target --data answers.jsonl --output new.yaml": ("answers.jsonl", "target/config.json"),
     "cache-features --config recipe.yaml --dtype float32": (
-        "recipe.yaml", "answers.jsonl", "features", "features/index.json", "features/shard-00000.json",
+        "recipe.yaml", "answers.jsonl", "features", "features/index.json",
         "features/shard-00000.safetensors", "target/model.safetensors",
     ),
     REGENERATE: ("recipe.yaml", "prompts.jsonl", "made.jsonl", "made.meta.json", "target/tokenizer.json"),

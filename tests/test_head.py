@@ -140,7 +140,7 @@ def test_a_plans_rows_are_what_is_supervised(steps: int, share: float) -> None:
     rows, roots = plan.rows, plan.roots
     assert rows.position.tolist() == wanted[0].flatten().nonzero().squeeze(1).tolist()
     assert rows.feature.diff().min() >= 0
-    assert rows.ends == [int((rows.feature < number).sum()) for number in range(len(plan) + 1)]
+    assert rows.ends == [int((rows.feature < number).sum()) for number in range(len(rows.position) + 1)]
     outputs = [(b * length + i, 0) for b in range(3) for i in range(length)]  # (flat position, step) of unroll's
     outputs += [(b * length + int(root) + s, s) for s in range(1, steps) for b in range(3) for root in roots[b]]
     found = list(zip(rows.position[rows.feature].tolist(), rows.step.tolist()))

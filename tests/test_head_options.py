@@ -27,7 +27,6 @@ from tests.train_toys import toy_target
 PROMPTS = [[5, 9, 11], [7, 3, 20, 33, 8]]
 EAGLE3: dict[str, Any] = {"noise": 0.0, "loss_args": {"w_feature": 0.0}, "unroll_steps": 3}
 CASES: dict[str, dict[str, Any]] = {
-    "initial layers": {"initial_layers": [1]},
     "draft vocabulary with context ids": {"draft_vocab_size": 30, "context_ids": True},
     "layout eagle": {"head": {"layout": "eagle", "fc_bias": True}, "draft_vocab_size": 30},
     "layout eagle3": {"head": {"layout": "eagle3"}, "draft_vocab_size": 30, **EAGLE3},
@@ -42,15 +41,10 @@ CASES: dict[str, dict[str, Any]] = {
         "head": {"layout": "eagle3", "fc_norm": True, "norm_output": True, "num_layers": 2, "fused_layers": [0]},
         "draft_vocab_size": 30, **EAGLE3, "unroll_steps": 7, "loss": "lk", "loss_args": {},
     },
-    "all with initial layers": {
-        "head": {"num_layers": 2, "fused_layers": [0, 1], "final_norm": True, "feature_scale": True},
-        "initial_layers": [0, 1],
-        "draft_vocab_size": 30,
-        "context_ids": True,
-        "unroll_steps": 7,
-    },
-    "all with a narrow MLP": {  # into which the target's layers do not fit
-        "head": {"num_layers": 2, "fused_layers": [0, 1], "intermediate_size": 16},
+    "all of our own layout": {  # with a narrow MLP
+        "head": {
+            "num_layers": 2, "fused_layers": [0, 1], "intermediate_size": 16, "final_norm": True, "feature_scale": True,
+        },
         "draft_vocab_size": 30,
         "context_ids": True,
         "unroll_steps": 7,

@@ -7,7 +7,6 @@ import json
 import shutil
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ALL_COMPLETED
 from pathlib import Path
 from typing import IO, Any
 
@@ -305,8 +304,17 @@ def test_endpoint_answers_end_with_the_token_that_ended_them(reply: dict[str, An
 def test_endpoint_keeps_answers_that_come_with_a_failure(
     failure: tuple[int, Any], tries: int, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsd_train.data.backends.FIRST_COMPLETED", ALL_COMPLETED)  # all land together
-    first, got = job(0).prompt_ids, []
+    first, got, ask, others = job(0).prompt_ids, list[str](), EndpointBackend.ask, threading.Semaphore(0)
+
+    def after_the_others(backend: EndpointBackend, one: Job, server: Any) -> Any:
+        for _ in range(5 if one.id == "id0" else 0):
+            others.acquire(timeout=30)
+        try:
+            return ask(backend, one, server)
+        finally:
+            others.release()
+
+    monkeypatch.setattr(EndpointBackend, "ask", after_the_others)
     with replying(lambda body, n: failure if body["prompt"] == first else completion(body)) as (url, asked):
         with pytest.raises(FsdError, match=problem):
             for group in backend(url, concurrency=3, attempts=3).answer([[job(i) for i in range(6)]], set()):

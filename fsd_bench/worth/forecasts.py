@@ -66,22 +66,12 @@ class Shaped:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A rule decoded on its best shape: tokens per target forward, nats per token, tokens per second after prefill."""
-
-    tau: float
-    nats: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
 class Row:
     """A rule on all shapes.
 
     Attributes:
         best: the fastest shape.
         tokens, speed: tokens per forward and speed there, as multiples of exact's on its fastest shape.
-        measured: what decoding with it measured, if it was checked.
     """
 
     rule: str
@@ -89,7 +79,6 @@ class Row:
     best: Shaped
     tokens: float
     speed: float
-    measured: Measured | None = None
 
     def per_cost(self, cost: float) -> float:
         return max(each.per_cost(cost) for each in self.shapes)

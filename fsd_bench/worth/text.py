@@ -28,18 +28,12 @@ def worth_text(found: Forecast) -> str:
 
 
 def _rules_table(found: Forecast) -> str:
-    checked = any(row.measured for row in found.rows)
     headers = ["rule", "shape", "tau", "x tokens", "x speed", "nats/token", "lossy %"]
-    headers += ["tau measured", "tok/s measured"] if checked else []
-    rows = []
-    for row in found.rows:
-        best = row.best
-        cells = [row.rule, shape_name(best.shape), number(best.tau), number(row.tokens), number(row.speed)]
-        cells += [number(best.nats, 3), percent(best.lossy, 1)]
-        if checked:
-            measured = row.measured
-            cells += ["-", "-"] if measured is None else [number(measured.tau), number(measured.tokens_per_second, 1)]
-        rows.append(cells)
+    rows = [
+        [row.rule, shape_name(row.best.shape), number(row.best.tau), number(row.tokens), number(row.speed)]
+        + [number(row.best.nats, 3), percent(row.best.lossy, 1)]
+        for row in found.rows
+    ]
     note = (
         f"forecast from {found.rounds} rounds of exact with {shape_name(found.decoded)}, whose tau is {found.tau:.2f}"
     )

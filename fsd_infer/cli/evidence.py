@@ -69,7 +69,7 @@ def worth(args: argparse.Namespace) -> int:
     record = None if args.json is None else writable(args.json, "the record")
     set_threads(args.threads)
     named = picked(args, "prompts temperature limit max_new_tokens raw seed")
-    options = WorthOptions(rules=words(args.rules), measure=args.check, **named, **model_options(args))
+    options = WorthOptions(rules=words(args.rules), **named, **model_options(args))
     found, facts = run_worth(options, progress=True)
     print(worth_text(found))
     if record is not None:

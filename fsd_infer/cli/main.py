@@ -207,12 +207,7 @@ def _worth_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "--limit", default=16, help="take N prompts, evenly spread")
     add(parser, "--max-new-tokens", default=96)
     parser.add_argument("--rules", default="", metavar="RULE,...", help="rules to forecast beside the usual ones")
-    parser.add_argument(
-        "--check", type=positive, nargs="?", const=5, default=0, metavar="N",
-        help="also decode with exact and the N fastest rules (%(const)s if no number is given), and print both beside "
-        "the forecast (default: no check)",
-    )  # fmt: skip
-    add(parser, "--json", help="write forecast, measurements and environment to FILE")
+    add(parser, "--json", help="write forecast and environment to FILE")
     _model_options(parser)
 
 

@@ -159,8 +159,6 @@ _ESTIMATE: Options = {
     "--config": {"required": True, "metavar": "RECIPE", "help": "recipe of a head"},
     "--on-paper": {"action": "store_true", "help": "read only the target's config: memory, and the least time on GPUs"},
     "--target": {"metavar": "NAME", "help": "another target, on paper: llama-3.1-8b, llama-3.1-70b, a directory"},
-    "--prompts": {"metavar": "FILE", "help": "prompts that are still to be answered"},
-    "--max-new-tokens": _count(256, "tokens of each answer"),
 }
 
 _NEW_RECIPE: Options = {

@@ -1,7 +1,7 @@
 """`fsd-train estimate`: memory, disk and time of a recipe.
 
-Memory and disk follow from the target's config and the rows. Time follows from a measurement: the target answers part
-of a prompt and reads a row, and a few steps are trained. :func:`on_paper` measures nothing; its times are the least
+Memory and disk follow from the target's config and the rows. Time follows from a measurement: the target reads
+a row, and a few steps are trained. :func:`on_paper` measures nothing; its times are the least
 that the data sheets of GPUs allow.
 """
 
@@ -19,21 +19,17 @@ from lightning.pytorch.callbacks import Timer
 from fsd_bench.estimate import head_on_paper, planned_head, weights_read, weights_used
 from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.roofline import Hardware, Work, device_rows, seconds, size
-from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.cli.report import table
-from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters import NoDrafter
 from fsd_infer.errors import DataError
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.fit import Recipe, head_module, quiet, read_recipe, run_errors
-from fsd_train.commands.sizing import Batch, TargetFacts, facts_of, feature_bytes, step_memory
+from fsd_train.commands.sizing import Batch, facts_of, feature_bytes, step_memory
 from fsd_train.data.features import check_disk
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
 
-_TIMED = 16  # tokens of the timed answer
 _STEPS = 3  # timed batches, after one warm-up
 Line = tuple[str, str, str]  # name, amount, source
 
@@ -52,13 +48,6 @@ def _head(recipe: Recipe, target: Target) -> EagleHead:
     return planned_head(target, draft_vocab_size=recipe.model["draft_vocab_size"], **options)
 
 
-def _loaded(facts: TargetFacts, cached: bool) -> int:
-    """Count the target's weights in memory: with cached features, embeddings and LM head, tied ones once."""
-    model = facts.target.model
-    tables = {id(part.weight): part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings())}
-    return sum(weight.numel() for weight in tables.values()) if cached else facts.parameters
-
-
 class _Clock(Callback):
     """Callback that times batches, including the wait for them."""
 
@@ -73,16 +62,10 @@ class _Clock(Callback):
         return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
 
 
-def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 256) -> list[Line]:
-    """Estimate the needs of a recipe.
+def estimate(recipe: Recipe) -> list[Line]:
+    """Estimate the needs of a recipe whose answers exist.
 
-    Args:
-        recipe: the recipe; its answers exist.
-        prompts: file of prompts that are still to be answered.
-        max_new_tokens: tokens of each answer.
-
-    Raises:
-        DataError: the answers are missing, or the disk has no room for the features.
+    Raises DataError if they are missing, or if the disk has no room for the features.
     """
     facts = facts_of(recipe.model["target"])
     given = recipe.data["features"]
@@ -98,13 +81,10 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
         check_disk(parent, tokens * each)
         lines.append(("disk for features", size(tokens * each), f"{each} B a token"))
     module, step = _train(recipe, data)
-    cached = given is not None
-    loaded = _loaded(facts, cached)
-    drafted = module.head.config.draft_vocab_size or facts.vocab_size
     length = min(data.max_length, max(data.train_set.lengths))
     answered = round(data.batch_tokens * data.train_set.answer_tokens / tokens)
     batch = Batch(data.batch_tokens, length, module.unroll_steps, answered)
-    parts = step_memory(facts, loaded, count_weights(module.head), drafted, batch, module.device.type)
+    parts = step_memory(facts, module.head, batch, module.device.type, cached=given is not None)
     lines += [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
     lines.append(("memory per device", size(sum(part.bytes for part in parts)), "together"))
     target: Target = module.target
@@ -114,25 +94,11 @@ def estimate(recipe: Recipe, prompts: str | None = None, max_new_tokens: int = 2
         rate = _forward_seconds(target, data)
         lines.append(("time to cache features", _time(rate * tokens), f"{1 / rate:.0f} tokens/s"))
         step = max(step - rate * data.batch_tokens, 0.2 * step)  # the step was measured with the target in it
-    if prompts is not None:
-        rows = list(read_prompts(prompts))
-        if not rows:
-            raise DataError(f"{prompts} has no prompts. Give a file with at least one row.")
-        ids = encode_chat(target.tokenizer, rows[0].messages)
-        start = time.perf_counter()
-        FuzzyDecoder(target, NoDrafter(target.vocab_size)).generate(
-            [ids], max_new_tokens=_TIMED, do_sample=False, chat=False
-        )
-        token = (time.perf_counter() - start) / _TIMED
-        how = f"{len(rows)} answers of at most {max_new_tokens} tokens, one at a time at {1 / token:.0f} tokens/s"
-        lines.insert(1, ("time for answers", f"at most {_time(token * max_new_tokens * len(rows))}", how))
-    accumulated = int(recipe.trainer.get("accumulate_grad_batches") or 1)
-    steps = int(recipe.trainer.get("max_steps") or 0)
-    epochs = steps * accumulated * data.batch_tokens / max(tokens, 1)
+    epochs = recipe.steps * recipe.accumulated * data.batch_tokens / max(tokens, 1)
     limit = Timer(recipe.trainer.get("max_time")).time_remaining()
-    total = min(steps * accumulated * step, float("inf") if limit is None else limit)
-    how = f"{steps} steps of {accumulated * step:.1f} s, about {epochs:.1f} epochs, on this machine's one device"
-    return [*lines, ("time to train", _time(total), how)]
+    total = min(recipe.steps * recipe.accumulated * step, float("inf") if limit is None else limit)
+    how = f"{recipe.steps} steps of {recipe.accumulated * step:.1f} s, about {epochs:.1f} epochs, on this machine's "
+    return [*lines, ("time to train", _time(total), f"{how}one device")]
 
 
 def _train(recipe: Recipe, data: AnswersDataModule) -> tuple[EagleModule, float]:
@@ -181,7 +147,7 @@ def step_work(recipe: Recipe, target: Target | None = None, head: EagleHead | No
     head = head or _head(recipe, target)
     drafter, weights = head_on_paper(target, head), count_weights(head)
     tokens, steps = recipe.data["batch_tokens"], recipe.model["unroll_steps"]
-    batches = int(recipe.trainer.get("accumulate_grad_batches") or 1)
+    batches = recipe.accumulated
     # the target's own LM head is not run, but for the draft vocabulary's rows
     skipped = (target.vocab_size - drafter.vocabulary) * target.hidden_size
     read, used = weights_read(target) - skipped, weights_used(target) - skipped
@@ -211,22 +177,18 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
     facts = facts_of(name)
     head = _head(recipe, facts.target)
     batch = Batch(recipe.data["batch_tokens"], recipe.data["max_length"], recipe.model["unroll_steps"])
-    total = int(recipe.trainer.get("max_steps") or 0)
-    cached = recipe.data.get("features") is not None
-    loaded = _loaded(facts, cached)
-    drafted = head_on_paper(facts.target, head).vocabulary
-    parts = step_memory(facts, loaded, count_weights(head), drafted, batch, "cuda")
+    parts = step_memory(facts, head, batch, "cuda", cached=recipe.data.get("features") is not None)
     work = step_work(recipe, facts.target, head)
     lines = [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
     for each in work:
         amount = each.times * each.operations
         lines.append((f"step: {each.name}", f"{amount / 1e12:.1f} TFLOP" if amount else size(each.bytes),
                       f"{each.times} x {each.how}"))  # fmt: skip
-    columns = ["device", "count", "seconds a step, at least", f"{total} steps, at least"]
+    columns = ["device", "count", "seconds a step, at least", f"{recipe.steps} steps, at least"]
 
     def cells(hardware: Hardware, count: int) -> list[str]:
         each = seconds(work, hardware, count)
-        return [f"{each:.2f}", _time(total * each)]
+        return [f"{each:.2f}", _time(recipe.steps * each)]
 
     devices = table(columns, device_rows(parts, cells, columns))
     return "\n\n".join([table(["what", "needs", "formula"], [list(line) for line in lines]), devices])
@@ -244,6 +206,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.on_paper or args.target:
         print(on_paper(recipe, args.target))
         return 0
-    lines = estimate(recipe, args.prompts, args.max_new_tokens)
+    lines = estimate(recipe)
     print(table(["what", "needs", "found by"], [list(line) for line in lines]))
     return 0

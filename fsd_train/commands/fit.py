@@ -155,6 +155,16 @@ class Recipe:
     model: dict[str, Any]
     data: dict[str, Any]
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, 0 if the recipe sets no limit."""
+        return int(self.trainer.get("max_steps") or 0)
+
+    @property
+    def accumulated(self) -> int:
+        """Batches per optimizer step."""
+        return int(self.trainer.get("accumulate_grad_batches") or 1)
+
 
 def read_recipe(path: str | Path) -> Recipe:
     """Read a recipe with the checks of `fit`. Raises FsdError with the file's name."""

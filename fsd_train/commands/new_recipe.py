@@ -92,34 +92,27 @@ def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), run:
     every = 200 if small else 500
     tokenizer = f"  tokenizer: {_yaml(facts.name)}   # encodes rows of text\n" if choices.tokenizer else ""
     return TEMPLATE.read_text(encoding="utf-8").format(
-        name=facts.name,
-        family=facts.family,
+        facts=facts,
+        choices=choices,
         weights=count_text(facts.parameters),
-        hidden=facts.hidden_size,
         make_answers=make_answers,
         run=run,
         hardware=hardware(facts, choices),
         table=chr(10).join(table),
         feature_bytes=cached,
         feature_size=size_text(1e6 * cached),
-        max_steps=choices.max_steps,
-        accumulate=choices.accumulate,
-        val_every=every * choices.accumulate,
         every=every,
+        val_every=every * choices.accumulate,
         decode_every=500 if small else 2000,
         target=_yaml(facts.name),
         head=head,
         vocabulary=vocabulary,
         why=why,
-        unroll_steps=choices.unroll_steps,
         loss=loss,
-        lr=f"{choices.lr:.1e}",
         warmup=100 if small else 500,
         eval_steps=max(5, choices.unroll_steps),
         answers=_yaml(*answers),
         tokenizer=tokenizer,
-        max_length=choices.max_length,
-        batch_tokens=choices.batch_tokens,
     )
 
 

@@ -28,6 +28,7 @@ from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.export import record_of, target_of
 from fsd_train.repository import find
 
+TEMPLATE = Path(__file__).with_name("card.md.in")
 LEAST_TAU = 1.05  # acceptance length below which hardly any draft is accepted
 
 
@@ -96,8 +97,7 @@ def measured(head: EagleHead, target: Target, args: argparse.Namespace) -> dict[
             f"{args.directory} has an acceptance length of {tau:.2f} with {target.name}, where 1 means no draft. "
             "Run `fsd-train doctor`."
         )
-    tree = f"depth {shape.depth}, width {shape.width}, {shape.nodes} nodes"
-    return {"tau": tau, "tree": tree, "prompts": f"{len(prompts)} of {source.name}", "tokens": args.max_new_tokens}
+    return {"tau": tau, "shape": shape, "prompts": f"{len(prompts)} of {source.name}", "tokens": args.max_new_tokens}
 
 
 def base_of(name: str) -> tuple[str | None, str | None]:
@@ -116,45 +116,29 @@ def card_of(head: EagleHead, target: Target, ours: bool, found: dict[str, Any], 
     config, record = head.config, record_of(head.config.training)
     base, revision = base_of(target.name)
     base, revision = args.base_model or base, args.base_revision or revision
-    license_ = args.license or (BUILTIN_TARGETS.get(target.name).license.lower() if is_builtin(target.name) else None)
     data = ModelCardData(
         base_model=base,
-        license=license_,
+        license=args.license or (BUILTIN_TARGETS.get(target.name).license.lower() if is_builtin(target.name) else None),
         library_name="fsd-toolkit",
         pipeline_tag="text-generation",
         tags=["speculative-decoding", "draft-model", "eagle3" if config.layout == "eagle3" else "eagle"],
         datasets=args.dataset,
     )
-    options, metrics = record.get("hyperparameters"), record.get("metrics")
-    options, metrics = (each if isinstance(each, dict) else {} for each in (options, metrics))
-    rows = {
-        "target": f"{base or target.name}{f' at {revision}' if revision else ''}",
-        "layout": layout_text(config),
-        "draft vocabulary": f"{config.draft_vocab_size or config.vocab_size} of {config.vocab_size} tokens",
-        "training data": ", ".join(map(str, args.dataset or record.get("data") or [])) or "not recorded",
-        "training": f"{record.get('steps', '?')} steps, loss {options.get('loss', '?')}" if options else "not recorded",
-        "licence": license_ or "not stated",
-        "agreement with the target by step, validation": agreement_text(metrics) or "not recorded",
-        "accepted length τ, measured for this card": f"{found['tau']:.2f}: exact, temperature 0, tree {found['tree']}; "
-        f"prompts: {found['prompts']}, {found['tokens']} tokens each; the target's own token counted",
-    }
-    name = base or target.name
-    table = ["| | |", "|---|---|", *(f"| {fact} | {value} |" for fact, value in rows.items())]
-    parts = [f"# Draft head for {name}", "For speculative decoding.", "\n".join(table), "## Use"]
-    for engine, commands in use(args.repository, name, target, config, ours):
-        parts.append(f"{engine}\n\n```\n{commands}\n```")
-    return ModelCard("\n\n".join([f"---\n{data.to_yaml()}\n---", *parts]) + "\n")
-
-
-def layout_text(config: EagleConfig) -> str:
-    name = {"eagle": "EAGLE-1/2", "eagle3": "EAGLE-3", "fsd": "fsd"}[config.layout]
-    fused = f", fuses layers {config.fused_layers} (from 0)" if config.fused_layers else ""
-    return f"{name}, decoder layers of {config.layer['model_type']}: {config.num_layers}{fused}"
-
-
-def agreement_text(metrics: dict[str, Any]) -> str:
-    values = [metrics[f"val_agreement_{step}"] for step in range(64) if f"val_agreement_{step}" in metrics]
-    return ", ".join(f"{value:.1%}" for value in values if isinstance(value, int | float))
+    name, metrics = base or target.name, record_of(record.get("metrics"))
+    agreement = [metrics[key] for step in range(64) if (key := f"val_agreement_{step}") in metrics]
+    return ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        name=name,
+        revision=revision,
+        layout={"eagle": "EAGLE-1/2", "eagle3": "EAGLE-3", "fsd": "fsd"}[config.layout],
+        config=config,
+        record=record,
+        options=record_of(record.get("hyperparameters")),
+        agreement=", ".join(f"{value:.1%}" for value in agreement if isinstance(value, int | float)),
+        engines=use(args.repository, name, target, config, ours),
+        **found,
+    )
 
 
 def use(repository: str, base: str, target: Target, config: EagleConfig, ours: bool) -> list[tuple[str, str]]:

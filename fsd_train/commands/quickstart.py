@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import json
 import shutil
 import subprocess
 import sys
@@ -28,7 +27,8 @@ METHODS = (
 RECIPE = Path("recipes/smollm2-135m.yaml")
 ANSWERS = Path("data/smollm2-135m-answers.jsonl.gz")
 PROMPTS = Path("data/quickstart_prompts.jsonl")
-OUTPUT = Path("runs/quickstart")
+OVERRIDES = Path(__file__).with_name("quickstart.yaml")
+OUTPUT = Path("runs/quickstart")  # as in the overrides
 NEXT = "fsd-infer generate --prompt 'Why is the sky blue?' --rule tilted --show-accepted"
 STEPS_PER_SECOND = 1.0  # on two cores; the learning rate reaches 0 at the end
 
@@ -101,33 +101,11 @@ def train(seconds: int) -> None:
 
 
 def train_command(seconds: int) -> list[str]:
-    """Return the command of the recipe with sample answers, short batches, one chain step and no checkpoints."""
-    export = {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(OUTPUT / "head")}}
-    overrides = {
-        "trainer.max_steps": max(10, round(seconds * STEPS_PER_SECOND)),
-        "trainer.max_time": time_limit(seconds),
-        "overwrite": "true",
-        "trainer.limit_val_batches": 0,
-        "trainer.log_every_n_steps": 2,
-        "trainer.enable_checkpointing": "false",
-        "trainer.enable_model_summary": "false",
-        "trainer.default_root_dir": OUTPUT,
-        "trainer.logger.init_args.save_dir": OUTPUT,
-        "trainer.callbacks": json.dumps([export, {"class_path": "fsd_train.callbacks.TokenRate"}]),
-        "model.unroll_steps": 1,
-        "model.lr_scheduler.warmup_steps": 5,
-        "data.train_files": json.dumps([str(ANSWERS)]),
-        "data.features": "null",
-        "data.max_length": 256,
-        "data.batch_tokens": 1024,
-    }
-    command = [sys.executable, "-m", "fsd_train.cli", "fit", "--config", str(find(RECIPE))]
-    return command + [f"--{name}={value}" for name, value in overrides.items()]
-
-
-def time_limit(seconds: int) -> str:
-    """Format seconds for Lightning: days:hours:minutes:seconds."""
-    return f"{seconds // 86400:02}:{seconds // 3600 % 24:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    """Return the command that trains by the recipe and its overrides in quickstart.yaml."""
+    steps, (minutes, rest) = max(10, round(seconds * STEPS_PER_SECOND)), divmod(seconds, 60)
+    limit = f"{minutes // 1440:02}:{minutes // 60 % 24:02}:{minutes % 60:02}:{rest:02}"  # days:hours:minutes:seconds
+    command = [sys.executable, "-m", "fsd_train.cli", "fit", "--config", str(find(RECIPE)), "--config", str(OVERRIDES)]
+    return [*command, f"--trainer.max_steps={steps}", f"--trainer.max_time={limit}"]
 
 
 def read_losses(logs: Path) -> list[float]:

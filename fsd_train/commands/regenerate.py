@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import mmap
 import os
 import sys
 from collections import Counter
@@ -94,17 +95,11 @@ class AnswerFile:
 
     def _cut_torn_line(self) -> None:
         with open(self.path, "r+b") as file:
-            end = keep = file.seek(0, os.SEEK_END)
-            while keep:  # back to the last line end
-                step = min(keep, 65536)
-                file.seek(keep - step)
-                found = file.read(step).rfind(b"\n")
-                if found >= 0:
-                    keep += found + 1 - step
-                    break
-                keep -= step
-            if keep != end:
-                file.truncate(keep)
+            size = file.seek(0, os.SEEK_END)
+            if size:
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    whole = content.rfind(b"\n") + 1
+                file.truncate(whole)
 
     def _done(self) -> set[str]:
         done: set[str] = set()

@@ -150,15 +150,12 @@ def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> C
     """
     from fsd_train.data import AnswersDataModule
 
-    longest = facts.positions or 4 * choices.max_length
-    options: dict[str, Any] = {"validation_fraction": 0.0, "max_length": longest, "vocab_size": facts.vocab_size}
-    tokenizer: str | None = None
-    data = AnswersDataModule(list(files), **options)
+    options: dict[str, Any] = {"validation_fraction": 0.0, "max_length": facts.positions or 4 * choices.max_length}
+    data, tokenizer = AnswersDataModule(list(files), **options), False
     try:
         data.setup()
     except DataError:  # rows of text
-        tokenizer = facts.name
-        data = AnswersDataModule(list(files), tokenizer=tokenizer, **options)
+        data, tokenizer = AnswersDataModule(list(files), tokenizer=facts.name, **options), True
         data.setup()
     assert data.train_set is not None
     lengths = sorted(data.train_set.lengths)
@@ -168,7 +165,7 @@ def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> C
         choices,
         draft_vocab_size=size,
         coverage=share,
-        tokenizer=tokenizer is not None,
+        tokenizer=tokenizer,
         max_length=min(choices.max_length, -(-usual // 64) * 64, facts.positions or choices.max_length),
     )
 
@@ -185,11 +182,9 @@ def _kept_width(facts: TargetFacts) -> int:
 
 def memory(facts: TargetFacts, choices: Choices) -> list[Part]:
     """Return the parts of a device's memory, with the target in the step."""
-    device = "cpu" if facts.hidden_size <= SMALL else "cuda"
-    weights = count_weights(facts.head(choices.draft_vocab_size))
-    drafted = choices.draft_vocab_size or facts.vocab_size
     batch = Batch(choices.batch_tokens, choices.max_length, choices.unroll_steps)
-    return step_memory(facts, facts.parameters, weights, drafted, batch, device)
+    device = "cpu" if facts.hidden_size <= SMALL else "cuda"
+    return step_memory(facts, facts.head(choices.draft_vocab_size), batch, device)
 
 
 @dataclass(frozen=True)
@@ -209,21 +204,23 @@ class Batch:
     answered: int | None = None
 
 
-def step_memory(facts: TargetFacts, loaded: int, weights: int, drafted: int, batch: Batch, device: str) -> list[Part]:
+def step_memory(facts: TargetFacts, head: EagleHead, batch: Batch, device: str, cached: bool = False) -> list[Part]:
     """Return the parts of the memory of a training step under bf16 autocast.
 
     Args:
         facts: facts of the target.
-        loaded: target weights in memory; with cached features only embeddings and LM head.
-        weights: weights of the head.
-        drafted: size of the draft vocabulary.
+        head: the head, with or without values.
         batch: its size.
         device: device type. A CPU also holds the libraries, a checkpoint while it is written, and gaps in its heap,
             which were half of the activations in runs with rows of 8,192 tokens.
+        cached: whether features are cached, so that only the target's embeddings and LM head are loaded.
     """
+    model, weights, drafted = facts.target.model, count_weights(head), head.config.draft_vocab_size or facts.vocab_size
+    tables = {id(part.weight): part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings())}
+    loaded = sum(weight.numel() for weight in tables.values()) if cached else facts.parameters
     h, chunk, tokens, steps = facts.hidden_size, default_chunk_size(device, drafted), batch.tokens, batch.steps
     width, answered = _kept_width(facts), tokens if batch.answered is None else batch.answered
-    head = f"18 B x {count_text(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)"
+    states = f"18 B x {count_text(weights)} (fp32 weights, gradients, 2 moments; bf16 copy)"
     activations, kept = float(width * (tokens + (steps - 1) * answered)), f"{width} B x {tokens} tokens x {steps} steps"
     if answered < tokens:
         kept = f"{width} B x ({tokens} + {steps - 1} x {answered}) tokens"
@@ -231,7 +228,7 @@ def step_memory(facts: TargetFacts, loaded: int, weights: int, drafted: int, bat
     rows = Part("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}")
     parts = [
         Part("target", 2.0 * loaded, f"2 B x {count_text(loaded)} weights (bf16)", shared=True),
-        Part("head", 18.0 * weights, head, shared=True),
+        Part("head", 18.0 * weights, states, shared=True),
         *([rows] if drafted < facts.vocab_size else []),
         Part("activations", activations, kept),
         Part("masks", float(masks * batch.length * answered), f"{masks} B x {batch.length} x {answered} tokens"),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Protocol
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import (
@@ -30,6 +29,7 @@ from fsd_infer.targets.token_ids import eos_ids
 from fsd_train.data.features import FeatureRecorder
 from fsd_train.data.sampler import stable_seed
 
+_T = TypeVar("_T")
 RULE = "exact"  # local answers follow the target's distribution with any drafter
 _ENDED_BY = ("stop_reason", "matched_stop")  # vLLM's and SGLang's fields for the id that ended an answer
 
@@ -157,7 +157,7 @@ class EndpointBackend:
     """Backend of OpenAI-compatible /v1/completions servers, which get prompts as token ids.
 
     Args:
-        urls: addresses of the servers, with or without /v1; each request goes to the least busy one.
+        urls: addresses of the servers, with or without /v1. They share the requests; a faster one takes more.
         model: the server's name for the target.
         tokenizer: the target's tokenizer, for the end token and for servers that return only text.
         generation_config: the target's, whose end tokens count beside the tokenizer's eos and the chat template's end
@@ -194,64 +194,50 @@ class EndpointBackend:
         self.concurrency, self.group = concurrency, group
         self.end_of_turn = end_of_turn(tokenizer)
         self.eos_ids = end_ids(tokenizer, generation_config)
-        self._in_flight = [0] * len(self.servers)
-        self._lock = threading.Lock()
 
     def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
-        """Yield groups of answers in the order of the requests.
+        """Yield groups of answers, each in the order of the requests.
 
         After a final failure or Ctrl-C, finished answers are yielded before the error is raised. Nothing waits for
         requests in flight, not even the end of the interpreter.
         """
-        jobs = iter([job for batch in batches for job in batch if job.id not in done])
-        queue: SimpleQueue[tuple[Future[Answer], Job] | None] = SimpleQueue()
-        asked: list[Future[Answer]] = []  # in order, until yielded
+        jobs = [job for batch in batches for job in batch if job.id not in done]
+        order = {job.id: place for place, job in enumerate(jobs)}
+        todo: SimpleQueue[Job] = SimpleQueue()
+        for job in jobs:
+            todo.put(job)
+        landed: SimpleQueue[Answer | BaseException] = SimpleQueue()
+        for number in range(self.concurrency):
+            # the interpreter joins a ThreadPoolExecutor's threads at its end, but not daemons
+            server = self.servers[number % len(self.servers)]
+            threading.Thread(target=self._work, args=(server, todo, landed), daemon=True).start()
+        ready: list[Answer] = []
+        failure: BaseException | None = None
         try:
-            for _ in range(self.concurrency):
-                # the interpreter joins a ThreadPoolExecutor's threads at its end, but not daemons
-                threading.Thread(target=self._work, args=(queue,), daemon=True).start()
-            while True:
-                landed = [future for future in asked if future.done()]
-                answers = [future.result() for future in landed]  # raises after a final failure
-                for job in islice(jobs, 2 * self.concurrency - (len(asked) - len(landed))):
-                    asked.append(Future())
-                    queue.put((asked[-1], job))
-                if len(answers) >= self.group or len(landed) == len(asked):
-                    if answers:
-                        yield answers
-                    asked = [future for future in asked if future not in landed]
-                if not asked:
-                    break
-                wait([future for future in asked if future not in landed], return_when=FIRST_COMPLETED)
-        except (Exception, KeyboardInterrupt):
-            answers = [future.result() for future in asked if future.done() and not future.exception()]
-            if answers:
-                yield answers
-            raise
+            for _ in jobs:
+                found = landed.get()
+                if not isinstance(found, Answer):
+                    raise found
+                ready.append(found)
+                if len(ready) >= self.group:
+                    yield sorted(ready, key=lambda answer: order[answer.job.id])
+                    ready = []
+        except (Exception, KeyboardInterrupt) as error:
+            failure = error
         finally:
-            for future in asked:
-                future.cancel()
-            for _ in range(self.concurrency):
-                queue.put(None)
+            list(_drain(todo))  # no thread begins another one
+        ready += [each for each in _drain(landed) if isinstance(each, Answer)]
+        if ready:
+            yield sorted(ready, key=lambda answer: order[answer.job.id])
+        if failure is not None:
+            raise failure
 
-    def _work(self, queue: SimpleQueue[tuple[Future[Answer], Job] | None]) -> None:
-        """Answer jobs from the queue until None."""
-        for future, job in iter(queue.get, None):
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(self._dispatch(job))
-                except BaseException as error:
-                    future.set_exception(error)
-
-    def _dispatch(self, job: Job) -> Answer:
-        with self._lock:
-            which = self._in_flight.index(min(self._in_flight))
-            self._in_flight[which] += 1
-        try:
-            return self.ask(job, self.servers[which])
-        finally:
-            with self._lock:
-                self._in_flight[which] -= 1
+    def _work(self, server: Server, todo: SimpleQueue[Job], landed: SimpleQueue[Answer | BaseException]) -> None:
+        for job in _drain(todo):
+            try:
+                landed.put(self.ask(job, server))
+            except BaseException as error:
+                landed.put(error)
 
     def ask(self, job: Job, server: Server) -> Answer:
         """Answer one job by one server. Raises FsdError if the server refuses it or stays unreachable."""
@@ -293,6 +279,13 @@ class EndpointBackend:
         """Append the end token of an answer, which some servers omit."""
         end = next((choice[field] for field in _ENDED_BY if type(choice.get(field)) is int), self.end_of_turn)
         return ids if end is None or (ids and ids[-1] in {end, self.end_of_turn, *self.eos_ids}) else [*ids, end]
+
+
+def _drain(queue: SimpleQueue[_T]) -> Iterator[_T]:
+    """Yield what a queue holds, which other threads may drain too."""
+    with suppress(Empty):
+        while True:
+            yield queue.get_nowait()
 
 
 def end_ids(tokenizer: Any, generation_config: GenerationConfig | None) -> set[int]:

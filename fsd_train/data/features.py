@@ -4,11 +4,10 @@ A cache is a directory:
 
     index.json               format, target (fingerprint and digest of its weights), layers whose outputs follow
                              the final features
-    shard-00000.safetensors  features [tokens, F] bf16 of the concatenated sequences
-    shard-00000.json         keys and offsets of the sequences, checksum of the file above
+    shard-00000.safetensors  features [M, F] bf16 of each sequence by its key; the metadata hold a checksum
 
-A sequence's key is a digest of its token ids, so any file with the same sequences can use the cache. The .json of a
-shard is written last, by renaming, so an interrupted run resumes with the first shard without one.
+A sequence's key is a digest of its token ids, so any file with the same sequences can use the cache. Shards are written
+to a temporary file and renamed, so an interrupted run resumes with the first missing sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +28,18 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from fsd_infer.errors import DataError
-from fsd_infer.files import open_safetensors, read_json, replacing, sha256_of, write_json
+from fsd_infer.files import open_safetensors, read_json, replacing, write_json
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
 from fsd_train.data.sampler import TokenBudgetSampler
 
 FORMAT = "fsd-features"
-VERSION = 1
+VERSION = 2
 _WEIGHTS = "weights_sha256"  # in the header's target
-_AGAIN = "Delete it and its .json, and run `fsd-train cache-features` again."
+_CHECKSUM = "sha256"  # in a shard's metadata
+_AGAIN = "Delete it, and run `fsd-train cache-features` again."
 _DISK_RESERVE = 256 * 2**20  # bytes to keep free
-_Row = tuple[str, Sequence[int] | Tensor]  # key, token ids
+_Texts = Mapping[str, Sequence[int] | Tensor]  # token ids by key
 
 
 def sequence_key(ids: Sequence[int] | Tensor) -> str:
@@ -63,20 +62,15 @@ class FeatureStore:
         self.directory = Path(directory)
         self.header = _read_header(self.directory)
         self.layers: list[int] = self.header.get("layers", [])
-        self._shards: list[Path] = []
-        self._checksums: list[str | None] = []  # None after a check, which data workers inherit
-        self._where: dict[str, tuple[int, int, int]] = {}
-        self._open: dict[int, Any] = {}
+        self._shards: dict[str, Path] = {}  # by key
+        self._lengths: dict[str, int] = {}
+        self._whole: set[Path] = set()  # checked shards, which data workers inherit
+        self._open: dict[Path, dict[str, Any]] = {}
         self._pid = os.getpid()
-        for record in _records(self.directory):
-            path = self.directory / record["file"]
-            if not path.is_file() or path.stat().st_size != record["bytes"]:
-                raise DataError(f"{path} is missing or truncated. {_AGAIN}")
-            offsets = record["offsets"]
-            for key, start, stop in zip(record["keys"], offsets[:-1], offsets[1:], strict=True):
-                self._where[key] = (len(self._shards), start, stop)
-            self._shards.append(path)
-            self._checksums.append(record["sha256"])
+        for path in _shard_files(self.directory):
+            with open_safetensors(path, _AGAIN, DataError) as file:
+                for key in file.keys():
+                    self._shards[key], self._lengths[key] = path, file.get_slice(key).get_shape()[0]
 
     def check_target(self, target: Target) -> None:
         """Raise DataError if the features belong to another target, or to other weights of the same shape."""
@@ -91,37 +85,34 @@ class FeatureStore:
 
     def __len__(self) -> int:
         """Return the number of sequences."""
-        return len(self._where)
+        return len(self._shards)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._where
+        return key in self._shards
 
     @property
     def tokens(self) -> int:
-        return sum(stop - start for _, start, stop in self._where.values())
+        return sum(self._lengths.values())
 
     def get(self, key: str) -> Tensor:
         """Return the features [M, F] bf16 of a sequence.
 
         Raises DataError if the cache lacks it or its shard fails its checksum, which each process compares once.
         """
-        if key not in self._where:
+        path = self._shards.get(key)
+        if path is None:
             raise DataError(f"{self.directory} lacks the features of sequence {key}. Run `fsd-train cache-features`.")
-        shard, start, stop = self._where[key]
         if self._pid != os.getpid():  # a data worker must not share its parent's file handles
             self._open, self._pid = {}, os.getpid()
-        if shard not in self._open:
-            self._verify(shard)
-            with open_safetensors(self._shards[shard], _AGAIN, DataError) as file:
-                self._open[shard] = file.get_slice("features")
-        return self._open[shard][start:stop]
-
-    def _verify(self, shard: int) -> None:
-        """Raise DataError unless a shard matches its checksum; each process checks once."""
-        path, expected = self._shards[shard], self._checksums[shard]
-        if expected is not None and sha256_of(path) != expected:
-            raise DataError(f"{path} does not match its checksum. {_AGAIN}")
-        self._checksums[shard] = None
+        if path not in self._open:
+            with open_safetensors(path, _AGAIN, DataError) as file:
+                rows = {name: file.get_slice(name) for name in file.keys()}
+                if path not in self._whole and (file.metadata() or {}).get(_CHECKSUM) != _checksum(rows):
+                    raise DataError(f"{path} does not match its checksum. {_AGAIN}")
+            self._whole.add(path)
+            self._open[path] = rows
+        features: Tensor = self._open[path][key][:]
+        return features
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
@@ -186,35 +177,29 @@ def cache_features(
         total += len(ids)
     wanted = total - held.tokens
     check_disk(directory, wanted * token_bytes(target))
-    number = _next_number(directory)
     bar = tqdm(
         total=total, initial=held.tokens, unit="tok", unit_scale=True, desc="caching features", disable=not progress
     )
     with bar:
-        for shard in _shards(todo, shard_tokens):
-            _write_shard(target, shard, directory, number, batch_tokens, bar)
-            number += 1
+        for shard in _divided(todo, shard_tokens):
+            _write_shard(target, shard, directory, batch_tokens, bar)
     return FeatureStore(directory)
 
 
 def _opened(directory: Path, target: Target) -> FeatureStore:
     """Open or create a cache. Raises DataError if it has another target or other layers."""
     directory.mkdir(parents=True, exist_ok=True)
-    header = directory / "index.json"
+    header, layers = directory / "index.json", list(target.captured_layers)
     if not header.exists():
-        write_json(
-            header,
-            {"format": FORMAT, "version": VERSION, "target": _facts(target), "layers": list(target.captured_layers)},
-        )
+        write_json(header, {"format": FORMAT, "version": VERSION, "target": _facts(target), "layers": layers})
     held = FeatureStore(directory)
     held.check_target(target)
-    _check_layers(held, target.captured_layers)
+    if held.layers != layers:
+        raise DataError(
+            f"the cache {directory} holds inner layers {held.layers}, not {layers}. Give another --output, or the same "
+            "--layers."
+        )
     return held
-
-
-def _next_number(directory: Path) -> int:
-    """Return the number of the next shard; deleted damaged shards leave gaps."""
-    return 1 + max((int(path.stem.removeprefix("shard-")) for path in _record_files(directory)), default=-1)
 
 
 class FeatureRecorder:
@@ -257,72 +242,53 @@ class FeatureRecorder:
         if not rows:
             return
         check_disk(self.directory, sum(row.nbytes for row in rows.values()))
-        lengths = {key: len(row) for key, row in rows.items()}
-        _save_shard(self.directory, _next_number(self.directory), lengths, torch.cat(list(rows.values())))
+        _save_shard(self.directory, rows)
 
 
-def _write_shard(target: Target, rows: list[_Row], directory: Path, number: int, batch_tokens: int, bar: Any) -> None:
-    lengths = {key: len(ids) for key, ids in rows}
-    features = torch.empty(sum(lengths.values()), token_bytes(target) // 2, dtype=torch.bfloat16)
-    places = features.split(list(lengths.values()))
-    for batch in TokenBudgetSampler(list(lengths.values()), batch_tokens, shuffle=False):
-        texts = [torch.as_tensor(rows[row][1], dtype=torch.long) for row in batch]
+def _write_shard(target: Target, texts: _Texts, directory: Path, batch_tokens: int, bar: Any) -> None:
+    keys, rows = list(texts), dict[str, Tensor]()
+    for batch in TokenBudgetSampler([len(ids) for ids in texts.values()], batch_tokens, shuffle=False):
+        ids = [torch.as_tensor(texts[keys[row]], dtype=torch.long) for row in batch]
         # right padding needs no mask under causal attention
         with torch.inference_mode():
-            out = target.features(pad_sequence(texts, batch_first=True).to(target.device)).to(torch.bfloat16).cpu()
-        for row, made in zip(batch, out, strict=True):
-            places[row].copy_(made[: len(places[row])])
-        bar.update(sum(map(len, texts)))
-    _save_shard(directory, number, lengths, features)
+            out = target.features(pad_sequence(ids, batch_first=True).to(target.device)).to(torch.bfloat16).cpu()
+        rows.update({keys[row]: made[: len(text)].clone() for row, text, made in zip(batch, ids, out, strict=True)})
+        bar.update(sum(map(len, ids)))
+    _save_shard(directory, rows)
 
 
-def _save_shard(directory: Path, number: int, lengths: Mapping[str, int], features: Tensor) -> None:
-    """Write features [tokens, F] of whole sequences, with lengths by key in the same order."""
-    path = directory / f"shard-{number:05d}.safetensors"
+def _save_shard(directory: Path, rows: Mapping[str, Tensor]) -> None:
+    """Write the features [M, F] of whole sequences by key; deleted damaged shards leave gaps in the numbers."""
+    numbers = [int(path.stem.removeprefix("shard-")) for path in _shard_files(directory)]
+    path = directory / f"shard-{1 + max(numbers, default=-1):05d}.safetensors"
     with replacing(path) as draft:
-        save_file({"features": features}, draft)
-        record = {
-            "file": path.name,
-            "bytes": draft.stat().st_size,
-            "sha256": sha256_of(draft),
-            "offsets": [0, *accumulate(lengths.values())],
-            "keys": list(lengths),
-        }
-    write_json(path.with_suffix(".json"), record)
+        save_file(dict(rows), draft, metadata={_CHECKSUM: _checksum(rows)})
 
 
-def _shards(todo: Mapping[str, Sequence[int] | Tensor], shard_tokens: int) -> Iterator[list[_Row]]:
-    shard: list[_Row] = []
+def _checksum(rows: Mapping[str, Any]) -> str:
+    """Return a digest of keys and features; ``rows`` are tensors or slices of a file."""
+    digest = hashlib.sha256()
+    for key in sorted(rows):
+        digest.update(key.encode())
+        digest.update(rows[key][:].view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _divided(todo: _Texts, shard_tokens: int) -> Iterator[_Texts]:
+    shard: dict[str, Sequence[int] | Tensor] = {}
     size = 0
     for key, ids in todo.items():
         if shard and size + len(ids) > shard_tokens:
             yield shard
-            shard, size = [], 0
-        shard.append((key, ids))
+            shard, size = {}, 0
+        shard[key] = ids
         size += len(ids)
     if shard:
         yield shard
 
 
-def _record_files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("shard-*.json"))
-
-
-def _records(directory: Path) -> Iterator[dict[str, Any]]:
-    for path in _record_files(directory):
-        record = read_json(path, "Delete it and cache again.")
-        if not _is_record(record):
-            raise DataError(f"{path} is no record of a shard. Delete it and cache again.")
-        yield record
-
-
-def _is_record(record: Any) -> bool:
-    kinds = {"file": str, "bytes": int, "sha256": str, "offsets": list, "keys": list}
-    if not isinstance(record, dict) or not all(isinstance(record.get(key), kind) for key, kind in kinds.items()):
-        return False
-    offsets, keys = record["offsets"], record["keys"]
-    whole = all(isinstance(key, str) for key in keys) and all(type(offset) is int for offset in offsets)
-    return whole and len(offsets) == len(keys) + 1 and offsets == sorted(offsets) and offsets[0] == 0
+def _shard_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("shard-*.safetensors"))
 
 
 def _read_header(directory: Path) -> dict[str, Any]:
@@ -331,28 +297,16 @@ def _read_header(directory: Path) -> dict[str, Any]:
         raise DataError(f"{directory} is not a feature cache (no index.json). Run `fsd-train cache-features`.")
     header = read_json(path, "Delete the cache and make it again.")
     known = isinstance(header, dict) and header.get("format") == FORMAT and header.get("version") == VERSION
-    facts = header.get("target") if known else None
-    if not isinstance(facts, dict) or _WEIGHTS not in facts or not is_layers(header.get("layers", [])):
+    facts, layers = (header.get("target"), header.get("layers", [])) if known else (None, [])
+    numbered = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    if not isinstance(facts, dict) or _WEIGHTS not in facts or not numbered:
         raise DataError(f"{path} is not a feature cache of version {VERSION}. Make it again with this program.")
     return dict(header)
-
-
-def is_layers(value: Any) -> bool:
-    """Return whether the value is a list of whole numbers."""
-    return isinstance(value, list) and all(type(layer) is int for layer in value)
 
 
 def _facts(target: Target) -> dict[str, Any]:
     """Return the header's facts about a target."""
     return {**target.fingerprint(), _WEIGHTS: target.weights_digest()}
-
-
-def _check_layers(store: FeatureStore, layers: Sequence[int]) -> None:
-    if store.layers != list(layers):
-        raise DataError(
-            f"the cache {store.directory} holds inner layers {store.layers}, not {list(layers)}. Give another "
-            "--output, or the same --layers."
-        )
 
 
 def token_bytes(target: Target) -> int:

@@ -8,15 +8,16 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from fsd_infer.errors import DataError
+from fsd_infer.targets.loading import load_tokenizer
 from fsd_train import MAX_LENGTH
 from fsd_train.checkpoints import check_order
 from fsd_train.data.answers import AnswersDataset, Item, read_answers
 from fsd_train.data.batches import collate, keep_on_host
 from fsd_train.data.features import FeatureStore, WithFeatures, sequence_key
-from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler, ValidationLoader
+from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler
 from fsd_train.types import HeldOut, Length, NonNegativeInt, PositiveInt, Seed
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,6 @@ class AnswersDataModule(LightningDataModule):
         batch_tokens: padded tokens per training batch.
         validation_batch_tokens: padded tokens per validation batch (default: ``batch_tokens``).
         tokenizer: built-in name, directory or hub id, for rows without token ids.
-        vocab_size: size of the target's vocabulary, to stop at the first row with other ids. Without it, training and
-            validation check the ids after all rows are read.
         features: directory of `fsd-train cache-features`; rows without cached features are skipped. None: the target
             runs in every step.
         num_workers: processes that collate (default: some with CUDA, none on a CPU).
@@ -58,7 +57,6 @@ class AnswersDataModule(LightningDataModule):
         batch_tokens: PositiveInt = 4096,
         validation_batch_tokens: PositiveInt | None = None,
         tokenizer: str | None = None,
-        vocab_size: int | None = None,
         features: str | None = None,
         num_workers: NonNegativeInt | None = None,
         pin_memory: bool | None = None,
@@ -70,7 +68,7 @@ class AnswersDataModule(LightningDataModule):
         self.train_files, self.validation_files = list(train_files), list(validation_files or [])
         self.validation_fraction, self.max_length = validation_fraction, max_length
         self.batch_tokens, self.validation_batch_tokens = batch_tokens, validation_batch_tokens or batch_tokens
-        self.tokenizer_name, self.vocab_size = tokenizer, vocab_size
+        self.tokenizer_name = tokenizer
         self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
         self.features = features
         self.feature_store: FeatureStore | None = None
@@ -81,12 +79,13 @@ class AnswersDataModule(LightningDataModule):
         """Read the files (idempotent). Raises DataError for a malformed row."""
         if self.train_set is not None:
             return
-        tokenizer = self._tokenizer()
-        options: dict[str, Any] = {"max_length": self.max_length, "vocab_size": self.vocab_size}
+        tokenizer = None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
         fraction = 0.0 if self.validation_files else self.validation_fraction
-        self.train_set, held = read_answers(self.train_files, tokenizer, validation_fraction=fraction, **options)
+        self.train_set, held = read_answers(
+            self.train_files, tokenizer, validation_fraction=fraction, max_length=self.max_length
+        )
         if self.validation_files:
-            held, _ = read_answers(self.validation_files, tokenizer, **options)
+            held, _ = read_answers(self.validation_files, tokenizer, max_length=self.max_length)
         self.validation_set = held
         if self.features is not None:
             self.feature_store = FeatureStore(self.features)
@@ -129,18 +128,10 @@ class AnswersDataModule(LightningDataModule):
         assert self.train_set is not None, "setup() has not run"
         return self.train_set.answer_counts(vocab_size)
 
-    def _tokenizer(self) -> Any:
-        if self.tokenizer_name is None:
-            return None
-        from fsd_infer.targets.loading import load_tokenizer
-
-        return load_tokenizer(self.tokenizer_name)
-
     def train_dataloader(self) -> DataLoader[Item]:
         """Return batches of the training rows, in another order each epoch."""
         assert self.train_set is not None, "setup() has not run"
-        sampler = self._make_sampler(self.train_set, self.batch_tokens, shuffle=True)
-        return ResumableLoader(self._with_features(self.train_set), sampler, **self._loader_options())
+        return self._loader(self.train_set, self.batch_tokens, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Item] | list[Any]:
         """Return batches of the held-out rows in a fixed order, or an empty list without any.
@@ -149,32 +140,21 @@ class AnswersDataModule(LightningDataModule):
         """
         if not self.validation_set:
             return []
-        sampler = self._make_sampler(self.validation_set, self.validation_batch_tokens, shuffle=False)
-        return ValidationLoader(self._with_features(self.validation_set), sampler, **self._loader_options())
+        return self._loader(self.validation_set, self.validation_batch_tokens, shuffle=False)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return keep_on_host(batch)
 
-    def _make_sampler(self, dataset: AnswersDataset, tokens: int, shuffle: bool) -> TokenBudgetSampler:
-        trainer = self.trainer
+    def _loader(self, rows: AnswersDataset, tokens: int, shuffle: bool) -> ResumableLoader:
+        trainer, store = self.trainer, self.feature_store
         rank, replicas = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
-        return TokenBudgetSampler(dataset.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
-
-    def _with_features(self, rows: AnswersDataset) -> Dataset[Any]:
-        return rows if self.feature_store is None else WithFeatures(rows, self.feature_store)
-
-    def _loader_options(self) -> dict[str, Any]:
-        trainer = self.trainer
         on_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
-        workers = self.num_workers
-        if workers is None:
-            workers = 0
-            if trainer is not None and on_cuda:
-                cores = max(1, (os.cpu_count() or 1) // max(1, trainer.num_devices))
-                workers = min(cores, 2 if self.feature_store is None else 8)  # features are read from files
-        return {
-            "collate_fn": collate,
-            "num_workers": workers,
-            "pin_memory": on_cuda if self.pin_memory is None else self.pin_memory,
-            "persistent_workers": workers > 0,
-        }
+        workers = self.num_workers or 0
+        if trainer is not None and on_cuda and self.num_workers is None:
+            cores = (os.cpu_count() or 1) // max(1, trainer.num_devices)
+            workers = min(max(1, cores), 2 if store is None else 8)  # features are read from files
+        sampler = TokenBudgetSampler(rows.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
+        return ResumableLoader(
+            rows if store is None else WithFeatures(rows, store), sampler, collate_fn=collate, num_workers=workers,
+            pin_memory=on_cuda if self.pin_memory is None else self.pin_memory, persistent_workers=workers > 0,
+        )  # fmt: skip

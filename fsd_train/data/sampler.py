@@ -145,8 +145,10 @@ class TokenBudgetSampler(Sampler[list[int]]):
 class ResumableLoader(DataLoader[Any]):
     """A DataLoader whose position Trainer stores in checkpoints, to resume with the next batch.
 
+    In validation, batches that the sampler repeats have an empty loss mask, so that no row counts twice.
+
     Args:
-        dataset: dataset indexed by the sampler's batches.
+        dataset: dataset indexed by the sampler's batches; in validation these collate to batches with a ``loss_mask``.
         sampler: the order.
         options: options of DataLoader.
     """
@@ -161,6 +163,8 @@ class ResumableLoader(DataLoader[Any]):
         self._given = self.order.skip
         for batch in super().__iter__():
             self._given += 1
+            if not self.order.shuffle and self._given > self.order.own:
+                batch["loss_mask"].zero_()
             yield batch
 
     def state_dict(self) -> dict[str, int]:
@@ -179,23 +183,3 @@ class ResumableLoader(DataLoader[Any]):
             )
         self.order.start_at(state["epoch"], given // replicas)
         self._given = self.order.skip
-
-
-class ValidationLoader(DataLoader[Any]):
-    """A DataLoader whose repeated batches have an empty loss mask, so that no row counts twice.
-
-    Args:
-        dataset: dataset indexed by the sampler's batches; they collate to batches with a ``loss_mask``.
-        sampler: the order.
-        options: options of DataLoader.
-    """
-
-    def __init__(self, dataset: Dataset[Any], sampler: TokenBudgetSampler, **options: Any) -> None:
-        super().__init__(dataset, batch_sampler=sampler, **options)
-        self.order = sampler
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for number, batch in enumerate(super().__iter__()):
-            if number >= self.order.own:
-                batch["loss_mask"].zero_()
-            yield batch

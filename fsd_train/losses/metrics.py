@@ -103,12 +103,8 @@ class StepMean(Metric):
         self.rows.index_add_(0, step, torch.ones_like(values))
 
     def compute(self) -> Tensor:
-        """Return the means [S], NaN for a step without rows; torchmetrics makes a scalar of one step."""
+        """Return the means [S], NaN for a step without rows."""
         return self.total / self.rows
-
-    def by_step(self) -> list[Tensor]:
-        """Return :meth:`compute` as S scalars."""
-        return list(self.compute().reshape(-1))
 
 
 def mean_metric() -> Metric:
@@ -126,13 +122,15 @@ def chain_lengths(acceptance: Tensor, chains: Tensor) -> Tensor:
     return 1 + expected_length(acceptance.double()[chains])
 
 
-class RuleMetrics(nn.Module):
-    """Teacher-forced metrics of acceptance rules at temperature 1:
+class ValidationMetrics(nn.Module):
+    """Teacher-forced metrics, the last three for acceptance rules at temperature 1:
 
+    - ``loss``: mean loss over positions;
+    - ``agreement_0``: share of drafts at depth 0, 1, … that are the target's most likely token;
+    - ``tau``: mean of :func:`chain_lengths` with greedy drafts; NaN without a whole chain;
     - ``divergence_js_0``: mean D(p, q) at depth 0, 1, … for each divergence of a rule;
     - ``gate_open_0/fuzzy:js:0.3``: share of contexts with D ≤ T;
-    - ``expected_tau/fuzzy:js:0.3``: mean of :func:`chain_lengths` with a = e + (1 − e)·[D ≤ T] and e = Σ min(p, q); NaN
-      without a whole chain.
+    - ``expected_tau/fuzzy:js:0.3``: mean of :func:`chain_lengths` with a = e + (1 − e)·[D ≤ T] and e = Σ min(p, q).
 
     Args:
         rules: "exact" and "fuzzy:DIVERGENCE:T".
@@ -145,43 +143,48 @@ class RuleMetrics(nn.Module):
 
     def __init__(self, rules: Sequence[str], steps: int) -> None:
         super().__init__()
-        self.rules: list[tuple[str, str | None, float]] = []
+        self.gates: dict[str, tuple[str, float] | None] = {}  # divergence and threshold by rule, None without a gate
         for text in rules:
             rule = parse_rule(text)
-            if isinstance(rule, Exact):
-                self.rules.append((text, None, 0.0))
-            elif isinstance(rule, Fuzzy) and rule.gate_on == "raw":
-                self.rules.append((text, divergence(rule.divergence).name, rule.threshold))
+            if isinstance(rule, Fuzzy) and rule.gate_on == "raw":
+                self.gates[text] = divergence(rule.divergence).name, rule.threshold
+            elif isinstance(rule, Exact):
+                self.gates[text] = None
             else:
                 raise DataError(f"eval_rules: {text!r} is neither exact nor fuzzy on raw distributions.")
-        self.divergences = sorted({name for _, name, _ in self.rules if name is not None})
-        self.distance = [StepMean(steps) for _ in self.divergences]
-        self.gate = [StepMean(steps) for _ in self.rules]
-        self.tau = [mean_metric() for _ in self.rules]
-        self.metrics = nn.ModuleList([*self.distance, *self.gate, *self.tau])  # they move with the module
+        self.divergences = sorted({gate[0] for gate in self.gates.values() if gate is not None})
+        gated = [f"gate_open/{text}" for text, gate in self.gates.items() if gate is not None]
+        by_step = ["agreement", *(f"divergence_{name}" for name in self.divergences), *gated]
+        means = ["loss", "tau", *(f"expected_tau/{text}" for text in self.gates)]
+        self._named: dict[str, Metric] = {name: StepMean(steps) for name in by_step}
+        self._named.update({name: mean_metric() for name in means})
+        self.metrics = nn.ModuleList(self._named.values())  # they move with the module
 
-    def update(self, seen: Comparison, rows: Rows) -> None:
-        """Add a batch's rows and their :func:`compare`."""
-        for name, metric in zip(self.divergences, self.distance, strict=True):
-            metric.update(seen.distances[name], rows.step)
-        for (_, gated, threshold), gate, tau in zip(self.rules, self.gate, self.tau, strict=True):
+    def update(self, seen: Comparison, rows: Rows, loss: Tensor) -> None:
+        """Add a batch's rows, their :func:`compare`, and the batch's loss."""
+        self._named["loss"].update(loss.expand(len(rows.position)))
+        self._named["agreement"].update(seen.agree, rows.step)
+        self._named["tau"].update(chain_lengths(seen.agree, rows.chains))
+        for name in self.divergences:
+            self._named[f"divergence_{name}"].update(seen.distances[name], rows.step)
+        for text, gate in self.gates.items():
             acceptance = seen.overlap
-            if gated is not None:
-                is_open = ((seen.distances[gated] <= threshold) & (threshold > 0)).to(acceptance.dtype)
-                gate.update(is_open, rows.step)
+            if gate is not None:
+                name, threshold = gate
+                is_open = ((seen.distances[name] <= threshold) & (threshold > 0)).to(acceptance.dtype)
+                self._named[f"gate_open/{text}"].update(is_open, rows.step)
                 acceptance = acceptance + (1 - acceptance) * is_open
-            tau.update(chain_lengths(acceptance, rows.chains))
+            self._named[f"expected_tau/{text}"].update(chain_lengths(acceptance, rows.chains))
 
     def compute(self) -> dict[str, Tensor]:
         """Return the scalars by name and reset all metrics."""
         values: dict[str, Tensor] = {}
-        for name, metric in zip(self.divergences, self.distance, strict=True):
-            values.update({f"divergence_{name}_{step}": value for step, value in enumerate(metric.by_step())})
+        for name, metric in self._named.items():
+            found = metric.compute().float()
+            if isinstance(metric, StepMean):  # torchmetrics makes a scalar of one step
+                quantity, slash, rule = name.partition("/")
+                values |= {f"{quantity}_{step}{slash}{rule}": each for step, each in enumerate(found.reshape(-1))}
+            else:
+                values[name] = found
             metric.reset()
-        for (text, gated, _), gate, tau in zip(self.rules, self.gate, self.tau, strict=True):
-            if gated is not None:
-                values.update({f"gate_open_{step}/{text}": value for step, value in enumerate(gate.by_step())})
-            values[f"expected_tau/{text}"] = tau.compute()
-            gate.reset()
-            tau.reset()
-        return {name: value.float() for name, value in values.items()}
+        return values

@@ -18,11 +18,10 @@ from fsd_train.checkpoints import check_target, check_weights, source_of, target
 from fsd_train.data.features import FeatureStore
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
 from fsd_train.losses.base import Rows
-from fsd_train.losses.metrics import DEFAULT_RULES, RuleMetrics, StepMean, chain_lengths, compare, mean_metric
+from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
 from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
-from fsd_train.models.unroll import Plan
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
 PRECISIONS = ("bf16-mixed", "16-mixed", "32-true")
@@ -57,7 +56,7 @@ class DistillationModule(RunModule, ABC):
         lr_scheduler: schedule of the learning rate, advanced with every step.
         eval_steps: chain steps in validation, at least ``unroll_steps``.
         eval_rules: acceptance rules whose gates and expected acceptance length are logged in validation (see
-            :class:`fsd_train.losses.metrics.RuleMetrics`); default "exact" and "fuzzy:js:0.3".
+            :class:`fsd_train.losses.metrics.ValidationMetrics`); default "exact" and "fuzzy:js:0.3".
         seed: seed of initial weights and all draws.
         target_kwargs: keywords of :func:`fsd_infer.targets.loading.load_target`: ``quantization_config`` with its
             ``quant_method``, ``revision``, ``subfolder`` ...
@@ -92,11 +91,8 @@ class DistillationModule(RunModule, ABC):
         self.unroll_steps, self.step_decay = unroll_steps, step_decay
         self.loss = as_loss(loss)
         self.depths = max(unroll_steps, eval_steps)
-        self.val_loss = mean_metric()
         told_apart = self.depths if self.steps_differ else 1
-        self.val_agreement = StepMean(told_apart)
-        self.val_chain = mean_metric()
-        self.val_rules = RuleMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, told_apart)
+        self.validation = ValidationMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, told_apart)
         self._frozen = _Frozen()
 
     # to implement per drafter --------------------------------------------------------------------------------------
@@ -110,16 +106,15 @@ class DistillationModule(RunModule, ABC):
         """Build another head of the same shape with arbitrary weights."""
 
     @abstractmethod
-    def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
-        """Run the drafter over a batch and return the supervised rows, or None without any."""
+    def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
+        """Run the drafter over a batch and return the supervised rows.
 
-    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
+        A batch without any runs as well, with zero gradients, because other ranks may wait for this one's weights.
+        """
+
+    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Return :meth:`draft` with the augmentations of training."""
         return self.draft(batch, steps)
-
-    @abstractmethod
-    def _idle(self, steps: int) -> Tensor:
-        """Return a zero that depends on every weight, so that this rank takes part in exchanges of weights."""
 
     def _new_lm_head(self) -> LMHead:
         return LMHead.of(self.target, self.head.draft_ids)
@@ -203,54 +198,37 @@ class DistillationModule(RunModule, ABC):
             self._frozen.draft_head = self._new_lm_head()
         return self._frozen.draft_head
 
-    def _features(self, batch: dict[str, Any], plan: Plan) -> Tensor | None:
-        """Return the target's features [B, M, F], or None if the batch has no supervised token.
+    def _features(self, batch: dict[str, Any]) -> Tensor:
+        """Return the target's features [B, M, F]."""
+        cached: Tensor | None = batch.get("features")
+        if cached is not None:
+            return cached
+        if any(parameter.is_meta for parameter in self.target.model.parameters()):
+            raise DataError(
+                "a batch has no cached features, and the target was loaded without its layers. Set data.features to "
+                "null, or cache the features of all rows."
+            )
+        return self.target.features(batch["input_ids"])
 
-        With several ranks the target runs in any case, because other ranks may wait for this one's shards.
-        """
-        if not len(plan) and self._alone:
-            return None
-        features: Tensor | None = batch.get("features")
-        if features is None:
-            if any(parameter.is_meta for parameter in self.target.model.parameters()):
-                raise DataError(
-                    "a batch has no cached features, and the target was loaded without its layers. Set data.features "
-                    "to null, or cache the features of all rows."
-                )
-            features = self.target.features(batch["input_ids"])
-        return features if len(plan) else None
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
-        steps = self.unroll_steps
-        drafts = self.training_drafts(batch, steps)
-        if drafts is None:
-            if self._alone:
-                return None
-            self._log_step(None, None)
-            return self._idle(steps)
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        drafts = self.training_drafts(batch, self.unroll_steps)
         out = self.loss(replace(drafts, progress=self.progress, step=self.global_step))
         self._log_step(out, drafts.rows)
         return out.loss
 
-    def _log_step(self, out: LossOutput | None, rows: Rows | None) -> None:
-        """Log a batch's loss, its parts and agreements; loss and agreements cover all ranks at log steps.
-
-        ``out`` is None on a rank whose batch has no supervised token. The rank still takes part in the exchange.
-        """
+    def _log_step(self, out: LossOutput, rows: Rows) -> None:
+        """Log a batch's loss, its parts and agreements; loss and agreements cover all ranks at log steps."""
         steps = self.unroll_steps if self.steps_differ else 1
         seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks with a loss, agreeing rows, counted rows
-        if out is not None and rows is not None:
-            seen[0], seen[1] = out.loss.detach(), 1
-            if out.agreement is not None:
-                agree = out.agreement.float()
-                each = (rows.sum_by_step(agree), rows.sum_by_step(torch.ones_like(agree)))
-                seen[2:] = torch.cat([values[:steps] for values in each])
+        seen[0], seen[1] = out.loss.detach(), len(rows.position) > 0
+        if out.agreement is not None:
+            agree = out.agreement.float()
+            each = (rows.sum_by_step(agree), rows.sum_by_step(torch.ones_like(agree)))
+            seen[2:] = torch.cat([values[:steps] for values in each])
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if not self._alone and (self.global_step + 1) % every == 0:
             seen = self.trainer.strategy.reduce(seen, reduce_op="sum")
         self.log("loss", seen[0] / seen[1].clamp_min(1), prog_bar=True)
-        if out is None:
-            return
         for name, value in out.parts.items():
             self.log(name, value)
         if out.agreement is not None:
@@ -260,28 +238,12 @@ class DistillationModule(RunModule, ABC):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         drafts = self.draft(batch, self.depths)
-        if drafts is None:
-            if not self._alone:
-                self._idle(self.depths)
-            return
         out = self.loss(drafts)
         if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:
             self._frozen.full_head = LMHead.of(self.target)
-        seen = compare(drafts, self._frozen.full_head, drafts.head.ids, self.val_rules.divergences)
-        rows = drafts.rows
-        self.val_loss.update(out.loss.expand(len(rows.position)))
-        self.val_agreement.update(seen.agree, rows.step)
-        self.val_chain.update(chain_lengths(seen.agree, rows.chains))
-        self.val_rules.update(seen, rows)
+        seen = compare(drafts, self._frozen.full_head, drafts.head.ids, self.validation.divergences)
+        self.validation.update(seen, drafts.rows, out.loss)
 
     def on_validation_epoch_end(self) -> None:
-        # these exchange counts, so every rank computes them
-        self.log("val_loss", self.val_loss.compute().float(), prog_bar=True)
-        for step, value in enumerate(self.val_agreement.by_step()):
-            self.log(f"val_agreement_{step}", value.float(), prog_bar=step == 0)
-        self.log("val_tau", self.val_chain.compute().float(), prog_bar=True)
-        for name, metric in self.val_rules.compute().items():
-            self.log(f"val_{name}", metric)
-        self.val_loss.reset()
-        self.val_agreement.reset()
-        self.val_chain.reset()
+        for name, value in self.validation.compute().items():  # exchanges counts, so every rank computes
+            self.log(f"val_{name}", value, prog_bar=name in ("loss", "agreement_0", "tau"))

@@ -21,10 +21,10 @@ from fsd_train.data.batches import on_host
 from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.head_options import HeadOptions
-from fsd_train.models.start import choose, continue_from, initialise_from, take_layers
+from fsd_train.models.start import choose, continue_from, initialise_from
 from fsd_train.models.unroll import plan_chains, unroll
 from fsd_train.models.vocabulary import choose_draft_ids
-from fsd_train.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
+from fsd_train.types import NonNegativeFloat, PositiveInt, Share
 
 DEFAULT_HEAD = HeadOptions()
 _CONTEXT_BLOCK = 512  # added prompt ids are padded to a multiple, to limit the number of distinct shapes
@@ -36,7 +36,6 @@ class EagleModule(DistillationModule):
     Args:
         target: built-in name, directory or hub id.
         head: options of the head.
-        initial_layers: target layers (from 0) with whose weights the head's layers start.
         initial_head: directory or hub id of an exported head to start from. Modules that it lacks start with zero
             output. The draft vocabulary is chosen again.
         draft_vocab_size: size Vd of the draft vocabulary: the most frequent ids of the training answers and the
@@ -57,7 +56,6 @@ class EagleModule(DistillationModule):
         self,
         target: str,
         head: HeadOptions = DEFAULT_HEAD,
-        initial_layers: list[NonNegativeInt] | None = None,
         initial_head: str | None = None,
         draft_vocab_size: PositiveInt | None = None,
         context_ids: bool = False,
@@ -68,8 +66,7 @@ class EagleModule(DistillationModule):
     ) -> None:
         super().__init__(target, optimizer=optimizer, **training)
         self.head_options = head
-        self.initial_layers, self.initial_head = initial_layers, initial_head
-        self.draft_vocab_size, self.context_ids = draft_vocab_size, context_ids
+        self.initial_head, self.draft_vocab_size, self.context_ids = initial_head, draft_vocab_size, context_ids
         self.chain_share, self.noise = chain_share, noise
         self.save_hyperparameters()
         self._own_ids: Tensor | None = None  # draft_ids in host memory
@@ -91,7 +88,8 @@ class EagleModule(DistillationModule):
             if self._in_training:
                 choose(head, None if head.draft_ids is None else self._choose_draft_ids(len(head.draft_ids)), target)
             self.head = head
-            self._start_from()
+            if self.initial_head:
+                self._continue(self.initial_head)
 
     def _check(self, config: EagleConfig) -> None:
         """Raise DataError if a training option does not apply to a head of this layout."""
@@ -113,25 +111,13 @@ class EagleModule(DistillationModule):
     def _in_training(self) -> bool:
         return self._attached is not None and bool(self.trainer.training)
 
-    def _start_from(self) -> None:
-        """Copy initial weights from the target's layers or from an earlier head."""
-        layers, head = self.initial_layers, self.initial_head
-        if layers:
-            target = self.target
-            if any(parameter.is_meta for parameter in target.model.parameters()):
-                target = self.whole_target(target.dtype)
-            if target.precision:
-                raise DataError(
-                    f"initial_layers: the layers of {target.name} hold {target.precision} weights, which cannot be "
-                    "trained. Omit the option, or start from a head (initial_head)."
-                )
-            take_layers(self.head, target.layers(layers))
-        if head:
-            initial = EagleHead.from_pretrained(head, self.target, dtype=torch.float32)
-            continue_from(self.head, initial)
-            ids, own = initial.draft_ids, self.head.draft_ids
-            if not self._in_training and ids is not None and own is not None and ids.shape == own.shape:
-                own.copy_(ids)  # validation measures a head on its own draft vocabulary
+    def _continue(self, head: str) -> None:
+        """Copy the weights of an earlier head, and in validation its draft vocabulary."""
+        initial = EagleHead.from_pretrained(head, self.target, dtype=torch.float32)
+        continue_from(self.head, initial)
+        ids, own = initial.draft_ids, self.head.draft_ids
+        if not self._in_training and ids is not None and own is not None and ids.shape == own.shape:
+            own.copy_(ids)
 
     def _choose_draft_ids(self, size: int) -> Tensor:
         data = self._datamodule
@@ -174,17 +160,15 @@ class EagleModule(DistillationModule):
 
     # steps ---------------------------------------------------------------------------------------------------------
 
-    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
+    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         return self.draft(batch, steps, self.noise)
 
-    def draft(self, batch: dict[str, Any], steps: int, noise: float = 0.0) -> DraftBatch | None:
-        """Run the head over a batch and return the supervised rows, or None without any."""
+    def draft(self, batch: dict[str, Any], steps: int, noise: float = 0.0) -> DraftBatch:
+        """Run the head over a batch and return the supervised rows."""
         share = self.chain_share if self.training else 1.0
         generator = self._generator() if share < 1.0 else None
         plan = plan_chains(on_host(batch, "loss_mask"), steps, self.step_decay, share, generator)
-        raw = self._features(batch, plan)
-        if raw is None:
-            return None
+        raw = self._features(batch)
         features = self.target.features_of(raw, self.head.config.fused_layers).to(self.head.fc.weight.dtype)
         inputs = features[:, :-1]
         features = features[:, 1:, : self.head.config.target_hidden_size]
@@ -264,17 +248,6 @@ class EagleModule(DistillationModule):
         """Return a generator that depends only on seed, rank and batch number, so that a resumed run draws the same."""
         seed = self.seed * 1_000_003 + self._batch_number
         return torch.Generator(device).manual_seed(seed * 4096 + self.global_rank)
-
-    def _idle(self, steps: int) -> Tensor:
-        config = self.head.config
-        embeds = torch.zeros(1, 2, config.embed_size, device=self.device)
-        features = torch.zeros(1, 2, config.feature_width, device=self.device)
-        roots = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        outputs = unroll(self.head, embeds, features, steps, roots)
-        total = torch.stack([self.head.readout(out).sum() for out in outputs]).sum()
-        if self.head.lm_head is not None:
-            total = total + self.head.lm_head.weight.sum()
-        return total * 0.0
 
     # checkpoints ---------------------------------------------------------------------------------------------------
 

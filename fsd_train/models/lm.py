@@ -150,13 +150,10 @@ class LMModule(DistillationModule):
 
     # steps ---------------------------------------------------------------------------------------------------------
 
-    def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
-        """Return the drafter's logits and the target's features at the supervised rows, or None without any."""
-        plan = plan_positions(on_host(batch, "loss_mask"), steps, self.step_decay)
-        features = self._features(batch, plan)
-        if features is None:
-            return None
-        rows, ids = plan.rows.to(self.device), batch["input_ids"]
+    def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
+        """Return the drafter's logits and the target's features at the supervised rows."""
+        rows = plan_positions(on_host(batch, "loss_mask"), steps, self.step_decay).to(self.device)
+        features, ids = self._features(batch), batch["input_ids"]
         # position i+1 of either model predicts token i+2: one position after a head's input
         return DraftBatch(
             estimates=self.head(ids, rows.position),
@@ -187,11 +184,7 @@ class LMModule(DistillationModule):
         kept = self.head.draft_ids
         return logits[..., : self.head.common] if kept is None else logits[..., kept]
 
-    def _idle(self, steps: int) -> Tensor:
-        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        return self.head(ids, ids[0, :1]).sum() * 0.0
-
-    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch | None:
+    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         return self.draft(self.maybe_on_policy(batch), steps)
 
     def maybe_on_policy(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,11 @@
-"""Initial weights of a head: the identity on its inputs, the target's layers, or another head."""
+"""Initial weights of a head: the identity on its inputs, or another head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsd_infer.errors import CheckpointError
 from fsd_infer.heads.head import EagleHead
@@ -59,24 +58,6 @@ def choose(head: EagleHead, ids: Tensor | None, target: Target) -> None:
         head.draft_ids.copy_(ids)
     if head.lm_head is not None:
         head.lm_head.weight.copy_(target.lm_head_rows(ids)[0])
-
-
-@torch.no_grad()
-def take_layers(head: EagleHead, layers: Sequence[nn.Module]) -> None:
-    """Copy the weights of target layers to the head's layers. Raises CheckpointError if they do not fit."""
-    if len(layers) != len(head.layers):
-        raise CheckpointError(
-            f"initial_layers names {len(layers)} layer(s), but the head has {len(head.layers)}. Name as many."
-        )
-    for own, source in zip(head.layers, layers, strict=True):
-        state, wanted = source.state_dict(), own.state_dict()
-        wrong = sorted(name for name in wanted if name not in state or state[name].shape != wanted[name].shape)
-        if wrong:
-            raise CheckpointError(
-                f"the target's {type(source).__name__} does not fit the head's {type(own).__name__} "
-                f"({', '.join(wrong)}). Omit initial_layers."
-            )
-        own.load_state_dict({name: state[name] for name in wanted})
 
 
 @torch.no_grad()

@@ -56,8 +56,9 @@ def supervised(loss_mask: Tensor, steps: int) -> Tensor:
 def chain_roots(wanted: Tensor, share: float = 1.0, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Choose the chains that run beyond step 0: all with a supervised later step, or a random share of them.
 
-    Step s of the chain with root position r is at position r+s. Rows get equally many chains, to avoid padding. The
-    weights compensate, so that the expected gradient does not depend on ``share``.
+    Step s of the chain with root position r is at position r+s. Rows get equally many chains, to avoid padding, and at
+    least one, so that all ranks run the head equally often. The weights compensate, so that the expected gradient does
+    not depend on ``share``.
 
     Args:
         wanted: [S, B, L] bool of :func:`supervised`, S ≥ 2, in host memory like the result.
@@ -72,10 +73,8 @@ def chain_roots(wanted: Tensor, share: float = 1.0, generator: torch.Generator |
     possible = torch.zeros_like(wanted[0])
     possible[:, : length - 1] = wanted[1, :, 1:]
     counts = possible.sum(1)
-    most, total = (int(counts.max()), int(counts.sum())) if rows else (0, 0)
-    count = most if share == 1.0 else min(most, math.ceil(share * total / rows - 1e-9))
-    if not count:
-        return wanted.new_zeros(rows, 0, dtype=torch.long), wanted.new_zeros(rows, 0, dtype=torch.float32)
+    most, drawn = int(counts.max()), math.ceil(share * int(counts.sum()) / rows - 1e-9)
+    count = max(1, most if share == 1.0 else min(most, drawn))
     order = torch.rand(rows, length, generator=generator) if share < 1.0 else torch.zeros(rows, length)
     chosen = order.masked_fill(~possible, torch.inf).sort(dim=1, stable=True).indices[:, :count]
     real = torch.arange(count) < counts[:, None]
@@ -119,8 +118,8 @@ def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int, roots:
     positions = torch.arange(length, device=embeds.device)
     cache = DynamicCache() if steps > 1 else None
     outputs = [head(embeds, features, positions.expand(rows, -1), cache=cache)]
-    if steps == 1 or not roots.shape[1]:
-        return outputs + [outputs[0][:, :0]] * (steps - 1)
+    if steps == 1:
+        return outputs
     source = take(outputs[0], roots)
     for step in range(1, steps):
         here = (roots + step).clamp_max(length - 1)
@@ -148,10 +147,6 @@ class Plan:
     roots: Tensor
     source: Tensor
     rows: Rows
-
-    def __len__(self) -> int:
-        """Return the number of supervised positions."""
-        return len(self.rows.position)
 
 
 def plan_chains(
@@ -196,8 +191,8 @@ def plan_chains(
     return Plan(roots, source[place, step], planned)
 
 
-def plan_positions(loss_mask: Tensor, steps: int, decay: float = 1.0) -> Plan:
-    """Plan a batch for a drafter whose drafts do not depend on the step: a row per position, with summed weights."""
+def plan_positions(loss_mask: Tensor, steps: int, decay: float = 1.0) -> Rows:
+    """Return the rows for a drafter whose drafts do not depend on the step: one per position, with summed weights."""
     wanted = supervised(loss_mask, steps)
     position = wanted[0].flatten().nonzero().squeeze(1)
     counted = wanted.flatten(1)[:, position]  # [S, N]
@@ -207,5 +202,4 @@ def plan_positions(loss_mask: Tensor, steps: int, decay: float = 1.0) -> Plan:
     whole = (following < len(position)) & (position[inside] == position + torch.arange(steps)[:, None])
     whole &= counted.gather(1, inside)
     zeros, numbers = torch.zeros_like(position), torch.arange(len(position))
-    planned = Rows(position, numbers, zeros, weight, inside[:, whole.all(0)], list(range(len(position) + 1)))
-    return Plan(position.new_zeros(len(loss_mask), 0), position, planned)
+    return Rows(position, numbers, zeros, weight, inside[:, whole.all(0)], list(range(len(position) + 1)))
