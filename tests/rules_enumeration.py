@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from scipy.optimize import brentq
 from scipy.special import rel_entr, softmax
+from scipy.stats import norm
 
 from fsd_infer.tree import DraftTree
-from tests.rules_toy import LENGTH, Toy, V
+from tests.rules_toy import ALARM, LENGTH, ROWS, Toy, V, p_value, plain_rule, simulate
 
 # What it is told of the rules.
 RULES = {
@@ -266,3 +267,38 @@ class Enumeration:
             spent = cost if is_open else 0.0
             yield q[x] * keep, x, True, spent
             yield from ((q[x] * (1 - keep) * residual[y], y, False, spent) for y in range(V))
+
+
+def check_law(spec: str, toy: Toy, rows: int = ROWS, seed: int = 11, follows: bool = True) -> None:
+    """What a rule emits on a toy, and what it says it spends, against the enumeration.
+
+    Args:
+        follows: the text tells where in its round a context is. Whether a sampled draft was accepted, it does not, and
+            at a chain's leaf no gate can open. Then the divergence spent, that of text and hidden positions together,
+            is strictly more than that of the output.
+    """
+    rule, wanted = plain_rule(spec), Enumeration(toy, **RULES[spec])
+    law = wanted.sequence_law()
+    assert abs(law.sum() - 1.0) < 1e-9
+    got = simulate(toy, rule, rows, seed)
+    assert p_value(got.codes, law) > ALARM
+    # chain rule: the expected sum of costs is the divergence of the whole output from the target
+    kl = rel_entr(law, wanted.target_law()).sum()
+    if math.isinf(kl):
+        assert math.isinf(wanted.expected_spent) and math.isinf(got.spent.mean())
+        assert wanted.kind in ("fuzzy-strict", "draft-only") and rule.budget is None
+    elif wanted.kind != "random" and follows:
+        assert abs(wanted.expected_spent - kl) < 1e-9
+    else:  # the random gate's coin is hidden, too
+        assert kl <= wanted.expected_spent + 1e-9
+    if math.isfinite(wanted.expected_spent):
+        error = got.spent.std() / math.sqrt(rows)
+        assert abs(got.spent.mean() - wanted.expected_spent) <= norm.isf(ALARM / 2) * error + 1e-6
+    if rule.budget is not None:
+        assert got.spent.max() <= rule.budget + 1e-6
+        assert wanted.largest_spent <= rule.budget
+        assert kl <= rule.budget + 1e-9
+    if spec.startswith("exact"):
+        np.testing.assert_allclose(law, wanted.target_law(), atol=1e-12)
+        assert got.gates.sum() == 0
+        assert got.spent.sum() == 0

@@ -30,15 +30,6 @@ def child_of(context: Tensor, token: Tensor) -> Tensor:
     return context * V + 1 + token
 
 
-def text_of(context: int) -> list[int]:
-    """The tokens that lead to a context."""
-    tokens: list[int] = []
-    while context:
-        context, token = divmod(context - 1, V)
-        tokens.append(token)
-    return tokens[::-1]
-
-
 @dataclass(frozen=True)
 class Toy:
     """A target and a drafter, and how the drafter drafts.

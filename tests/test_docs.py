@@ -152,8 +152,7 @@ def test_the_code_on_the_page_of_extensions_runs(repo_root: Path) -> None:
     tried = """
 from fsd_infer.divergence import divergence
 from fsd_infer.rules import parse_rule
-from tests.tree_rounds import assert_same, tree_round
-from tests.test_rules_chain import chain_round
+from tests.tree_rounds import assert_same, chain_round, tree_round
 for greedy in (True, False):
     for round in (tree_round(0, greedy=greedy), chain_round(0, greedy=greedy)):
         lengths = [parse_rule(spec)(round).accepted.sum() for spec in ("near-best:0.1", "near-best:0.5", "exact")]

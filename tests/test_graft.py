@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.special import rel_entr
 from torch import Tensor
 
 from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
@@ -23,8 +22,8 @@ from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, OracleDrafter, recorded_drafts, reference, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import needs_kernels
-from tests.rules_enumeration import RULES, Enumeration
-from tests.rules_toy import ALARM, ROWS, TextToy, Toy, V, p_value, plain_rule, simulate
+from tests.rules_enumeration import check_law
+from tests.rules_toy import ROWS, TextToy, Toy, V
 from tests.tree_rounds import check_tree, tree_of, tree_round
 
 Path_ = tuple[int, ...]
@@ -184,18 +183,7 @@ class GraftedToy(TextToy):
     ],
 )
 def test_sequence_law_and_spent_divergence(spec: str, toy: GraftedToy) -> None:
-    wanted = Enumeration(toy, **RULES[spec])
-    law = wanted.sequence_law()
-    assert law.sum() == pytest.approx(1.0, abs=1e-9)
-    got = simulate(toy, plain_rule(spec), ROWS // 4, seed=3)
-    assert p_value(got.codes, law) > ALARM
-    kl = rel_entr(law, wanted.target_law()).sum()  # inf where q has mass that the target forbids
-    assert wanted.expected_spent == pytest.approx(kl, abs=1e-9)
-    assert (got.gates.sum() > 0) == (spec != "exact")
-    if spec.startswith(("fuzzy:", "tilted")):
-        assert got.spent.mean() == pytest.approx(kl, abs=6 * got.spent.std() / math.sqrt(len(got.spent)) + 1e-6)
-    if "budget" in spec:
-        assert got.spent.max() <= 0.5 + 1e-6
+    check_law(spec, toy, ROWS // 4, seed=3)
 
 
 def test_a_small_lm_drafts_from_the_text_whoever_drafted_that(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,6 +279,3 @@ def test_block_verification_has_the_targets_law_and_accepts_more(toy: str, lengt
         assert accepted > one_by_one + 0.005
     else:
         assert accepted == pytest.approx(one_by_one, abs=1e-6)
-
-
-# batches -----------------------------------------------------------------------------------------------------------

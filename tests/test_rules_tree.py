@@ -11,21 +11,35 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, Source, Verification, parse_rule
+from fsd_infer.errors import FsdError
+from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, Source, Texts, Verdict, Verification, parse_rule
 from fsd_infer.rules._walk import draw
-from tests.tree_rounds import (
-    INF,
-    KINDS,
-    SPECS,
-    any_round,
-    assert_same,
-    emitted,
-    inner_of,
-    one_row,
-    tree_of,
-    tree_round,
-    verdict_of,
-)
+from fsd_infer.tree import DraftTree
+from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, take, tree_of, tree_round, verdict_of
+
+KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy
+
+
+def inner_of(round: Verification, row: int) -> set[int]:
+    return set(round.tree.parents[row, 1:].tolist())
+
+
+def emitted(verdict: Verdict, row: int) -> list[int]:
+    return verdict.tokens[row, : int(verdict.accepted[row]) + 1].tolist()
+
+
+def one_row(round: Verification, row: int) -> Verification:
+    rows = torch.tensor([row])
+    logits = round.logits[rows]
+    return replace(
+        round,
+        tree=take(round.tree, rows),
+        logits=logits,
+        scores=logits if round.scores is round.logits else round.scores[rows],
+        uniforms=None if round.uniforms is None else round.uniforms[rows],
+        budget_left=None if round.budget_left is None else round.budget_left[rows],
+        texts=Texts(round.tree.tokens[rows, :1].tolist()),
+    )
 
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
@@ -87,14 +101,8 @@ def test_where_the_walk_comes_and_all_at_once_agree(spec: str, shape: str, greed
 
 AS_EXACT = [
     *("fuzzy:js:0", "fuzzy:kl_qp:0:gate=processed", "random:0", "lenient:1", "threshold", "typical:inf:inf"),
-    *(
-        "relaxed:0",
-        "cactus:0",
-        "cascade-token:-0.1",
-        "ensemble:1",
-        "tilted:inf",
-        "tilted:inf:floor=0.1:gate=0.3:budget=1",
-    ),
+    *("relaxed:0", "cactus:0", "cascade-token:-0.1", "ensemble:1", "tilted:inf"),
+    "tilted:inf:floor=0.1:gate=0.3:budget=1",
 ]
 
 
@@ -215,9 +223,7 @@ def test_a_round_by_hand() -> None:
     assert fuzzy.sources.tolist() == [[Source.GATE, Source.TARGET]]
     assert fuzzy.gate_open.tolist() == [[True, False]]
     assert fuzzy.spent[0].tolist() == pytest.approx([-math.log(0.5), 0.0], abs=1e-6)
-    strict = FuzzyStrict("tv", 0.5)(
-        hand_made()
-    )  # above q(C) = .8; then token 3 of {0: .5, 3: .5}, which nobody drafted
+    strict = FuzzyStrict("tv", 0.5)(hand_made())  # above q(C) = .8; then 3 of {0: .5, 3: .5}, which nobody drafted
     assert emitted(strict, 0) == [3]
     assert strict.sources[0, 0] == Source.GATE
     kl = 0.1 * math.log(0.1 / 0.4) + 0.42 * math.log(0.42 / 0.3) + 0.38 * math.log(0.38 / 0.2)
@@ -233,4 +239,60 @@ def test_a_round_by_hand() -> None:
     assert greedy.spent[0, 0].item() == pytest.approx(math.log(0.4 / 0.3), abs=1e-6)
 
 
-# speed ---------------------------------------------------------------------------------------------------------------
+# chains
+
+
+def by_hand(first: float, second: float, draft: int, q: list[float]) -> Verification:
+    """One draft; p = (.5, .3, .2, 0)."""
+    target = torch.tensor([0.5, 0.3, 0.2, 0.0]).log().expand(1, 2, 4)
+    drafter = torch.tensor([[q]]).log()
+    tree = DraftTree.chain(torch.tensor([[0, draft]]), drafter, q_scores=drafter)
+    uniforms = torch.tensor([[[first, second, 0.5], [0.0, 0.6, 0.5]]])
+    return Verification(tree, target, target, False, uniforms)
+
+
+def test_exact_test_and_residual_by_hand() -> None:
+    q = [0.2, 0.6, 0.2, 0.0]
+    kept = Exact()(by_hand(0.49, 0.0, draft=1, q=q))  # p/q = .5
+    assert kept.tokens.tolist() == [[1, 1]]  # the leaf draws at .6
+    assert kept.sources.tolist() == [[Source.EXACT, Source.TARGET]]
+    refused = Exact()(by_hand(0.51, 0.99, draft=1, q=q))  # the residual is all on token 0
+    assert refused.accepted.tolist() == [0]
+    assert refused.tokens.tolist() == [[0, 0]]
+    assert refused.sources.tolist() == [[Source.TARGET, Source.TARGET]]
+    opened = Fuzzy("tv", 0.31)(by_hand(0.51, 0.99, draft=1, q=q))
+    assert opened.tokens.tolist() == [[1, 1]]
+    assert opened.sources.tolist() == [[Source.GATE, Source.TARGET]]
+    kl = 0.2 * math.log(0.2 / 0.5) + 0.6 * math.log(0.6 / 0.3)
+    assert opened.spent[0].tolist() == pytest.approx([kl, 0.0], abs=1e-6)
+    lucky = Fuzzy("tv", 0.31)(by_hand(0.49, 0.99, draft=1, q=q))  # would have passed anyway, but the law is q
+    assert lucky.sources[0, 0] == Source.EXACT
+    assert lucky.spent[0, 0].item() == pytest.approx(kl, abs=1e-6)
+    closed = Fuzzy("tv", 0.29)(by_hand(0.51, 0.99, draft=1, q=q))
+    assert closed.tokens.tolist() == [[0, 0]]
+    # strict: a closed gate draws from p, whatever the exact test says of the draft
+    strict = FuzzyStrict("tv", 0.29)(by_hand(0.31, 0.99, draft=1, q=q))  # p of the draft is .3
+    assert strict.tokens.tolist() == [[2, 0]]
+    assert FuzzyStrict("tv", 0.29)(by_hand(0.29, 0.99, draft=1, q=q)).tokens.tolist() == [[1, 1]]
+
+
+def test_greedy_chains_are_trees_of_width_one() -> None:
+    """With one-hot q the draft is accepted iff it is the target's argmax, whether or not q_scores came along."""
+    for seed in range(10):
+        round = chain_round(seed, greedy=True)
+        tokens = round.tree.tokens.clone()
+        tokens[:, 1:] = torch.where(torch.rand(8, 4) < 0.7, round.logits[:, :-1].argmax(-1), tokens[:, 1:])
+        round = replace(round, tree=replace(round.tree, tokens=tokens))
+        verdict = Exact()(round)
+        match = (tokens[:, 1:] == round.logits[:, :-1].argmax(-1)).long().cumprod(-1).sum(-1)
+        assert torch.equal(verdict.accepted, match)
+        plain = replace(round, tree=replace(round.tree, q_scores=None))
+        assert_same(verdict, Exact()(plain))
+        assert Fuzzy("js", INF)(plain).accepted.tolist() == [4] * 8
+
+
+def test_sampled_drafts_have_to_be_a_chain() -> None:
+    round = chain_round(0, length=2)
+    parents = torch.zeros_like(round.tree.parents)
+    with pytest.raises(FsdError, match="must form a chain"):
+        Exact()(replace(round, tree=replace(round.tree, parents=parents)))

@@ -21,7 +21,6 @@ SPECS = [
     *("draft-only:budget=0.5", "tilted:1", "tilted:0.3:budget=0.4", "tilted:0.5:floor=0.2:gate=0.1", "lenient:0.5"),
     *("threshold:0.4:0.8", "typical", "relaxed:2:0.2", "cactus:0.1", "cascade-token", "ensemble:0.7"),
 ]
-KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy
 
 
 def tree_round(
@@ -90,6 +89,15 @@ def chain_round(
     return Verification(tree, logits, scores, greedy, uniforms, texts=texts)
 
 
+def text_round(text: list[int], drafts: list[int], scores: Tensor, greedy: bool, **changes: object) -> Verification:
+    """A chain of drafts without q after a text, with the scores [n + 1, V] there."""
+    tree = DraftTree.chain(torch.tensor([[text[-1], *drafts]]), torch.empty(1, 0, scores.shape[-1]))
+    tree.q_index = torch.full((1, len(drafts) + 1), -1)
+    uniforms = torch.rand(1, len(drafts) + 1, 3)
+    round = Verification(tree, scores[None], scores[None], greedy, uniforms, texts=Texts([text]))
+    return replace(round, **changes)  # type: ignore[arg-type]
+
+
 def masked(logits: Tensor, temperature: float, keep: int | None = None) -> Tensor:
     """Processed as by a request with a temperature and a top-k mask that leaves ``keep`` tokens, by default half."""
     kth = logits.topk(keep or logits.shape[-1] // 2, dim=-1).values[..., -1:]
@@ -117,29 +125,11 @@ def take(tree: DraftTree, rows: Tensor) -> DraftTree:
     return DraftTree(**{name: x if x is None else x[rows] for name, x in values.items()}, draft_ids=tree.draft_ids)
 
 
-def one_row(round: Verification, row: int) -> Verification:
-    rows = torch.tensor([row])
-    logits = round.logits[rows]
-    return replace(
-        round,
-        tree=take(round.tree, rows),
-        logits=logits,
-        scores=logits if round.scores is round.logits else round.scores[rows],
-        uniforms=None if round.uniforms is None else round.uniforms[rows],
-        budget_left=None if round.budget_left is None else round.budget_left[rows],
-        texts=Texts(round.tree.tokens[rows, :1].tolist()),
-    )
-
-
 def verdict_of(rule: Rule, round: Verification, lazy: bool) -> Verdict:
     """What the rule says, if contexts are asked for where the walk comes, or all at once."""
     rows = list(range(round.tree.tokens.shape[0]))
     budget = INF if rule.budget is None else rule.budget
     return walk(round, [(rule.charged_law, rows)], [budget] * len(rows), lazy)
-
-
-def emitted(verdict: Verdict, row: int) -> list[int]:
-    return verdict.tokens[row, : int(verdict.accepted[row]) + 1].tolist()
 
 
 def assert_same(a: Verdict, b: Verdict) -> None:
@@ -148,10 +138,6 @@ def assert_same(a: Verdict, b: Verdict) -> None:
     assert torch.equal(a.first, b.first)
     torch.testing.assert_close(a.spent, b.spent, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(a.regret, b.regret, rtol=1e-5, atol=1e-6, equal_nan=True)
-
-
-def inner_of(round: Verification, row: int) -> set[int]:
-    return set(round.tree.parents[row, 1:].tolist())
 
 
 def check_tree(tree: DraftTree) -> None:
