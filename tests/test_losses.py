@@ -318,7 +318,7 @@ def plain_mean(function: RowFunction, batch: DraftBatch, chunk_size: int | None)
     return weighted_mean(values[0], batch.weights), agree
 
 
-PLAIN: list[tuple[str, Any]] = [
+REPLACED: list[tuple[str, Any]] = [
     *((f"{module}.mean_of_rows", plain_mean) for module in ("eagle", "divergences")),
     *((f"{module}.chunked_rows", plain_rows) for module in ("lk", "fsd", "adaspec")),
 ]
@@ -343,7 +343,7 @@ def test_an_lm_head_of_the_drafters_own_is_trained(
         return [out.loss.detach(), out.agreement, *torch.autograd.grad(2 * out.loss, [estimates, weight])]
 
     found = measure()
-    for module, function in PLAIN:
+    for module, function in REPLACED:
         monkeypatch.setattr(f"fsd_train.losses.{module}", function)
     for ours, plain in zip(found, measure(), strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-4)
