@@ -17,10 +17,11 @@ from transformers import (
 
 import fsd_infer
 from fsd_infer import Exact, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target, TreeShape
-from fsd_infer.drafters import GraftedDrafter
+from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter
 from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.rules import Source, parse_rule
 from fsd_infer.targets.token_ids import left_pad
+from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_head, tiny_model, tiny_prompts
 
 CPU = torch.device("cpu")
@@ -72,11 +73,8 @@ def test_a_row_that_leaps_at_its_neighbours_end_stays_within_the_caches(kind: st
     """What a row emits less than another is padded after its text: by more than its own drafter's depth in a graft."""
     first, second, length = [5, 6, 7, 8, 9, 10, 11, 12], [9, 10, 11], 24
     texts = [prompt + reference(target.model, [prompt])[0] for prompt in (first, second)]
-    main: Drafter
-    if kind == "lm":
-        main = LMDrafter(Target(tiny_model("llama", seed=5)), target, TreeShape.chain(depth))
-    else:
-        main = tiny_head(target, TreeShape(depth, 1, depth + 1))
+    shape, small = TreeShape(depth, 1, depth + 1), Target(tiny_model("llama", seed=5))
+    main = LMDrafter(small, target, shape) if kind == "lm" else tiny_head(target, shape)
     # the first row gets ahead by ten tokens at once, the second follows as the first has four left
     leaps = _Leaps(texts, {0: 10, 1: len(second) + length - 12})
     out = FuzzyDecoder(target, GraftedDrafter(main, leaps, nodes=16)).generate(

@@ -23,36 +23,27 @@ from tests.test_training import fit, make, whole  # noqa: F401  (fixtures)
 from tests.train_toys import toy_target
 
 PROMPTS = [[5, 9, 11], [7, 3, 20, 33, 8]]
+REDUCED, LONG = {"draft_vocab_size": 30}, {"draft_vocab_size": 30, "context_ids": True, "unroll_steps": 7}
 EAGLE3: dict[str, Any] = {"noise": 0.0, "loss_args": {"w_feature": 0.0}, "unroll_steps": 3}
+NORMS = {"layout": "eagle3", "fc_norm": True, "norm_output": True, "num_layers": 2, "fused_layers": [0]}
+FUSED = {"num_layers": 2, "fused_layers": [0, 1]}
 CASES: dict[str, dict[str, Any]] = {
     "initial layers": {"initial_layers": [1]},
-    "draft vocabulary with context ids": {"draft_vocab_size": 30, "context_ids": True},
-    "layout eagle": {"head": {"layout": "eagle", "fc_bias": True}, "draft_vocab_size": 30},
-    "layout eagle3": {"head": {"layout": "eagle3"}, "draft_vocab_size": 30, **EAGLE3},
+    "draft vocabulary with context ids": {**REDUCED, "context_ids": True},
+    "layout eagle": {"head": {"layout": "eagle", "fc_bias": True}, **REDUCED},
+    "layout eagle3": {"head": {"layout": "eagle3"}, **REDUCED, **EAGLE3},
     "layout eagle3, whole vocabulary": {"head": {"layout": "eagle3"}, **EAGLE3},
     "layout eagle3 with the target's LM head": {
-        "head": {"layout": "eagle3", "own_lm_head": False, "intermediate_size": 16},
-        "draft_vocab_size": 30,
-        "context_ids": True,
+        "head": {"layout": "eagle3", "own_lm_head": False, "intermediate_size": 16}, **REDUCED, "context_ids": True,
         "noise": 0.0,
     },
     "layout eagle3 with all norms": {
-        "head": {"layout": "eagle3", "fc_norm": True, "norm_output": True, "num_layers": 2, "fused_layers": [0]},
-        "draft_vocab_size": 30, **EAGLE3, "unroll_steps": 7, "loss": "lk", "loss_args": {},
+        "head": NORMS, **REDUCED, **EAGLE3, "unroll_steps": 7, "loss": "lk", "loss_args": {},
     },
     "all with initial layers": {
-        "head": {"num_layers": 2, "fused_layers": [0, 1], "final_norm": True, "feature_scale": True},
-        "initial_layers": [0, 1],
-        "draft_vocab_size": 30,
-        "context_ids": True,
-        "unroll_steps": 7,
+        "head": {**FUSED, "final_norm": True, "feature_scale": True}, "initial_layers": [0, 1], **LONG,
     },
-    "all with a narrow MLP": {  # into which the target's layers do not fit
-        "head": {"num_layers": 2, "fused_layers": [0, 1], "intermediate_size": 16},
-        "draft_vocab_size": 30,
-        "context_ids": True,
-        "unroll_steps": 7,
-    },
+    "all with a narrow MLP": {"head": {**FUSED, "intermediate_size": 16}, **LONG},  # the target's layers do not fit in
 }  # fmt: skip
 
 

@@ -92,21 +92,16 @@ EAGLE3_CONFIG = {
 
 
 def speculators_config(**options: bool) -> dict[str, Any]:
+    algorithm = {
+        "algorithm": "eagle3", "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "default_proposal_method": "greedy",
+        "verifier": {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]},
+    }  # fmt: skip
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]},
-        },
-        "transformer_layer_config": dict(LLAMA),
-        "draft_vocab_size": VD,
-        "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-        **options,
-    }
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_config": algorithm,
+        "transformer_layer_config": dict(LLAMA), "draft_vocab_size": VD, "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5], **options,
+    }  # fmt: skip
 
 
 def heads(target: Target) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
