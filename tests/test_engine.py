@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats as scipy_stats
-from transformers import (
-    StoppingCriteria,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
-)
+from transformers import StoppingCriteria, StoppingCriteriaList, SynthIDTextWatermarkingConfig
 
 import fsd_infer
 from fsd_infer import Exact, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target, TreeShape

@@ -46,8 +46,8 @@ def matrix(name: str, rows: int, columns: int) -> Tensor:
     return values(name, rows, columns) * (3 / columns) ** 0.5
 
 
-def norm(name: str, size: int = H) -> Tensor:
-    return 1 + 0.3 * values(name, size)
+def norm(name: str) -> Tensor:
+    return 1 + 0.3 * values(name, H)
 
 
 def target_model() -> LlamaForCausalLM:
@@ -58,7 +58,7 @@ def target_model() -> LlamaForCausalLM:
     return model.eval()
 
 
-def layer_tensors(prefix: str, read: int, first: bool = True) -> dict[str, Tensor]:
+def layer_tensors(prefix: str, read: int) -> dict[str, Tensor]:
     """A decoder layer whose queries, keys and values read ``read`` numbers."""
     made = {
         "self_attn.q_proj": (32, read), "self_attn.k_proj": (16, read), "self_attn.v_proj": (16, read),

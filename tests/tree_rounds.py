@@ -68,19 +68,11 @@ def tree_round(
     return replace(Verification(tree, logits, scores, greedy, uniforms, texts=texts), **changes)  # type: ignore[arg-type]
 
 
-def chain_round(
-    seed: int,
-    batch: int = 8,
-    length: int = 4,
-    vocab: int = 10,
-    greedy: bool = False,
-    mask: bool = False,
-    noise: float = 0.8,
-) -> Verification:
-    """Chains of drafts that are sampled from q."""
-    generator = torch.Generator().manual_seed(seed)
+def chain_round(seed: int, length: int = 4, vocab: int = 10, greedy: bool = False, mask: bool = False) -> Verification:
+    """Eight chains of drafts that are sampled from q."""
+    generator, batch = torch.Generator().manual_seed(seed), 8
     logits = torch.randn(batch, length + 1, vocab, generator=generator) * 1.5
-    q_logits = logits[:, :-1] + torch.randn(batch, length, vocab, generator=generator) * noise
+    q_logits = logits[:, :-1] + torch.randn(batch, length, vocab, generator=generator) * 0.8
     scores, q_scores = (masked(x, 0.8) if mask else x for x in (logits, q_logits))
     drafts = torch.multinomial(q_scores.softmax(-1).flatten(0, 1), 1, generator=generator).view(batch, length)
     tree = DraftTree.chain(torch.cat([torch.zeros_like(drafts[:, :1]), drafts], 1), q_logits, q_scores=q_scores)
