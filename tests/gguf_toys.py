@@ -34,6 +34,18 @@ def tiny_llama(tied: bool = True, **sizes: int) -> Any:
     return model
 
 
+def family_model(family: str, **options: Any) -> Any:
+    """A tiny model whose biases and norms are neither zero nor one."""
+    window = {} if family == "llama" else {"use_sliding_window": False}  # files of these families have none
+    model = tiny_model(family, rms_norm_eps=1e-5, **{**window, **options})
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.dim() < 2:
+            parameter.data = torch.rand_like(parameter) + 0.5
+        parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
 def interleave_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """transformers' rotary layout -> ggml's, written as an index table: row 2i of a head is i, row 2i+1 is i + d/2."""
     dim = weight.shape[0] // heads

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsd_infer import Target
 from fsd_infer.chat.encoding import encode_chat
-from fsd_train.data import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
 from tests.text_toys import tiny_tokenizer, write_rows
-from tests.train_toys import options
+from tests.train_toys import answers_of, options, trainer
 
 WIDTH = 64
 EAGLE3: dict[str, Any] = {"layout": "eagle3", "fused_layers": [1, 2]}
@@ -68,12 +66,6 @@ def train(root: Path, head: dict[str, Any], features: str | None = None, steps: 
         loss_args={"w_feature": 0.0, "w_ce": 1.0}, optimizer="muon",
     )  # fmt: skip
     module = EagleModule(str(root / "target"), **chosen)
-    data = AnswersDataModule(
-        [str(root / "answers.jsonl")], validation_fraction=0.0, batch_tokens=512, features=features
-    )
-    trainer = Trainer(
-        max_steps=steps, max_epochs=-1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, gradient_clip_val=1.0,
-    )  # fmt: skip
-    trainer.fit(module, data)
+    data = answers_of(root, validation_fraction=0.0, batch_tokens=512, features=features)
+    trainer(root / "run", steps, every=steps, limit_val_batches=0, gradient_clip_val=1.0).fit(module, data)
     module.export(root / "head")

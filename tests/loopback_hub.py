@@ -9,16 +9,17 @@ import base64
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+
+from tests.openai_server import running
 
 _KINDS = "models|datasets"
 _INFO = re.compile(rf"/api/({_KINDS})/([^/]+/[^/]+)(?:/revision/(.+))?")
@@ -55,8 +56,7 @@ class Hub:
     def __init__(self) -> None:
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.asked: list[str] = []
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.url = ""
 
     def add(
         self, name: str, files: Path | dict[str, bytes], revision: str = "main", kind: str = "models"
@@ -91,14 +91,8 @@ class Hub:
 @contextmanager
 def loopback_hub() -> Iterator[Hub]:
     hub = Hub()
-    thread = threading.Thread(target=hub.server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with running(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub
-    finally:
-        hub.server.shutdown()
-        hub.server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):

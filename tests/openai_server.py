@@ -33,7 +33,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def _running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve on the loopback. Yields the address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -124,7 +125,7 @@ def serving(behaviour: Behaviour) -> Iterator[str]:
         def chunk(self, data: str) -> None:
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data.encode()), data.encode()))
 
-    with _running(Handler) as url:
+    with running(Handler) as url:
         yield url
 
 
@@ -153,7 +154,7 @@ def replying(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             if made is not None:
                 self.send(*made)
 
-    with _running(Handler) as url:
+    with running(Handler) as url:
         yield url, asked
 
 

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from scipy.optimize import brentq
 from scipy.special import rel_entr, softmax
+from scipy.stats import norm
 
 from fsd_infer.tree import DraftTree
-from tests.rules_toy import LENGTH, Toy, V
+from tests.rules_toy import ALARM, LENGTH, ROWS, Toy, V, p_value, plain_rule, simulate
 
 # What it is told of the rules.
 RULES = {
@@ -154,12 +155,22 @@ class Enumeration:
             opens = [(1.0, False)]
         found: Kernel = []
         for weight, gate in opens:
-            if self.toy.sampled:
-                drawn = self._chain(text, p, q, gate, left)
-            else:
-                drawn = self._tree(text, context, place, gate, left)
-            found += [(weight * c, y, d, s) for c, y, d, s in drawn]
+            law = self._law(text, context, place) if gate else p
+            cost = rel_entr(law, p).sum()
+            if cost > left:
+                law, cost = p, 0.0
+            found += [(weight * chance, y, down, cost) for chance, y, down in self._draws(p, q, law, gate, place)]
         return found
+
+    def _draws(self, p: np.ndarray, q: np.ndarray, law: np.ndarray, gate: bool, place: Place) -> Iterator:
+        """(probability, token, does it go down) of a context that emits by a law."""
+        if not self.toy.sampled:
+            yield from ((law[y], y, y in self.below(place)) for y in range(V))
+        elif self.kind == "fuzzy-strict" and law is p:  # a closed gate draws from p, whatever was drafted
+            yield from ((q[x] * p[y], y, y == x) for x in range(V) for y in range(V))
+        else:  # the exact test of the draft against the law
+            yield from ((min(law[x], q[x]), x, True) for x in range(V))
+            yield from ((max(law[y] - q[y], 0.0), y, False) for y in range(V))
 
     def _repeats(self, text: tuple[int, ...], token: int) -> bool:
         """Would the token complete an n-gram of the text."""
@@ -198,31 +209,30 @@ class Enumeration:
         ]
         return self.price * math.log(sum(terms))
 
-    def _tree(self, text: tuple[int, ...], context: int, place: Place, gate: bool, left: float) -> Iterator:
+    def _law(self, text: tuple[int, ...], context: int, place: Place) -> np.ndarray:
+        """The law of an open gate; p where it has none."""
         p, q = self.p[context], self.q[context]
         drafted = list(self.below(place))
-        law, cost = p, 0.0
+        if self.toy.sampled:
+            law = q
+            if self.kind == "tilted":
+                law = self._clipped(text, p, q)
+            elif self.kind in ("fuzzy", "random"):  # a draft that the target forbids is tested exactly
+                left = np.clip(p - q, 0, None)
+                law = np.where(p > 0, q, 0.0) + q[p <= 0].sum() * left / left.sum()
+            return self._clamped(text, p, law)
         if self.kind == "tilted":
-            tilted = p.copy()
+            law = p.copy()
             for token, child in self._favoured(text, context, place).items():
-                tilted[token] *= math.exp(self._worth(text, context, token, child) / self.price)
-            tilted = self._held(text, p, tilted / tilted.sum(), drafted)
-            if gate and rel_entr(tilted, p).sum() <= left:
-                law, cost = tilted, rel_entr(tilted, p).sum()
-        elif gate and self.kind in ("fuzzy", "random"):
-            inside = np.zeros(V)
-            inside[drafted] = p[drafted]
-            novel = [token for token in drafted if not self._repeats(text, token)]
-            if inside[novel].sum() > 0:
-                held = self._held(text, p, inside / inside.sum(), drafted)
-                if rel_entr(held, p).sum() <= left:
-                    law, cost = held, rel_entr(held, p).sum()
-        else:
-            clamped = self._clamped(text, p, q)
-            if gate and rel_entr(clamped, p).sum() <= left:
-                law, cost = clamped, rel_entr(clamped, p).sum()
-        for y in range(V):
-            yield law[y], y, y in drafted, cost
+                law[token] *= math.exp(self._worth(text, context, token, child) / self.price)
+            return self._held(text, p, law / law.sum(), drafted)
+        if self.kind not in ("fuzzy", "random"):
+            return self._clamped(text, p, q)
+        inside = np.zeros(V)
+        inside[drafted] = p[drafted]
+        if not any(p[token] > 0 and not self._repeats(text, token) for token in drafted):
+            return p
+        return self._held(text, p, inside / inside.sum(), drafted)
 
     def _clipped(self, text: tuple[int, ...], p: np.ndarray, q: np.ndarray) -> np.ndarray:
         """The tilted law of a sampled chain."""
@@ -234,35 +244,37 @@ class Enumeration:
 
         return law(brentq(lambda z: law(z).sum() - 1, 0.5, 2 * limit.max(), xtol=1e-14))
 
-    def _chain(self, text: tuple[int, ...], p: np.ndarray, q: np.ndarray, gate: bool, left: float) -> Iterator:
-        if self.novel or self.kind == "tilted":  # the exact test against the law
-            if self.kind == "tilted":
-                law = self._clipped(text, p, q)
-            else:
-                kept = np.where(p > 0, q, 0.0) if self.kind == "fuzzy" else q
-                law = kept + (1 - kept.sum()) * np.clip(p - q, 0, None) / np.clip(p - q, 0, None).sum()
-            law = self._clamped(text, p, law)
-            cost = rel_entr(law, p).sum()
-            law, cost = (law, cost) if gate and cost <= left else (p, 0.0)
-            yield from ((min(law[x], q[x]), x, True, cost) for x in range(V))
-            yield from ((max(law[y] - q[y], 0.0), y, False, cost) for y in range(V))
-            return
-        residual = np.clip(p - q, 0, None)
-        residual = residual / residual.sum()
-        if self.kind in ("fuzzy", "random"):
-            law = np.where(p > 0, q, 0.0) + q[p <= 0].sum() * residual
-        else:
-            law = q
-        cost = rel_entr(law, p).sum()
-        is_open = gate and cost <= left
-        for x in range(V):
-            if is_open:
-                keep = 1.0 if self.kind not in ("fuzzy", "random") or p[x] > 0 else 0.0
-            elif self.kind == "fuzzy-strict":
-                yield from ((q[x] * p[y], y, y == x, 0.0) for y in range(V))
-                continue
-            else:
-                keep = min(1.0, p[x] / q[x]) if q[x] > 0 else 0.0
-            spent = cost if is_open else 0.0
-            yield q[x] * keep, x, True, spent
-            yield from ((q[x] * (1 - keep) * residual[y], y, False, spent) for y in range(V))
+
+def check_law(spec: str, toy: Toy, rows: int = ROWS, seed: int = 11, follows: bool = True) -> None:
+    """What a rule emits on a toy, and what it says it spends, against the enumeration.
+
+    Args:
+        follows: the text tells where in its round a context is. Whether a sampled draft was accepted, it does not, and
+            at a chain's leaf no gate can open. Then the divergence spent, that of text and hidden positions together,
+            is strictly more than that of the output.
+    """
+    rule, wanted = plain_rule(spec), Enumeration(toy, **RULES[spec])
+    law = wanted.sequence_law()
+    assert abs(law.sum() - 1.0) < 1e-9
+    got = simulate(toy, rule, rows, seed)
+    assert p_value(got.codes, law) > ALARM
+    # chain rule: the expected sum of costs is the divergence of the whole output from the target
+    kl = rel_entr(law, wanted.target_law()).sum()
+    if math.isinf(kl):
+        assert math.isinf(wanted.expected_spent) and math.isinf(got.spent.mean())
+        assert wanted.kind in ("fuzzy-strict", "draft-only") and rule.budget is None
+    elif wanted.kind != "random" and follows:
+        assert abs(wanted.expected_spent - kl) < 1e-9
+    else:  # the random gate's coin is hidden, too
+        assert kl <= wanted.expected_spent + 1e-9
+    if math.isfinite(wanted.expected_spent):
+        error = got.spent.std() / math.sqrt(rows)
+        assert abs(got.spent.mean() - wanted.expected_spent) <= norm.isf(ALARM / 2) * error + 1e-6
+    if rule.budget is not None:
+        assert got.spent.max() <= rule.budget + 1e-6
+        assert wanted.largest_spent <= rule.budget
+        assert kl <= rule.budget + 1e-9
+    if spec.startswith("exact"):
+        np.testing.assert_allclose(law, wanted.target_law(), atol=1e-12)
+        assert got.gates.sum() == 0
+        assert got.spent.sum() == 0

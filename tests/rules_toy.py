@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsd_infer.rules import Rule, Texts, Verification, parse_rule
 from fsd_infer.tree import DraftTree
-from tests.tree_rounds import masked, take
+from tests.tree_rounds import masked
 
 V = 4
 LENGTH = 3  # emitted tokens that are compared
@@ -28,15 +28,6 @@ CONTEXTS = sum(V**k for k in range(LENGTH + DEPTH + 1))
 
 def child_of(context: Tensor, token: Tensor) -> Tensor:
     return context * V + 1 + token
-
-
-def text_of(context: int) -> list[int]:
-    """The tokens that lead to a context."""
-    tokens: list[int] = []
-    while context:
-        context, token = divmod(context - 1, V)
-        tokens.append(token)
-    return tokens[::-1]
 
 
 @dataclass(frozen=True)
@@ -138,22 +129,6 @@ class Toy:
         whole = torch.full((*tree.q_logits.shape[:2], V), -math.inf)
         whole[..., self.draft_ids] = tree.q_logits
         return self.scores(whole)
-
-
-class TextToy(Toy):
-    """Trees that follow from the text, each made once for all rows with that text."""
-
-    def trees(self, contexts: Tensor) -> DraftTree:
-        """For roots at different contexts [B]."""
-        raise NotImplementedError
-
-    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
-        different, row = contexts.unique(return_inverse=True)
-        tree, where = self.trees(different), [different]
-        for node in range(1, tree.tokens.shape[1]):
-            above = torch.stack(where, 1).gather(1, tree.parents[:, node : node + 1])[:, 0]
-            where.append(child_of(above, tree.tokens[:, node]))
-        return take(tree, row), torch.stack(where, 1)[row]
 
 
 TOYS = {

@@ -18,15 +18,18 @@ def asked(text: str = "the cat sat on the mat", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0, **more}
 
 
-def streamed(client: TestClient, body: dict[str, Any]) -> tuple[str, str]:
-    """Text and finish reason of a streamed chat completion."""
-    text, reason = "", ""
-    with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
+def events(client: TestClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The choices that a streamed answer sends, in order."""
+    with client.stream("POST", path, json={**body, "stream": True}) as response:
         lines = [line[6:] for line in response.iter_lines() if line]
     assert lines.pop() == "[DONE]"
-    assert json.loads(lines[0])["choices"][0]["delta"]["role"] == "assistant"
-    for line in lines:
-        choice = json.loads(line)["choices"][0]
-        text += choice["delta"].get("content", "")
-        reason = choice["finish_reason"] or reason
-    return text, reason
+    return [json.loads(line)["choices"][0] for line in lines]
+
+
+def streamed(client: TestClient, body: dict[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
+    """Text, finish reason and tool calls of a streamed chat completion."""
+    choices = events(client, CHAT, body)
+    assert choices[0]["delta"]["role"] == "assistant"
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    return text, choices[-1]["finish_reason"], calls

@@ -1,4 +1,4 @@
-"""The benchmark: its record, its ratios and its files."""
+"""The benchmark: how methods are written, its record, its ratios and its files; drafters, assistants and servers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from fsd_bench import Answer, TimedRun, build_record, run
+from fsd_bench import Answer, ServerError, TimedRun, build_record, likelihood, parse_methods, run
 from fsd_bench.base import Turn
+from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.record import BenchPrompt
 from fsd_bench.report import bench_table
 from fsd_bench.runs import Job, RunFile
-from fsd_infer import FsdError, TreeShape
+from fsd_bench.server import Server
+from fsd_infer import FsdError, Target, TreeShape
+from fsd_infer.cli.main import main
 from tests.bench_toys import Toy
+from tests.openai_server import Behaviour, made_up, serving
+from tests.text_toys import save_tiny_chat_target
 
 METHODS = ["hf-generate", "hf-lookup:4", "plain", "exact", "fuzzy:js:0.3"]
 NEW = 10
 
 
 def toy_run(toy: Toy, methods: list[str], **options: Any) -> dict[str, Any]:
-    return run(toy.prompts, methods, **{**toy.options, "max_new_tokens": NEW, **options})
+    return run(toy.prompts, methods, **{**toy.options, "max_new_tokens": NEW, "warmup": False, **options})
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +108,140 @@ def test_the_table_of_speeds_names_every_method(record: dict[str, Any]) -> None:
     assert max(map(len, text.splitlines())) <= 100
     speed = text[text.index("speed") :].splitlines()
     assert [line.split()[0] for line in speed[3:8]] == METHODS
+
+
+@pytest.fixture(scope="module")
+def greedy(toy: Toy) -> Behaviour:
+    """A server that decodes the toy target greedily, two tokens per event."""
+    model = AutoModelForCausalLM.from_pretrained(toy.target, dtype=torch.float32)
+
+    def answer(prompt: list[int], limit: int) -> list[int]:
+        found: list[int] = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=limit)[0].tolist()
+        return found[len(prompt) :]
+
+    return Behaviour(answer, burst=2)
+
+
+def test_what_a_method_says() -> None:
+    texts = ["fuzzy:js:0.3:budget=2", "head=exact@/a=b/c@d:e", "vLLM 8=server:http://u@h:8000/v1?x=1#m/n"]
+    fuzzy, head, server, shaped = parse_methods([*texts, "exact@a@b@6x4x9x0.5"])
+    assert (fuzzy.name, fuzzy.kind, fuzzy.argument) == ("fuzzy:js:0.3:budget=2", "fuzzy", "js:0.3:budget=2")
+    assert (head.name, head.text, head.drafter) == ("head", "exact@/a=b/c@d:e", "/a=b/c@d:e")
+    assert (server.name, server.kind, server.argument) == ("vLLM 8", "server", "http://u@h:8000/v1?x=1#m/n")
+    assert (shaped.drafter, shaped.tree) == ("a@b", TreeShape(6, 4, 9, 0.5))
+    assert [spec.kind for spec in parse_methods(["a=exact@none", "b=exact@x", "exact"])] == ["exact"] * 3
+
+
+WRONG = {
+    "exat": "unknown method 'exat'", "exact@": "name the drafter after '@'", "plain@none": "plain takes no drafter",
+    "hf-generate:3": "takes no parameters", "hf-lookup:x": "give a number from 1 to 1024, e.g. hf-lookup:8",
+    "hf-assisted": "name the assistant model", "beams:1@none": "give a number from 2 to 64, e.g. beams:4",
+    "beams:4:depth=x@none": "is not a number that depth can be", "server:localhost:8000": "give its address",
+    "server:http://h:port": "give its address", "fuzzy:js:-1@none": "threshold", "a=": "unknown method 'a='",
+    "a=b=plain": "unknown method 'b=plain'", "a=plain,a=exact": "'a' is named twice",
+    "": "no methods: give at least one",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_methods_are_refused_before_anything_is_loaded(text: str) -> None:
+    with pytest.raises(FsdError, match=WRONG[text]):
+        parse_methods(text.split(",") if text else [])
+
+
+def test_drafters_of_their_own_and_an_assistant(toy: Toy) -> None:
+    methods = ["exact", "none=exact@none", f"again=exact@{toy.drafter}", f"assisted=hf-assisted:{toy.drafter}", "plain"]
+    record = toy_run(toy, methods, limit=2, baselines=["none", "exact"], tree=TreeShape(5, 6, 16))
+    facts = record["methods"]
+    assert list(facts) == ["exact", "none", "again", "assisted", "plain"]
+    assert {made["identical_to_baseline"] for made in facts.values()} == {1.0}
+    assert facts["none"]["tau"] == facts["plain"]["tau"] == 1.0 and facts["none"]["drafter"]["name"] == "none"
+    assert facts["exact"]["tau"] == facts["again"]["tau"] > 1.2
+    assert facts["assisted"]["tau"] > 1.0 and facts["assisted"]["assistant_model"] == str(toy.drafter)
+    assert record["baseline"] == "none" and list(record["ratios"]) == ["none", "exact"]
+    assert set(record["ratios"]["exact"]) == {"none", "again", "assisted", "plain"}
+
+
+def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Behaviour) -> None:
+    with serving(greedy) as url:
+        methods = ["plain", f"theirs=server:{url}#toy"]
+        record = toy_run(toy, methods, repeat=2, warmup=True, log_likelihood=True, baselines=["theirs"])
+    plain, theirs = record["methods"]["plain"], record["methods"]["theirs"]
+    assert plain["identical_to_baseline"] == 1.0 and record["baseline"] == "theirs"
+    for key in ("answer_tokens", "finished_fraction"):
+        assert theirs[key] == plain[key]
+    assert theirs["log_likelihood_per_token"] == pytest.approx(plain["log_likelihood_per_token"], abs=1e-4)
+    assert 0 < theirs["prefill_seconds"] < theirs["seconds_per_answer"]
+    assert theirs["tau"] is None and theirs["target_forwards"] is None and theirs["phases"] == {}
+    assert theirs["url"] == url and theirs["model"] == "toy"
+    assert record["ratios"]["theirs"]["plain"]["tokens_per_second"]["pairs"] == 4
+    assert len(greedy.requests) == 1 + 4 * 2  # warm-up, then every prompt twice
+    assert all(body["temperature"] == 0 and body["max_tokens"] == NEW for body in greedy.requests[1:])
+    # nothing of the model's generation config may shape what is compared with the target's own greedy answers
+    neutral = dict(top_p=1, presence_penalty=0, frequency_penalty=0, top_k=-1, min_p=0, repetition_penalty=1)
+    assert all({**body, **neutral} == body for body in greedy.requests)
+
+
+def test_server_takes_batches_and_sampling(toy: Toy) -> None:
+    behaviour = Behaviour(made_up)
+    with serving(behaviour) as url:
+        record = toy_run(toy, [f"s=server:{url}"], batch_size=2, temperature=0.7, seed=3)
+    rows = record["prompts"]
+    assert len({row["methods"]["s"][0]["tokens_sha256"] for row in rows}) == len(rows)
+    assert all(len(body["prompt"]) == 2 and body["temperature"] == 0.7 for body in behaviour.requests)
+    assert behaviour.requests[0]["seed"] == 3
+
+
+def test_server_that_is_not_there_is_told_in_one_line(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(Behaviour(made_up)) as url:
+        with pytest.raises(ServerError, match="does not serve 'x'. It serves: toy"):
+            toy_run(toy, [f"server:{url}#x"])
+        with pytest.raises(ServerError, match="refused /v1/completions with status 404: .*no such model"):
+            list(Server(url).stream({"model": "other", "prompt": [1], "max_tokens": 1}))
+    path = tmp_path / "r.json"
+    argv = ["bench", "--prompts", str(toy.prompts), "--json", str(path), "--target", str(tmp_path / "no model needed")]
+    assert main([*argv, "--methods", f"plain,server:{url}"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"fsd-infer: server {url} cannot be reached") and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [], "nothing to clear away"
+
+
+def draw_pairs(count: int) -> list[tuple[list[int], list[int]]]:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(least: int, most: int) -> list[int]:
+        size = int(torch.randint(least, most, (1,), generator=generator))
+        found: list[int] = torch.randint(0, 200, (size,), generator=generator).tolist()
+        return found
+
+    return [(draw(1, 30), draw(1, 20)) for _ in range(count)]
+
+
+def one_by_one(target: Target, pairs: list[tuple[list[int], list[int]]]) -> list[float]:
+    found = []
+    for prompt, answer in pairs:
+        logits = target.model(input_ids=torch.tensor([prompt + answer])).logits[0].float()
+        scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        found.append(float(scores.gather(1, torch.tensor(answer)[:, None]).mean()))
+    return found
+
+
+def test_batches_agree_with_single_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target.from_pretrained(str(save_tiny_chat_target(tmp_path)), dtype=torch.float32)
+    pairs = draw_pairs(11)
+    expected = one_by_one(target, pairs)
+    assert max(expected) - min(expected) > 0.1, "the order matters"
+    assert mean_log_likelihoods(target, pairs) == pytest.approx(expected, abs=1e-4)
+
+    read: list[int] = []
+    scored: list[int] = []
+    features, lm_logits = target.features, target.lm_logits
+    monkeypatch.setattr(target, "features", lambda ids, mask: (read.append(ids.numel()), features(ids, mask))[1])
+    monkeypatch.setattr(target, "lm_logits", lambda x: (scored.append(len(x)), lm_logits(x))[1])
+    monkeypatch.setattr(likelihood, "LOGIT_BYTES", 4 * target.vocab_size * 7)
+    assert mean_log_likelihoods(target, pairs, batch_tokens=100) == pytest.approx(expected, abs=1e-4)
+    assert max(read) <= 100 and len(read) < len(pairs)
+    assert max(scored) == 7 and sum(scored) == sum(len(answer) for _, answer in pairs), "answers only, 7 at once"
+    assert mean_log_likelihoods(target, []) == []

@@ -22,7 +22,7 @@ from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.loading import load_target
 from fsd_train.models.start import initialise_from
-from tests.gguf_toys import FITTING, tiny_llama, write_gguf
+from tests.gguf_toys import FITTING, family_model, tiny_llama, write_gguf
 from tests.kernel_toys import needs_kernels
 
 pytestmark = needs_kernels
@@ -118,8 +118,10 @@ def test_what_cannot_be_held(kind: GGMLQuantizationType) -> None:
 # models -----------------------------------------------------------------------------------------------------------
 
 
-def save_model(path: Path, tied: bool = True, **kinds: GGMLQuantizationType) -> Path:
+def save_model(path: Path, tied: bool = True, family: str = "llama", **kinds: GGMLQuantizationType) -> Path:
     """A GGUF file of a tiny model that the kernels know; its matrices in Q4_1 but for those that are named."""
+    sizes: dict[str, Any] = {**FITTING, "scale": 1.0, "head_dim": 64}
+    model = tiny_llama(tied, **FITTING) if family == "llama" else family_model(family, **sizes)
 
     def quantized(name: str, matrix: np.ndarray) -> tuple[np.ndarray, GGMLQuantizationType]:
         kind = kinds.get(name.rpartition(".")[2], GGMLQuantizationType.Q4_1)
@@ -127,7 +129,7 @@ def save_model(path: Path, tied: bool = True, **kinds: GGMLQuantizationType) -> 
             return random_rows(kind, *matrix.shape, scale=1e-4), kind
         return quantize(matrix, kind), kind
 
-    return write_gguf(path, tiny_llama(tied, **FITTING), quantized=quantized)
+    return write_gguf(path, model, family, quantized=quantized, facts={"key_length": 64})
 
 
 def greedy(target: Target, prompt: list[int], drafter: Any = None) -> tuple[list[int], float]:
@@ -136,11 +138,11 @@ def greedy(target: Target, prompt: list[int], drafter: Any = None) -> tuple[list
     return out.sequences[0], out.stats.tau
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_model_decodes_from_its_file(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen2", False), ("qwen3", False)])
+def test_a_model_decodes_from_its_file(tmp_path: Path, family: str, tied: bool) -> None:
     names = {"token_embd": "Q8_0", "attn_v": "Q5_0", "attn_q": "Q4_K", "attn_k": "Q6_K", "ffn_down": "F16"}
     kinds = {name: GGMLQuantizationType[kind] for name, kind in names.items()}
-    path = save_model(tmp_path / "tiny.gguf", tied, **kinds)
+    path = save_model(tmp_path / "tiny.gguf", tied, family, **kinds)
     expanded, tokenizer = load_target(path, device="cpu", dtype="fp32")
     held, its = load_target(path, device="cpu", expand=False)
     assert tokenizer is not None and its is not None and its.get_vocab() == tokenizer.get_vocab()

@@ -101,20 +101,17 @@ def test_a_list_ends_at_its_first_failure() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["--at-most-score-loss", "50"], "at most 50 points of score below exact"),
-        (
-            ["--at-most-nats", "0.4", "--at-most-copies", "50"],
-            "at most 0.4 nats per answer, at most 50 points of copied",
-        ),
+        ("--at-most-score-loss 50", "at most 50 points of score below exact"),
+        ("--at-most-nats 0.4 --at-most-copies 50", "at most 0.4 nats per answer, at most 50 points of copied"),
     ],
 )
 def test_promises_are_kept_on_the_other_half(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str], said: str
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str, said: str
 ) -> None:
     drafter, out = shutil.copytree(toy.drafter, tmp_path / "drafter"), tmp_path / "out"
     argv = ["--target", str(toy.target), "--drafter", str(drafter), "--dtype", "fp32", "--max-new-tokens", "6"]
     argv += ["--prompts", str(toy.prompts), "--rules", "fuzzy:js:0.02/0.3", "--output", str(out)]
-    assert main(["calibrate", *argv, *asked]) == 0
+    assert main(["calibrate", *argv, *asked.split()]) == 0
     shown = capsys.readouterr().out
     record = json.loads((out / "record.json").read_text())
     assert shown.startswith(said) and f"confidence 0.9: {record['setting']}\n" in shown and "written to" in shown

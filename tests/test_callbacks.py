@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch import Trainer
 
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.divergence import divergence, expand_draft
@@ -24,9 +22,9 @@ from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput
 from fsd_train.losses.metrics import ValidationMetrics, compare
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.lm import LMModule
+from tests import train_toys
 from tests.loss_toys import Grid
-from tests.train_toys import TRAINER, logged, make_toys
-from tests.train_toys import options as module_options
+from tests.train_toys import answers_of, eagle_module, logged, make_toys
 
 RULES = ["exact", "fuzzy:js:0.4"]
 STEPS = 6
@@ -40,20 +38,12 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(toys: Path, cached: bool = False, **options: Any) -> tuple[EagleModule, AnswersDataModule]:
     values = {"draft_vocab_size": 40, "unroll_steps": 2, "noise": 0.1, "warmup_steps": 1, "eval_steps": 3, **options}
-    data = AnswersDataModule(
-        [str(toys / "answers.jsonl")],
-        validation_fraction=0.3,
-        batch_tokens=128,
-        features=str(toys / "features") if cached else None,
-    )
-    return EagleModule(str(toys / "target"), **module_options(**values)), data
+    features = str(toys / "features") if cached else None
+    return eagle_module(toys, **values), answers_of(toys, validation_fraction=0.3, batch_tokens=128, features=features)
 
 
 def trainer(out: Path, *callbacks: Any, steps: int = STEPS, **options: Any) -> Trainer:
-    seed_everything(0)
-    checkpoints = ModelCheckpoint(out / "ckpt", filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    fixed = {**TRAINER, "logger": CSVLogger(out), "log_every_n_steps": 1, "val_check_interval": 3}
-    return Trainer(max_steps=steps, callbacks=[checkpoints, *callbacks], **fixed, **options)
+    return train_toys.trainer(out, steps, *callbacks, val_check_interval=3, **options)
 
 
 def prompts_of(data: AnswersDataModule, count: int) -> list[list[int]]:

@@ -1,9 +1,10 @@
-"""Rows of answers as ids and masks, the order in which they are trained on, and their cached features."""
+"""Rows of answers as ids and masks, their order and cached features; what `fsd-train regenerate` asks."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,29 +16,25 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.errors import DataError
+from fsd_infer.errors import DataError, FsdError
 from fsd_infer.targets.target import Target
 from fsd_train.data import AnswersDataModule, TokenBudgetSampler, read_answers
 from fsd_train.data import features as module
 from fsd_train.data.answers import encode_row
+from fsd_train.data.backends import Answer
 from fsd_train.data.features import FeatureStore, WithFeatures, cache_features, sequence_key
+from fsd_train.data.plan import answer_line, plan_jobs
+from tests.test_prompts import BOT, USER
+from tests.test_regenerate import prompts_file
 from tests.text_toys import CHATML, THINKING, tiny_tokenizer, write_rows
 from tests.train_toys import VOCAB, toy_target
 
-USER = {"role": "user", "content": "what is the answer"}
-BOT = {"role": "assistant", "content": "it is there"}
-
 
 def answers(path: Path, count: int = 60) -> Path:
-    rows = [
-        {
-            "id": f"row{i}",
-            "messages": [{"role": "user", "content": f"the cat {i}"}],
-            "prompt_ids": [1 + i % 7] * (2 + i % 5),
-            "response_ids": [10 + i % 11] * (1 + (i * 7) % 30),
-        }
-        for i in range(count)
-    ]
+    rows = []
+    for i in range(count):
+        ids = {"prompt_ids": [1 + i % 7] * (2 + i % 5), "response_ids": [10 + i % 11] * (1 + (i * 7) % 30)}
+        rows.append({"id": f"row{i}", "messages": [{"role": "user", "content": f"the cat {i}"}], **ids})
     return write_rows(path, rows)
 
 
@@ -249,9 +246,9 @@ def test_trainer_resumes_with_the_next_batch(tmp_path: Path, limit: dict[str, in
     assert first.seen + resumed.seen == whole.seen
 
 
-def sequences(count: int = 20, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))] for _ in range(count)]
+def sequences() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))] for _ in range(20)]
 
 
 @pytest.fixture(scope="module")
@@ -326,3 +323,57 @@ def test_damage_and_foreign_caches_are_named(target: Target, tmp_path: Path) -> 
     shard.write_bytes(content[:-40])
     with pytest.raises(DataError, match="truncated"):
         FeatureStore(tmp_path)
+
+
+def test_plan_limits_lengths_and_order(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    first, second = prompts_file(tmp_path / "a.jsonl", 30), prompts_file(tmp_path / "b.jsonl", 20)
+    options: dict[str, Any] = {"max_prompt_tokens": 18, "batch_size": 4, "seed": 3}
+    full = plan_jobs([first, second], tokenizer, **options)
+    lengths = [len(job.prompt_ids) for batch in full.batches for job in batch]
+    assert full.read == 50 and full.too_long == 50 - len(lengths) > 0 and max(lengths) <= 18
+    assert all(len(batch) <= 4 for batch in full.batches)
+    limited = plan_jobs([first, second], tokenizer, limit=10, **options)
+    assert sum(map(len, limited.batches)) == 10
+    assert limited.ids < full.ids
+    assert plan_jobs([first, first], tokenizer, **options).ids == plan_jobs([first], tokenizer, **options).ids
+    assert plan_jobs([first, second], tokenizer, **{**options, "seed": 4}).batches != full.batches
+
+
+def test_rows_keep_their_ids_sampling_and_template(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "prompt": "the cat", "temperature": 0.7, "top_p": 0.5, "top_k": 3, "answer": [1, 2]},
+        {"id": "a", "prompt": "the mat"},
+        {"prompt": "it is", "tools": [{"name": "look"}], "chat_template_kwargs": {"loud": True}},
+    ]
+    prompts = write_rows(tmp_path / "p.jsonl", rows)
+    template = CHATML + "{% if loud %} what{% endif %}{% if tools %} {{ tools[0].name }}{% endif %}"
+    tokenizer = tiny_tokenizer(template)
+    plan = plan_jobs([prompts], tokenizer, temperatures=[(0.0, 1.0)], template={"loud": False})
+    by_text = {job.messages[0]["content"]: job for job in plan.jobs}
+    first, second, third = (by_text[row["prompt"]] for row in rows)
+    assert first.sampling == (0.7, 3, 0.5) and second.sampling == (0.0, 0, 1.0)
+    assert len({first.id, second.id}) == 2 and "a" in {first.id, second.id}
+    kept = json.loads(answer_line(Answer(first, "", [3], "stop")))
+    assert all(kept[name] == rows[0][name] for name in ("temperature", "top_p", "top_k", "answer"))
+    said = tokenizer.decode(third.prompt_ids)
+    assert "what" in said and "look" in said and "what" not in tokenizer.decode(first.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    "more, problem",
+    [
+        ({"temperature": -1}, "`temperature` must be a number, 0 or more"),
+        ({"temperature": "hot"}, "`temperature` must be"),
+        ({"top_p": 0}, "`top_p` must be"),
+        ({"top_k": 2.5}, "`top_k` must be"),
+        ({"tools": "{"}, "`tools` is no JSON"),
+        ({"tools": {}}, "`tools` must be a list"),
+        ({"chat_template_kwargs": [1]}, "`chat_template_kwargs` must be an object"),
+        ({"chat_template_kwargs": {"conversation": 1, "chat_template": "{{"}}, "the chat template refuses"),
+    ],
+)
+def test_rows_of_no_sense_are_named(more: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "the cat", **more}])
+    with pytest.raises(FsdError, match=f"p.jsonl:1: .*{re.escape(problem)}"):
+        plan_jobs([prompts], tiny_tokenizer())

@@ -39,10 +39,8 @@ def record(repo_root: Path, name: str) -> dict[str, Any]:
 
 
 def test_accepted_lengths_of_drafters_without_training_are_the_records(repo_root: Path) -> None:
-    page, methods = (
-        prose(repo_root / "docs" / "decoding.md"),
-        record(repo_root, "compare-smollm2-135m")["methods"],
-    )
+    page = prose(repo_root / "docs" / "decoding.md")
+    methods = record(repo_root, "compare-smollm2-135m")["methods"]
     both, alone = methods["exact@lookup+recycle"], methods["exact@lookup"]
     assert f"has τ {both['tau']:.2f} where lookup has {alone['tau']:.2f}" in page
     assert f"means over categories {both['tau_category_mean']:.2f} and {alone['tau_category_mean']:.2f};" in page
@@ -89,43 +87,29 @@ def test_speeds_and_nats_of_rules_in_the_text_are_those_of_their_records(repo_ro
 
 
 def test_the_table_of_a_small_lms_losses_is_its_record(repo_root: Path) -> None:
-    page, drafters = (
-        (repo_root / "docs" / "losses.md").read_text("utf-8"),
-        record(repo_root, "stories-training")["drafters"],
-    )
-    rows = [
-        line.split(" | ") for line in page.partition("| loss | first draft")[2].partition("\n\n")[0].splitlines()[2:]
-    ]
+    page = (repo_root / "docs" / "losses.md").read_text("utf-8").partition("| loss | first draft")[2]
+    drafters = record(repo_root, "stories-training")["drafters"]
     per_cost = {
         arm: max(tau / (1 + 0.06 * int(n)) for n, tau in facts["exact"]["tau"].items())
         for arm, facts in drafters.items()
     }
-    for name, *shown in rows:
-        arm = {"none (public weights)": "public", "kl_pq": "reverse_kl 0"}.get(
-            name.strip("| `"), f"{name.strip('| `')} 0"
-        )
-        exact, rule = drafters[arm]["exact"], drafters[arm]["tilted:1:floor=0 at 0"]["8"]
-        numbers = [
-            f"{exact['first_draft_agreement']:.0%}",
-            f"{exact['regret_median']:.2f}",
-            f"{exact['regret_below_1']:.0%}",
-        ]
-        numbers += [f"{per_cost[arm]:.2f}", f"{per_cost[arm] / per_cost['public']:.2f}", f"{rule['tau'] / 1.48:.2f}"]
-        assert [cell.replace(" %", "%").strip("| ") for cell in shown] == [*numbers, f"{rule['nats_per_token']:.3f}"], (
-            name
-        )
+    rows = [line.split(" | ") for line in page.partition("\n\n")[0].splitlines()[2:]]
     assert len(rows) >= 4
+    for cell, *shown in rows:
+        name = cell.strip("| `")
+        arm = {"none (public weights)": "public", "kl_pq": "reverse_kl 0"}.get(name, f"{name} 0")
+        exact, rule = drafters[arm]["exact"], drafters[arm]["tilted:1:floor=0 at 0"]["8"]
+        numbers = [f"{exact['first_draft_agreement']:.0%}", f"{exact['regret_median']:.2f}"]
+        numbers += [f"{exact['regret_below_1']:.0%}", f"{per_cost[arm]:.2f}"]
+        numbers += [f"{per_cost[arm] / per_cost['public']:.2f}", f"{rule['tau'] / 1.48:.2f}"]
+        found = [text.replace(" %", "%").strip("| ") for text in shown]
+        assert found == [*numbers, f"{rule['nats_per_token']:.3f}"], name
 
 
 def test_the_table_of_engines_is_its_record(repo_root: Path) -> None:
     page, found = (repo_root / "docs" / "speed.md").read_text("utf-8"), record(repo_root, "compare-file-weights")
-    for name, shown in (
-        ("plain", "`plain`"),
-        ("exact", "`exact`"),
-        ("llama.cpp:gguf", "llama.cpp"),
-        ("openvino:gguf", "OpenVINO"),
-        ("vllm", "vLLM, bf16"),
-    ):
+    engines = {"llama.cpp:gguf": "llama.cpp", "openvino:gguf": "OpenVINO", "vllm": "vLLM, bf16"}
+    for name, shown in {"plain": "`plain`", "exact": "`exact`", **engines}.items():
         facts, ratio = found["methods"][name], found["ratios"]["plain"].get(name, {}).get("decode_tokens_per_second")
         span = f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})" if ratio else "1"
         tokens = f"{facts['decode_tokens_per_second']:.0f} | {facts['tokens_per_second']:.0f}"
@@ -152,8 +136,7 @@ def test_the_code_on_the_page_of_extensions_runs(repo_root: Path) -> None:
     tried = """
 from fsd_infer.divergence import divergence
 from fsd_infer.rules import parse_rule
-from tests.tree_rounds import assert_same, tree_round
-from tests.test_rules_chain import chain_round
+from tests.tree_rounds import assert_same, chain_round, tree_round
 for greedy in (True, False):
     for round in (tree_round(0, greedy=greedy), chain_round(0, greedy=greedy)):
         lengths = [parse_rule(spec)(round).accepted.sum() for spec in ("near-best:0.1", "near-best:0.5", "exact")]
@@ -180,10 +163,7 @@ def test_the_numbers_on_the_page_of_the_optimal_rule(repo_root: Path) -> None:
     shown += [f"({drafts:.4f} − {value:.4f}) / λ | {drafts - value:.4f}"]
     p, q = torch.tensor([[0.5, 0.3, 0.2]]).double(), torch.tensor([[0.2, 0.2, 0.6]]).double()
     r = clipped(p.log(), q.log(), torch.full_like(p, math.log(2))).exp()
-    shown += [
-        "r = (" + ", ".join(f"{x:.4g}" for x in r[0].tolist()) + ")",
-        f"= {float(r.minimum(q).sum()):.4f} instead",
-    ]
-    shown += [f"= {float((r * (r / p).log()).sum()):.4f} nats"]
+    shown += ["r = (" + ", ".join(f"{x:.4g}" for x in r[0].tolist()) + ")"]
+    shown += [f"= {float(r.minimum(q).sum()):.4f} instead", f"= {float((r * (r / p).log()).sum()):.4f} nats"]
     for text in shown:
         assert text in page, text

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import LogitsProcessor
 import fsd_infer
 from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.drafters import LookupDrafter
-from tests.families import VOCAB, OracleDrafter, tiny_model
+from tests.families import OracleDrafter, tiny_model
 from tests.text_toys import tiny_tokenizer
 
 PROMPT = [5, 6, 7, 5, 6]
@@ -148,10 +148,7 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         (dict(max_new_tokens=0), "max_new_tokens"),
         (dict(max_new_tokens="many"), "max_new_tokens must be a whole number, got 'many'"),
         (dict(max_time="soon"), "max_time must be a number, got 'soon'"),
-        (
-            dict(generation_config=GenerationConfig(do_sample=True, num_return_sequences=10**6)),
-            "num_return_sequences must be at most",
-        ),
+        (dict(generation_config=GenerationConfig(do_sample=True, num_return_sequences=10**6)), "num_return.* at most"),
         (dict(suppress_tokens="none"), r"transformers refuses these options \(max_new_tokens, suppress_tokens\)"),
         (dict(negative_prompt_ids=torch.ones(1, 1)), "unknown option 'negative_prompt_ids'"),
         (dict(do_sample=True, temperature=-1.0), "transformers refuses these options"),
@@ -169,18 +166,6 @@ def test_meaningless_options_are_refused(options: dict[str, Any], message: str, 
         decoder.generate(PROMPT, **{"max_new_tokens": 4, **options})
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        b"bytes", {"role": "user", "content": "x"}, None, 5, 1.5, [1.5], ["1", 2], [True], [None], [[]], [[[1]]],
-        [1, 10**30], [-1], [VOCAB], torch.tensor(3), torch.zeros(1, 1, 1), torch.tensor([0.5]), object(), {}, set(),
-    ],
-)  # fmt: skip
-def test_prompts_of_no_sense_are_refused(prompt: Any, decoder: FuzzyDecoder) -> None:
-    with pytest.raises(FsdError):
-        decoder.generate(prompt, max_new_tokens=2)
-
-
 def test_padding_is_no_part_of_a_prompt(decoder: FuzzyDecoder) -> None:
     tokenizer = tiny_tokenizer()
     target = Target(tiny_model("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id), tokenizer)
@@ -190,13 +175,8 @@ def test_padding_is_no_part_of_a_prompt(decoder: FuzzyDecoder) -> None:
     padded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     expected = target.model.generate(**padded, **options)[:, padded.input_ids.shape[1] :].tolist()
     right = tokenizer(texts, padding=True, padding_side="right")
-    for prompts in (
-        padded,
-        padded.input_ids,
-        right,
-        tokenizer(texts),
-        tokenizer(texts, return_tensors="np", padding=True),
-    ):
+    arrays = tokenizer(texts, return_tensors="np", padding=True)
+    for prompts in (padded, padded.input_ids, right, tokenizer(texts), arrays):
         assert talker.generate(prompts, **options).sequences == expected
     assert talker.generate(tokenizer(texts[1]), **options).sequences == expected[1:]
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, RopeScalingType
-from gguf.quants import quantize
+from gguf import RopeScalingType
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from benchmarks import write_gguf as writer
 from fsd_infer import FuzzyDecoder
-from fsd_infer.cpu import ops
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.targets.gguf import expand_gguf
 from fsd_infer.targets.loading import load_config, load_target
 from tests.families import tiny_model
-from tests.gguf_toys import FITTING, TOKENS, tiny_llama, write_gguf
-from tests.kernel_toys import needs_kernels
+from tests.gguf_toys import FITTING, TOKENS, family_model, tiny_llama, write_gguf
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -64,18 +60,6 @@ LLAMA_3 |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5000.0}
 
 
-def family_model(family: str, **options: Any) -> Any:
-    """A tiny model whose biases and norms are neither zero nor one."""
-    window = {} if family == "llama" else {"use_sliding_window": False}  # files of these families have none
-    model = tiny_model(family, rms_norm_eps=1e-5, **{**window, **options})
-    torch.manual_seed(5)
-    for parameter in model.parameters():
-        if parameter.dim() < 2:
-            parameter.data = torch.rand_like(parameter) + 0.5
-        parameter.data = parameter.data.bfloat16().float()
-    return model
-
-
 @pytest.mark.parametrize(("family", "rope"), [("qwen2", None), ("qwen3", None), ("llama", LLAMA_3), ("qwen2", YARN)])
 def test_families_give_the_model_the_file_was_made_from(tmp_path: Path, family: str, rope: Any) -> None:
     options: dict[str, Any] = {"vocab_size": len(TOKENS)}
@@ -102,27 +86,6 @@ def test_families_give_the_model_the_file_was_made_from(tmp_path: Path, family: 
         write_gguf(path, original, family, facts=facts, factors=factors.flip(0))
         with pytest.raises(ModelLoadError, match="rotary factors that are not Llama 3's"):
             load_target(path, device="cpu")
-
-
-@needs_kernels
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_families_decode_from_their_files(tmp_path: Path, family: str) -> None:
-    def quantized(name: str, matrix: np.ndarray) -> tuple[np.ndarray, GGMLQuantizationType]:
-        return quantize(matrix, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0
-
-    original = family_model(family, scale=1.0, head_dim=64, **FITTING)
-    path = write_gguf(tmp_path / "tiny.gguf", original, family, quantized=quantized, facts={"key_length": 64})
-    held, expanded = load_target(path, device="cpu", expand=False)[0], load_target(path, device="cpu", dtype="fp32")[0]
-    assert {made.kind for made in ops.packed_products(held)} == {int(GGMLQuantizationType.Q8_0)}
-    assert ops.stack_of(held.model) is not None
-    ids = torch.randint(3, 300, (1, 30))
-    with torch.no_grad():
-        found, expected = held(ids).logits.float(), expanded(ids).logits
-    assert float((found - expected).norm()) < 0.03 * float(expected.norm())
-    plain, drafted = (FuzzyDecoder.from_pretrained(str(path), name, device="cpu") for name in ("none", "lookup"))
-    prompt = [[7, 8, 9, 7, 8]]
-    answers = [each.generate(prompt, max_new_tokens=30, do_sample=False).sequences for each in (plain, drafted)]
-    assert answers[0] == answers[1]
 
 
 def test_other_architectures_are_read_by_transformers(tmp_path: Path) -> None:

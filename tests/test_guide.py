@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder, toy: A
     """Exact decoding against enumeration over all answers of a small grammar, token by token, forced ones too."""
     guide = Guide.regex(pattern)
     masks, model = Masks(decoder, guide), decoder.target.model
-    prompt, law, open_ = decoder.encode("the cat"), {}, {(): 1.0}
+    prompt, law, open_ = decoder.encode("the cat"), defaultdict[str, float](float), {(): 1.0}
     while open_:
         answer, chance = open_.popitem()
         with torch.inference_mode():
@@ -103,9 +103,7 @@ def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder, toy: A
         allowed = masks.allowed(list(answer))
         for token, p in zip(allowed, logits[allowed].softmax(-1).tolist(), strict=True):
             if token == masks.eos:
-                law[decoder.tokenizer.decode(list(answer))] = (
-                    law.get(decoder.tokenizer.decode(list(answer)), 0.0) + chance * p
-                )
+                law[decoder.tokenizer.decode(list(answer))] += chance * p
             else:
                 open_[(*answer, token)] = chance * p
     assert sum(law.values()) == pytest.approx(1.0) and len(law) == (6 if "c)" in pattern else 4)
@@ -123,14 +121,8 @@ def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder, toy: A
 @pytest.mark.parametrize("name", ["head", "lookup", "none", "lookup+recycle", "small LM", "auto"])
 def test_forced_tokens_are_drafted(decoder: FuzzyDecoder, toy: Any, name: str) -> None:
     """Two texts are free, and all between them is forced: few forwards, and the tokens of a decoder without drafts."""
-    guide = Guide.json_schema(
-        {
-            "type": "object",
-            "properties": {"the cat sat": {"enum": ["x", "yy"]}, "what is the answer": {"enum": [True, None]}},
-            "required": ["the cat sat", "what is the answer"],
-            "additionalProperties": False,
-        }
-    )
+    free = {"the cat sat": {"enum": ["x", "yy"]}, "what is the answer": {"enum": [True, None]}}
+    guide = Guide.json_schema({**SCHEMA, "properties": free, "required": list(free)})
     own = {"head": decoder.drafter, "auto": decoder.load_drafter(str(toy.drafter), "auto")}
     own["small LM"] = decoder.load_drafter(str(toy.target))
     drafter = own.get(name) or decoder.load_drafter(name)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters.vocabulary import ContextVocabulary
@@ -15,39 +14,33 @@ from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.callbacks import ExportHead
 from fsd_train.commands.export import load_module
-from fsd_train.data import AnswersDataModule
 from fsd_train.losses import LMHead
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.start import initialise_from
+from tests import train_toys
 from tests.families import FAMILIES, load_head, options_of, reference, save_head, tiny_model
 from tests.test_training import fit, make, whole  # noqa: F401  (fixtures)
-from tests.train_toys import options as module_options
 from tests.train_toys import toy_target
 
 PROMPTS = [[5, 9, 11], [7, 3, 20, 33, 8]]
+REDUCED, LONG = {"draft_vocab_size": 30}, {"draft_vocab_size": 30, "context_ids": True, "unroll_steps": 7}
 EAGLE3: dict[str, Any] = {"noise": 0.0, "loss_args": {"w_feature": 0.0}, "unroll_steps": 3}
+NORMS = {"layout": "eagle3", "fc_norm": True, "norm_output": True, "num_layers": 2, "fused_layers": [0]}
+FUSED = {"num_layers": 2, "fused_layers": [0, 1]}
 CASES: dict[str, dict[str, Any]] = {
-    "draft vocabulary with context ids": {"draft_vocab_size": 30, "context_ids": True},
-    "layout eagle": {"head": {"layout": "eagle", "fc_bias": True}, "draft_vocab_size": 30},
-    "layout eagle3": {"head": {"layout": "eagle3"}, "draft_vocab_size": 30, **EAGLE3},
+    "draft vocabulary with context ids": {**REDUCED, "context_ids": True},
+    "layout eagle": {"head": {"layout": "eagle", "fc_bias": True}, **REDUCED},
+    "layout eagle3": {"head": {"layout": "eagle3"}, **REDUCED, **EAGLE3},
     "layout eagle3, whole vocabulary": {"head": {"layout": "eagle3"}, **EAGLE3},
     "layout eagle3 with the target's LM head": {
-        "head": {"layout": "eagle3", "own_lm_head": False, "intermediate_size": 16},
-        "draft_vocab_size": 30,
-        "context_ids": True,
+        "head": {"layout": "eagle3", "own_lm_head": False, "intermediate_size": 16}, **REDUCED, "context_ids": True,
         "noise": 0.0,
     },
     "layout eagle3 with all norms": {
-        "head": {"layout": "eagle3", "fc_norm": True, "norm_output": True, "num_layers": 2, "fused_layers": [0]},
-        "draft_vocab_size": 30, **EAGLE3, "unroll_steps": 7, "loss": "lk", "loss_args": {},
+        "head": NORMS, **REDUCED, **EAGLE3, "unroll_steps": 7, "loss": "lk", "loss_args": {},
     },
-    "all of our own layout": {  # with a narrow MLP
-        "head": {
-            "num_layers": 2, "fused_layers": [0, 1], "intermediate_size": 16, "final_norm": True, "feature_scale": True,
-        },
-        "draft_vocab_size": 30,
-        "context_ids": True,
-        "unroll_steps": 7,
+    "all of our own layout": {
+        "head": {**FUSED, "intermediate_size": 16, "final_norm": True, "feature_scale": True}, **LONG,
     },
 }  # fmt: skip
 
@@ -56,11 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_option_trains_exports_and_decodes(toys: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     plain: dict[str, Any] = {"head": {}, "draft_vocab_size": None, "unroll_steps": 1}
     module, data = make(toys, cached=False, **{**plain, **options})
-    trainer = Trainer(
-        max_steps=3, max_epochs=-1, accelerator="cpu", devices=1, callbacks=[ExportHead(str(tmp_path / "head"))],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        limit_val_batches=0, use_distributed_sampler=False,
-    )  # fmt: skip
+    trainer = train_toys.trainer(tmp_path, 3, ExportHead(str(tmp_path / "head")), limit_val_batches=0)
     trainer.fit(module, data)
     assert trainer.global_step == 3
     trainer.save_checkpoint(tmp_path / "last.ckpt", weights_only=True)
@@ -177,20 +166,13 @@ def test_entries_are_the_lm_heads_rows(family: str) -> None:
 # training ------------------------------------------------------------------------------------------------------------
 
 
-def made(toys: Path, **options: Any) -> tuple[EagleModule, dict[str, Any]]:
-    """A module with a draft vocabulary of the ids 0 to 9, and a batch."""
-    data = AnswersDataModule([str(toys / "answers.jsonl")], validation_fraction=0.2, batch_tokens=256)
-    chosen = module_options(draft_vocab_size=10, eval_steps=2, **options)
-    module = EagleModule(str(toys / "target"), **chosen)
-    module._frozen.target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
-    module.configure_model()
-    data.setup()
-    return module, next(iter(data.train_dataloader()))
+def made(toys: Path, **options: Any) -> EagleModule:
+    """A module with a draft vocabulary of the ids 0 to 9."""
+    return train_toys.ready(train_toys.eagle_module(toys, draft_vocab_size=10, eval_steps=2, **options))
 
 
 def test_training_drafts_the_prompts_ids_too(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, batch = made(toys)
-    module, _ = made(toys, context_ids=True)
+    plain, module, batch = made(toys), made(toys, context_ids=True), train_toys.batch_of(toys)
     prompt = set(batch["input_ids"][~batch["loss_mask"].bool()].tolist())
     before, after = plain.draft(batch, 1), module.draft(batch, 1)
     assert before is not None and after is not None and before.head.ids is not None and after.head.ids is not None
@@ -199,7 +181,7 @@ def test_training_drafts_the_prompts_ids_too(toys: Path, monkeypatch: pytest.Mon
     assert new and joined[: len(new)] == new, "the prompts' ids come first"
     assert sorted(own + joined) == list(range(module.target.vocab_size)), "a toy's vocabulary is smaller than a block"
     monkeypatch.setattr("fsd_train.models.eagle._CONTEXT_BLOCK", len(new) + 1)
-    blocked = made(toys, context_ids=True)[0].draft(batch, 1)
+    blocked = made(toys, context_ids=True).draft(batch, 1)
     assert blocked is not None and blocked.head.ids is not None
     assert blocked.head.ids.tolist() == [*own, *joined[: len(new) + 1]]
     expected = LMHead.of(module.target)(after.features)[..., after.head.ids]

@@ -46,8 +46,8 @@ def matrix(name: str, rows: int, columns: int) -> Tensor:
     return values(name, rows, columns) * (3 / columns) ** 0.5
 
 
-def norm(name: str, size: int = H) -> Tensor:
-    return 1 + 0.3 * values(name, size)
+def norm(name: str) -> Tensor:
+    return 1 + 0.3 * values(name, H)
 
 
 def target_model() -> LlamaForCausalLM:
@@ -58,7 +58,7 @@ def target_model() -> LlamaForCausalLM:
     return model.eval()
 
 
-def layer_tensors(prefix: str, read: int, first: bool = True) -> dict[str, Tensor]:
+def layer_tensors(prefix: str, read: int) -> dict[str, Tensor]:
     """A decoder layer whose queries, keys and values read ``read`` numbers."""
     made = {
         "self_attn.q_proj": (32, read), "self_attn.k_proj": (16, read), "self_attn.v_proj": (16, read),
@@ -92,21 +92,16 @@ EAGLE3_CONFIG = {
 
 
 def speculators_config(**options: bool) -> dict[str, Any]:
+    algorithm = {
+        "algorithm": "eagle3", "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "default_proposal_method": "greedy",
+        "verifier": {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]},
+    }  # fmt: skip
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]},
-        },
-        "transformer_layer_config": dict(LLAMA),
-        "draft_vocab_size": VD,
-        "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-        **options,
-    }
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_config": algorithm,
+        "transformer_layer_config": dict(LLAMA), "draft_vocab_size": VD, "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5], **options,
+    }  # fmt: skip
 
 
 def heads(target: Target) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +15,7 @@ from huggingface_hub import ModelCard, constants
 from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, Target, load_drafter
 from fsd_infer.chat.conversations import row_conversation, row_messages
 from fsd_infer.chat.hub_rows import HubRows, is_hub_name
+from fsd_infer.chat.rows import read_rows, rows_digest
 from fsd_infer.errors import CheckpointError, DataError, FsdError
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
@@ -88,18 +85,10 @@ def test_nothing_else_is_fetched(hub: Hub, heads: Path, target: Target, toy: Toy
     hub.add("owner/head", OTHERS)
     assert EagleHead.from_pretrained("owner/head").config.layout == "fsd" and hub.fetched() == WANTED
     weights = (heads / "eagle3" / "model.safetensors").read_bytes()
-    index = {
-        "weight_map": dict.fromkeys(
-            EagleHead.from_pretrained(heads / "eagle3", target).state_dict(), "part.safetensors"
-        )
-    }
-    config = (heads / "eagle3" / "config.json").read_bytes()
-    parts = {
-        "config.json": config,
-        "part.safetensors": weights,
-        "model.safetensors.index.json": json.dumps(index).encode(),
-    }
-    hub.add("owner/parts", parts | {"other.safetensors": weights})
+    state = EagleHead.from_pretrained(heads / "eagle3", target).state_dict()
+    index = json.dumps({"weight_map": dict.fromkeys(state, "part.safetensors")}).encode()
+    parts = {"part.safetensors": weights, "other.safetensors": weights, "model.safetensors.index.json": index}
+    hub.add("owner/parts", {"config.json": (heads / "eagle3" / "config.json").read_bytes(), **parts})
     assert EagleHead.from_pretrained("owner/parts", target).config.layout == "eagle3"
     assert hub.fetched() == ["config.json", "model.safetensors.index.json", "part.safetensors"]
     hub.add("owner/lm", toy.drafter)
@@ -254,6 +243,7 @@ def lines(rows: list[dict[str, Any]]) -> bytes:
 CHAT = [
     {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"a{n}"}]} for n in range(5)
 ]
+SAID = {"from": "human", "value": "hi"}
 FILES = {
     "me/chat": {
         "README.md": b"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train_sft\n"
@@ -261,71 +251,57 @@ FILES = {
         "sft.jsonl": lines(CHAT),
         "test.jsonl": lines(CHAT[:1]),
     },
-    "me/shares": {
-        "train.jsonl": lines(
-            [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}], "id": "x"}]
-        )
-    },
+    "me/shares": {"train.jsonl": lines([{"conversations": [SAID, {"from": "gpt", "value": "yes"}], "id": "x"}])},
     "me/ultra": {"train.jsonl": lines([{"id": "0", "data": ["ask", "answer", "again", "more"]}])},
 }
 OLD = {"train.jsonl": lines([{"instruction": "say", "said": "old"}])}  # of revision v1
 
 
-@contextmanager
-def data_hub() -> Iterator[str]:
-    """The address of a hub with these data sets."""
-    with loopback_hub() as hub:
-        for name, files in FILES.items():
-            hub.add(name, files, kind="datasets")
-        hub.add("me/shares", OLD, revision="v1", kind="datasets")
-        yield hub.url
+@pytest.fixture
+def data_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """The hub with these data sets, which the library `datasets` asks too."""
+    for name, files in FILES.items():
+        hub.add(name, files, kind="datasets")
+    hub.add("me/shares", OLD, revision="v1", kind="datasets")
+    values = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_DATASETS_CACHE": tmp_path / "datasets"}
+    for name, value in values.items():
+        monkeypatch.setattr(f"datasets.config.{name}", value)
+    return hub
 
 
-@pytest.fixture(scope="module")
-def read(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Reads names in a process whose hub is the loopback's: [[row, ...] or the error's text, ...]."""
-    home = tmp_path_factory.mktemp("hub")
-    code = (
-        "import json, sys\nfrom fsd_infer.chat.rows import read_rows, rows_digest\n"
-        "from fsd_infer.errors import DataError\n"
-        "found = []\nfor name in sys.argv[1:]:\n    try:\n        rows = list(read_rows(name))\n"
-        "        found.append([[row.where, row.values] for row in rows] + [rows_digest(name)])\n"
-        "    except DataError as error:\n        found.append(str(error))\nprint(json.dumps(found))"
-    )
-    with data_hub() as address:
-        options = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-
-        def run(*names: str, **more: str) -> list[Any]:
-            environment = {**os.environ, **options, "PYTHONPATH": str(repo_root), **more}
-            done = subprocess.run([sys.executable, "-c", code, *names], env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            return json.loads(done.stdout)
-
-        yield run
-
-
-def test_rows_come_from_the_hub(read: Any) -> None:
-    chat, first, shares, old, ultra = read(
+def test_rows_come_from_the_hub(data_hub: Hub) -> None:
+    names = [
         "hf:me/chat?split=train_sft", "hf:me/chat@main?split=train_sft&limit=2", "hf:me/shares",
         "hf:me/shares@v1?response=said", "hf:me/ultra",
-    )  # fmt: skip
-    assert [row[1]["messages"] for row in chat[:-1]] == [row["messages"] for row in CHAT]
-    assert chat[0][0] == "hf:me/chat?split=train_sft:1" and len(first) == 3 and first[:-1][0][1] == chat[0][1]
-    assert row_messages(shares[0][1]) == [{"role": "user", "content": "hi"}]
-    assert [turn["content"] for turn in row_conversation(old[0][1])] == ["say", "old"]
-    assert [turn["role"] for turn in row_conversation(ultra[0][1])] == ["user", "assistant"] * 2
-    digests = [found[-1] for found in (chat, first, shares, old, ultra)]
-    assert len(set(digests)) == 5 and all(len(digest) == 64 for digest in digests)
+    ]  # fmt: skip
+    found = [list(read_rows(name)) for name in names]
+    chat, first, shares, old, ultra = ([row.values for row in rows] for rows in found)
+    assert [row["messages"] for row in chat] == [row["messages"] for row in CHAT] and first == chat[:2]
+    assert found[0][0].where == "hf:me/chat?split=train_sft:1"
+    assert row_messages(shares[0]) == [{"role": "user", "content": "hi"}]
+    assert [turn["content"] for turn in row_conversation(old[0])] == ["say", "old"]
+    assert [turn["role"] for turn in row_conversation(ultra[0])] == ["user", "assistant"] * 2
+    digests = {rows_digest(name) for name in names}
+    assert len(digests) == 5 and {len(digest) for digest in digests} == {64}
 
 
-def test_each_fault_is_one_line(read: Any) -> None:
-    gone, revision, split, column = read(
-        "hf:me/nothing", "hf:me/shares@v9", "hf:me/chat?split=valid", "hf:me/shares?prompt=text"
-    )
-    for text, words in ((gone, "hf:me/nothing"), (revision, "hf:me/shares@v9"), (split, "valid"), (column, "'text'")):
-        assert words in text and "\n" not in text
-    (offline,) = read("hf:me/chat?split=train_sft", HF_ENDPOINT="http://127.0.0.1:9")
-    assert "hf:me/chat: unreadable" in offline
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hf:me/nothing", "hf:me/nothing"), ("hf:me/shares@v9", "hf:me/shares@v9"),
+        ("hf:me/chat?split=valid", "valid"), ("hf:me/shares?prompt=text", "'text'"),
+        ("hf:me/chat?split=train_sft", "hf:me/chat: unreadable"),
+    ],
+)  # fmt: skip
+def test_each_fault_of_a_data_set_is_one_line(
+    name: str, words: str, data_hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "unreadable" in words:
+        data_hub.repositories["datasets", "me/chat"].fault = "500 Broken"
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(DataError) as raised:
+        list(read_rows(name))
+    assert words in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_names() -> None:

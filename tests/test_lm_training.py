@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.divergence import divergence
@@ -22,10 +20,10 @@ from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.cli import main as cli
 from fsd_train.commands.export import main as export_main
-from fsd_train.data import AnswersDataModule, collate
 from fsd_train.models.lm import LMModule
+from tests import train_toys
 from tests.families import reference
-from tests.train_toys import TRAINER, VOCAB, assert_same, fit_command, in_recipe, save_toy_target, write_answers
+from tests.train_toys import VOCAB, assert_same, fit_command, in_recipe, save_toy_target, write_answers
 from tests.train_toys import options as module_options
 
 STEPS = 4
@@ -50,35 +48,11 @@ def make(toys: Path, **options: Any) -> LMModule:
     return LMModule(str(toys / "target"), drafter, **module_options(**values))
 
 
-def ready(toys: Path, **options: Any) -> LMModule:
-    """A module outside of a Trainer, its target whole."""
+def fit(toys: Path, out: Path, *callbacks: Any, ckpt: Path | None = None, **options: Any) -> LMModule:
+    made = train_toys.trainer(out, STEPS, *callbacks, val_check_interval=STEPS)
     module = make(toys, **options)
-    module._frozen.target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
-    module.configure_model()
+    made.fit(module, train_toys.answers_of(toys, batch_tokens=160), ckpt_path=ckpt, weights_only=True)
     return module
-
-
-def rows(toys: Path) -> AnswersDataModule:
-    return AnswersDataModule([str(toys / "answers.jsonl")], validation_fraction=0.2, batch_tokens=160)
-
-
-def batch_of(toys: Path, count: int = 4) -> dict[str, Any]:
-    data = rows(toys)
-    data.setup()
-    assert data.train_set is not None
-    return dict(collate([data.train_set[i] for i in range(count)]))
-
-
-def fit(
-    toys: Path, out: Path, *callbacks: Any, ckpt: Path | None = None, **options: Any
-) -> tuple[LMModule, AnswersDataModule]:
-    seed_everything(0)
-    module, data = make(toys, **options), rows(toys)
-    checkpoints = ModelCheckpoint(out / "ckpt", filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    fixed = {**TRAINER, "default_root_dir": out, "val_check_interval": STEPS}
-    trainer = Trainer(max_steps=STEPS, callbacks=[checkpoints, *callbacks], **fixed)
-    trainer.fit(module, data, ckpt_path=ckpt, weights_only=True)
-    return module, data
 
 
 def assert_decodes_exactly(toys: Path, drafter: Path) -> None:
@@ -95,7 +69,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def test_rows_are_the_contexts_that_decoding_drafts_in(toys: Path) -> None:
-    module, batch = ready(toys), batch_of(toys)
+    module, batch = train_toys.ready(make(toys)), train_toys.batch_of(toys)
     drafts = module.draft(batch, 2)
     assert drafts is not None
     ids, mask = batch["input_ids"], batch["loss_mask"]
@@ -125,7 +99,7 @@ def logits_at(model: Any, batch: dict[str, Any], positions: torch.Tensor) -> tor
 @pytest.mark.parametrize("size", [VOCAB, 40])
 def test_gradients_are_those_of_the_plain_formula(toys: Path, size: int) -> None:
     """Also where the loss looks at some of the tokens only, within which p and q are renormalised."""
-    module, batch = ready(toys, loss="js"), batch_of(toys)
+    module, batch = train_toys.ready(make(toys, loss="js")), train_toys.batch_of(toys)
     kept = torch.arange(VOCAB - size, VOCAB)
     module.head.draft_ids = None if size == VOCAB else kept
     drafts = module.draft(batch, 1)
@@ -139,7 +113,7 @@ def test_gradients_are_those_of_the_plain_formula(toys: Path, size: int) -> None
 
 
 def test_on_policy_answers_are_the_drafters_own(toys: Path) -> None:
-    module, batch = ready(toys, on_policy=1.0, on_policy_temperature=1e-4), batch_of(toys)
+    module, batch = train_toys.ready(make(toys, on_policy=1.0, on_policy_temperature=1e-4)), train_toys.batch_of(toys)
     torch.manual_seed(0)
     fresh = module.on_policy_batch(batch)
     assert "features" not in fresh and fresh["ids"] == batch["ids"]
@@ -161,7 +135,7 @@ def test_on_policy_answers_are_the_drafters_own(toys: Path) -> None:
 
 
 def test_on_policy_share_is_that_of_batches(toys: Path) -> None:
-    module, batch = ready(toys, on_policy=0.4, on_policy_tokens=1), batch_of(toys, 1)
+    module, batch = train_toys.ready(make(toys, on_policy=0.4, on_policy_tokens=1)), train_toys.batch_of(toys, 1)
     sampled = 0
     for number in range(40):
         module.seed = number
@@ -180,7 +154,7 @@ def test_what_is_trained_is_exported_and_decodes(toys: Path, tmp_path: Path, opt
     lora = options.get("lora")
     callback = DecodedTau(["exact", "fuzzy:js:0.4"], prompts=2, max_new_tokens=8)
     made, export = tmp_path / "model", ExportHead(str(tmp_path / "model"))
-    module, _ = fit(toys, tmp_path, export, callback, on_policy=0.5, lr=0.05 if lora else 3e-3, **options)
+    module = fit(toys, tmp_path, export, callback, on_policy=0.5, lr=0.05 if lora else 3e-3, **options)
     checkpoint = tmp_path / "ckpt" / f"step={STEPS}.ckpt"
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
     assert state and all("lora_" in name for name in state) == is_adapter(made) == bool(lora)
@@ -192,7 +166,9 @@ def test_what_is_trained_is_exported_and_decodes(toys: Path, tmp_path: Path, opt
     torch.testing.assert_close(logits_of(loaded.model), trained, **exact)
     assert loaded.config.num_hidden_layers == base.config.num_hidden_layers
     assert float((logits_of(base.model) - trained).abs().max()) > 0.01
-    torch.testing.assert_close(logits_of(ready(toys, **options).head.model.eval()), logits_of(base.model))
+    torch.testing.assert_close(
+        logits_of(train_toys.ready(make(toys, **options)).head.model.eval()), logits_of(base.model)
+    )
     assert_decodes_exactly(toys, made)
     record = json.loads((made / "training.json").read_text())
     assert record["steps"] == STEPS and record["hyperparameters"]["on_policy"] == 0.5
@@ -215,8 +191,8 @@ FSD_MIX = [{"name": "fsd", "args": {"threshold": [0.1, 0.3]}}, {"name": "eagle",
     ids=["full", "lora", "mix"],
 )
 def test_resumed_run_ends_with_the_same_weights(toys: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    whole, _ = fit(toys, tmp_path / "whole", on_policy=0.5, **options)
-    again, _ = fit(toys, tmp_path / "again", on_policy=0.5, ckpt=tmp_path / "whole" / "ckpt" / "step=2.ckpt", **options)
+    whole = fit(toys, tmp_path / "whole", on_policy=0.5, **options)
+    again = fit(toys, tmp_path / "again", on_policy=0.5, ckpt=tmp_path / "whole" / "ckpt" / "step=2.ckpt", **options)
     assert_same(again.state_dict(), whole.state_dict())
 
 

@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
-from fsd_train.data import AnswersDataModule
-from fsd_train.losses import DraftBatch, Loss, Schedule, as_loss
-from fsd_train.models.eagle import EagleModule
-from fsd_train.models.head_options import HeadOptions
+from fsd_train.losses import Schedule, as_loss
 from tests.loss_toys import H, N, S, build_loss, check, distributions, grid_loss, make_batch, plain_kl
-from tests.train_toys import TRAINER, options, save_toy_target, write_answers
+from tests.train_toys import eagle_module, ready, save_toy_target, write_answers
 
 # schedules
 
@@ -124,47 +120,21 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixes")
     save_toy_target(folder / "target")
     write_answers(folder / "answers.jsonl", Target.from_pretrained(str(folder / "target")), rows=12)
-    first = EagleModule(str(folder / "target"), HeadOptions(final_norm=True))
-    first.configure_model()
+    first = ready(eagle_module(folder, head={"final_norm": True}))
     torch.nn.init.normal_(first.head.fc.weight, std=0.1)
     first.export(folder / "first")
     return folder
 
 
-def fit(toys: Path, loss: Any, loss_args: dict[str, Any] | None = None) -> tuple[EagleModule, list[DraftBatch]]:
-    """Trains four steps; returns the module and the batches that its loss saw in training."""
-    head = {"final_norm": True}
-    chosen = options(head=head, unroll_steps=2, loss=loss, loss_args=loss_args, lr=5e-3, warmup_steps=0)
-    module = EagleModule(str(toys / "target"), **chosen)
-    seen: list[DraftBatch] = []
-
-    class Watched(Loss):
-        def __init__(self, inner: Loss) -> None:
-            self.parts = [inner]
-
-        def __call__(self, batch: DraftBatch) -> Any:
-            seen.append(batch)
-            return self.parts[0](batch)
-
-    module.loss = Watched(module.loss)
-    data = AnswersDataModule([str(toys / "answers.jsonl")], batch_tokens=128, validation_fraction=0.0)
-    fixed = {**TRAINER, "default_root_dir": toys / "runs", "enable_checkpointing": False}
-    trainer = Trainer(max_steps=4, gradient_clip_val=1.0, **fixed)
-    trainer.fit(module, data)
-    return module, seen
-
-
 def test_reference_estimates_are_what_that_head_would_train_on(toys: Path) -> None:
     """A module whose own head has the reference's weights estimates the same features."""
-    target = str(toys / "target")
     args = {"reference": str(toys / "first")}
-    module = EagleModule(target, HeadOptions(final_norm=True), unroll_steps=3, loss=build_loss("adaspec", args))
-    module.configure_model()
+    module = ready(eagle_module(toys, head={"final_norm": True}, unroll_steps=3, loss="adaspec", loss_args=args))
     rows = json.loads((toys / "answers.jsonl").read_text().splitlines()[0])
     ids = torch.tensor([rows["prompt_ids"] + rows["response_ids"]])
     mask = (torch.arange(ids.shape[1]) >= len(rows["prompt_ids"]))[None]
     with torch.no_grad():
-        features = Target.from_pretrained(target).features(ids)
+        features = module.target.features(ids)
     batch = {"input_ids": ids, "loss_mask": mask, "features": features}
     drafts = module.draft(batch, 3)
     assert drafts is not None and drafts.reference is not None

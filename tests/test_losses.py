@@ -1,7 +1,8 @@
-"""Losses against plain formulas, simulated rounds and the rule that decodes; what all losses share."""
+"""Losses against plain formulas, simulated rounds and the rule that decodes; chunks, memory and low precision."""
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +15,11 @@ from torch import Tensor
 from fsd_infer.errors import DataError, UnknownNameError
 from fsd_infer.rules import Exact, Fuzzy, Verification
 from fsd_infer.tree import DraftTree
-from fsd_train.losses import LMHead
+from fsd_train.losses.base import DraftBatch, LMHead, weighted_mean
+from fsd_train.losses.rows import LIVE, RowFunction
 from tests.loss_toys import (
     PLAIN,
+    VARIANTS,
     Grid,
     H,
     N,
@@ -56,21 +59,15 @@ def adaptive(rate: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 FORMULAS: list[tuple[str, dict[str, Any], Formula]] = [
     *((name, {}, lambda batch, p, q, rows=rows: rows(p, q)) for name, rows in PLAIN.items()),
-    (
-        "eagle",
-        {"w_feature": 0.3, "w_ce": 0.7},
-        lambda batch, p, q: 0.3 * feature_gap(batch) - 0.7 * (p * q.log()).sum(-1),
-    ),
+    ("eagle", {"w_feature": 0.3, "w_ce": 0.7},
+     lambda batch, p, q: 0.3 * feature_gap(batch) - 0.7 * (p * q.log()).sum(-1)),
     ("tv", {"w_feature": 0.7}, lambda batch, p, q: PLAIN["tv"](p, q) + 0.7 * feature_gap(batch)),
     ("lk", {"form": "log", "level": "row"}, lambda batch, p, q: -overlap(p, q).log()),
     ("lk", {"form": "log", "level": "step"}, lambda batch, p, q: -by_step(overlap(p, q), batch).log()),
-    (
-        "lk",
-        {"eta": 2.0, "level": "row", "w_feature": 0.7},
-        lambda batch, p, q: adaptive(overlap(p, q), p, q) + 0.7 * feature_gap(batch),
-    ),
+    ("lk", {"eta": 2.0, "level": "row", "w_feature": 0.7},
+     lambda batch, p, q: adaptive(overlap(p, q), p, q) + 0.7 * feature_gap(batch)),
     ("lk", {"eta": 2.0, "level": "step"}, lambda batch, p, q: adaptive(by_step(overlap(p, q), batch), p, q)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
@@ -85,15 +82,6 @@ def test_value_and_gradient_are_the_formulas(
     check(batch, estimates, out.loss, mean(rows(batch, p, q), batch.weights))
     assert out.agreement is not None
     assert torch.equal(out.agreement, (q.argmax(-1) == p.argmax(-1)) & (batch.weights > 0))
-
-
-@pytest.mark.parametrize("name", [*PLAIN, "lk", "fsd"])
-def test_perfect_drafts_cost_nothing(name: str) -> None:
-    batch, _ = make_batch()
-    same = replace(batch, estimates=batch.features.expand(S, N, H).clone().requires_grad_())
-    out = grid_loss(name)(same)
-    assert abs(out.loss.item()) < 1e-5
-    assert out.agreement is not None and torch.equal(out.agreement, batch.weights > 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
@@ -179,26 +167,6 @@ def one_chain(batch: Grid) -> tuple[Grid, Tensor, Tensor]:
     return replace(batch, weights=weights), p[0, chain].detach(), q[torch.arange(S), chain].detach()
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("fuzzy", [False, True])
-def test_expected_length_of_a_tree_is_the_simulated_one(width: int, fuzzy: bool) -> None:
-    """Every node's children are drawn from q, and hold the target's draw or do not."""
-    generator, draws = torch.Generator().manual_seed(1), 40_000
-    alone, p, q = one_chain(make_batch(spread=0.8, seed=1)[0])
-    threshold = float(plain_js(p, q).sort().values[:2].mean()) if fuzzy else 0.0  # opens at one of the three steps
-    parts = grid_loss("fsd", {"threshold": threshold, "softness": 1e-6, "width": width})(alone).parts
-    alive, lengths = torch.ones(draws, dtype=torch.bool), torch.zeros(draws, dtype=torch.float64)
-    for p_k, q_k in zip(p, q, strict=True):
-        if float(plain_js(p_k, q_k)) > threshold:
-            children = torch.multinomial(q_k, draws * width, replacement=True, generator=generator).view(draws, width)
-            drawn = torch.multinomial(p_k, draws, replacement=True, generator=generator)
-            alive &= (children == drawn[:, None]).any(1)
-        lengths += alive
-    error = float(lengths.std()) / math.sqrt(draws)
-    assert abs(float(parts[f"soft_tau_{threshold:g}"]) - 1 - float(lengths.mean())) < 4.5 * error
-    assert error < 0.01 and 0.05 < float(lengths.mean()) < S
-
-
 @pytest.mark.parametrize("rule", [Exact(), Fuzzy("js")], ids=lambda rule: rule.name)
 def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
     """Chains of sampled drafts before the rule that decodes: its mean accepted length."""
@@ -223,3 +191,112 @@ def test_fsd_stays_finite_where_q_is_certain() -> None:
     loss = grid_loss("fsd", {"width": 4, "temperature": 0.5})(batch).loss
     (slope,) = torch.autograd.grad(loss, estimates)
     assert bool(loss.isfinite()) and bool(slope.isfinite().all())
+
+
+def peak_memory(run: Any) -> int:
+    """Bytes allocated at the highest moment of a call, above those before it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    gc.collect()  # what other tests left must not be freed, and counted, in the middle of this one
+    gc.disable()
+    try:
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            run()
+    finally:
+        gc.enable()
+    records = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = peak = 0
+    for record in sorted(records, key=lambda event: event.start_ns()):
+        total += record.nbytes()
+        peak = max(peak, total)
+    return peak
+
+
+KEPT = {"chunk_size": 4 * LIVE}
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        *((name, {**args, **KEPT}) for name, args in VARIANTS),
+        ("adaspec", {"reference": "first", "loss_args": KEPT, **KEPT}),
+        ([{"name": name, "args": KEPT} for name in ("lk", "fsd")], {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("cap", "own"), [(None, False), (5.0, True)])
+def test_memory_bound(name: Any, args: dict[str, Any], cap: float | None, own: bool) -> None:
+    """Forward and backward stay within 1.3 times the logits of chunk_size rows, however many rows there are."""
+    vocab, rows, width = 4096, 3 * LIVE, 4
+    weight = torch.randn(vocab, width)
+    batch = Grid(
+        torch.randn(2, rows, width, requires_grad=True), torch.randn(rows, width), torch.ones(2, rows),
+        torch.arange(rows), LMHead(weight, cap=cap),
+        own_head=LMHead(weight.clone().requires_grad_(), cap=cap) if own else None,
+        reference=torch.randn(2, rows, width) if name == "adaspec" else None,
+    ).batch()  # fmt: skip
+    loss = build_loss(name, args)
+    peak = peak_memory(lambda: loss(batch).loss.backward())
+    assert 4 * vocab * 4 < peak < 1.3 * KEPT["chunk_size"] * vocab * 4
+
+
+def test_no_gradient_asked_and_low_precision() -> None:
+    batch, _ = make_batch()
+    low = replace(
+        batch,
+        estimates=batch.estimates.detach().bfloat16().requires_grad_(),
+        features=batch.features.bfloat16(),
+        head=LMHead(batch.head.weight.bfloat16()),
+    )
+    for name in ("eagle", "js", "lk", "fsd"):
+        exact = grid_loss(name)(batch).loss.detach()
+        with torch.no_grad():
+            assert not grid_loss(name)(batch).loss.requires_grad
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = grid_loss(name)(low).loss
+        (grad,) = torch.autograd.grad(loss, low.estimates)
+        assert loss.dtype == torch.float32 and grad.dtype == torch.bfloat16
+        torch.testing.assert_close(loss.detach(), exact, atol=0.02, rtol=0.05)
+
+
+def plain_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
+    """What :func:`chunked_rows` computes, by autograd over everything at once."""
+    log_p = batch.head(batch.features).log_softmax(-1)[batch.rows.feature]
+    log_q = batch.draft_head(batch.estimates).log_softmax(-1)
+    values = function.values(log_p.exp() if function.of_p else log_p, log_q)
+    return values, log_q.argmax(-1) == log_p.argmax(-1)
+
+
+def plain_mean(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
+    values, agree = plain_rows(function, batch, chunk_size)
+    return weighted_mean(values[0], batch.weights), agree
+
+
+REPLACED: list[tuple[str, Any]] = [
+    *((f"{module}.mean_of_rows", plain_mean) for module in ("eagle", "divergences")),
+    *((f"{module}.chunked_rows", plain_rows) for module in ("lk", "fsd", "adaspec")),
+]
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("name", "args"), [*VARIANTS, ("eagle", {"w_feature": 0.0, "w_ce": 0.7})], ids=str)
+def test_rows_in_chunks_are_rows_at_once(
+    name: str, args: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, also of an LM head of the drafter's own, in any chunks, are those of plain autograd."""
+    if own and name == "eagle" and not args:
+        return  # its features are the target's, which another LM head does not read
+    batch, estimates = make_batch()
+    weight = (batch.head.weight + 0.3 * torch.randn_like(batch.head.weight)).requires_grad_()
+    batch = replace(batch, own_head=LMHead(weight, scale=0.9, cap=30.0)) if own else batch
+
+    def measure(chunk_size: int) -> list[Tensor]:
+        out = grid_loss(name, {**args, "chunk_size": chunk_size})(batch)
+        assert out.agreement is not None
+        return [out.loss.detach(), out.agreement, *torch.autograd.grad(2 * out.loss, [estimates, weight][: 1 + own])]
+
+    found = [measure(chunk_size) for chunk_size in (1, 3 * LIVE, 1000 * LIVE)]
+    assert all(bool(each[-1].any()) for each in found)
+    for module, function in REPLACED:
+        monkeypatch.setattr(f"fsd_train.losses.{module}", function)
+    for ours in found:
+        torch.testing.assert_close(ours, measure(1), atol=1e-6, rtol=1e-4)

@@ -14,7 +14,6 @@ import pytest
 from fsd_bench.prompts import encode_rows
 from fsd_infer.chat.conversations import row_conversation, row_messages
 from fsd_infer.chat.encoding import encode_chat, encode_conversation, end_of_turn, read_prompts
-from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError
 from fsd_train.data import read_answers
 from tests.text_toys import CHATML, FORGETFUL, OTHERWISE, THINKING, tiny_tokenizer, write_rows
@@ -25,30 +24,11 @@ MORE = {"role": "user", "content": "the cat"}
 LAST = {"role": "assistant", "content": "sat on the mat"}
 
 
-def test_reads_every_kind_of_row(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "a", "source": "code"},
-        {"question": "b", "answer": "#### 1"},
-        {"turns": ["c", "later"], "category": "qa"},
-        {"messages": [{"role": "system", "content": "s"}, USER, BOT], "prompt": "not this"},
-        {"instruction": "Add:", "input": "1 and 2", "answer": "3"},
-        {"instruction": "Sum up.", "context": "d", "response": "e"},
-        {"conversation": [USER, BOT], "language": "English"},
-        {
-            "messages": [
-                {"role": "developer", "content": "s"},
-                {"role": "user", "content": [{"type": "text", "text": "f"}]},
-            ]
-        },
-        {"problem": "g", "solution": "h"},
-        "i",
-    ]
+def test_rows_in_lines_and_arrays(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "source": "code"}, {"turns": ["b", "later"], "category": "qa"}, "c"]
     found = list(read_prompts(write_rows(tmp_path / "mix.jsonl", rows)))
-    said = ["a", "b", "c", USER["content"], "Add:\n\n1 and 2", "Sum up.\n\nd", USER["content"], "f", "g", "i"]
-    assert [row.messages[-1]["content"] for row in found] == said
-    assert [row.source for row in found] == ["code", "mix", "qa", *["mix"] * 7]
-    assert len(found[3].messages) == 2  # the final reference answer is no part of the prompt
-    assert found[7].messages[0]["role"] == "system"
+    assert [row.messages[-1]["content"] for row in found] == ["a", "b", "c"]
+    assert [row.source for row in found] == ["code", "qa", "mix"]
     for name in ("mix.json", "array.jsonl"):
         (tmp_path / name).write_text(json.dumps(rows, indent=1))
         assert [row.messages for row in read_prompts(tmp_path / name)] == [row.messages for row in found]
@@ -97,23 +77,29 @@ def test_malformed_row_names_file_and_line(tmp_path: Path, line: bytes, problem:
     assert f"{path}:2" in str(caught.value)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    packed = gzip.compress(b'{"prompt": "a"}\n' * 1000)
-    (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    (tmp_path / "array.json").write_text('[{"prompt": "a"}, 3]')
-    (tmp_path / "cut.json").write_text('[{"prompt": "a"}')
-    (tmp_path / "cells.csv").write_text("prompt\na\nb,c\n")
-    (tmp_path / "quotes.csv").write_text('prompt\na\n"b\n')
-    for name, message in (
-        ("none.jsonl", "no such file"),
-        ("cut.jsonl.gz", r"cut\.jsonl\.gz: unreadable"),
-        ("array.json", "array.json:2: expected a JSON object"),
-        ("cut.json", "cut.json: not JSON"),
-        ("cells.csv", "cells.csv:3: more cells"),
-        ("quotes.csv", "quotes.csv:2: no table row"),
-    ):
-        with pytest.raises(DataError, match=message):
-            list(read_prompts(tmp_path / name))
+# what is read, the files that are there, and what is said of them
+UNREADABLE: list[tuple[str, dict[str, bytes], str]] = [
+    ("none.jsonl", {}, "no such file"),
+    ("none.parquet", {}, "no such file"),
+    ("cut.jsonl.gz", {"": gzip.compress(b'{"prompt": "a"}\n' * 1000)[:40]}, r"cut\.jsonl\.gz: unreadable"),
+    ("array.json", {"": b'[{"prompt": "a"}, 3]'}, "array.json:2: expected a JSON object"),
+    ("cut.json", {"": b'[{"prompt": "a"}'}, "cut.json: not JSON"),
+    ("cells.csv", {"": b"prompt\na\nb,c\n"}, "cells.csv:3: more cells"),
+    ("quotes.csv", {"": b'prompt\na\n"b\n'}, "quotes.csv:2: no table row"),
+    ("cut.parquet", {"": b"PAR1 and then nothing"}, r"cut\.parquet: unreadable after row 0"),
+    ("other", {"a.jsonl": b"{}"}, r"neither \.parquet files nor a dataset"),
+    ("splits", {"test-0.parquet": b"", "validation-0.parquet": b""}, "none called train"),
+]
+
+
+@pytest.mark.parametrize(("name", "files", "message"), UNREADABLE)
+def test_files_that_cannot_be_read(name: str, files: dict[str, bytes], message: str, tmp_path: Path) -> None:
+    for inner, content in files.items():
+        path = tmp_path / name / inner
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        list(read_prompts(tmp_path / name))
 
 
 def test_training_and_decoding_see_identical_ids() -> None:
@@ -192,26 +178,42 @@ def test_what_cannot_be_encoded_is_reported() -> None:
 
 
 SYSTEM = {"role": "system", "content": "assistant"}
-ASK = {"role": "user", "content": "what is the answer"}
-TELL = {"role": "assistant", "content": "it is there"}
-TURNS = [SYSTEM, ASK, TELL, MORE, LAST]
+IT = {"role": "assistant", "content": "it"}
+TURNS = [SYSTEM, USER, BOT, MORE, LAST]
 SHAREGPT = [
     {"from": {"user": "human", "assistant": "gpt"}.get(turn["role"], turn["role"]), "value": turn["content"]}
     for turn in TURNS
 ]
 
-# forms of a row -> the turns before the last answer, and all of them
-FORMS: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]]]] = [
-    ({"messages": TURNS}, TURNS[:-1], TURNS),
+
+def asks(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+PARTS = [{"role": "developer", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "f"}]}]
+# forms of a row -> the turns before the last answer, and all of them if it has one
+FORMS: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]] | None]] = [
+    ({"question": "b", "answer": "#### 1"}, asks("b"), None),
+    ({"turns": ["c", "later"]}, asks("c"), None),
+    ({"instruction": "Add:", "input": "1 and 2", "answer": "3"}, asks("Add:\n\n1 and 2"), None),
+    ({"instruction": "Sum up.", "context": "d", "response": "e"}, asks("Sum up.\n\nd"), None),
+    ({"problem": "g", "solution": "h"}, asks("g"), None),
+    ({"conversation": [USER, BOT], "language": "English"}, [USER], None),
+    ({"messages": PARTS}, [{"role": "system", "content": "s"}, *asks("f")], None),
+    ({"messages": TURNS, "prompt": "not this"}, TURNS[:-1], TURNS),
     ({"conversations": SHAREGPT}, TURNS[:-1], TURNS),
     ({"conversations": TURNS}, TURNS[:-1], TURNS),
     ({"messages": TURNS[:-1], "response": LAST["content"]}, TURNS[:-1], TURNS),
-    ({"messages": TURNS, "response": "it"}, TURNS[:-1], [*TURNS[:-1], {"role": "assistant", "content": "it"}]),
-    ({"prompt": ASK["content"], "response": TELL["content"]}, [ASK], [ASK, TELL]),
-    ({"prompt": ASK["content"], "completion": TELL["content"]}, [ASK], [ASK, TELL]),
+    ({"messages": TURNS, "response": "it"}, TURNS[:-1], [*TURNS[:-1], IT]),
+    ({"prompt": USER["content"], "response": BOT["content"]}, [USER], [USER, BOT]),
+    ({"prompt": USER["content"], "completion": BOT["content"]}, [USER], [USER, BOT]),
     ({"prompt": TURNS[:-1], "completion": [LAST]}, TURNS[:-1], TURNS),
-    ({"messages": None, "prompt": ASK["content"], "response": None, "completion": TELL["content"]}, [ASK], [ASK, TELL]),
-    ({"conversations": [SHAREGPT[2], *SHAREGPT[1:3]]}, [ASK], [ASK, TELL]),  # an answer to nothing
+    (
+        {"messages": None, "prompt": USER["content"], "response": None, "completion": BOT["content"]},
+        [USER],
+        [USER, BOT],
+    ),
+    ({"conversations": [SHAREGPT[2], *SHAREGPT[1:3]]}, [USER], [USER, BOT]),  # an answer to nothing
     ({"messages": [*TURNS, MORE]}, [*TURNS, MORE], TURNS),  # a question without an answer
 ]
 
@@ -219,9 +221,9 @@ FORMS: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]]]] =
 @pytest.mark.parametrize(
     ("row", "prompt", "whole"), FORMS, ids=lambda value: ",".join(value) if isinstance(value, dict) else ""
 )
-def test_forms(row: dict[str, Any], prompt: list[dict[str, str]], whole: list[dict[str, str]]) -> None:
+def test_forms(row: dict[str, Any], prompt: list[dict[str, str]], whole: list[dict[str, str]] | None) -> None:
     assert row_messages(row) == prompt
-    assert row_conversation(row) == whole
+    assert whole is None or row_conversation(row) == whole
 
 
 # files
@@ -278,21 +280,6 @@ def test_every_kind_of_file_holds_the_same_rows(tmp_path: Path, kind: str) -> No
     assert [row.id for row in prompts] == [row.id for row in read_prompts(path)]
 
 
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"):
-        list(read_rows(tmp_path / "none.parquet"))
-    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and then nothing")
-    with pytest.raises(DataError, match=r"cut\.parquet: unreadable after row 0"):
-        list(read_rows(tmp_path / "cut.parquet"))
-    with pytest.raises(DataError, match=r"neither \.parquet files nor a dataset"):
-        list(read_rows(write(KINDS[0], tmp_path / "other").parent))
-    (tmp_path / "splits").mkdir()
-    for name in ("test-0.parquet", "validation-0.parquet"):
-        (tmp_path / "splits" / name).touch()
-    with pytest.raises(DataError, match="none called train"):
-        list(read_rows(tmp_path / "splits"))
-
-
 # masks
 
 OPEN, CLOSE = "{% generation %}", "{% endgeneration %}"
@@ -340,7 +327,7 @@ def test_generation_markers_give_the_mask_of_the_exact_method(complete: bool) ->
 def test_blocks_are_taken_up_to_the_end(answer: str, kept: str) -> None:
     tokenizer = tiny_tokenizer(marked(answer))
     inside = {"role": "assistant", "content": "it is <|start|> there"}  # a special token within the answer
-    [(ids, mask)] = encode_conversation(tokenizer, [ASK, inside, MORE, LAST])
+    [(ids, mask)] = encode_conversation(tokenizer, [USER, inside, MORE, LAST])
     assert tokenizer.decode([token for token, wanted in zip(ids, mask) if wanted]) == kept
 
 
@@ -349,11 +336,11 @@ def test_markers_that_leave_out_a_turn_are_refused() -> None:
         "{% if loop.last %}" + OPEN + "{{ m['content'] + '<|end|>' }}" + CLOSE
         + "{% else %}{{ m['content'] + '<|end|>' }}{% endif %}"
     )  # fmt: skip
-    encode_conversation(tiny_tokenizer(only_last), [ASK, TELL])
+    encode_conversation(tiny_tokenizer(only_last), [USER, BOT])
     with pytest.raises(DataError, match="mark 1 of 2 assistant turns"):
-        encode_conversation(tiny_tokenizer(only_last), [ASK, TELL, MORE, LAST])
+        encode_conversation(tiny_tokenizer(only_last), [USER, BOT, MORE, LAST])
 
 
 def test_a_conversation_does_not_begin_with_an_answer() -> None:
     with pytest.raises(DataError, match="not begin with one"):
-        encode_conversation(tiny_tokenizer(), [TELL, ASK, LAST])
+        encode_conversation(tiny_tokenizer(), [BOT, USER, LAST])

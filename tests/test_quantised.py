@@ -107,17 +107,10 @@ def test_above_temperature_0_the_law_is_the_targets(kind: str, tmp_path: Path) -
     assert kept.sum() > 15 and chisquare(*(pair / pair.sum() * rows for pair in pairs)).pvalue > 1e-6
 
 
-IN_BLOCKS = {
-    "torchao int8": 8,
-    "torchao int4": 2,
-    "quanto int8": 8,
-    "compressed-tensors W8A16": 8,
-    "compressed-tensors W4A16": 2,
-    "gptq int4": 2,
-    "gptq int4 with zeros": 3,
-    "gptq int8": 8,
-    "awq int4": 3,
-}
+IN_BLOCKS = {  # a kind's block on a CPU
+    "torchao int8": 8, "torchao int4": 2, "quanto int8": 8, "compressed-tensors W8A16": 8,
+    "compressed-tensors W4A16": 2, "gptq int4": 2, "gptq int4 with zeros": 3, "gptq int8": 8, "awq int4": 3,
+}  # fmt: skip
 
 
 @pytest.mark.skipif(not can_pack(), reason="needs bf16 products by oneDNN")

@@ -91,12 +91,9 @@ def shortened(config: dict[str, Any], out: Path) -> Path:
 
 
 def train(config: Path, steps: int) -> None:
-    fast = {
-        "max_steps": steps, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1,
-        "enable_progress_bar": "false", "enable_model_summary": "false", "limit_val_batches": 1,
-    }  # fmt: skip
-    options = [part for name, value in fast.items() for part in (f"--trainer.{name}", str(value))]
-    small = ["--data.batch_tokens", "128", "--data.validation_fraction", "0.2", "--data.max_length", "64"]
+    fast = f"max_steps={steps} accelerator=cpu devices=1 log_every_n_steps=1 limit_val_batches=1"
+    options = [f"--trainer.{one}" for one in f"{fast} enable_progress_bar=false enable_model_summary=false".split()]
+    small = [f"--data.{one}" for one in ("batch_tokens=128", "validation_fraction=0.2", "max_length=64")]
     assert cli(["fit", "--config", str(config), *options, *small]) == 0
 
 

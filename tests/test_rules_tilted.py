@@ -1,4 +1,4 @@
-"""The optimal rule: optimality, options, numbers. What is sampled: tests/test_rules_laws.py."""
+"""The optimal rule: optimality, options, numbers, and its learned price. What is sampled: tests/test_rules_laws.py."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import torch
 from scipy.optimize import minimize
 from scipy.special import rel_entr, softmax
 
-from fsd_infer.errors import FsdError
-from fsd_infer.rules import Evidence, Exact, Rule, Texts, Tilted, Verification, parse_rule
+from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer.rules import Evidence, Exact, Rule, Texts, Verification, apply_rules, parse_rule
 from fsd_infer.rules.clipping import clipped
 from fsd_infer.rules.texts import known, known_tokens
+from fsd_infer.rules.tilted import FIRST_PRICE, LEAST_PRICE, Tilted, sampling_cost
 from fsd_infer.tree import DraftTree
-from tests.tree_rounds import INF, SPECS, assert_same, chain_round, tree_round, verdict_of
+from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
 
 PRICES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -55,13 +56,20 @@ def outcome(round: Verification, row: int, law: np.ndarray, node: int = 0) -> tu
     return drafts, nats
 
 
-def value(round: Verification, row: int, price: float, node: int = 0) -> float:
+def probabilities(round: Verification, row: int) -> list[list[Any]]:
+    """p at each node, in mpmath's digits."""
+    raised = [[mpmath.exp(mpmath.mpf(x)) for x in line] for line in round.scores[row].double().tolist()]
+    return [[x / mpmath.fsum(line) for x in line] for line in raised]
+
+
+def value(tree: DraftTree, row: int, p: list[list[Any]], price: Any, node: int = 0) -> Any:
     """V by the recursion that defines it."""
-    p = softmax(round.scores[row, node].double().numpy())
-    below = children_of(round.tree, row, node)
-    terms = [1 - sum(p[token] for token in below)]
-    terms += [p[token] * math.exp((1 + value(round, row, price, child)) / price) for token, child in below.items()]
-    return price * math.log(sum(terms))
+    below = children_of(tree, row, node)
+    if not below:
+        return mpmath.mpf(0)
+    rest = 1 - mpmath.fsum(p[node][token] for token in below)
+    worth = {token: 1 + value(tree, row, p, price, child) for token, child in below.items()}
+    return price * mpmath.log(rest + mpmath.fsum(p[node][token] * mpmath.exp(v / price) for token, v in worth.items()))
 
 
 @pytest.mark.parametrize("price", PRICES)
@@ -72,10 +80,11 @@ def test_its_law_reaches_the_value_that_the_recursion_promises(price: float) -> 
         np.testing.assert_allclose(law.sum(-1), 1.0, atol=1e-6)
         for row in range(2):
             drafts, nats = outcome(round, row, law[row])
-            assert drafts - price * nats == pytest.approx(value(round, row, price), abs=2e-5)
+            promised = float(value(round.tree, row, probabilities(round, row), price))
+            assert drafts - price * nats == pytest.approx(promised, abs=2e-5)
             for spec in SPECS:  # no rule reaches more
                 drafts, nats = outcome(round, row, law_table(parse_rule(spec), round)[row])
-                assert drafts - price * nats <= value(round, row, price) + 2e-5
+                assert drafts - price * nats <= promised + 2e-5
 
 
 def ways(tree: DraftTree, row: int) -> list[list[int]]:
@@ -170,16 +179,6 @@ def test_the_clipped_law_is_one_whatever_the_numbers(price: float) -> None:
         torch.testing.assert_close(low[both], high[both], atol=2e-3, rtol=1e-4)
 
 
-def precise_value(tree: DraftTree, row: int, p: list[list[Any]], price: Any, node: int) -> Any:
-    """As :func:`value`, in the digits of ``price``."""
-    below = children_of(tree, row, node)
-    if not below:
-        return mpmath.mpf(0)
-    rest = 1 - mpmath.fsum(p[node][token] for token in below)
-    worth = {token: 1 + precise_value(tree, row, p, price, child) for token, child in below.items()}
-    return price * mpmath.log(rest + mpmath.fsum(p[node][token] * mpmath.exp(v / price) for token, v in worth.items()))
-
-
 @pytest.mark.parametrize("price", ["0.001", "0.1", "1", "1000"])
 @pytest.mark.parametrize("scale", [1.0, 40.0])
 def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> None:
@@ -187,18 +186,15 @@ def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> 
     mpmath.mp.dps = 60
     for seed in range(4):
         base = tree_round(seed, nodes=12, mask=seed % 2 == 1)
-        scores = base.scores * scale
-        round = replace(base, scores=scores)
+        round = replace(base, scores=base.scores * scale)
         lift = plain(float(price)).law(Evidence(round, lazy=False)).lift
         assert lift is not None and not lift.isnan().any()
         exact = mpmath.mpf(price)
         for row in range(2):
-            p = [[mpmath.exp(mpmath.mpf(x)) for x in line] for line in scores[row].double().tolist()]
-            p = [[x / mpmath.fsum(line) for x in line] for line in p]
-
+            p = probabilities(round, row)
             for token, child in children_of(round.tree, row, 0).items():
                 if p[0][token] > 0:
-                    wanted = float((1 + precise_value(round.tree, row, p, exact, child)) / exact)
+                    wanted = float((1 + value(round.tree, row, p, exact, child)) / exact)
                     assert float(lift[row, child]) == pytest.approx(wanted, rel=2e-5, abs=1e-4 * scale)
         verdict = plain(float(price))(round)
         assert verdict.spent.isfinite().all() and (verdict.spent >= 0).all()
@@ -258,3 +254,79 @@ def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_i
         found = parse_rule(f"{spec}:novel=2")(replace(round, texts=texts))
         assert_same(found, Exact()(round))
         assert parse_rule(f"{spec}:novel=0")(round).accepted.sum() > found.accepted.sum()
+
+
+@pytest.mark.parametrize("heat", [0.1, 0.3, 1.0])
+def test_a_hot_sample_costs_what_enumeration_says(heat: float) -> None:
+    """Over a vocabulary that is looked at as a whole; forbidden tokens are never sampled."""
+    scores = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0)) * 3
+    scores[0, 0, 3:] = -INF
+    scores[1, 1, 1:] = -INF
+    p = scores.softmax(-1)
+    hot = (scores / heat).softmax(-1)
+    regret = (scores.amax(-1, keepdim=True) - scores).masked_fill(hot == 0, 0.0)
+    torch.testing.assert_close(sampling_cost(scores, heat, greedy=True), (hot * regret).sum(-1))
+    warmer = (scores / (1 + heat)).softmax(-1)
+    divergence = (warmer * (warmer.log() - p.log())).nan_to_num(0.0).sum(-1)
+    torch.testing.assert_close(sampling_cost(scores, heat, greedy=False), divergence, atol=1e-6, rtol=1e-4)
+    assert sampling_cost(scores, heat, True)[1, 1] == 0 == sampling_cost(scores, heat, False)[1, 1]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool) -> None:
+    """So the learned rule has the laws of the fixed one, which are tested by enumeration."""
+    learned = parse_rule("tilted:novel=0:heat=0.5")
+    assert isinstance(learned, Tilted)
+    spent = [-9.0, -1.5, 0.0, 0.7, 3.0, 40.0, 1.0, -1.9]
+    different = 0
+    for seed in range(8):
+        round = any_round(shape, seed, greedy)
+        overspent = torch.tensor(spent[: round.tree.tokens.shape[0]])
+        made = apply_rules([learned] * len(overspent), replace(round, overspent=overspent))
+        prices = [max(FIRST_PRICE + float(nats), LEAST_PRICE) for nats in overspent]
+        fixed = [Tilted(price, learned.least_share, novel=0) for price in prices]
+        assert_same(made, apply_rules(fixed, round))
+        different += int((made.spent != apply_rules([fixed[2]] * len(fixed), round).spent).any())
+        assert made.allowed is not None and (made.allowed >= 0).all()
+        assert apply_rules(fixed, round).allowed is None
+    assert different > 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temperature: float) -> None:
+    """A round's price λ buys at most depth/λ nats, so what is overspent grows no faster than √(2·depth·rounds)."""
+    sampling = {"do_sample": temperature > 0, "temperature": temperature or None, "top_p": None, "top_k": None}
+    prompts = [[5, 6, 7, 8], [9, 3, 4]]
+
+    def answer(rule: str) -> tuple[list[list[int]], list[float], list[int]]:
+        made = toy_decoder.generate(prompts, rule, max_new_tokens=40, seed=3, eos_token_id=None, **sampling)
+        return made.sequences, [row.divergence_spent for row in made.stats.rows], [
+            row.target_forwards for row in made.stats.rows
+        ]  # fmt: skip
+
+    exact, _, _ = answer("exact")
+    for heat in (0.2, 1.0):
+        sequences, spent, rounds = answer(f"tilted:heat={heat}:floor=0:novel=0")
+        for prompt, sequence, nats, count in zip(prompts, sequences, spent, rounds):
+            with torch.inference_mode():
+                logits = toy_decoder.target.model(torch.tensor([prompt + sequence])).logits[0, len(prompt) - 1 : -1]
+            scores = logits.float() / (temperature or 1.0)
+            allowed = float(sampling_cost(scores, heat, temperature == 0).sum())
+            depth = toy_decoder.drafter.max_depth
+            assert nats <= allowed + math.sqrt(FIRST_PRICE**2 + 2 * depth * count * (1 + depth / 8)) - FIRST_PRICE
+    # a sure target at next to no heat allows nothing, and the price rises with all that is spent
+    cool, warm = (sum(answer(f"tilted:heat={heat}:floor=0:novel=0")[1]) for heat in (1e-3, 3.0))
+    assert cool < warm
+    if not temperature:  # above 0 draws depend on trees, which are chosen for the rule
+        assert answer("tilted:heat=0.2:budget=0")[0] == exact
+
+
+def test_heat_is_for_learned_prices() -> None:
+    with pytest.raises(FsdError, match="heat is for a learned price"):
+        parse_rule("tilted:2:heat=0.3")
+    rule = parse_rule("tilted")
+    assert isinstance(rule, Tilted) and rule.learned_heat == 0.3
+    assert rule.least_share == pytest.approx(0.25, abs=2e-3)  # what the floor of a given price is by default
+    assert Tilted(2.0).least_share == 0.25 and Tilted(2.0).learned_heat is None
+    assert Tilted(heat=0.6).least_share == pytest.approx(100**-0.6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import product
 
@@ -11,21 +10,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsd_infer.rules import DraftOnly, Exact, Fuzzy, FuzzyStrict, Source, Verification, parse_rule
+from fsd_infer.errors import FsdError
+from fsd_infer.rules import Exact, Fuzzy, Source, Texts, Verification, parse_rule
 from fsd_infer.rules._walk import draw
-from tests.tree_rounds import (
-    INF,
-    KINDS,
-    SPECS,
-    any_round,
-    assert_same,
-    emitted,
-    inner_of,
-    one_row,
-    tree_of,
-    tree_round,
-    verdict_of,
-)
+from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, take, tree_round, verdict_of
+
+KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy
+
+
+def inner_of(round: Verification, row: int) -> set[int]:
+    return set(round.tree.parents[row, 1:].tolist())
+
+
+def one_row(round: Verification, row: int) -> Verification:
+    rows = torch.tensor([row])
+    logits = round.logits[rows]
+    return replace(
+        round,
+        tree=take(round.tree, rows),
+        logits=logits,
+        scores=logits if round.scores is round.logits else round.scores[rows],
+        uniforms=None if round.uniforms is None else round.uniforms[rows],
+        budget_left=None if round.budget_left is None else round.budget_left[rows],
+        texts=Texts(round.tree.tokens[rows, :1].tolist()),
+    )
 
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
@@ -34,7 +42,8 @@ def test_verdict_is_a_path_of_the_tree(spec: str, shape: str, greedy: bool) -> N
     rule = parse_rule(spec)
     for seed in range(4):
         round = any_round(shape, seed, greedy)
-        verdict, tree = rule(round), round.tree
+        verdict, tree, exact = rule(round), round.tree, Exact()(round)
+        dense = shape == "tree" and rule.name in ("fuzzy-strict", "draft-only", "cascade-token", "ensemble")
         batch, nodes = tree.tokens.shape
         assert verdict.path.shape == verdict.tokens.shape == (batch, tree.max_depth + 1)
         for row in range(batch):
@@ -53,8 +62,13 @@ def test_verdict_is_a_path_of_the_tree(spec: str, shape: str, greedy: bool) -> N
             for step in range(accepted + 1):
                 assert verdict.gate_open[row, step] or verdict.sources[row, step] != Source.GATE
                 assert not verdict.gate_open[row, step] or path[step] in inner_of(round, row)
-            if shape == "tree" and rule.name not in ("fuzzy-strict", "draft-only", "cascade-token", "ensemble"):
-                assert verdict.sources[row, accepted] == Source.TARGET
+                # as far as exact decoding comes, too: it would have taken the same draft, or the gate let it through
+                alike = (greedy or shape == "chain") and exact.path[row, : step + 1].tolist() == path[: step + 1]
+                if alike and step < accepted:
+                    same = int(exact.accepted[row]) > step and exact.path[row, step + 1] == path[step + 1]
+                    assert verdict.sources[row, step] == (Source.EXACT if same else Source.GATE)
+            chosen = Source.GATE if dense and verdict.gate_open[row, accepted] else Source.TARGET
+            assert verdict.sources[row, accepted] == chosen
 
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
@@ -87,14 +101,8 @@ def test_where_the_walk_comes_and_all_at_once_agree(spec: str, shape: str, greed
 
 AS_EXACT = [
     *("fuzzy:js:0", "fuzzy:kl_qp:0:gate=processed", "random:0", "lenient:1", "threshold", "typical:inf:inf"),
-    *(
-        "relaxed:0",
-        "cactus:0",
-        "cascade-token:-0.1",
-        "ensemble:1",
-        "tilted:inf",
-        "tilted:inf:floor=0.1:gate=0.3:budget=1",
-    ),
+    *("relaxed:0", "cactus:0", "cascade-token:-0.1", "ensemble:1", "tilted:inf"),
+    "tilted:inf:floor=0.1:gate=0.3:budget=1",
 ]
 
 
@@ -194,43 +202,23 @@ def test_logits_of_a_narrower_type_count_as_what_they_are(lazy: bool) -> None:
             assert_same(found, verdict_of(rule, replace(round, logits=wide, scores=wide), lazy))
 
 
-def hand_made(greedy: bool = False) -> Verification:
-    """Root with children 1 and 2; p = (.4, .3, .2, .1), q close to it; the first draw is outside the children."""
-    p = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    q = torch.tensor([0.1, 0.42, 0.38, 0.1]).log()
-    row = [3, 1, 2], [0, 0, 0], [0.0, -1.0, -1.0]
-    tree = tree_of(row, vocab=4, q_logits=q[None, None], q_index=[[0, -1, -1]])
-    logits = p.expand(1, 3, 4)
-    uniforms = torch.tensor([[[0.9, 0.7, 0.5], [0.0, 0.95, 0.5], [0.0, 0.75, 0.5]]])
-    return Verification(tree, logits, logits, greedy, uniforms)
+def test_greedy_chains_are_trees_of_width_one() -> None:
+    """With one-hot q the draft is accepted iff it is the target's argmax, whether or not q_scores came along."""
+    for seed in range(10):
+        round = chain_round(seed, greedy=True)
+        tokens = round.tree.tokens.clone()
+        tokens[:, 1:] = torch.where(torch.rand(8, 4) < 0.7, round.logits[:, :-1].argmax(-1), tokens[:, 1:])
+        round = replace(round, tree=replace(round.tree, tokens=tokens))
+        verdict = Exact()(round)
+        match = (tokens[:, 1:] == round.logits[:, :-1].argmax(-1)).long().cumprod(-1).sum(-1)
+        assert torch.equal(verdict.accepted, match)
+        plain = replace(round, tree=replace(round.tree, q_scores=None))
+        assert_same(verdict, Exact()(plain))
+        assert Fuzzy("js", INF)(plain).accepted.tolist() == [4] * 8
 
 
-def test_a_round_by_hand() -> None:
-    exact = Exact()(hand_made())  # above p(C) = .5; then token 0 of {0: .8, 3: .2}
-    assert emitted(exact, 0) == [0]
-    assert exact.sources[0, 0] == Source.TARGET
-    fuzzy = Fuzzy("tv", 0.5)(hand_made())  # .9 in {1: .6, 2: .4} gives 2; then the leaf draws at .75
-    assert emitted(fuzzy, 0) == [2, 2]
-    assert fuzzy.path.tolist() == [[0, 2]]
-    assert fuzzy.sources.tolist() == [[Source.GATE, Source.TARGET]]
-    assert fuzzy.gate_open.tolist() == [[True, False]]
-    assert fuzzy.spent[0].tolist() == pytest.approx([-math.log(0.5), 0.0], abs=1e-6)
-    strict = FuzzyStrict("tv", 0.5)(
-        hand_made()
-    )  # above q(C) = .8; then token 3 of {0: .5, 3: .5}, which nobody drafted
-    assert emitted(strict, 0) == [3]
-    assert strict.sources[0, 0] == Source.GATE
-    kl = 0.1 * math.log(0.1 / 0.4) + 0.42 * math.log(0.42 / 0.3) + 0.38 * math.log(0.38 / 0.2)
-    assert strict.spent[0, 0].item() == pytest.approx(kl, abs=1e-6)
-    assert emitted(Fuzzy("tv", 0.29)(hand_made()), 0) == [0]  # tv = .3: closed
-    inside = hand_made()
-    inside.uniforms[0, 0, 0] = 0.41  # type: ignore[index]
-    drafted = DraftOnly()(inside)  # {1: .42, 2: .38} of q; what q gives to 1 beyond p = .3 is the gate's
-    assert emitted(drafted, 0)[0] == 1
-    assert drafted.sources[0, 0] == Source.GATE
-    greedy = Fuzzy("tv", 0.5)(hand_made(greedy=True))
-    assert emitted(greedy, 0) == [1, 0]
-    assert greedy.spent[0, 0].item() == pytest.approx(math.log(0.4 / 0.3), abs=1e-6)
-
-
-# speed ---------------------------------------------------------------------------------------------------------------
+def test_sampled_drafts_have_to_be_a_chain() -> None:
+    round = chain_round(0, length=2)
+    parents = torch.zeros_like(round.tree.parents)
+    with pytest.raises(FsdError, match="must form a chain"):
+        Exact()(replace(round, tree=replace(round.tree, parents=parents)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
-from tests.serve_toys import CHAT, LIMITS, asked, streamed
+from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, asked, events, streamed
 from tests.test_adapters import save_adapter
 from tests.text_toys import save_tiny_chat_target
 
@@ -30,43 +31,94 @@ def client(toy_decoder: FuzzyDecoder) -> Iterator[TestClient]:
         yield found
 
 
-def test_many_at_once_answer_as_alone(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
-    """Rules and lengths mixed, some streamed, some malformed. Lossy answers depend on the tree, hence on the batch."""
-    texts = ["the cat sat on the mat", "what is the answer to that", "the end", "it is there on the mat"]
-    rules = ["exact", "tilted:0.5:novel=0", "typical", None]
+TEXTS = ["the cat sat on the mat", "what is the answer to that", "the end", "it is there on the mat", "a cat"]
+SCHEMA = {"type": "object", "properties": {"the": {"enum": ["cat", "mat"]}}, "required": ["the"]}
+GUIDES: list[dict[str, Any]] = [
+    {"guided_regex": "(the|cat| ){3,9}"}, {"guided_json": {**SCHEMA, "additionalProperties": False}},
+    {"guided_grammar": 'start: "the " ("cat" | "mat")+'}, {"response_format": {"type": "json_object"}},
+]  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [
+    {"stop": ["t"]}, {"stop": [" on", "a"]}, {"n": 2}, {"n": 3},
+    {"logit_bias": {"40": 3.5}}, {"frequency_penalty": 1.5}, {"presence_penalty": -0.5}, {"logprobs": True},
+    {"user": "me"}, {"user": "you"}, {"max_tokens": 3}, {}, {}, {},
+]  # fmt: skip
 
-    def one(n: int) -> tuple[int, Any, Any]:
-        text, rule, new = texts[n % 4], rules[n // 4 % 4], 4 + n % 5
-        if n % 8 == 7:
-            return 400, client.post(CHAT, json=asked(text, rule="tilted:-1")).status_code, None
-        body = asked(text, max_tokens=new, **({} if rule is None else {"rule": rule}))
-        wanted = toy_decoder.generate(text, rule or "tilted:2", max_new_tokens=new, temperature=0)
-        found = streamed(client, body) if n % 3 == 0 else None
-        if found is None:
-            choice = client.post(CHAT, json=body).json()["choices"][0]
-            found = choice["message"]["content"], choice["finish_reason"]
-        if rule != "exact":
-            assert found[0] and found[1] in ("stop", "length")
-            return 0, 0, None
-        return wanted.texts[0], found[0], (wanted.stats.rows[0].finish_reason, found[1])
 
-    with ThreadPoolExecutor(16) as pool:
-        for wanted, found, reasons in pool.map(one, range(32)):
-            assert wanted == found and (reasons is None or reasons[0] == reasons[1])
-    metrics = client.get("/metrics").text
-    assert 'fsd_requests_total{outcome="done"} 28.0' in metrics and 'outcome="malformed"} 4.0' in metrics
+def request(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    """A path and a body. Without a seed the answer depends on the prompt alone only if it is greedy and exact."""
+    body = asked(draw.choice(TEXTS), max_tokens=draw.randrange(4, 12), rule="exact")
+    body |= draw.choice(OPTIONS) | draw.choice(OPTIONS) | draw.choice([*GUIDES, {}, {}, {}, {}])
+    if draw.random() < 0.4:
+        body |= {"seed": draw.randrange(99), "temperature": draw.choice([0, 0.5, 1.0])}
+        body["rule"] = draw.choice(["exact", "tilted:0.5:novel=0", "typical", "fuzzy:js:0.3", "tilted:-1"])
+    if draw.random() < 0.3:
+        body["prompt"] = body.pop("messages")[0]["content"]
+        formats = {"response_format", "logprobs"} & body.keys()
+        return COMPLETIONS, {name: part for name, part in body.items() if name not in formats}
+    return CHAT, body
+
+
+def answer(client: TestClient, path: str, body: dict[str, Any], stream: bool) -> Any:
+    """Per choice text, finish reason and tokens of log-probabilities, whose values depend on the batch; or a status."""
+    if not stream or body["rule"] == "tilted:-1":
+        reply = client.post(path, json=body)
+        if reply.status_code != 200:
+            return reply.status_code
+        parts = reply.json()["choices"]
+    else:
+        parts = events(client, path, body)
+    found: list[Any] = [["", "", []] for _ in range(body.get("n", 1))]
+    for one in parts:
+        place = found[one["index"]]
+        place[0] += one.get("text") or (one.get("message") or one.get("delta") or {}).get("content") or ""
+        place[1] = one["finish_reason"] or place[1]
+        place[2] += [each["token"] for each in (one["logprobs"] or {}).get("content", [])]
+    return found
+
+
+@pytest.mark.parametrize(("clients", "requests"), [(12, 4), pytest.param(64, 12, marks=pytest.mark.slow)])
+def test_mixed_requests_are_answered_as_alone(toy_decoder: FuzzyDecoder, clients: int, requests: int) -> None:
+    """Clients at once, requests of all kinds, some streamed, some malformed; plain ones as the decoder answers."""
+    draws = [random.Random(seed) for seed in range(clients)]
+    asked_for = [[(*request(draw), draw.random() < 0.4) for _ in range(requests)] for draw in draws]
+
+    with TestClient(make_app(toy_decoder, "exact", LIMITS)) as client:
+
+        def all_of(mine: list[tuple[str, dict[str, Any], bool]]) -> list[Any]:
+            return [answer(client, *one) for one in mine]
+
+        alone = [[answer(client, path, body, False) for path, body, _ in mine] for mine in asked_for]
+        with ThreadPoolExecutor(clients) as pool:
+            together = list(pool.map(all_of, asked_for))
+        metrics = client.get("/metrics").text
+    outcomes, compared = {"done": 0, "malformed": 0}, 0
+    plain = {*asked(), "rule", "prompt", "user", "seed", "logprobs"}
+    for mine, wanted, found in zip(asked_for, alone, together, strict=True):
+        for (path, body, _), a, b in zip(mine, wanted, found, strict=True):
+            assert a == b, body
+            malformed = body["rule"] == "tilted:-1"
+            assert (a == 400) == malformed
+            outcomes["malformed" if malformed else "done"] += 2 * (1 if malformed else body.get("n", 1))
+            if body.keys() <= plain and body["rule"] == "exact" and body["temperature"] == 0:
+                prompt, limits = body.get("messages") or body["prompt"], {"max_new_tokens": body["max_tokens"]}
+                made = toy_decoder.generate(prompt, "exact", temperature=0, chat=path == CHAT, **limits)
+                assert a[0][:2] == [made.texts[0], made.stats.rows[0].finish_reason]
+                compared += 1
+    assert compared > clients // 4 and outcomes["malformed"]
+    for outcome, count in outcomes.items():
+        assert f'fsd_requests_total{{outcome="{outcome}"}} {float(count)}' in metrics
     assert "fsd_waiting_requests 0.0" in metrics
 
 
 def test_seeds_completions_and_stop_texts(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
     body = {"prompt": "the cat sat", "max_tokens": 8, "temperature": 1.0, "seed": 5, "rule": "exact"}
-    first, again = (client.post("/v1/completions", json=body).json() for _ in range(2))
+    first, again = (client.post(COMPLETIONS, json=body).json() for _ in range(2))
     assert first["choices"] == again["choices"] and first["usage"]["completion_tokens"] <= 8
     whole = client.post(CHAT, json=asked(rule="exact")).json()["choices"][0]["message"]["content"]
     stop = whole[3:5]
     choice = client.post(CHAT, json=asked(rule="exact", stop=[stop])).json()["choices"][0]
     assert choice["message"]["content"] == whole[: whole.index(stop)] and choice["finish_reason"] == "stop"
-    assert streamed(client, asked(rule="exact", stop=stop)) == (choice["message"]["content"], "stop")
+    assert streamed(client, asked(rule="exact", stop=stop))[:2] == (choice["message"]["content"], "stop")
     parts = [{"type": "text", "text": "the cat sat "}, {"type": "text", "text": "on the mat"}]
     body = asked(rule="exact", messages=[{"role": "user", "content": parts}])
     assert client.post(CHAT, json=body).json()["choices"][0]["message"]["content"] == whole
@@ -157,30 +209,26 @@ def test_one_request_that_cannot_be_decoded_does_not_fail_its_batch(
     with TestClient(make_app(toy_decoder)) as client, ThreadPoolExecutor(4) as pool:
         prompts = [[5], [5, 6, 7], [6, 7, 8], [7]]
         bodies = [{"prompt": prompt, "max_tokens": 4, "temperature": 0} for prompt in prompts]
-        found = list(pool.map(lambda body: client.post("/v1/completions", json=body).status_code, bodies))
+        found = list(pool.map(lambda body: client.post(COMPLETIONS, json=body).status_code, bodies))
     assert found == [400, 200, 200, 400]
 
 
 def test_several_answers_are_those_of_their_seeds(client: TestClient) -> None:
     body = {"prompt": "the cat sat", "max_tokens": 6, "temperature": 1.0, "rule": "exact"}
-    alone = [client.post("/v1/completions", json={**body, "seed": seed}).json()["choices"][0] for seed in (5, 6)]
-    both = client.post("/v1/completions", json={**body, "seed": 5, "n": 2}).json()
+    alone = [client.post(COMPLETIONS, json={**body, "seed": seed}).json()["choices"][0] for seed in (5, 6)]
+    both = client.post(COMPLETIONS, json={**body, "seed": 5, "n": 2}).json()
     assert [choice["text"] for choice in both["choices"]] == [choice["text"] for choice in alone]
     assert [choice["index"] for choice in both["choices"]] == [0, 1]
-    with client.stream("POST", "/v1/completions", json={**body, "seed": 5, "n": 2, "stream": True}) as response:
-        lines = [json.loads(line[6:]) for line in response.iter_lines() if line and "[DONE]" not in line]
-    for index, choice in enumerate(alone):
-        own = [line["choices"][0] for line in lines if line["choices"][0]["index"] == index]
-        assert "".join(part["text"] for part in own) == choice["text"] and own[-1]["finish_reason"]
 
 
 def test_log_probabilities_are_the_target_s(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
     """By a forward of the target's own over prompt and answer; the same in a stream."""
-    body = asked(rule="tilted:0.5:novel=0", logprobs=True, top_logprobs=3)
+    body = asked(rule="tilted:0.5:novel=0", logprobs=True, top_logprobs=3, seed=0)  # with which no clock is read
     choice = client.post(CHAT, json=body).json()["choices"][0]
     entries = choice["logprobs"]["content"]
     tokenizer, model = toy_decoder.tokenizer, toy_decoder.target.model
-    out = toy_decoder.generate("the cat sat on the mat", "tilted:0.5:novel=0", max_new_tokens=8, temperature=0)
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0, "seed": 0}
+    out = toy_decoder.generate("the cat sat on the mat", "tilted:0.5:novel=0", **options)
     prompt, answer = toy_decoder.encode("the cat sat on the mat"), out.sequences[0]
     with torch.inference_mode():
         log_p = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
@@ -188,19 +236,12 @@ def test_log_probabilities_are_the_target_s(client: TestClient, toy_decoder: Fuz
     wanted = log_p[torch.arange(len(answer)), torch.tensor(answer)].tolist()
     assert [entry["logprob"] for entry in entries] == pytest.approx(wanted, abs=1e-4)
     for entry, row in zip(entries, log_p, strict=True):
-        assert [each["logprob"] for each in entry["top_logprobs"]] == pytest.approx(
-            row.topk(3).values.tolist(), abs=1e-4
-        )
-    with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
-        lines = [json.loads(line[6:]) for line in response.iter_lines() if line and "[DONE]" not in line]
-    streamed_entries = [entry for line in lines for entry in line["choices"][0]["logprobs"]["content"]]
-    assert [entry["token"] for entry in streamed_entries] == [entry["token"] for entry in entries]
-    plain = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 2})
+        best = row.topk(3).values.tolist()
+        assert [each["logprob"] for each in entry["top_logprobs"]] == pytest.approx(best, abs=1e-4)
+    plain = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 2})
     found = plain.json()["choices"][0]["logprobs"]
-    assert (
-        len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"])
-        and found["text_offset"][0] == 0
-    )
+    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"])
+    assert found["text_offset"][0] == 0
 
 
 def test_bias_and_penalties_are_openai_s(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
@@ -224,9 +265,7 @@ def test_bias_and_penalties_are_openai_s(client: TestClient, toy_decoder: FuzzyD
         {"prompt": ids, "max_tokens": 10, "temperature": 0, "rule": "exact", **fields} for ids in [*others, prompt]
     ]
     with ThreadPoolExecutor(3) as pool:
-        texts = list(
-            pool.map(lambda body: client.post("/v1/completions", json=body).json()["choices"][0]["text"], bodies)
-        )
+        texts = list(pool.map(lambda body: client.post(COMPLETIONS, json=body).json()["choices"][0]["text"], bodies))
     eos = toy_decoder.target.model.generation_config.eos_token_id
     ends = [place + 1 for place, token in enumerate(answer) if token == eos]
     wanted = toy_decoder.tokenizer.decode(answer[: min(ends, default=10)], skip_special_tokens=True)
@@ -237,8 +276,8 @@ def test_phases_are_part_of_the_rule(client: TestClient, toy_decoder: FuzzyDecod
     """A pair that the target lacks fails its own request alone."""
     opening, closing = toy_decoder.tokenizer.convert_ids_to_tokens([5, 6])
     rule = f"tilted:0.5:novel=0:only_in={opening}..{closing}"
-    wanted = toy_decoder.generate("the cat sat on the mat", rule, max_new_tokens=8, temperature=0).texts[0]
-    found = client.post(CHAT, json=asked(rule=rule))
+    wanted = toy_decoder.generate("the cat sat on the mat", rule, max_new_tokens=8, temperature=0, seed=0).texts[0]
+    found = client.post(CHAT, json=asked(rule=rule, seed=0))
     assert found.json()["choices"][0]["message"]["content"] == wanted
     refused = client.post(CHAT, json=asked(rule="tilted:only_in=think"))
     assert refused.status_code == 400 and "not a token of the target" in refused.json()["error"]["message"]

@@ -1,11 +1,9 @@
-"""One decoder, many threads: every answer is the one given alone."""
+"""Requests side by side: threads that share a decoder, and prompts that begin like earlier texts; answers as alone."""
 
 from __future__ import annotations
 
 import itertools
 import random
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,11 +12,12 @@ import torch
 from transformers import TextIteratorStreamer
 
 import fsd_infer
-from fsd_infer import Drafter, FuzzyDecoder, LMDrafter, NoDrafter, Target
+from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.memory import LookupDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
-from tests.families import tiny_head, tiny_model
+from fsd_infer.targets.prefixes import LEAST, Prefix, PrefixCache
+from tests.families import tiny_head, tiny_model, tiny_prompts
 from tests.text_toys import tiny_tokenizer
 
 RULES = ["exact", "fuzzy:js:0.3", "fuzzy:js:0.3:budget=2", "fuzzy-strict:tv:0.2", "random:0.3", "draft-only"]
@@ -67,23 +66,89 @@ def test_answers_do_not_depend_on_who_else_asks(decoder: FuzzyDecoder, drafters:
     assert found[::2] == found[1::2] == alone
 
 
-def in_threads(count: int, ask: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: None) -> list[Any]:
-    """What so many threads get, as something else happens."""
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(ask())) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    meanwhile()
-    for thread in threads:
-        thread.join()
-    assert len(found) == count
-    return found
-
-
 def test_threads_share_a_model_through_the_hook() -> None:
     model, ids = tiny_model("llama"), torch.tensor([[5, 6, 7, 5, 6]])
     options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False)
     hook: dict[str, Any] = dict(custom_generate=fsd_infer.generate, drafter="lookup", rule="exact")
     expected = model.generate(ids, **options)
-    for found in in_threads(8, lambda: model.generate(ids, **hook, **options)):
-        assert torch.equal(found, expected)
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: model.generate(ids, **hook, **options), range(8)):
+            assert torch.equal(found, expected)
+
+
+FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt2", "gpt_oss", "cohere"]  # sliding windows and learned positions too
+
+
+def decoder_of(family: str, prefixes: PrefixCache | None) -> FuzzyDecoder:
+    target = Target(tiny_model(family))
+    target.prefixes = prefixes
+    return FuzzyDecoder(target, tiny_head(target, draft_vocab_size=64))
+
+
+def turns(decoder: FuzzyDecoder, **options: Any) -> tuple[list[list[list[int]]], list[int], list[float]]:
+    """Three turns of two chats, batched, and a fourth of one alone: (answers, known tokens, accepted lengths)."""
+    texts, answers, known, taus = tiny_prompts((24, 19)), [], [], []
+    for turn in range(4):
+        asked = texts if turn < 3 else texts[:1]
+        out = decoder.generate(asked, max_new_tokens=10 + turn, **options)
+        answers.append(out.sequences)
+        known.append(out.stats.known_tokens)
+        taus.append(out.stats.tau)
+        texts = [text + answer + [5 + turn, 7, 11] for text, answer in zip(texts, out.sequences)]
+    return answers, known, taus
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turns_of_a_chat_are_answered_as_without(family: str) -> None:
+    plain, none, taus = turns(decoder_of(family, None), do_sample=False)
+    kept, known, others = turns(decoder_of(family, PrefixCache(1 << 30)), do_sample=False)
+    assert kept == plain and others == taus, "drafts, too, are the same"
+    # the last texts but for what was added, and perhaps the answers' last tokens, which the target need not have read
+    least = [0, 24 + 19 + 2 * 9, 24 + 19 + 2 * (10 + 3 + 10), 24 + 10 + 3 + 11 + 3 + 11]
+    assert none == [0] * 4 and all(0 <= new - old <= 2 for new, old in zip(known, least))
+
+
+def text_of(tokens: list[int], width: int = 4) -> Prefix:
+    return Prefix(
+        torch.tensor(tokens), {"keys": torch.zeros(1, 1, len(tokens), width)}, torch.zeros(len(tokens), 1), ()
+    )
+
+
+def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
+    first, second, third = (text_of([start] * LEAST) for start in (1, 2, 3))
+    cache = PrefixCache(2 * first.nbytes)
+    for text in (first, second):
+        cache.store(text)
+    assert cache.find([1] * 50, ()) is not None
+    cache.store(third)
+    assert cache.texts == [first, third] and cache.nbytes <= cache.max_bytes
+    cache.store(text_of([1] * 30))  # in place of what it begins with, and the other no longer fits
+    assert [len(text.tokens) for text in cache.texts] == [30]
+    cache.store(text_of([4] * 100))
+    assert [len(text.tokens) for text in cache.texts] == [30], "what does not fit is not kept"
+    assert cache.find([1] * 20, ()).tokens.tolist() == [1] * 19, "the last token's logits are wanted"
+    assert cache.find([1] * LEAST, ()) is None and cache.find([7], ()) is None
+
+
+@pytest.mark.parametrize("bound", [0, -1, True, 2.5, "1 GB"])
+def test_bounds_that_are_none(bound: object) -> None:
+    with pytest.raises(FsdError, match="prefix cache needs a whole number of bytes"):
+        FuzzyDecoder.from_pretrained("smollm2-135m", prefix_cache_bytes=bound)  # type: ignore[arg-type]
+
+
+def test_keys_share_nothing() -> None:
+    """A text is read from the cache by requests of its own key alone; answers are the same with and without."""
+    decoder = decoder_of("llama", PrefixCache(1 << 24))
+    prompt = list(range(3, 40))
+
+    def known(keys: list[str] | None) -> int:
+        made = decoder.generate([prompt], max_new_tokens=4, temperature=0, cache_keys=keys)
+        answers.append(made.sequences)
+        return made.stats.known_tokens
+
+    answers: list[list[list[int]]] = []
+    assert [known(keys) for keys in (["me"], ["you"], None)] == [0, 0, 0]
+    assert min(known(keys) for keys in (["me"], ["you"], None)) == len(prompt) - 1
+    assert all(answer == answers[0] for answer in answers)
+    with pytest.raises(FsdError, match="cache_keys is a list of texts"):
+        known(["me", "you"])

@@ -18,9 +18,10 @@ from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.chat.tools import HERMES, LLAMA, MISTRAL, CallReader, ToolFormat, tool_format
 from fsd_infer.errors import DataError
 from fsd_infer.serving.app import make_app
+from tests import serve_toys
+from tests.serve_toys import CHAT, streamed
 from tests.text_toys import CHATML, save_tiny_chat_target
 
-CHAT = "/v1/chat/completions"
 WEATHER: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Ulm"]}}, "required": ["city"]}
 WEATHER["additionalProperties"] = False
 TIME = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -116,20 +117,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def asked(**more: Any) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 100, "temperature": 0, "tools": TOOLS}
-    return {**body, **more}
-
-
-def streamed(client: TestClient, body: dict[str, Any]) -> tuple[str, list[dict[str, Any]], str]:
-    text, calls, reason = "", [], ""
-    with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
-        for line in response.iter_lines():
-            if line and "[DONE]" not in line:
-                choice = json.loads(line[6:])["choices"][0]
-                text += choice["delta"].get("content", "")
-                calls += choice["delta"].get("tool_calls", [])
-                reason = choice["finish_reason"] or reason
-    return text, calls, reason
+    return serve_toys.asked("the cat", **{"max_tokens": 100, "tools": TOOLS, **more})
 
 
 def test_calls_can_be_required_or_named(served: tuple[Any, Any]) -> None:
@@ -144,7 +132,7 @@ def test_calls_can_be_required_or_named(served: tuple[Any, Any]) -> None:
             arguments = json.loads(call["function"]["arguments"])
             assert call["function"]["name"] in names and len(call["id"]) == 9 and call["type"] == "function"
             assert arguments == {} if call["function"]["name"] == "time" else arguments["city"] in ("Bonn", "Ulm")
-            text, calls, reason = streamed(client, body)
+            text, reason, calls = streamed(client, body)
             assert not text and reason == "tool_calls" and calls[0]["index"] == 0
             assert calls[0]["function"] == call["function"]
 

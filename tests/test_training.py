@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
@@ -21,9 +19,9 @@ from fsd_train.cli import main as cli
 from fsd_train.commands.export import main as export_main
 from fsd_train.data import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
+from tests import train_toys
 from tests.families import load_head
-from tests.train_toys import TRAINER, assert_same, fit_command, in_bf16, in_recipe, logged, save_toy_target, started
-from tests.train_toys import options as module_options
+from tests.train_toys import assert_same, fit_command, in_bf16, in_recipe, logged, save_toy_target, started
 
 STEPS = 24
 AVERAGING = {
@@ -38,30 +36,19 @@ def make(toys: Path, cached: bool = True, **options: Any) -> tuple[EagleModule, 
         "chain_share": 0.6, "loss_args": {"w_feature": 0.3, "w_ce": 1.0}, "noise": 0.1, "lr": 3e-3, "warmup_steps": 4,
         "eval_steps": 3, **options,
     }  # fmt: skip
-    data = AnswersDataModule(
-        [str(toys / "answers.jsonl")],
-        validation_fraction=0.2,
-        batch_tokens=256,
-        features=str(toys / "features") if cached else None,
+    return train_toys.eagle_module(toys, **values), train_toys.answers_of(
+        toys, features=str(toys / "features") if cached else None
     )
-    return EagleModule(str(toys / "target"), **module_options(**values)), data
 
 
 def fit(
     toys: Path, out: Path, steps: int = STEPS, ckpt: Path | None = None, max_time: str | None = None, **options: Any
 ) -> tuple[EagleModule, Trainer]:
-    seed_everything(0)
+    callbacks = [ExportHead(), LossCurve(every_n_train_steps=2), TokenRate(window=3)]
+    made = train_toys.trainer(out, steps, *callbacks, every=5, max_time=max_time, val_check_interval=12)
     module, data = make(toys, **options)
-    callbacks = [
-        ModelCheckpoint(out / "ckpt", filename="{step}", every_n_train_steps=5, save_top_k=-1),
-        ExportHead(),
-        LossCurve(every_n_train_steps=2),
-        TokenRate(window=3),
-    ]
-    fixed = {**TRAINER, "logger": CSVLogger(out), "log_every_n_steps": 1, "val_check_interval": 12}
-    trainer = Trainer(max_steps=steps, max_time=max_time, callbacks=callbacks, **fixed)
-    trainer.fit(module, data, ckpt_path=ckpt, weights_only=True)
-    return module, trainer
+    made.fit(module, data, ckpt_path=ckpt, weights_only=True)
+    return module, made
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,13 @@ from torch import Tensor, nn
 
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
-from fsd_train.data import AnswersDataModule, collate
 from fsd_train.losses import Schedule
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.lm import LMModule
 from tests.families import load_head
 from tests.simulated_device import SIM, SimulatedDevice
-from tests.train_toys import TRAINER, save_toy_target
-from tests.train_toys import options as module_options
+from tests.train_toys import TRAINER, answers_of, batch_of, eagle_module, ready, save_toy_target
 
 LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("eagle", {"w_feature": 0.3}), ("kl_pq", {}), ("lk", {}), ("fsd", {"threshold": [0.2, 0.4], "w_feature": 0.1}),
@@ -45,21 +43,17 @@ def eagle(toys: Path, loss: Any = "eagle", args: dict[str, Any] | None = None, *
     head = {"final_norm": True, "feature_scale": True, **options.pop("head", {})}
     fixed: dict[str, Any] = {"draft_vocab_size": 40, "context_ids": True, "unroll_steps": 3, "chain_share": 0.6}
     chosen = {"head": head, "loss": loss, "loss_args": args or None, **fixed, "noise": 0.1, **options}
-    return EagleModule(str(toys / "target"), **module_options(**chosen))
+    return eagle_module(toys, **chosen)
 
 
 def step_of(module: DistillationModule, toys: Path, device: torch.device, watch: list[int]) -> Any:
     """A step with its gradients and the optimizer's, to be run."""
-    data = AnswersDataModule([str(toys / "answers.jsonl")])
-    data.setup()
-    assert data.train_set is not None
-    target = module._frozen.target = Target.from_pretrained(module.target_name, dtype=torch.float32)
-    target.capture_layers(watch)
     torch.manual_seed(0)
-    module.configure_model()
+    target = ready(module).target
+    target.capture_layers(watch)
     module.to(device)
     target.model.to(device)
-    batch: Any = data.on_before_batch_transfer(collate([data.train_set[i] for i in range(8)]), 0)
+    batch: Any = answers_of(toys).on_before_batch_transfer(batch_of(toys, 8), 0)
     batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     optimizer = torch.optim.AdamW(module.head.parameters(), lr=1e-3)
 
@@ -145,8 +139,7 @@ def test_a_run_trains_validates_exports_and_decodes(
     options.update(accelerator="auto", devices="auto", strategy=SingleDeviceStrategy(SIM, Accelerator()))
     trainer = Trainer(max_steps=2, gradient_clip_val=1.0, callbacks=callbacks, **options)
     module = eagle(toys)
-    features = str(toys / "features") if cached else None
-    trainer.fit(module, AnswersDataModule([str(toys / "answers.jsonl")], batch_tokens=256, features=features))
+    trainer.fit(module, answers_of(toys, features=str(toys / "features") if cached else None))
     assert trainer.global_step == 2
     of_target = set() if cached else {"Target.features"}
     # the verdict on the step before, and in validation nothing

@@ -161,9 +161,7 @@ def test_load_stream_click_compare(page: tuple[Any, Serving], decoder: FuzzyDeco
         assert re.search(r"τ\s*\d", opened.locator(".numbers").nth(place).inner_text())
     answers.nth(1).focus()
     opened.keyboard.press("ArrowDown")
-    assert opened.locator("#tree-title").inner_text().startswith("Round 1 of tilted") or opened.locator(
-        "#tree-title"
-    ).inner_text().startswith("Round 2 of tilted")
+    assert re.match("Round [12] of tilted", opened.locator("#tree-title").inner_text())
     assert opened.locator("#tree svg .node").count() > 1 and "rank under the target" in opened.inner_text("#facts")
     opened.locator(".answer").nth(0).locator(".token").nth(0).click()
     assert "Round 0 of exact" in opened.inner_text("#tree-title")

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsd_infer.integrations import vllm
 from fsd_infer.integrations.vllm import FuzzyRules, RuleRequest
-from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
+from fsd_infer.rules import Evidence, parse_rule
 from fsd_infer.rules.tilted import FIRST_PRICE
-from fsd_infer.tree import DraftTree
 from tests.simulated_device import SIM, SimulatedDevice
+from tests.tree_rounds import text_round
 
 V, SLOTS, LONGEST = 11, 24, 64
 RULES = [
@@ -101,17 +101,11 @@ def any_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def law_of(rule: str, temperature: float, text: list[int], drafts: list[int], logits: Tensor) -> Tensor:
     """[n, V] by the rule on one request's chain; at temperature 0 its choice, one-hot."""
-    count = len(drafts) + 1
-    tree = DraftTree.chain(torch.tensor([[text[-1], *drafts]]), torch.empty(1, 0, V))
-    tree.q_index = torch.full((1, count), -1)
-    greedy = temperature == 0
-    scores = (logits if greedy else logits / temperature)[None]
-    round = Verification(tree, scores, scores, greedy, torch.rand(1, count, 3), texts=Texts([text]))
-    parsed = parse_rule(rule)
-    if not greedy:
+    parsed, round = parse_rule(rule), text_round(text, drafts, logits / (temperature or 1.0), temperature == 0)
+    if temperature:
         evidence = Evidence(round)
         return parsed.charged_law(evidence).log_probs(evidence)[0].exp()
-    verdict, found = parsed(round), scores[0].argmax(-1)
+    verdict, found = parsed(round), logits.argmax(-1)
     found[: verdict.accepted[0] + 1] = verdict.tokens[0, : verdict.accepted[0] + 1]
     return torch.nn.functional.one_hot(found, V)
 
@@ -255,10 +249,7 @@ def test_a_learned_price_follows_what_its_slot_has_spent(seed: int) -> None:
         if step == 0:
             server.add(3, asked, text, drafts)
         server.grow(3, text, drafts)
-        tree = DraftTree.chain(torch.tensor([[text[-1], *drafts]]), torch.empty(1, 0, V))
-        tree.q_index = torch.full((1, 6), -1)
-        round = Verification(tree, logits[None], logits[None], True, texts=Texts([text]), overspent=overspent)
-        verdict = rule(round)
+        verdict = rule(text_round(text, drafts, logits, True, overspent=overspent))
         count = int(verdict.accepted[0]) + 1
         assert server.step(logits, [3]).argmax(-1).tolist()[:count] == verdict.tokens[0, :count].tolist()
         text = text + verdict.tokens[0, :count].tolist()

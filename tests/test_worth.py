@@ -106,14 +106,13 @@ def test_a_replayed_first_round_is_the_one_that_decoding_has(
         nodes = seen.cut(shape, rule.tilt(True))
         part = rule, seen.walked(rule, nodes)
         steps = Replay([rule], [shape], frozenset()).steps(seen, nodes, walk(seen, [part])[part])
-        made = decoder.generate(
-            [prompt], rule, drafter=decoder.drafter.reshaped(shape), **request_options(0.0, len(steps) + 1)
+        drafter = decoder.drafter.reshaped(shape)
+        made, longer = (
+            decoder.generate([prompt], rule, drafter=drafter, **request_options(0.0, len(steps) + more))
+            for more in (1, 2)
         )
         assert made.stats.target_forwards == 1 and len(made.sequences[0]) == len(steps) + 1
         assert made.stats.divergence_spent == pytest.approx(sum(nats for nats, _ in steps), abs=1e-4)
-        longer = decoder.generate(
-            [prompt], rule, drafter=decoder.drafter.reshaped(shape), **request_options(0.0, len(steps) + 2)
-        )
         assert longer.stats.target_forwards == 2  # the round ended there
         assert longer.sequences[0][: len(steps) + 1] == made.sequences[0]
 

@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer.targets.target import Target
-from fsd_train.data import AnswersDataModule, cache_features
+from fsd_train.data import AnswersDataModule, cache_features, collate
 from fsd_train.losses import LOSSES
 from fsd_train.models import HeadOptions, MuonAdamW, WarmupCosine
+from fsd_train.models.eagle import EagleModule
 from tests.families import reference
 from tests.loss_toys import build_loss
 
@@ -109,6 +113,41 @@ def options(**given: Any) -> dict[str, Any]:
     if isinstance(made.get("head"), dict):
         made["head"] = HeadOptions(**made["head"])
     return made
+
+
+def eagle_module(toys: Path, **given: Any) -> EagleModule:
+    """The training of a head for toys/target."""
+    return EagleModule(str(toys / "target"), **options(**given))
+
+
+def ready(module: Any) -> Any:
+    """A module outside of a Trainer, its target whole and in fp32."""
+    module._frozen.target = Target.from_pretrained(module.target_name, dtype=torch.float32)
+    module.configure_model()
+    return module
+
+
+def answers_of(toys: Path, **given: Any) -> AnswersDataModule:
+    """The rows of toys/answers.jsonl, a fifth of them held out."""
+    return AnswersDataModule(
+        [str(toys / "answers.jsonl")], **{"validation_fraction": 0.2, "batch_tokens": 256, **given}
+    )
+
+
+def batch_of(toys: Path, count: int = 4) -> dict[str, Any]:
+    """A batch of the first rows that are trained on."""
+    data = answers_of(toys)
+    data.setup()
+    assert data.train_set is not None
+    return dict(collate([data.train_set[i] for i in range(count)]))
+
+
+def trainer(out: Path, steps: int, *callbacks: Any, every: int = 1, **given: Any) -> Trainer:
+    """A Trainer on one CPU, seeded, with a checkpoint ``out/ckpt/step=<n>.ckpt`` after each ``every`` steps."""
+    seed_everything(0)
+    checkpoints = ModelCheckpoint(out / "ckpt", filename="{step}", every_n_train_steps=every, save_top_k=-1)
+    fixed = {**TRAINER, "default_root_dir": out, "logger": CSVLogger(out), "log_every_n_steps": 1}
+    return Trainer(max_steps=steps, callbacks=[checkpoints, *callbacks], **{**fixed, **given})
 
 
 def recipe_model(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ SPECS = [
     *("draft-only:budget=0.5", "tilted:1", "tilted:0.3:budget=0.4", "tilted:0.5:floor=0.2:gate=0.1", "lenient:0.5"),
     *("threshold:0.4:0.8", "typical", "relaxed:2:0.2", "cactus:0.1", "cascade-token", "ensemble:0.7"),
 ]
-KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy
 
 
 def tree_round(
@@ -69,25 +68,26 @@ def tree_round(
     return replace(Verification(tree, logits, scores, greedy, uniforms, texts=texts), **changes)  # type: ignore[arg-type]
 
 
-def chain_round(
-    seed: int,
-    batch: int = 8,
-    length: int = 4,
-    vocab: int = 10,
-    greedy: bool = False,
-    mask: bool = False,
-    noise: float = 0.8,
-) -> Verification:
-    """Chains of drafts that are sampled from q."""
-    generator = torch.Generator().manual_seed(seed)
+def chain_round(seed: int, length: int = 4, vocab: int = 10, greedy: bool = False, mask: bool = False) -> Verification:
+    """Eight chains of drafts that are sampled from q."""
+    generator, batch = torch.Generator().manual_seed(seed), 8
     logits = torch.randn(batch, length + 1, vocab, generator=generator) * 1.5
-    q_logits = logits[:, :-1] + torch.randn(batch, length, vocab, generator=generator) * noise
+    q_logits = logits[:, :-1] + torch.randn(batch, length, vocab, generator=generator) * 0.8
     scores, q_scores = (masked(x, 0.8) if mask else x for x in (logits, q_logits))
     drafts = torch.multinomial(q_scores.softmax(-1).flatten(0, 1), 1, generator=generator).view(batch, length)
     tree = DraftTree.chain(torch.cat([torch.zeros_like(drafts[:, :1]), drafts], 1), q_logits, q_scores=q_scores)
     texts = Texts(tree.tokens[:, :1].tolist())
     uniforms = torch.rand(batch, length + 1, 3, generator=generator)
     return Verification(tree, logits, scores, greedy, uniforms, texts=texts)
+
+
+def text_round(text: list[int], drafts: list[int], scores: Tensor, greedy: bool, **changes: object) -> Verification:
+    """A chain of drafts without q after a text, with the scores [n + 1, V] there."""
+    tree = DraftTree.chain(torch.tensor([[text[-1], *drafts]]), torch.empty(1, 0, scores.shape[-1]))
+    tree.q_index = torch.full((1, len(drafts) + 1), -1)
+    uniforms = torch.rand(1, len(drafts) + 1, 3)
+    round = Verification(tree, scores[None], scores[None], greedy, uniforms, texts=Texts([text]))
+    return replace(round, **changes)  # type: ignore[arg-type]
 
 
 def masked(logits: Tensor, temperature: float, keep: int | None = None) -> Tensor:
@@ -117,29 +117,11 @@ def take(tree: DraftTree, rows: Tensor) -> DraftTree:
     return DraftTree(**{name: x if x is None else x[rows] for name, x in values.items()}, draft_ids=tree.draft_ids)
 
 
-def one_row(round: Verification, row: int) -> Verification:
-    rows = torch.tensor([row])
-    logits = round.logits[rows]
-    return replace(
-        round,
-        tree=take(round.tree, rows),
-        logits=logits,
-        scores=logits if round.scores is round.logits else round.scores[rows],
-        uniforms=None if round.uniforms is None else round.uniforms[rows],
-        budget_left=None if round.budget_left is None else round.budget_left[rows],
-        texts=Texts(round.tree.tokens[rows, :1].tolist()),
-    )
-
-
 def verdict_of(rule: Rule, round: Verification, lazy: bool) -> Verdict:
     """What the rule says, if contexts are asked for where the walk comes, or all at once."""
     rows = list(range(round.tree.tokens.shape[0]))
     budget = INF if rule.budget is None else rule.budget
     return walk(round, [(rule.charged_law, rows)], [budget] * len(rows), lazy)
-
-
-def emitted(verdict: Verdict, row: int) -> list[int]:
-    return verdict.tokens[row, : int(verdict.accepted[row]) + 1].tolist()
 
 
 def assert_same(a: Verdict, b: Verdict) -> None:
@@ -148,10 +130,6 @@ def assert_same(a: Verdict, b: Verdict) -> None:
     assert torch.equal(a.first, b.first)
     torch.testing.assert_close(a.spent, b.spent, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(a.regret, b.regret, rtol=1e-5, atol=1e-6, equal_nan=True)
-
-
-def inner_of(round: Verification, row: int) -> set[int]:
-    return set(round.tree.parents[row, 1:].tolist())
 
 
 def check_tree(tree: DraftTree) -> None:

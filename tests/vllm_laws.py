@@ -30,10 +30,10 @@ from benchmarks.workplace import shown_command
 from fsd_bench.environment import environment
 from fsd_infer import Target
 from fsd_infer.files import write_json
-from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
+from fsd_infer.rules import Evidence, parse_rule
 from fsd_infer.rules.laws import lifted
-from fsd_infer.tree import DraftTree
 from tests.head_toys import make_target
+from tests.tree_rounds import text_round
 
 ROOT = Path(__file__).parent.parent
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
@@ -135,14 +135,6 @@ class Toy:
         return torch.stack([self.after(text + drafts[:k]) for k in range(len(drafts) + 1)])
 
 
-def verification(text: list[int], drafts: list[int], scores: Tensor, greedy: bool, left: float) -> Verification:
-    """The drafts after a text, with the logits [n + 1, V] there, as a round of ours."""
-    tree = DraftTree.chain(torch.tensor([[text[-1], *drafts]]), torch.empty(1, 0, scores.shape[-1]))
-    tree.q_index = torch.full((1, len(drafts) + 1), -1)
-    uniforms, nats = torch.rand(1, len(drafts) + 1, 3), torch.tensor([left])
-    return Verification(tree, scores[None], scores[None], greedy, uniforms, budget_left=nats, texts=Texts([text]))
-
-
 def greedy_answer(toy: Toy, rule: str, prompt: list[int], length: int) -> list[int]:
     """By our own walk, round by round."""
     parsed, text = parse_rule(rule), list(prompt)
@@ -151,7 +143,7 @@ def greedy_answer(toy: Toy, rule: str, prompt: list[int], length: int) -> list[i
     while len(text) < len(prompt) + length:
         chain, favoured = drafts_of(text)
         drafts, start = chain[:favoured], len(text)
-        verdict = parsed(verification(text, drafts, toy.chain(text, drafts), True, left))
+        verdict = parsed(text_round(text, drafts, toy.chain(text, drafts), True, budget_left=torch.tensor([left])))
         count = int(verdict.accepted[0]) + 1
         text += verdict.tokens[0, :count].tolist()
         left -= float(verdict.spent[0, :count].sum())
@@ -200,7 +192,7 @@ def enumerated(toy: Toy, case: Case, lossy: bool = True) -> tuple[dict[tuple[int
 
 def _contexts(rule: Any, text: list[int], drafts: list[int], scores: Tensor) -> list[tuple[Tensor, Tensor, float]]:
     """(law, p, nats that the law costs) at each position of the chain."""
-    evidence = Evidence(verification(text, drafts, scores, False, torch.inf))
+    evidence = Evidence(text_round(text, drafts, scores, False))
     law, p = rule.charged_law(evidence), scores.double().softmax(-1)
     if law.lift is None:
         return [(row, row, 0.0) for row in p]
