@@ -135,9 +135,9 @@ class AutoTree:
 
         A pause is long enough for an attempt to cost no more than ATTEMPTS_SHARE of the pause's tokens.
         """
-        known = self.known
-        loss = self._loss()
-        if known.trials < max(TRIALS // self.batch, LEAST_TRIALS):
+        known, loss = self.known, self._loss()
+        in_trials = known.trials < max(TRIALS // self.batch, LEAST_TRIALS)
+        if in_trials:
             known.trials += 1
             self._is_trial = known.trials % 2 == 1
             drafts = self._is_trial or loss <= 0.0
@@ -150,7 +150,7 @@ class AutoTree:
             self.count_depth(1)
         else:
             known.attempt = 0
-            known.pause += 1
+            known.pause += not in_trials
         return drafts
 
     def _loss(self) -> float:
