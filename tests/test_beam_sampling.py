@@ -100,20 +100,25 @@ def toys() -> tuple[FuzzyDecoder, Any, Any]:
         return FuzzyDecoder(small, LMDrafter(other, small)), *follows
 
 
+def likeliest_first(log_p: list[float]) -> tuple[list[float], list[int]]:
+    values, tokens = torch.tensor(log_p).sort(descending=True)
+    return values.tolist(), tokens.tolist()
+
+
 def dynamic(step: int, live: Live) -> int:
-    """The width that a confidence of one half leaves, from both models' distributions."""
+    """The width that a confidence of 0.7 leaves, from both models' distributions."""
     if step == 1:  # the prompt is read before anything is drafted
         return 2
-    lists = [[(follows[text], list(range(TOKENS))) for _, text in live] for follows in toys()[1:]]
+    lists = [[likeliest_first(follows[text]) for _, text in live] for follows in toys()[1:]]
     chances = chances_of_width([score for score, _ in live], *lists, width=2, breadth=2, per_beam=2)
-    return dynamic_width(chances, 0.5, 1)
+    return dynamic_width(chances, 0.7, 1)
 
 
 @pytest.mark.parametrize(
     ("options", "width", "too_far"),
     [
         (None, None, 10),
-        (BeamOptions(depth=3, spread=1.0, confidence=0.5), dynamic, 5),
+        (BeamOptions(depth=3, spread=1.0, confidence=0.7), dynamic, 5),
         (BeamOptions(join_every=2), lambda step, live: 1 if step == 2 else 2, 6),
     ],
     ids=["transformers", "dynamic", "joined"],

@@ -243,9 +243,10 @@ def test_options_of_beams() -> None:
     made = BeamOptions.parse("confidence=0.8:min_width=2:join_every=6")
     assert made.given() == dict(confidence=0.8, min_width=2, join_every=6)
     for text, words in {
-        "depth=-1": "depth >= 0", "spread=0.5": "spread is at least 1", "nodes=-1": "nodes must be at least 0",
-        "confidence=0": "a chance above 0 and at most 1", "min_width=2": "set confidence as well",
-        "confidence=0.5,min_width=0": "at least 1 beam", "join_every=1": "at least 2 steps", "": "beam option",
+        "depth=-1": "depth must be a number from 0", "spread=0.5": "spread must be a number from 1",
+        "spread=inf": "spread must be", "nodes=-1": "nodes must", "confidence=0": "number from 1e-06 to 1",
+        "min_width=2": "set confidence as well", "confidence=0.5,min_width=0": "min_width must be a number from 1",
+        "join_every=1": "join_every must be a number from 2", "": "beam option",
         "depth=two": "beam option", "depth=1.5": "beam option", "depth=1,depth=2": "beam option",
         "wide=3": "beam option", "spread=1e999": "beam option",
     }.items():  # fmt: skip

@@ -75,7 +75,7 @@ BAD = {
     "infinite temperature": (["--temperature", "inf"], "must be 0 or above and finite"),
     "endless k": (["--rule", "fuzzy:top_k_js:" + "9" * 21 + ":0.3"], "k must be a whole number"),
     "one drafter twice": (["--drafter", "lookup+lookup"], "names lookup twice"),
-    "no such device": (["--device", "abacus"], "has no such name"),
+    "no such device": (["--device", "abacus"], "cannot be used here"),
     "absent device": (["--device", "xpu"], "cannot be used here"),
     "NUL": (["--target", "a\0b"], "holds a NUL"),
     "long name": (["--drafter", "x" * 5000], "too long"),

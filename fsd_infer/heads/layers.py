@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,7 +55,7 @@ class Eagle3Layer(nn.Module):
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
-        self.hidden_norm = type(layer.input_layernorm)(*_norm_arguments(layer.input_layernorm))
+        self.hidden_norm = copy.deepcopy(layer.input_layernorm)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(self.self_attn, name)
             wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
@@ -86,10 +87,6 @@ class LayerFusion(nn.Module):
         """Map layers [..., k·H] to [..., H]."""
         parts = layers.chunk(len(self.norms), dim=-1)
         return self.project(torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], dim=-1))
-
-
-def _norm_arguments(norm: Any) -> tuple[int, float]:
-    return norm.weight.shape[0], norm.variance_epsilon
 
 
 def llama_layer(config: Any, hidden_size: int) -> dict[str, Any]:

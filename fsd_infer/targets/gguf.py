@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,35 +22,22 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fsd_infer.cpu import ops
-from fsd_infer.errors import ModelLoadError
+from fsd_infer.errors import ModelLoadError, shortened
 from fsd_infer.files import write_json
 from fsd_infer.targets.gguf_file import Stored, read_gguf
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer, write_tokenizer
 
+FAMILIES = ("llama", "qwen2", "qwen3")  # architectures, which are also transformers' model types
+_INTERLEAVED = ("llama",)  # their query and key projections have rows in ggml's rotary order
 
-@dataclass(frozen=True)
-class Family:
-    """How transformers holds a GGUF architecture.
-
-    Attributes:
-        model_type: of the config.
-        model: class name of the causal LM.
-        interleaved: whether rows of query and key projections are in ggml's rotary order.
-    """
-
-    model_type: str
-    model: str
-    interleaved: bool = False
-
-
-FAMILIES = {
-    "llama": Family("llama", "LlamaForCausalLM", interleaved=True),
-    "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM"),
+TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
 }
-
 # ggml block tensor -> transformers decoder layer module
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -111,7 +97,7 @@ def load_gguf(
         ModelLoadError: a truncated, malformed or split file, or an architecture that transformers cannot read.
     """
     facts, tensors = _read(source)
-    if _family(facts) is None:
+    if facts.get("general.architecture") not in FAMILIES:
         return _by_transformers(source, dtype, attn_implementation), load_gguf_tokenizer(source, facts)
     config = _config(facts, tensors, source)
     made = AutoConfig.for_model(**config)
@@ -159,7 +145,7 @@ def load_gguf_config(source: Path) -> PreTrainedConfig:
         ModelLoadError: as for :func:`load_gguf`.
     """
     facts, tensors = _read(source)
-    if _family(facts) is None:
+    if facts.get("general.architecture") not in FAMILIES:
         return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
     return AutoConfig.for_model(**_config(facts, tensors, source))
 
@@ -170,12 +156,7 @@ def _by_transformers(source: Path, dtype: torch.dtype, attn_implementation: str 
     try:
         return AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype, **options)
     except Exception as error:  # the reader raises errors of many types for malformed files
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelLoadError(f"{source}: transformers cannot read this GGUF file ({reason}).") from error
-
-
-def _family(facts: dict[str, Any]) -> Family | None:
-    return FAMILIES.get(str(facts.get("general.architecture")))
+        raise ModelLoadError(f"{source}: transformers cannot read this GGUF file ({shortened(error)}).") from error
 
 
 def _module_of(model: nn.Module, path: str, kind: str, source: Path) -> nn.Module:
@@ -216,14 +197,14 @@ def _config(facts: dict[str, Any], tensors: dict[str, Stored], source: Path) -> 
     Raises:
         ModelLoadError: an architecture outside :data:`FAMILIES`, or missing or invalid metadata.
     """
-    family = _family(facts)
-    if family is None:
-        name, known = facts.get("general.architecture"), ", ".join(FAMILIES)
-        raise ModelLoadError(f"{source} has architecture {name!r}. Only {known} can be expanded to a directory.")
-    prefix = f"{facts['general.architecture']}."
+    family = facts.get("general.architecture")
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ModelLoadError(f"{source} has architecture {family!r}. Only {known} can be expanded to a directory.")
+    prefix = f"{family}."
     own = {name.removeprefix(prefix): value for name, value in facts.items() if name.startswith(prefix)}
     try:
-        config = _sizes(own, facts, family)
+        config = _sizes(own, facts, str(family))
         config |= {"vocab_size": int(tensors["token_embd.weight"].shape[0])}
         config |= {"tie_word_embeddings": "output.weight" not in tensors}
         layers = config["num_hidden_layers"]
@@ -235,13 +216,13 @@ def _config(facts: dict[str, Any], tensors: dict[str, Stored], source: Path) -> 
     return config
 
 
-def _sizes(own: dict[str, Any], facts: dict[str, Any], family: Family) -> dict[str, Any]:
+def _sizes(own: dict[str, Any], facts: dict[str, Any], family: str) -> dict[str, Any]:
     hidden, heads = int(own["embedding_length"]), int(own["attention.head_count"])
     theta = float(own.get("rope.freq_base", 10_000.0))
     bos, eos = facts.get("tokenizer.ggml.bos_token_id"), facts.get("tokenizer.ggml.eos_token_id")
     return {
-        "architectures": [family.model],
-        "model_type": family.model_type,
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]],
+        "model_type": family,
         "attention_dropout": 0.0,
         "bos_token_id": bos,
         "dtype": "bfloat16",
@@ -262,7 +243,7 @@ def _sizes(own: dict[str, Any], facts: dict[str, Any], family: Family) -> dict[s
         "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
         "rope_theta": theta,
         "use_cache": True,
-        **({"attention_bias": False, "mlp_bias": False} if family.model_type == "llama" else {}),
+        **({"attention_bias": False, "mlp_bias": False} if family == "llama" else {}),
     }
 
 
@@ -323,13 +304,10 @@ def _places(
 ) -> Iterator[tuple[str, Stored, torch.Tensor | None]]:
     """Yield every tensor's name in transformers, the tensor, and the order of its rows there (None: the same)."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    interleaved = next(family.interleaved for family in FAMILIES.values() if family.model in config["architectures"])
-    fixed = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-    fixed["output.weight"] = "lm_head.weight"
     for name, tensor in tensors.items():
         block = _BLOCK.fullmatch(name)
-        if name in fixed:
-            yield fixed[name], tensor, None
+        if name in TENSORS:
+            yield TENSORS[name], tensor, None
         elif name == _ROPE_FACTORS:
             continue  # _scaling() puts them in the config
         elif block is None or block[2] not in LAYER_TENSORS or int(block[1]) >= config["num_hidden_layers"]:
@@ -337,7 +315,7 @@ def _places(
             raise ModelLoadError(f"{source}: tensor {name!r} has no place in a {family}. Use another file.")
         else:
             order = None
-            if interleaved and block[2] in heads:
+            if config["model_type"] in _INTERLEAVED and block[2] in heads:
                 order = split_half_rope(torch.arange(tensor.shape[0])[:, None], heads[block[2]])[:, 0].contiguous()
             yield f"model.layers.{block[1]}.{LAYER_TENSORS[block[2]]}.{block[3]}", tensor, order
 

@@ -64,7 +64,7 @@ _DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 _OURS = {  # arguments of transformers that load_target sets itself
     "torch_dtype": "give dtype",
@@ -106,17 +106,12 @@ def parse_device(device: str | torch.device | None) -> torch.device:
     usable = f"use cpu{', cuda' if torch.cuda.is_available() else ''} or leave it out"
     try:
         place = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ModelLoadError(f"device {device!r} has no such name: {usable}.") from error
-    if place.type in ("cpu", "meta") and place.index:
-        raise ModelLoadError(f"device {str(place)!r}: there is one {place.type} only: {usable}.")
-    try:
         torch.empty(0, device=place)
-        if place.type == "meta":
-            raise RuntimeError("tensors there have no values")
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        if place.type == "meta" or place.type == "cpu" and place.index:
+            raise RuntimeError("there is one cpu, and tensors on meta have no values")
+    except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError, ImportError) as error:
         raise ModelLoadError(
-            f"device {str(place)!r} cannot be used here ({shortened(error, 120)}): {usable}."
+            f"device {str(device)!r} cannot be used here ({shortened(error, 120)}): {usable}."
         ) from error
     return place
 
@@ -161,7 +156,7 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
         directory = directory / (subfolder or "")
         check_directory(directory)
         return str(directory)
-    if _HUB_ID.fullmatch(name) and not name.startswith("."):
+    if _HUB_ID.fullmatch(name):
         return name
     try:
         BUILTIN_TARGETS.get(name)

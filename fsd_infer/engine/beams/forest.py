@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
 
-GOLDEN, WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 Guess = tuple[list[float], list[int]]  # log-probabilities, descending, and their tokens
 
 
@@ -58,21 +57,9 @@ class Node:
 
     def child(self, token: int) -> Node:
         """Return the node of this successor, created on first use."""
-        child = self.children.get(token)
-        if child is None:
-            key = mixed((self.key + GOLDEN * (token + 1)) & WORD)
-            child = self.children[token] = Node(token, self, self.position + 1, key)
-        return child
-
-    @property
-    def slot_before(self) -> int:
-        """The slot of the token before this one."""
-        return self.slot - 1 if self.parent is None else self.parent.slot
-
-    @property
-    def follows_read(self) -> bool:
-        """Whether the target has read the token before this one."""
-        return self.parent is None or self.parent.logits is not None
+        if token not in self.children:
+            self.children[token] = Node(token, self, self.position + 1, hash((self.key, token)))
+        return self.children[token]
 
     def path(self) -> Iterator[Node]:
         """Yield this node and its ancestors, without the root, upwards."""
@@ -86,13 +73,6 @@ class Node:
         return [node.token for node in self.path()][::-1]
 
 
-def mixed(key: int) -> int:
-    """Hash a 64-bit number one-to-one (the finalizer of splitmix64, Steele et al. 2014)."""
-    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & WORD
-    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & WORD
-    return key ^ (key >> 31)
-
-
 class Forest:
     """The nodes of one prompt and their slots.
 
@@ -100,69 +80,56 @@ class Forest:
         prompt: its token ids.
         slots: of its cache row, the prompt's included. The last slot is spare: no token attends to it.
         key: of the root.
+
+    Attributes:
+        used: the slots from here on are free.
+        trunk: the nodes that all live beams share, the root first.
     """
 
     def __init__(self, prompt: Sequence[int], slots: int, key: int) -> None:
-        self.prompt, self.base = list(prompt), len(prompt)
-        self.root = Node(prompt[-1], None, len(prompt) - 1, key)
-        self.root.slot = len(prompt) - 1
+        self.prompt, self.base, self.used, self.spare = list(prompt), len(prompt), len(prompt), slots - 1
+        self.trunk = [Node(prompt[-1], None, len(prompt) - 1, key)]
+        self.trunk[0].slot = len(prompt) - 1
         self.positions = torch.arange(slots)  # of the token in each slot
-        self.used = len(prompt)  # number of slots, from 0, that were ever taken
-        self.shared = self.root  # the last node that all live beams share
-        self._free: list[int] = []
-        self.spare = slots - 1
+        self._free: list[int] = []  # descending
 
-    @property
-    def room(self) -> int:
-        """The number of nodes that can still be placed."""
-        return self.spare - self.used + len(self._free)
+    def make_room(self, count: int, live: Sequence[Node]) -> None:
+        """Free the slots of dropped nodes, and of those below the ``live`` beams if fewer than ``count`` are free."""
+        self._sweep()
+        if len(self._free) < count:
+            for node in live:
+                node.children.clear()
+            self._sweep()
+
+    def _sweep(self) -> None:
+        taken, waiting = {node.slot for node in self.trunk}, self.trunk[-1:]
+        while waiting:
+            node = waiting.pop()
+            taken.add(node.slot)
+            waiting += node.children.values()
+        self.used = max(self.base, 1 + max(taken))
+        self._free = [slot for slot in range(self.spare - 1, self.base - 1, -1) if slot not in taken]
 
     def place(self, node: Node) -> None:
         """Assign the first free slot to a node."""
-        if self._free:
-            node.slot = heappop(self._free)
-        else:
-            node.slot = self.used
-            self.used += 1
-        assert node.slot < self.spare, "the cache was made too small"
-        self.positions[node.slot] = node.position
         assert node.parent is not None
+        node.slot = self._free.pop()
         node.sees = node.parent.sees | 1 << (node.slot - self.base)
+        self.used = max(self.used, node.slot + 1)
+        self.positions[node.slot] = node.position
 
-    def drop(self, node: Node) -> None:
-        """Remove a node and its subtree."""
-        assert node.parent is not None
-        del node.parent.children[node.token]
-        waiting = [node]
-        while waiting:
-            gone = waiting.pop()
-            waiting += gone.children.values()
-            if gone.slot >= 0:
-                heappush(self._free, gone.slot)
-
-    def prune(self, before: Sequence[Node], now: Sequence[Node]) -> None:
-        """After a search step, drop nodes that are neither ancestors of live beams nor below them.
-
-        Args:
-            before: the live beams before the step.
-            now: the live beams, children of those.
-        """
-        alive = set(now)
-        for beam in before:
-            for child in [child for child in beam.children.values() if child not in alive]:
-                self.drop(child)
-            node = beam
-            while node.parent is not None and not node.children and node not in alive:
-                self.drop(node)
-                node = node.parent
-        while self.shared not in alive and len(self.shared.children) == 1:
-            (self.shared,) = self.shared.children.values()
-
-    def trim(self, live: Sequence[Node]) -> None:
-        """Drop the nodes below live beams."""
-        for node in live:
-            for child in list(node.children.values()):
-                self.drop(child)
+    def prune(self, live: Sequence[Node]) -> None:
+        """Drop all nodes but the ``live`` beams, and those above or below them."""
+        above, beams = {self.trunk[-1]}, set(live)
+        for beam in live:
+            for node in beam.path():
+                if node in above:
+                    break
+                above.add(node)
+        for node in above - beams:
+            node.children = {token: child for token, child in node.children.items() if child in above}
+        while self.trunk[-1] not in beams and len(self.trunk[-1].children) == 1:
+            self.trunk += self.trunk[-1].children.values()
 
 
 @dataclass
@@ -175,7 +142,7 @@ class Begun:
         tokens: [B, M] of the prompts, right-padded, on the CPU.
         lengths: [B] of the prompts, on the CPU.
         keys: [B] owner of each text, as in DraftRequest; None: the caller.
-        features: [B, slots, F] of the target, by slot, filled as it reads; None if no drafter reads features.
+        features: [B, M, F] of the target at the prompts' tokens.
     """
 
     forests: list[Forest]
@@ -183,7 +150,7 @@ class Begun:
     tokens: Tensor
     lengths: Tensor
     keys: Sequence[str | None]
-    features: Tensor | None = None
+    features: Tensor
 
 
 @dataclass
@@ -216,7 +183,7 @@ def lay_out(forests: Sequence[Forest], nodes: Sequence[Sequence[Node]], device: 
     numbers: list[list[tuple[int, int, int, int]]] = []
     visible = torch.zeros(len(nodes), most, used, dtype=torch.bool)
     for row, (forest, wanted) in enumerate(zip(forests, nodes, strict=True)):
-        lines = [(node.token, node.position, node.slot, node.slot_before) for node in wanted]
+        lines = [(node.token, node.position, node.slot, _slot_before(node)) for node in wanted]
         lines += [lines[-1] if lines else (0, 0, forest.spare, 0)] * (most - len(lines))
         numbers.append(lines)
         visible[row, :, : forest.base] = True
@@ -231,9 +198,13 @@ def lay_out(forests: Sequence[Forest], nodes: Sequence[Sequence[Node]], device: 
     return Layout(tokens, positions, slots, visible, at, before, first if run else None)
 
 
+def _slot_before(node: Node) -> int:
+    return node.slot - 1 if node.parent is None else node.parent.slot
+
+
 def _bits(masks: Sequence[int], count: int) -> Tensor:
     """[M, count] bool, the bits of each mask."""
     size = -(-count // 8)
-    whole = bytearray(b"".join(mask.to_bytes(size, "little") for mask in masks))
-    packed = torch.frombuffer(whole, dtype=torch.uint8).view(len(masks), size, 1)
-    return (packed >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten(1)[:, :count]
+    packed = np.frombuffer(b"".join(mask.to_bytes(size, "little") for mask in masks), np.uint8)
+    bits = np.unpackbits(packed.reshape(len(masks), size), axis=1, count=count, bitorder="little")
+    return torch.from_numpy(bits).bool()

@@ -16,6 +16,16 @@ from fsd_infer.errors import FsdError
 from fsd_infer.registry import read_float, read_int
 from fsd_infer.rules import Exact, Rule
 
+_MOST = 2**16
+_RANGES = {
+    "depth": (0, _MOST),
+    "spread": (1, _MOST),
+    "nodes": (0, _MOST),
+    "confidence": (1e-6, 1),
+    "min_width": (1, _MOST),
+    "join_every": (2, _MOST),
+}
+
 
 @dataclass(frozen=True)
 class BeamOptions:
@@ -43,20 +53,12 @@ class BeamOptions:
     join_every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.depth is not None and self.depth < 0:
-            raise FsdError(f"beams are drafted depth >= 0 steps ahead, got {self.depth}.")
-        if self.spread is not None and not self.spread >= 1.0:
-            raise FsdError(f"spread is at least 1, a node for every beam; got {self.spread}.")
-        if self.nodes is not None and self.nodes < 0:
-            raise FsdError(f"nodes must be at least 0, got {self.nodes}.")
-        if self.confidence is not None and not 0.0 < self.confidence <= 1.0:
-            raise FsdError(f"confidence is a chance above 0 and at most 1, got {self.confidence}.")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise FsdError(f"beam option {name} must be a number from {least:g} to {most:g}, got {value}.")
         if self.min_width is not None and self.confidence is None:
             raise FsdError("min_width bounds a dynamic width: set confidence as well, or leave it out.")
-        if self.min_width is not None and self.min_width < 1:
-            raise FsdError(f"min_width is at least 1 beam, got {self.min_width}.")
-        if self.join_every is not None and self.join_every < 2:
-            raise FsdError(f"join_every is at least 2 steps, got {self.join_every}. A single beam is num_beams=1.")
 
     @classmethod
     def parse(cls, text: str) -> BeamOptions:

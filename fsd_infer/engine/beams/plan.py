@@ -17,7 +17,7 @@ from fsd_infer.engine.beams.proposers import Proposer
 from fsd_infer.engine.beams.sampling import arrivals
 from fsd_infer.engine.beams.search import Beam, Search, Terms
 
-Look = Callable[[Sequence[Sequence[Node]]], None]
+Look = Callable[[int, Sequence[Node]], None]
 
 
 def most_nodes(options: BeamOptions, beams: int) -> int:
@@ -33,7 +33,7 @@ class Planner:
         terms: of the request.
         options: with ``depth`` and ``spread``.
         proposer: of the drafter.
-        look: sets ``likely`` of nodes that the target has read, [B] rows.
+        look: ``look(prompt's index, nodes)`` sets ``likely`` of nodes that the target has read.
         successors: how many successors of a node are listed.
     """
 
@@ -47,49 +47,40 @@ class Planner:
         """Return the number of nodes for a step that keeps ``width`` beams."""
         return math.ceil(self.spread * width)
 
-    @property
-    def most(self) -> int:
-        """The most nodes of a round."""
-        return self.terms.beams + self.nodes
-
     def plan(self, searches: Sequence[Search]) -> list[list[Node]]:
         """Choose and place the nodes that the target reads for each search: unread beams, then drafts."""
-        new: list[list[Node]] = []
-        for search in searches:
-            live = [beam.node for beam in search.live]
-            if search.forest.room < self.most:
-                search.forest.trim(live)
-            new.append([node for node in live if node.logits is None])
-            for node in new[-1]:
+        unread = [[beam.node for beam in search.live if beam.node.logits is None] for search in searches]
+        for search, nodes in zip(searches, unread):
+            search.forest.make_room(len(nodes) + self.nodes, [beam.node for beam in search.live])
+            for node in nodes:
                 search.forest.place(node)
-        missing = [len(row) for row in new]
+        drafts: list[list[Node]] = [[] for _ in searches]
         frontiers = [list(search.live) for search in searches]
         for level in range(1, self.depth + 1):
             for row, search in enumerate(searches):
                 # the last step needs no further reading
-                if search.length + level >= search.limit or len(new[row]) - missing[row] >= self.nodes:
+                if search.length + level >= search.limit or len(drafts[row]) >= self.nodes:
                     frontiers[row] = []
             if not any(frontiers):
                 break
-            self._ask(frontiers)
+            self._ask(searches, frontiers)
             for row, (search, frontier) in enumerate(zip(searches, frontiers, strict=True)):
                 frontiers[row] = []
                 for beam in self.next_beams(frontier, search.most_kept(search.length + level)):
                     if beam.node.slot < 0:
-                        if len(new[row]) - missing[row] >= self.nodes:
+                        if len(drafts[row]) >= self.nodes:
                             continue
                         search.forest.place(beam.node)
-                        new[row].append(beam.node)
+                        drafts[row].append(beam.node)
                     frontiers[row].append(beam)
-        return new
+        return [nodes + row for nodes, row in zip(unread, drafts)]
 
-    def _ask(self, frontiers: Sequence[Sequence[Beam]]) -> None:
+    def _ask(self, searches: Sequence[Search], frontiers: Sequence[Sequence[Beam]]) -> None:
         """Set ``likely`` or ``proposed`` of all these nodes."""
-        self.look([[beam.node for beam in row if beam.node.logits is not None] for row in frontiers])
-        unread = [[beam.node for beam in row if beam.node.logits is None] for row in frontiers]
-        for nodes, guesses in zip(unread, self.proposer.propose(unread, self.successors), strict=True):
-            for node, guess in zip(nodes, guesses, strict=True):
-                node.proposed = guess
+        for search, frontier in zip(searches, frontiers, strict=True):
+            self.look(search.row, [beam.node for beam in frontier if beam.node.logits is not None])
+        unread = [[beam.node for beam in frontier if beam.node.logits is None] for frontier in frontiers]
+        self.proposer.propose(unread, self.successors)
 
     def next_beams(self, frontier: Sequence[Beam], width: int) -> list[Beam]:
         """Return the likely beams of the next step, which keeps ``width``."""
@@ -104,11 +95,6 @@ class Planner:
             times = arrivals([beam.node for beam in frontier], [beam.score for beam in frontier], lists).tolist()
             columns = [{token: column for column, token in enumerate(tokens)} for _, tokens in lists]
             candidates.sort(key=lambda draw: times[draw[1]][columns[draw[1]][draw[2]]])
-            drawn = self.terms.candidates * width
-            del candidates[2 * drawn :]
-            early = {draw[1:]: place / drawn for place, draw in enumerate(candidates)}
-            candidates.sort(key=lambda draw: -draw[0])
-            late = {draw[1:]: place / width for place, draw in enumerate(candidates)}
-            candidates.sort(key=lambda draw: max(early[draw[1:]], late[draw[1:]]))
+            candidates = sorted(candidates[: self.terms.candidates * width], key=lambda draw: -draw[0])
         going = [draw for draw in candidates if draw[2] not in self.terms.eos_token_ids][: self.breadth_of(width)]
         return [Beam(frontier[place].node.child(token), score) for score, place, token in going]

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import singledispatch
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from fsd_infer.drafters import (
     NoDrafter,
     RecycleDrafter,
 )
-from fsd_infer.drafters.eagle import READ_AT_ONCE
+from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.free import Options, Table
 from fsd_infer.drafters.lm import warn_context
 from fsd_infer.drafters.memory import Recall
@@ -37,22 +37,26 @@ from fsd_infer.engine.beams.forest import Begun, Forest, Guess, Node, lay_out
 from fsd_infer.errors import FsdError
 from fsd_infer.request.prompts import read_prompts
 
+Rows = Sequence[Sequence[Node]]  # [B] rows of nodes, some of them empty
+
 
 class Proposer:
     """A drafter's state for the forests of one batch. The base class proposes nothing."""
 
-    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
-        """Return up to ``count`` likely successors of each node: [B] rows of nodes, some of them empty.
+    def propose(self, nodes: Rows, count: int) -> None:
+        """Set ``proposed`` of each node: up to ``count`` likely successors.
 
         All nodes are placed and unread by the target. Their parents were read by the target, or proposed for.
         """
-        return [[([], []) for _ in row] for row in nodes]
 
-    def observe(self, nodes: Sequence[Sequence[Node]]) -> None:
-        """Learn that the target has read these nodes, [B] rows. The default does nothing."""
+    def observe(self, read: Rows, features: Tensor, grown: Rows) -> None:
+        """Learn from a round. The default does nothing.
 
-    def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
-        """Extend the text that all beams share by these nodes, [B] rows of paths. The default does nothing."""
+        Args:
+            read: the nodes that the target has read.
+            features: [B, M, F] of the target at these nodes; M of the longest row, others are padded.
+            grown: the nodes by which each trunk grew.
+        """
 
     def finish(self, row: int, answer: list[int]) -> None:
         """Take a finished answer, before :meth:`select` drops its row. The default does nothing."""
@@ -89,31 +93,32 @@ def _(drafter: NoDrafter, begun: Begun) -> Proposer:
 class _ModelProposer(Proposer, ABC):
     """A drafter with a model, which has to read a node and its ancestors first."""
 
-    def __init__(self, begun: Begun) -> None:
-        self.forests = begun.forests
+    limit: float = math.inf  # positions of the model
 
-    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
-        if not any(nodes):
-            return [[] for _ in nodes]
-        values, tokens = self._likeliest(nodes, count)
-        count, found = values.shape[-1], zip(nodes, *lists(values.flatten(1), tokens.flatten(1)), strict=True)
-        return [
-            [(of_values[at : at + count], of_tokens[at : at + count]) for at in range(0, count * len(row), count)]
-            for row, of_values, of_tokens in found
-        ]
+    def propose(self, nodes: Rows, count: int) -> None:
+        within = [[node for node in row if node.position < self.limit] for row in nodes]
+        for node in chain.from_iterable(nodes):
+            node.proposed = [], []
+        if not any(within):
+            return
+        values, tokens = self._likeliest(within, count)
+        for row, *found in zip(within, *lists(values.flatten(1), tokens.flatten(1)), strict=True):
+            for place, node in enumerate(row):
+                part = slice(place * values.shape[-1], (place + 1) * values.shape[-1])
+                node.proposed = found[0][part], found[1][part]
 
     @abstractmethod
-    def _likeliest(self, nodes: Sequence[Sequence[Node]], count: int) -> tuple[Tensor, Tensor]:
+    def _likeliest(self, nodes: Rows, count: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and tokens, [B, M, count] each, with M of the longest row; others are padded."""
 
 
-def _unread(nodes: Sequence[Node], known: int) -> list[Node]:
-    """Return the nodes and those of their ancestors with ``read`` below ``known``, parents first."""
+def _unread(nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes and their ancestors, as far as their final inputs are unread, parents first."""
     found: dict[Node, None] = {}
     for node in nodes:
         path = []
         for ancestor in node.path():
-            if ancestor in found or ancestor.read >= known:
+            if ancestor in found or ancestor.read == 2:
                 break
             path.append(ancestor)
         found.update(dict.fromkeys(reversed(path)))
@@ -121,81 +126,69 @@ def _unread(nodes: Sequence[Node], known: int) -> list[Node]:
 
 
 class _HeadProposer(_ModelProposer):
-    """An EAGLE-style head. It reads a node with its parent's feature: the target's if known, else its own estimate."""
+    """An EAGLE-style head. It reads a node with its parent's feature: the target's if known, else its own estimate.
+
+    The session reads the prompts, and has the cache and the vocabulary.
+    """
 
     def __init__(self, drafter: EagleDrafter, begun: Begun) -> None:
-        super().__init__(begun)
-        self.drafter, self.begun = drafter, begun
-        self.device = drafter.target.device
-        batch = len(begun.forests)
-        self.cache = drafter.new_cache(batch, begun.slots)
-        self.vocabulary = drafter.context_vocabulary(batch)
-        if self.vocabulary is not None:
-            self.vocabulary.extend(begun.tokens, begun.lengths)
-        self.outputs: Tensor | None = None  # [B, slots, H] by slot
-        most = begun.tokens.shape[1] - 1
-        for start in range(0, most, READ_AT_ONCE):
-            count = min(READ_AT_ONCE, most - start)
-            slots = (start + torch.arange(count, device=self.device)).expand(batch, -1)
-            visible = torch.arange(start + count, device=self.device) <= slots[..., None]
-            tokens = to_device(begun.tokens[:, start + 1 : start + 1 + count], self.device)
-            features = self._of_target(self.features[:, start : start + count])
-            self.cache.set_write_slots(slots, start, start + count)
-            self._keep(slots + 1, drafter.run(self.cache, visible, tokens, features, slots))
+        self.drafter, self.forests, self.device = drafter, begun.forests, drafter.target.device
+        request = DraftRequest(len(begun.forests), begun.slots, device=self.device)
+        self.session = drafter.start(begun.tokens[:, 0], request)
+        if int(begun.lengths.max()) > 1:
+            self.session.extend(begun.tokens[:, 1:], begun.features[:, : begun.tokens.shape[1] - 1], begun.lengths - 1)
+        unread = begun.slots - begun.features.shape[1]
+        # by slot: the target's features [B, slots, F], and the head's own outputs [B, slots, H]
+        self.features = torch.nn.functional.pad(begun.features, (0, 0, 0, unread))
+        self.outputs = self.features.new_zeros(*self.features.shape[:2], drafter.head.config.hidden_size)
+
+    def observe(self, read: Rows, features: Tensor, grown: Rows) -> None:
+        spare = self.features.shape[1] - 1
+        slots = to_device(padded([[node.slot for node in row] for row in read], spare), self.device)
+        self.features.scatter_(1, slots[..., None].expand_as(features), features)
 
     def select(self, rows: Tensor) -> None:
-        self.cache.select(rows)
-        self.outputs = None if self.outputs is None else self.outputs[to_device(rows, self.device)]
-        if self.vocabulary is not None:
-            self.vocabulary.select(rows)
+        self.session.select(rows)
+        rows = to_device(rows, self.device)
+        self.features, self.outputs = self.features[rows], self.outputs[rows]
 
-    def _likeliest(self, nodes: Sequence[Sequence[Node]], count: int) -> tuple[Tensor, Tensor]:
-        unread = [_unread(row, 2) for row in nodes]
+    def _likeliest(self, nodes: Rows, count: int) -> tuple[Tensor, Tensor]:
+        unread = [_unread(row) for row in nodes]
         for known in (True, False):
-            self._read([[node for node in row if node.follows_read is known] for row in unread], known)
-        slots = padded([[node.slot for node in row] for row in nodes])
-        assert self.outputs is not None
-        outputs = at_nodes(self.outputs, to_device(slots, self.device))
-        ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
-        logits = self.drafter.q_logits(outputs, self.vocabulary)
+            self._read([[node for node in row if _follows_read(node) is known] for row in unread], known)
+        slots = to_device(padded([[node.slot for node in row] for row in nodes]), self.device)
+        vocabulary = self.session.vocabulary
+        logits = self.drafter.q_logits(at_nodes(self.outputs, slots), vocabulary)
         values, choice = ops.likeliest(logits, min(count, logits.shape[-1]))
+        ids = self.drafter.draft_ids if vocabulary is None else vocabulary.ids
         return values, choice if ids is None else ids[choice]
 
-    @property
-    def features(self) -> Tensor:
-        assert self.begun.features is not None
-        return self.begun.features
-
-    def _read(self, nodes: Sequence[Sequence[Node]], known: bool) -> None:
+    def _read(self, nodes: Rows, known: bool) -> None:
         """Read nodes with their parents' features: known ones, or the head's estimates."""
         if not any(nodes):
             return
-        if self.vocabulary is not None:
+        if self.session.vocabulary is not None:
             tokens = padded([[node.token for node in row] for row in nodes])
-            self.vocabulary.extend(tokens, torch.tensor([len(row) for row in nodes]))
+            self.session.vocabulary.extend(tokens, torch.tensor([len(row) for row in nodes]))
         layout = lay_out(self.forests, nodes, self.device)
         if known:
-            features = self._of_target(at_nodes(self.features, layout.before))
+            fused = self.drafter.head.config.fused_layers
+            features = self.drafter.target.features_of(at_nodes(self.features, layout.before), fused)
         else:
-            assert self.outputs is not None
             features = at_nodes(self.outputs, layout.before)
         # the head's slots and positions are those of the pairs (token, feature before it)
-        visible = layout.visible[..., 1:]
+        cache, visible = self.session.cache, layout.visible[..., 1:]
         start = None if layout.start is None else layout.start - 1
-        self.cache.set_write_slots(layout.slots - 1, start, visible.shape[-1])
-        self._keep(layout.slots, self.drafter.run(self.cache, visible, layout.tokens, features, layout.positions - 1))
+        cache.set_write_slots(layout.slots - 1, start, visible.shape[-1])
+        outputs = self.drafter.run(cache, visible, layout.tokens, features, layout.positions - 1)
+        self.outputs.scatter_(1, layout.slots[..., None].expand_as(outputs), outputs)
         for node in chain.from_iterable(nodes):
             node.read = 2 if known else 1
 
-    def _of_target(self, features: Tensor) -> Tensor:
-        """Pick the columns of the target's features that the head reads."""
-        return self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
 
-    def _keep(self, slots: Tensor, outputs: Tensor) -> None:
-        """Store outputs [B, M, H] by slot."""
-        if self.outputs is None:
-            self.outputs = outputs.new_zeros(len(outputs), self.features.shape[1], outputs.shape[-1])
-        self.outputs.scatter_(1, slots[..., None].expand_as(outputs), outputs)
+def _follows_read(node: Node) -> bool:
+    """Whether the target has read the token before this one."""
+    return node.parent is None or node.parent.logits is not None
 
 
 @proposer_of.register
@@ -207,40 +200,33 @@ class _LMProposer(_ModelProposer):
     """A small LM, which reads each node once."""
 
     def __init__(self, drafter: LMDrafter, begun: Begun) -> None:
-        super().__init__(begun)
-        self.model, self.width, self.known = drafter.model, drafter.vocabulary, drafter.known
-        self.device = drafter.model.device
-        self.cache = drafter.model.new_cache(len(begun.forests), begun.slots)
-        limit = self.model.max_positions
-        self.limit = math.inf if limit is None else limit
+        self.drafter, self.model, self.forests = drafter, drafter.model, begun.forests
+        self.cache = self.model.new_cache(len(begun.forests), begun.slots)
+        self.limit = math.inf if self.model.max_positions is None else self.model.max_positions
         if int(begun.lengths.max()) > self.limit:
             self.limit = 0  # a prompt exceeds its context, so it proposes nothing
-            warn_context(self.model.name, limit)
         else:
-            read_prompts(self.model, self.cache, self.known(begun.tokens), begun.lengths)
+            read_prompts(self.model, self.cache, drafter.known(begun.tokens), begun.lengths)
 
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
 
-    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
-        within = [[node for node in row if node.position < self.limit] for row in nodes]
-        if sum(map(len, within)) < sum(map(len, nodes)):
-            warn_context(self.model.name, self.limit)
-        guesses = map(iter, super().propose(within, count))
-        return [
-            [next(found) if node.position < self.limit else ([], []) for node in row]
-            for row, found in zip(nodes, guesses, strict=True)
-        ]
+    def propose(self, nodes: Rows, count: int) -> None:
+        if any(node.position >= self.limit for node in chain.from_iterable(nodes)):
+            assert self.model.max_positions is not None
+            warn_context(self.model.name, self.model.max_positions)
+        super().propose(nodes, count)
 
-    def _likeliest(self, nodes: Sequence[Sequence[Node]], count: int) -> tuple[Tensor, Tensor]:
-        unread = [_unread(row, 2) for row in nodes]
-        layout = lay_out(self.forests, unread, self.device)
+    def _likeliest(self, nodes: Rows, count: int) -> tuple[Tensor, Tensor]:
+        unread = [_unread(row) for row in nodes]
+        layout = lay_out(self.forests, unread, self.model.device)
         self.cache.set_write_slots(layout.slots, layout.start, layout.visible.shape[-1], layout.at)
-        logits, _ = self.model.forward(self.known(layout.tokens), layout.positions, layout.visible, self.cache)
+        tokens = self.drafter.known(layout.tokens)
+        logits, _ = self.model.forward(tokens, layout.positions, layout.visible, self.cache)
         for node in chain.from_iterable(unread):
             node.read = 2
         where = padded([[read.index(node) for node in row] for row, read in zip(nodes, unread, strict=True)])
-        logits = at_nodes(logits, to_device(where, self.device))[..., : self.width]
+        logits = at_nodes(logits, to_device(where, self.model.device))[..., : self.drafter.vocabulary]
         return ops.likeliest(logits, min(count, logits.shape[-1]))
 
 
@@ -260,11 +246,10 @@ class _TableProposer(Proposer):
     def __init__(self, forests: list[Forest], tables: Sequence[Table], reach: int) -> None:
         self.forests, self.tables, self.reach = forests, tables, reach
 
-    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
-        return [
-            [_guess(table.options(table.at(_tail(forest, node, self.reach))), count) for node in row]
-            for table, forest, row in zip(self.tables, self.forests, nodes, strict=True)
-        ]
+    def propose(self, nodes: Rows, count: int) -> None:
+        for table, forest, row in zip(self.tables, self.forests, nodes, strict=True):
+            for node in row:
+                node.proposed = _guess(table.options(table.at(_tail(forest, node, self.reach))), count)
 
     def select(self, rows: Tensor) -> None:
         self.tables = [self.tables[row] for row in rows.tolist()]
@@ -282,8 +267,8 @@ class _MemoryProposer(_TableProposer):
             for token in forest.prompt:
                 recall.append(token)
 
-    def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
-        for recall, row in zip(self.tables, nodes, strict=True):
+    def observe(self, read: Rows, features: Tensor, grown: Rows) -> None:
+        for recall, row in zip(self.tables, grown, strict=True):
             for node in row:
                 recall.append(node.token)
             recall.look()
@@ -302,18 +287,15 @@ class _RecycleProposer(_TableProposer):
 
     tables: Sequence[Recycled]
 
-    def observe(self, nodes: Sequence[Sequence[Node]]) -> None:
-        for recycled, forest, row in zip(self.tables, self.forests, nodes, strict=True):
-            for node in row:
+    def observe(self, read: Rows, features: Tensor, grown: Rows) -> None:
+        for recycled, forest, path, nodes in zip(self.tables, self.forests, grown, read, strict=True):
+            for node in path:  # learn before remember() stores the answers
+                if node.parent is not None:
+                    recycled.learn(_tail(forest, node.parent, 2), node.token)
+            for node in nodes:
                 if node.likely is not None:
                     values, tokens = node.likely
                     recycled.remember(_tail(forest, node, 2), tokens[: recycled.width], [min(x, 0.0) for x in values])
-
-    def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
-        for recycled, forest, row in zip(self.tables, self.forests, nodes, strict=True):
-            for node in row:
-                if node.parent is not None:
-                    recycled.learn(_tail(forest, node.parent, 2), node.token)
 
 
 @proposer_of.register
@@ -329,12 +311,8 @@ def _guess(options: Options, count: int) -> Guess:
 
 def _tail(forest: Forest, node: Node, count: int) -> list[int]:
     """The last ``count`` tokens of the text that ends with a node."""
-    tokens: list[int] = []
-    for ancestor in node.path():
-        tokens.append(ancestor.token)
-        if len(tokens) == count:
-            return tokens[::-1]
-    return forest.prompt[len(tokens) - count :] + tokens[::-1]
+    tokens = [ancestor.token for ancestor in islice(node.path(), count)]
+    return forest.prompt[max(0, len(forest.prompt) + len(tokens) - count) :] + tokens[::-1]
 
 
 # two of them ----------------------------------------------------------------------------------------------------------
@@ -346,17 +324,19 @@ class _GraftedProposer(Proposer):
     def __init__(self, parts: Sequence[Proposer]) -> None:
         self.parts = parts
 
-    def propose(self, nodes: Sequence[Sequence[Node]], count: int) -> list[list[Guess]]:
-        rows = zip(*(part.propose(nodes, count) for part in self.parts), strict=True)
-        return [[_united(guesses, count) for guesses in zip(*row, strict=True)] for row in rows]
-
-    def observe(self, nodes: Sequence[Sequence[Node]]) -> None:
+    def propose(self, nodes: Rows, count: int) -> None:
+        missed: dict[Node, dict[int, float]] = {node: {} for node in chain.from_iterable(nodes)}
         for part in self.parts:
-            part.observe(nodes)
+            part.propose(nodes, count)
+            for node, of_node in missed.items():
+                for value, token in zip(*(node.proposed or ([], []))):
+                    of_node[token] = of_node.get(token, 1.0) * (1.0 - math.exp(min(value, 0.0)))
+        for node, of_node in missed.items():
+            node.proposed = _guess([(token, 1.0 - miss) for token, miss in of_node.items() if miss < 1.0], count)
 
-    def extend(self, nodes: Sequence[Sequence[Node]]) -> None:
+    def observe(self, read: Rows, features: Tensor, grown: Rows) -> None:
         for part in self.parts:
-            part.extend(nodes)
+            part.observe(read, features, grown)
 
     def finish(self, row: int, answer: list[int]) -> None:
         for part in self.parts:
@@ -365,14 +345,6 @@ class _GraftedProposer(Proposer):
     def select(self, rows: Tensor) -> None:
         for part in self.parts:
             part.select(rows)
-
-
-def _united(guesses: Sequence[Guess], count: int) -> Guess:
-    missed: dict[int, float] = {}
-    for guess in guesses:
-        for value, token in zip(*guess):
-            missed[token] = missed.get(token, 1.0) * (1.0 - math.exp(min(value, 0.0)))
-    return _guess([(token, 1.0 - chance) for token, chance in missed.items() if chance < 1.0], count)
 
 
 @proposer_of.register

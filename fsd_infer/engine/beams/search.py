@@ -1,12 +1,7 @@
-"""One prompt's beam search, step by step as in transformers' ``_beam_search``.
-
-A step needs the successors of each live beam. It is sometimes possible although the target has not read a beam. Its
-successors are no likelier than the beam itself, so candidates of other beams above its score are certain.
-"""
+"""One prompt's beam search, step by step as in transformers' ``_beam_search``."""
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +9,7 @@ from typing import NamedTuple
 
 from fsd_infer.engine.beams.forest import Forest, Node
 from fsd_infer.engine.beams.sampling import Draw
+from fsd_infer.engine.stats import RowRecord
 
 
 class Beam(NamedTuple):
@@ -42,7 +38,6 @@ class Terms:
         early_stopping: as in ``GenerationConfig``.
         stops: ``stops(prompt's index, texts)`` -> [K], whether stopping criteria end each of K texts (tokens after the
             prompt); None: there are no criteria.
-        bounded: no processor can raise a log-probability above 0.
         draw: for beam sampling, ``draw(prompt's index, live beams, count)`` -> ordered candidates; None: take the
             likeliest.
         width: dynamic width of the next step, given the live beams; None: W.
@@ -54,7 +49,6 @@ class Terms:
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     stops: Callable[[int, list[list[int]]], list[bool]] | None = None
-    bounded: bool = True
     draw: Callable[[int, Sequence[Beam], int], list[Draw]] | None = None
     width: Callable[[Sequence[Beam]], int] | None = None
     join_every: int | None = None
@@ -79,44 +73,31 @@ class Search:
         finished: the best W finished answers so far, best first.
         length: new tokens of the live beams.
         done: whether the search has ended.
+        record: of the best answer, complete once the search has ended.
     """
 
     def __init__(self, terms: Terms, forest: Forest, limit: int, row: int) -> None:
         self.terms, self.forest, self.limit, self.row = terms, forest, limit, row
-        self.live = [Beam(forest.root, 0.0)]
+        self.live = [Beam(forest.trunk[0], 0.0)]
         self.finished: list[Hypothesis] = []
         self.length = 0
         self.done = False
+        self.record = RowRecord()
 
     def step(self) -> bool:
-        """Take one step if the target has read enough nodes; return whether it did."""
-        if self.terms.draw and any(beam.node.likely is None for beam in self.live):
+        """Take one step if the target has read all live beams; return whether it did."""
+        if any(beam.node.likely is None for beam in self.live):
             return False
-        width = self._width()
-        count = self.terms.candidates * width
-        candidates, sure = self._drawn(count) if self.terms.draw else self._likeliest(count)
-        last = self.length + 1 >= self.limit
+        width, last = self._width(), self.length + 1 >= self.limit
+        candidates = self._candidates(self.terms.candidates * width)
         ends = self._ends(candidates, last)
-        going: list[Draw] = []
-        ended: list[Draw] = []
-        for place, (candidate, hit) in enumerate(zip(candidates, ends)):
-            if place >= width and (last or (len(going) == width and not self.terms.draw)):
-                break
-            if place >= sure:
-                return False
-            if not hit:
-                going.append(candidate)
-            elif place < width:  # as in transformers, which drops other finished candidates
-                ended.append(candidate)
-        else:
-            if sure < len(candidates) or (sure < count and any(beam.node.likely is None for beam in self.live)):
-                return False
-        going = sorted(going, key=lambda draw: -draw[0])[:width]
-        self._finish(ended, last)
-        before = [beam.node for beam in self.live]
-        self.live = [Beam(before[beam].child(token), score) for score, beam, token in going]
+        going = [draw for draw, end in zip(candidates, ends) if not end]
+        # as in transformers, finished candidates count among the first W only
+        self._finish([draw for draw, end in zip(candidates[:width], ends) if end], last)
+        best = sorted(going, key=lambda draw: -draw[0])[:width]
+        self.live = [Beam(self.live[beam].node.child(token), score) for score, beam, token in best]
         self.length += 1
-        self.forest.prune(before, [beam.node for beam in self.live])
+        self.forest.prune([beam.node for beam in self.live])
         self.done = last or not self.live or self._decided()
         return True
 
@@ -131,26 +112,16 @@ class Search:
             return most
         return self.terms.width(self.live)
 
-    def _likeliest(self, count: int) -> tuple[list[Draw], int]:
-        """Return the best candidates, and how many of them no successor of an unread beam can beat."""
-        bound = -math.inf
+    def _candidates(self, count: int) -> list[Draw]:
+        """Return the likeliest successors of the live beams or, in beam sampling, drawn ones in their order."""
+        if self.terms.draw is not None:
+            return self.terms.draw(self.row, self.live, count)
         candidates: list[Draw] = []
         for place, beam in enumerate(self.live):
-            if beam.node.likely is None:
-                bound = max(bound, beam.score if self.terms.bounded else math.inf)
-                continue
-            values, tokens = beam.node.likely
+            values, tokens = beam.node.likely or ([], [])
             scores = array("f", [beam.score + value for value in values])  # sums in fp32, as in transformers
             candidates += [(score, place, token) for score, token in zip(scores, tokens)]
-        candidates.sort(key=lambda draw: -draw[0])  # stable: at equal scores the better beam is first
-        del candidates[count:]
-        sure = (place for place, draw in enumerate(candidates) if draw[0] <= bound)
-        return candidates, next(sure, len(candidates))
-
-    def _drawn(self, count: int) -> tuple[list[Draw], int]:
-        assert self.terms.draw is not None
-        candidates = self.terms.draw(self.row, self.live, count)
-        return candidates, len(candidates)
+        return sorted(candidates, key=lambda draw: -draw[0])[:count]  # stable: of equals, the better beam's is first
 
     def _ends(self, candidates: Sequence[Draw], last: bool) -> list[bool]:
         """Return which candidates end an answer."""

@@ -54,15 +54,11 @@ def chances_of_width(
     log_e = _log_exponentials(size)
     drawn = min(per_beam * width, size)
 
-    # nodes as chosen by Planner: candidates that arrive early and rank high by the drafter's weights
-    first = min(2 * per_beam * width, size)
-    order = (log_e - of_drafter).topk(first, largest=False).indices
-    ranks = of_drafter[order].argsort(descending=True, stable=True).argsort()
-    position = torch.maximum(torch.arange(first) / (per_beam * width), ranks / width) + 1e-9 * ranks
-    position = position.masked_fill(~going[order] | (of_drafter[order] == -math.inf), math.inf)
-    best = position.topk(min(breadth, first), largest=False)
+    # nodes as chosen by Planner: of the candidates that arrive first by the drafter's weights, the likeliest
+    first = (log_e - of_drafter).topk(drawn, largest=False).indices
+    best = of_drafter[first].masked_fill(~going[first], -math.inf).topk(min(breadth, drawn))
     drafted = torch.zeros(log_e.shape, dtype=torch.bool)
-    drafted.scatter_(1, order.gather(1, best.indices), best.values < math.inf)
+    drafted.scatter_(1, first.gather(1, best.indices), best.values > -math.inf)
 
     arrived = (log_e - of_target).topk(drawn, largest=False).indices
     ranked = of_target[arrived].masked_fill(~going[arrived], -math.inf)
