@@ -36,6 +36,8 @@ def answers_of(method: ProcessMethod, tokenizer: Any, rows: Sequence[dict[str, A
         options: dict[str, Any] = {"max_new_tokens": row.get("new", new)}
         if "temperature" in row:
             options |= {"do_sample": True, "temperature": row["temperature"]}
+        if "schema" in row:
+            options["schema"] = row["schema"]
         messages: list[dict[str, str]] = []
         for text in row["turns"]:
             messages.append({"role": "user", "content": text})
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = build_parser()
     parser.prog, parser.description = "python -m benchmarks.memory_in_vllm", (__doc__ or "").split("\n\n")[0]
-    parser.set_defaults(methods="vllm ngram,vllm suffix", workloads="chat,rag,summaries,replay,samples,edits")
+    parser.set_defaults(methods="vllm ngram,vllm suffix", workloads="chat,rag,summaries,replay,samples,edits,json")
     parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/python"), help="(%(default)s)")
     return record_main("benchmarks.memory_in_vllm", parser, measure, report, argv)
 
