@@ -18,6 +18,8 @@ forced     the same, but the target is made to answer as the commit did, whateve
 json       facts of articles in JSON of one schema, which the answers are held to
 =========  =============================================================================================================
 
+Each result is recorded with a ceiling of copying without a head: the tokens per forward of :class:`Oracle`.
+
 The built-in model hardly follows a request to edit, so ``edits`` shows its own answers, and ``forced`` what a target
 that edits rightly would gain. A head is trained for its target's own answers and drafts worse there.
 """
@@ -158,7 +160,7 @@ def answer_all(words: Sequence[str]) -> None:
     torch.set_num_threads(int(threads))
     shape = tree if tree == "auto" else None if tree == "none" else TreeShape(*map(int, tree.split(",")))
     decoders: dict[str, FuzzyDecoder] = {}
-    rows, before = [json.loads(line) for line in sys.stdin], ""
+    rows, before, oracle = [json.loads(line) for line in sys.stdin], "", Oracle()
     for number, row in enumerate(rows):
         name = TARGETS.get(row["workload"], target) if target == TARGET else target
         if name not in decoders:
@@ -167,12 +169,14 @@ def answer_all(words: Sequence[str]) -> None:
         decoder = decoders[name]
         if row["workload"] not in (before, "replay"):
             forget(decoder.drafter)
+            oracle = Oracle()
         before = row["workload"]
         torch.manual_seed(number)
-        for out, seconds in turns(decoder, row, int(tokens)):
+        for prompt, out, seconds in turns(decoder, row, int(tokens)):
             stats = out.stats
             facts = {"tokens": stats.new_tokens, "forwards": stats.target_forwards, "seconds": seconds}
             facts |= {"prefill": stats.prefill_seconds, "draft": stats.phases.get("draft", 0.0)}
+            facts["oracle_forwards"] = oracle.forwards(prompt, out.sequences[0])
             print(json.dumps({"workload": row["workload"], "row": number, **facts}), flush=True)
 
 
@@ -185,8 +189,8 @@ def forget(drafter: Any) -> None:
     drafter.forget()
 
 
-def turns(decoder: Any, row: dict[str, Any], tokens: int) -> Iterator[tuple[Any, float]]:
-    """(answer, seconds) of each turn."""
+def turns(decoder: Any, row: dict[str, Any], tokens: int) -> Iterator[tuple[list[int], Any, float]]:
+    """(prompt, answer, seconds) of each turn."""
     sampling = {"do_sample": True, "temperature": row["temperature"]} if "temperature" in row else {"do_sample": False}
     messages: list[dict[str, str]] = []
     for text in row["turns"]:
@@ -198,7 +202,7 @@ def turns(decoder: Any, row: dict[str, Any], tokens: int) -> Iterator[tuple[Any,
             options["logits_processor"] = [forced(decoder, ids, row["forced"])]
         start = time.perf_counter()
         out = decoder.generate([ids], max_new_tokens=row.get("new", tokens), **options)
-        yield out, time.perf_counter() - start
+        yield ids, out, time.perf_counter() - start
         messages.append({"role": "assistant", "content": out.texts[0]})
 
 
@@ -215,6 +219,39 @@ def forced(decoder: Any, prompt: list[int], answer: str) -> Callable[[Any, Any],
         return scores
 
     return process
+
+
+class Oracle:
+    """A drafter without a head that knows the answer: it drafts each token that followed the longest match before.
+
+    It reads the text and the earlier texts of the workload, matches up to eight tokens, and has nodes for all drafts.
+    """
+
+    longest = 8
+
+    def __init__(self) -> None:
+        self.after: dict[tuple[int, ...], set[int]] = {}
+
+    def forwards(self, prompt: list[int], answer: list[int]) -> int:
+        """Return the target forwards of an answer after its first token, and remember its text."""
+        text, place, read, count = [*prompt, *answer], len(prompt) + 1, 1, 0
+        while place < len(text):
+            self._read(text, read, place)
+            read, count = place, count + 1
+            while place < len(text) and text[place] in self._followers(text, place):
+                place += 1
+            place += 1
+        self._read(text, read, len(text))
+        return count
+
+    def _read(self, text: list[int], start: int, end: int) -> None:
+        for place in range(start, end):
+            for size in range(1, min(self.longest, place) + 1):
+                self.after.setdefault(tuple(text[place - size : place]), set()).add(text[place])
+
+    def _followers(self, text: list[int], place: int) -> set[int]:
+        contexts = (tuple(text[max(place - size, 0) : place]) for size in range(self.longest, 0, -1))
+        return next((self.after[context] for context in contexts if context in self.after), set())
 
 
 # the record -----------------------------------------------------------------------------------------------------------
@@ -277,6 +314,9 @@ def summary(answers: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str
                 own, other = (pairs(one, workload, over, under) for one in (method, baseline))
                 cell[name] = sum(x for x, _ in own) / sum(y for _, y in own)
                 cell[f"{name}_ratio"] = ratio_interval(own, other)
+            copied = pairs(method, workload, measures["tau"][0], lambda one: one.get("oracle_forwards", 0))
+            if forwards := sum(y for _, y in copied):
+                cell["oracle_tau"] = sum(x for x, _ in copied) / forwards
             found[workload][method] = cell
     return found
 
@@ -288,11 +328,12 @@ def report(record: dict[str, Any]) -> str:
 
     rows = [
         [workload, method, str(cell["answers"]), f"{cell['tau']:.2f}", ratio_text(cell["tau_ratio"]),
-         f"{cell['tokens_per_second']:.0f}", ratio_text(cell["tokens_per_second_ratio"])]
+         f"{cell['tokens_per_second']:.0f}", ratio_text(cell["tokens_per_second_ratio"]),
+         f"{cell.get('oracle_tau', float('nan')):.2f}"]
         for workload, methods in record["workloads"].items()
         for method, cell in methods.items()
     ]  # fmt: skip
-    names = ["workload", "method", "answers", "τ", "ratio", "tok/s", "ratio"]
+    names = ["workload", "method", "answers", "τ", "ratio", "tok/s", "ratio", "oracle's τ"]
     return table(names, rows) + f"\nratios to {record['baseline']}, 95 % intervals over answers"
 
 

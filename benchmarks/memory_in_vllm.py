@@ -3,8 +3,8 @@
     python -m benchmarks.memory_in_vllm --vllm .venv-vllm/bin/python --json benchmarks/results/memory-vllm.json
 
 ``ngram`` drafts from the text at hand. ``suffix`` also drafts from earlier answers of its process; it needs the package
-arctic-inference in vLLM's environment. Each method answers a group of workloads in a process of its own. The group of
-prompts is chat, passages and summaries, then all of them again. A killed run continues after its last group.
+arctic-inference in vLLM's environment. vLLM takes a minute to start, so a method answers all workloads of a target in
+one process, and ``suffix`` also has the answers of earlier workloads. A killed run continues after its last target.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory import TARGETS, build_parser, report, rows_of, summary
+from benchmarks.memory import TARGET, TARGETS, build_parser, report, rows_of, summary
 from benchmarks.peers import HERE, vllm_variables
 from benchmarks.recorded import record_main
 from fsd_bench.process import ProcessMethod
@@ -26,7 +26,6 @@ from fsd_infer.files import append_json
 from fsd_infer.targets.loading import load_tokenizer, resolve_target
 
 METHODS = {"vllm": [], "vllm ngram": ["--drafts", "ngram"], "vllm suffix": ["--drafts", "suffix"]}
-PROMPTS = ("chat", "rag", "summaries", "replay")
 
 
 def answers_of(method: ProcessMethod, tokenizer: Any, rows: Sequence[dict[str, Any]], new: int) -> Iterator[Any]:
@@ -36,6 +35,8 @@ def answers_of(method: ProcessMethod, tokenizer: Any, rows: Sequence[dict[str, A
         options: dict[str, Any] = {"max_new_tokens": row.get("new", new)}
         if "temperature" in row:
             options |= {"do_sample": True, "temperature": row["temperature"]}
+        if "schema" in row:
+            options["schema"] = row["schema"]
         messages: list[dict[str, str]] = []
         for text in row["turns"]:
             messages.append({"role": "user", "content": text})
@@ -53,16 +54,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the record: answers by method, and their summary."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows_of(args):
-        groups.setdefault("prompts" if row["workload"] in PROMPTS else row["workload"], []).append(row)
+        target = TARGETS.get(row["workload"], TARGET) if args.target == TARGET else args.target
+        groups.setdefault(target, []).append(row)
     partial = args.json.with_name(args.json.name + ".partial.jsonl")
     lines = partial.read_text(encoding="utf-8").splitlines() if partial.exists() else []
     done = {row["asked"]: row["answers"] for row in map(json.loads, lines)}
     found: dict[str, list[Any]] = {name: [] for name in args.methods.split(",")}
-    for (group, rows), name in itertools.product(groups.items(), found):
-        target = TARGETS.get(group, args.target)
+    for (target, rows), name in itertools.product(groups.items(), found):
         asked = hashlib.sha256(json.dumps([name, target, args.max_new_tokens, args.threads, rows]).encode()).hexdigest()
         if asked not in done:
-            print(f"[{group}: {name}]", file=sys.stderr, flush=True)
+            print(f"[{target}: {name}]", file=sys.stderr, flush=True)
             directory = str(resolve_target(target))
             command = [str(args.vllm.absolute()), str(HERE / "run_vllm.py"), directory, *METHODS[name]]
             method = ProcessMethod(name, command, vllm_variables(args.vllm.absolute(), args.threads))
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = build_parser()
     parser.prog, parser.description = "python -m benchmarks.memory_in_vllm", (__doc__ or "").split("\n\n")[0]
-    parser.set_defaults(methods="vllm ngram,vllm suffix", workloads="chat,rag,summaries,replay,samples,edits")
+    parser.set_defaults(methods="vllm ngram,vllm suffix", workloads="chat,rag,summaries,replay,samples,edits,json")
     parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/python"), help="(%(default)s)")
     return record_main("benchmarks.memory_in_vllm", parser, measure, report, argv)
 

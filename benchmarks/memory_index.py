@@ -148,7 +148,7 @@ def draft_figures(mib: int) -> dict[str, float]:
             for place, token in enumerate(ids):
                 if place > 40 and place % 3 == 0:
                     begun = time.perf_counter()
-                    best_first(recall, recall.look(), recall.text[-1], NODES, DEPTH, LEAST)
+                    best_first(recall, recall.look(), recall.tokens[-1], NODES, DEPTH, LEAST)
                     drafts.append(1e3 * (time.perf_counter() - begun))
                 begun = time.perf_counter()
                 recall.append(token)

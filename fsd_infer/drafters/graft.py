@@ -128,12 +128,10 @@ class GraftedSession(DraftSession):
         if self.auto is not None and not side.sampled:
             self.auto.cover(side)
         main = self.main.draft(roots)
-        if main.sampled:
-            _warn_sampled(drafter.main.name)
-            return main
-        if side.sampled:
-            _warn_sampled(drafter.side.name)
-            return main
+        for tree, part in ((main, drafter.main), (side, drafter.side)):
+            if tree.sampled:
+                _warn_sampled(part.name)
+                return main
         union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
         if self.auto is not None:
             return kept_of(union, main, self.auto.keep(union))

@@ -75,17 +75,11 @@ class Recycled:
 
     def candidates(self, context: Sequence[int]) -> list[Candidate]:
         """Return distinct candidates after ``context``: those after its two tokens, then those after its last."""
-        found: list[Candidate] = []
         longer = self.after.get(tuple(context[-2:]), []) if len(context) > 1 else []
-        seen = set()
-        for token, bucket in longer:
-            seen.add(token)
-            found.append((token, 0, bucket))
-        kind = 2 if longer else 1
+        found = {token: (token, 0, bucket) for token, bucket in longer}
         for token, bucket in self.after.get(tuple(context[-1:]), []):
-            if token not in seen:
-                found.append((token, kind, bucket))
-        return found
+            found.setdefault(token, (token, 2 if longer else 1, bucket))
+        return list(found.values())
 
     def learn(self, context: Sequence[int], token: int) -> None:
         """Update the estimated acceptance of the candidates after ``context``, which ``token`` followed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import takewhile
 
 NGRAM = 4
 
@@ -44,14 +45,8 @@ def coverage(source: Sequence[Hashable], summary: Sequence[Hashable]) -> float |
     while place < len(summary):
         longest = 0
         for start in starts.get(summary[place], ()):
-            length = 1
-            while (
-                place + length < len(summary)
-                and start + length < len(source)
-                and summary[place + length] == source[start + length]
-            ):
-                length += 1
-            longest = max(longest, length)
+            ends = zip(summary[place:], source[start:])
+            longest = max(longest, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends)))
         covered += longest
         place += max(longest, 1)
     return covered / len(summary) if summary else None
