@@ -60,11 +60,13 @@ class Step(NamedTuple):
         parent: node number of the parent.
         log_q: the drafter's ln q of the step.
         first: whether it is the likeliest of its siblings.
+        grafted: whether another drafter proposed it.
     """
 
     parent: int
     log_q: float
     first: bool
+    grafted: bool = False
 
 
 class AutoTree:
@@ -304,7 +306,8 @@ class AutoTree:
         """Return every row's steps and chances of acceptance by node."""
         self._steps = []
         found = []
-        for scores, parents in zip(*lists(tree.scores, tree.parents)):
+        proposers = torch.zeros_like(tree.parents) if tree.proposers is None else tree.proposers
+        for scores, parents, grafted in zip(*lists(tree.scores, tree.parents, proposers > 0)):
             firsts: dict[int, int] = {}  # the likeliest child of each inner node
             for node in range(1, len(scores)):
                 best = firsts.setdefault(parents[node], node)
@@ -314,9 +317,10 @@ class AutoTree:
             for node in range(1, len(scores)):
                 parent = parents[node]
                 depths[node] = depths[parent] + 1
-                steps.append(Step(parent, scores[node] - scores[parent], firsts[parent] == node))
+                step = Step(parent, scores[node] - scores[parent], firsts[parent] == node, grafted[node])
+                steps.append(step)
                 above = chances[parent]
-                of_step = self.known.curve.chance(steps[node].log_q, depths[node], steps[node].first)
+                of_step = self.known.curve.chance(step.log_q, depths[node], step.first, step.grafted)
                 chances[node] = above * of_step if above > UNLIKELY else 0.0
             found.append((steps, chances))
         return found
@@ -374,4 +378,4 @@ class AutoTree:
             depth_of = dict(zip(way[: count + 1], range(count + 1)))  # of the nodes on the accepted path
             for node, step in enumerate(steps[1:], 1):
                 if step.parent in depth_of:
-                    curve.learn(step.log_q, depth_of[step.parent] + 1, step.first, node in depth_of)
+                    curve.learn(step.log_q, depth_of[step.parent] + 1, step.first, step.grafted, node in depth_of)

@@ -178,7 +178,7 @@ class Curve:
 
     Here t is the law's tilt, or 0 for all but the likeliest sibling. The ratio r is accepted drafts over expected ones.
     It is a product of two ratios, each with a weak prior of 1. One counts drafts of similar q, the same depth class (1,
-    or more) and the same rank class (first sibling, or not). The other counts the text's last drafts.
+    or more), the same rank class (first sibling, or not) and the same drafter. The other counts the text's last drafts.
 
     Under the exact test a draft sampled from q is accepted with probability min(1, p/q), however small q is. So where
     drafts are sampled, (1 + q)/2 replaces q.
@@ -190,7 +190,7 @@ class Curve:
 
     def __init__(self, tilt: float = 0.0, sampled: bool = False) -> None:
         self._gain, self._sampled = math.exp(min(tilt, MOST_TILT)) - 1.0, sampled
-        bins = 4 * BINS
+        bins = 8 * BINS
         self._seen = [Rate(0.2, 0.2, BIN_MEMORY) for _ in range(bins)]
         self._ratios = [1.0] * bins
         self.begin_text()
@@ -199,23 +199,24 @@ class Curve:
         """Reset the ratio of the text's last drafts."""
         self._text = Rate(0.5, 0.5, TEXT_MEMORY)
 
-    def chance(self, log_q: float, depth: int, first: bool) -> float:
+    def chance(self, log_q: float, depth: int, first: bool, grafted: bool = False) -> float:
         """Return g(q).
 
         Args:
             log_q: ln q of the draft, given its parent.
             depth: of the draft, from 1.
             first: whether the draft is the likeliest of its siblings.
+            grafted: whether another drafter proposed it.
         """
         if not self._counts(log_q):
             return 0.0
-        ratio = self._ratios[self._bin(log_q, depth, first)] * self._text.value
+        ratio = self._ratios[self._bin(log_q, depth, first, grafted)] * self._text.value
         return min(self._expected(log_q, first) * ratio, CERTAIN)
 
-    def learn(self, log_q: float, depth: int, first: bool, accepted: bool) -> None:
+    def learn(self, log_q: float, depth: int, first: bool, grafted: bool, accepted: bool) -> None:
         """Learn whether a draft whose parent was accepted was ``accepted``. Other arguments as of :meth:`chance`."""
         if self._counts(log_q):
-            place, expected = self._bin(log_q, depth, first), self._expected(log_q, first)
+            place, expected = self._bin(log_q, depth, first, grafted), self._expected(log_q, first)
             self._text.learn(accepted, min(expected * self._ratios[place], 1.0))
             self._seen[place].learn(accepted, expected)
             self._ratios[place] = self._seen[place].value
@@ -228,9 +229,9 @@ class Curve:
         return q * (1.0 + self._gain) / (1.0 + q * self._gain) if first else q
 
     @staticmethod
-    def _bin(log_q: float, depth: int, first: bool) -> int:
+    def _bin(log_q: float, depth: int, first: bool, grafted: bool) -> int:
         place = int(math.sqrt(max(log_q, LEAST) / LEAST) * (BINS - 1)) if log_q < 0.0 else 0
-        return 4 * place + 2 * (depth > 1) + first
+        return 8 * place + 4 * grafted + 2 * (depth > 1) + first
 
 
 class Rate:
