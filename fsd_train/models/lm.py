@@ -101,13 +101,13 @@ class LMModule(DistillationModule):
 
     def _loss_ids(self, size: int) -> Tensor:
         """Return the most frequent ids of the answers. Raises DataError if they cannot be counted or used."""
+        counts = self._answer_counts("loss_vocab_size")[: self.head.common]
         if self.lora is not None or "FSDP" in type(self.trainer.strategy).__name__:
             raise DataError(
                 "loss_vocab_size reads rows of the drafter's LM head, so it excludes lora and fsdp. Unset it or these."
             )
         if size == self.target.hidden_size:
             raise DataError(f"loss_vocab_size is {size}, the target's hidden size. Choose another number.")
-        counts = self._answer_counts("loss_vocab_size")[: self.head.common]
         return choose_draft_ids(counts, size, [i for i in self.target.eos_token_ids if i < len(counts)])
 
     def setup(self, stage: str) -> None:
