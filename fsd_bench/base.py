@@ -57,7 +57,7 @@ class Answer:
             answers scored by ROUGE, which copies raise.
         other_language: 1 if its language differs from its reference's, else 0. Only for answers scored by chrF.
         regrets: regrets of the drafter's first choices, see :meth:`fsd_infer.engine.drafts.Drafts.regrets`.
-        final: its final answer, see :func:`fsd_bench.measures.final_answer`.
+        final: its final answer, see :func:`fsd_bench.score.final_answer`.
         trace: how it was made, in sweeps.
     """
 

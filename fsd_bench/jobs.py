@@ -131,11 +131,12 @@ def turns_of(
         names: names of the methods.
         temperature: temperature of the jobs.
     """
-    places = sorted({(job.group, job.repeat) for job in runs if job.temperature == temperature})
-    turns = []
-    for group, repeat in places:
-        own = {name: runs.get(Job(name, group, repeat, temperature)) for name in names}
-        whole = {name: run for name, run in own.items() if run is not None}
-        if len(whole) == len(names):
-            turns.append(Turn(group, repeat, groups[group], whole))
-    return turns
+    found: dict[tuple[int, int], dict[str, TimedRun]] = {}
+    for job, run in runs.items():
+        if job.temperature == temperature:
+            found.setdefault((job.group, job.repeat), {})[job.method] = run
+    return [
+        Turn(group, repeat, groups[group], {name: found[group, repeat][name] for name in names})
+        for group, repeat in sorted(found)
+        if found[group, repeat].keys() >= set(names)
+    ]

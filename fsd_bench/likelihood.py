@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from fsd_infer.targets.target import Target
@@ -71,18 +72,15 @@ def _batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 def _batch(target: Target, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, int]]:
     """Return :func:`log_likelihoods` of one batch."""
-    longest = max(len(prompt) + len(answer) - 1 for prompt, answer in pairs)
-    shape = (len(pairs), longest)
-    ids = torch.zeros(shape, dtype=torch.long)
-    real, scored = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool)
-    for row, (prompt, answer) in enumerate(pairs):
-        read = len(prompt) + len(answer) - 1  # the last token is predicted, not read
-        ids[row, :read] = torch.tensor([*prompt, *answer][:-1])
-        real[row, :read] = 1
-        scored[row, len(prompt) - 1 : read] = True
+    # the last token is predicted, not read
+    ids = pad_sequence([torch.tensor([*prompt, *answer][:-1]) for prompt, answer in pairs], batch_first=True)
+    ends = torch.tensor([[len(prompt), len(prompt) + len(answer)] for prompt, answer in pairs]) - 1
+    place = torch.arange(ids.shape[1])
+    real = place < ends[:, 1:]
+    scored = real & (place >= ends[:, :1])
     labels = torch.tensor([token for _, answer in pairs for token in answer], device=target.device)
     # a mask of ones would only cost time
-    features = target.features(ids.to(target.device), None if bool(real.all()) else real.to(target.device))
+    features = target.features(ids.to(target.device), None if bool(real.all()) else real.long().to(target.device))
     final = features[scored.to(target.device)][:, : target.hidden_size]  # the rest are layers for a drafter
     scores, likeliest = _token_scores(target, final, labels)
     lengths = [len(answer) for _, answer in pairs]

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -175,11 +176,17 @@ class Server:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, stream: bool = False
     ) -> requests.Response:
         """Return the response if its status is 200. Raises ServerError otherwise."""
+        send = partial(
+            self._session.request, method, self._origin + self._base + path, json=body, stream=stream,
+            timeout=self.timeout, allow_redirects=False,  # a redirected POST would arrive as a GET
+        )  # fmt: skip
         try:
-            reply = self._session.request(
-                method, self._origin + self._base + path, json=body, stream=stream, timeout=self.timeout,
-                allow_redirects=False,  # a redirected POST would arrive as a GET
-            )  # fmt: skip
+            try:
+                reply = send()
+            except requests.ConnectionError as error:
+                if not isinstance(_root(error), (ConnectionResetError, BrokenPipeError)):
+                    raise
+                reply = send()  # the server had closed an idle connection
             if reply.status_code == 200:
                 return reply
             said = " ".join(reply.content.decode("utf-8", "replace").split())[:2000]

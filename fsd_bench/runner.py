@@ -14,14 +14,13 @@ from fsd_bench.base import Answer, Method, Turn
 from fsd_bench.environment import environment
 from fsd_bench.jobs import Asked, Session, in_turns, rotated, run_jobs, turns_of
 from fsd_bench.likelihood import mean_log_likelihoods
-from fsd_bench.measures import measure
 from fsd_bench.methods import METHODS, Spec, make_methods, parse_methods
 from fsd_bench.models import Models
 from fsd_bench.process import ProcessMethod
 from fsd_bench.prompts import category_of, encode_rows, first_rows, group_prompts, rows_digest
 from fsd_bench.record import BenchPrompt, build_record, write_record
 from fsd_bench.runs import Job, RunFile, read_lines
-from fsd_bench.score import Reference, read_references
+from fsd_bench.score import Reference, measure, read_references
 from fsd_bench.settings import Settings, set_threads
 from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.errors import FsdError

@@ -1,4 +1,4 @@
-"""Score answers by a small matcher, the same for every method: right (1), wrong (0), or similar to a reference.
+"""Score and measure answers, the same for every method: right (1), wrong (0), or similar to a reference.
 
 ========  ==================================================  =====================================================
 kind      a row has this reference if its ``answer``          an answer is right if
@@ -8,7 +8,7 @@ choice    is one of the options that its prompt ends in       the option that it
           (``Answer format: true/false``), or of yes/no or    the reference. "answer 2" names answer2. Case counts only
           true/false                                          for options of a single letter
 ifeval    is absent, but ``instruction_id_list`` and          all of its instructions are followed, see
-          ``kwargs`` say what is asked                        :func:`fsd_bench.texts.follows`
+          ``kwargs`` say what is asked                        :func:`follows`
 ========  ==================================================  =====================================================
 
 ``chrf`` and ``rouge`` must be requested (``--score chrf``). The reference is then the row's ``answer`` or
@@ -18,18 +18,25 @@ Copies of the prompt raise ROUGE-L.
 
 Numbers may have a sign, decimals and commas between thousands: 18, 18.0 and $18. are equal. An answer that was cut off
 before its result is wrong, so allow enough new tokens. Any other reference gives no score.
+
+IFEval (Zhou et al., 2023, arXiv:2311.07911), chrF (Popović, 2015) by sacrebleu and languages by langdetect need the
+packages of the extra ``lm-eval``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cache
+from importlib import import_module
+from typing import Any
 
-from fsd_bench.texts import chrf, follows
+from fsd_bench.base import Answer
 from fsd_infer.chat.encoding import PromptRow
+from fsd_infer.engine.ngrams import copied_ngrams, coverage, repeated_ngrams
 from fsd_infer.errors import DataError, FsdError
 
 AUTO = "auto"
@@ -150,3 +157,117 @@ def _reference(row: PromptRow, kind: str) -> Reference | None:
         if number is not None:
             return Reference("number", number)
     return None
+
+
+# with packages of the extra lm-eval -------------------------------------------------------------------------------
+
+
+def follows(prompt: str, instructions: Sequence[str], arguments: str, answer: str) -> bool:
+    """Return whether the answer follows all of its prompt's instructions: IFEval's strict prompt-level score.
+
+    Args:
+        prompt: the row's prompt.
+        instructions: its ``instruction_id_list``.
+        arguments: its ``kwargs`` as JSON.
+        answer: the answer's text.
+
+    Raises:
+        FsdError: an unknown instruction, or a missing package or data set of the checkers.
+    """
+    utils = _module("lm_eval.tasks.ifeval.utils")
+    example = utils.InputExample(0, list(instructions), prompt, json.loads(arguments))
+    try:
+        return bool(utils.test_instruction_following_strict(example, answer).follow_all_instructions)
+    except KeyError as error:
+        raise FsdError(f"IFEval knows no instruction {error}: check the row's instruction_id_list.") from error
+    except LookupError as error:
+        raise FsdError(
+            "IFEval counts words with NLTK's punkt_tab, which is missing: python -m nltk.downloader punkt_tab."
+        ) from error
+
+
+def chrf(answer: str, references: Sequence[str]) -> float:
+    """Return chrF2 of an answer, 0 to 1, the best over references."""
+    sentence_chrf = _module("sacrebleu").sentence_chrf
+    return max(float(sentence_chrf(answer, [reference]).score) for reference in references) / 100
+
+
+def other_language(answer: str, references: Sequence[str]) -> bool:
+    """Return whether the answer's language differs from its first reference's."""
+    detect = _detector()
+    return detect(answer) != detect(references[0])
+
+
+@cache
+def _detector() -> Callable[[str], str | None]:
+    langdetect = _module("langdetect")
+    langdetect.DetectorFactory.seed = 0  # it samples
+
+    def detected(text: str) -> str | None:
+        try:
+            return str(langdetect.detect(text))
+        except langdetect.LangDetectException:  # no letters
+            return None
+
+    return detected
+
+
+@cache
+def _module(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise FsdError(
+            f"this score needs a package that is not installed ({error}): pip install 'fsd-toolkit[lm-eval]'."
+        ) from error
+
+
+# all measures of an answer -----------------------------------------------------------------------------------------
+
+
+def measure(answer: Answer, tokenizer: Any, prompt: Sequence[int], row: PromptRow, reference: Reference | None) -> None:
+    """Measure an answer's text, and store it and the results in the answer. Skips answers without text and tokens.
+
+    Args:
+        answer: receives the results.
+        tokenizer: the target's tokenizer.
+        prompt: token ids.
+        row: the prompt's row.
+        reference: what the answer is scored against, or None.
+    """
+    text, tokens = answer.text, answer.tokens
+    if tokens is not None:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+    elif text is not None:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    if text is None or tokens is None:
+        return
+    answer.text = text
+    answer.copied_4grams, answer.repeated_4grams = copied_ngrams(prompt, tokens), repeated_ngrams(tokens)
+    answer.final = final_answer(text, (reference and reference.options) or asked_options(row))
+    if reference is not None:
+        answer.score = reference.score(text)
+        if reference.kind == "rouge":
+            answer.coverage = word_coverage(row.messages[-1]["content"], text)
+        elif reference.kind == "chrf":
+            answer.other_language = float(other_language(text, reference.value))  # type: ignore[arg-type]
+
+
+def word_coverage(source: str, summary: str) -> float | None:
+    """Return :func:`fsd_infer.engine.ngrams.coverage` of words in lower case."""
+    words, others = (re.findall(r"\w+", text.lower()) for text in (source, summary))
+    return coverage(words, others)
+
+
+def final_answer(text: str, options: Sequence[str] = ()) -> str | None:
+    """Return the final answer of a text: the option that it names first, or without options its last number.
+
+    Equal numbers give equal texts (18.0 and 18). None without an option or a number.
+    """
+    if options:
+        return first_option(text, options)
+    number = last_number(text)
+    if number is None:
+        return None
+    plain = f"{number:f}"
+    return (plain.rstrip("0").rstrip(".") if "." in plain else plain) or "0"

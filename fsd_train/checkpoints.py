@@ -1,19 +1,20 @@
-"""Checks of checkpoints before training: whole, of the same model, target and order of batches."""
+"""Checks of checkpoints before training: whole, of the same model, target and order of batches; a run's callbacks."""
 
 from __future__ import annotations
 
 import logging
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fsd_infer.errors import CheckpointError
 from fsd_infer.targets.target import Target
 
 log = logging.getLogger(__name__)
+_Callback = TypeVar("_Callback", bound=Callback)
 
 _RESTART = "To train another one, start from its exported head as model.initial_head (a small LM: as model.drafter)."
 # words that Trainer resolves to a path or to nothing
@@ -129,3 +130,8 @@ def check_order(trainer: Trainer, ours: dict[str, Any], theirs: dict[str, Any]) 
 def source_of(trainer: Trainer | None) -> str:
     """Return the name of the current checkpoint in errors."""
     return "the checkpoint" if trainer is None or not trainer.ckpt_path else str(trainer.ckpt_path)
+
+
+def callbacks_of(trainer: Any, kind: type[_Callback]) -> list[_Callback]:
+    """Return the trainer's callbacks of a kind; a connector sets them, which type checkers do not see."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.targets.target import Target
-from fsd_train.checkpoints import check_weights, read_checkpoint
+from fsd_train.checkpoints import callbacks_of, check_weights, read_checkpoint
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -149,6 +149,5 @@ def whole_head(module: Any) -> Iterator[None]:
 
 def check_ranks(trainer: Trainer) -> None:
     """Raise DataError if the strategy does not support a callback."""
-    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    if isinstance(trainer.strategy, ShardedStrategy) and any(isinstance(each, WeightAveraging) for each in callbacks):
+    if isinstance(trainer.strategy, ShardedStrategy) and callbacks_of(trainer, WeightAveraging):
         raise DataError("strategy fsdp does not support weight averaging. Omit the callback, or use ddp.")

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.markdown_table import markdown
 from fsd_bench.base import Answer, TimedRun, Turn
 from fsd_bench.record import BenchPrompt, build_record
-from fsd_bench.score import SCORES, first_option, last_number, read_references, rouge_l
-from fsd_bench.texts import other_language
+from fsd_bench.score import SCORES, first_option, last_number, other_language, read_references, rouge_l
 from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.cli import options
 from fsd_infer.cli.main import main

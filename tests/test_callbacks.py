@@ -64,12 +64,12 @@ def test_decoded_tau_is_that_of_a_direct_run(toys: Path, tmp_path: Path, cached:
     for rule in RULES:
         made = decoder.generate(prompts_of(data, 3), rule, max_new_tokens=10, do_sample=False, seed=0)
         values = {name: callback.points[f"decoded_{name}/{rule}"] for name in ("tau", "gate_open", "spent", "length")}
-        assert [step for step, _ in values["tau"]] == [4, STEPS]
-        assert values["tau"][-1][1] == pytest.approx(made.stats.tau)
-        assert values["gate_open"][-1][1] == pytest.approx(made.stats.gate_open_fraction)
-        assert values["spent"][-1][1] == pytest.approx(made.stats.divergence_spent / made.stats.new_tokens)
-        assert values["length"][-1][1] == pytest.approx(made.stats.new_tokens / 3)
-        assert logged(trained.log_dir, f"decoded_tau/{rule}") == pytest.approx([value for _, value in values["tau"]])
+        assert all(list(points) == [4, STEPS] for points in values.values())
+        assert values["tau"][STEPS] == pytest.approx(made.stats.tau)
+        assert values["gate_open"][STEPS] == pytest.approx(made.stats.gate_open_fraction)
+        assert values["spent"][STEPS] == pytest.approx(made.stats.divergence_spent / made.stats.new_tokens)
+        assert values["length"][STEPS] == pytest.approx(made.stats.new_tokens / 3)
+        assert logged(trained.log_dir, f"decoded_tau/{rule}") == pytest.approx(list(values["tau"].values()))
         assert "decoded_tau/" + rule in trained.callback_metrics  # a checkpoint may be chosen by it
     assert (callback._full is not None) == cached
     assert (Path(trained.log_dir or "") / "curves.png").is_file()

@@ -20,9 +20,9 @@ from fsd_infer.errors import DataError, FsdError
 from fsd_infer.targets.target import Target
 from fsd_train.data import AnswersDataModule, TokenBudgetSampler, read_answers
 from fsd_train.data import features as module
-from fsd_train.data.answers import encode_row
+from fsd_train.data.answers import AnswersDataset, encode_row
 from fsd_train.data.backends import Answer
-from fsd_train.data.features import FeatureStore, WithFeatures, cache_features, sequence_key
+from fsd_train.data.features import FeatureStore, cache_features, sequence_key
 from fsd_train.data.plan import answer_line, plan_jobs
 from tests.test_prompts import BOT, USER
 from tests.test_regenerate import prompts_file
@@ -267,7 +267,7 @@ def test_cached_features_are_the_online_ones(target: Target, tmp_path: Path) -> 
     store = cache_features(target, rows, tmp_path, shard_tokens=100, batch_tokens=64, progress=False)
     assert len(store) == len(rows) and store.tokens == sum(map(len, rows))
     check(FeatureStore(tmp_path), target, rows)
-    items = WithFeatures([{"input_ids": torch.tensor(ids)} for ids in rows], store)
+    items = AnswersDataset([("", ids, ids) for ids in rows], (0, ""), store)
     assert items[3]["features"].shape == (len(rows[3]), 32)
 
 

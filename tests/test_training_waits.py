@@ -58,8 +58,7 @@ def step_of(module: DistillationModule, toys: Path, device: torch.device, watch:
     optimizer = torch.optim.AdamW(module.head.parameters(), lr=1e-3)
 
     def step() -> Tensor:
-        drafts = module.training_drafts(batch, module.unroll_steps)
-        assert drafts is not None
+        drafts = module.draft(batch, module.unroll_steps)
         loss = module.loss(drafts).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.head.parameters(), 1.0)

@@ -16,7 +16,7 @@ from fsd_bench.jobs import UNSHAPED, decoding
 from fsd_bench.worth import Forecast, forecast
 from fsd_bench.worth.forecasts import Shaped, learned
 from fsd_bench.worth.replay import Evidence, Replay, walk
-from fsd_bench.worth.text import verdict, worth_text
+from fsd_bench.worth.run import verdict, worth_text
 from fsd_bench.worth.watch import Watch, Watching
 from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
 from fsd_infer.cli.main import main

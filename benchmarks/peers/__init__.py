@@ -35,7 +35,7 @@ class Unavailable(FsdError):
 
 
 @dataclass
-class Peer(Kind):
+class Peer:
     """One engine.
 
     Attributes:
@@ -60,8 +60,6 @@ class Peer(Kind):
     python: Path | None = None
     files: dict[str, str] = field(default_factory=dict)
     threads: int = os.cpu_count() or 1
-
-    own_process = True
 
     def check(self, spec: Spec) -> None:
         if spec.argument not in self.modes:
@@ -159,7 +157,7 @@ def prepare(
         peer = PEERS[name]
         peer.files, peer.threads = files, threads
         if name not in METHODS:
-            METHODS.register(name)(peer)
+            METHODS.register(name)(Kind(peer.make, peer.check, own_process=True))
         try:
             peer.python = pythons.get(name) or install(peer, environments / f".venv-{name}")
         except Unavailable as error:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fsd_bench.evidence.settings import EXACT, SweepOptions
 from fsd_bench.prompts import encode_rows
 from fsd_bench.worth.forecasts import forecast
-from fsd_bench.worth.text import verdict
+from fsd_bench.worth.run import verdict
 from fsd_infer.errors import FsdError
 
 AUTO = "auto"

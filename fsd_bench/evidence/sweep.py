@@ -13,11 +13,10 @@ from fsd_bench.environment import environment
 from fsd_bench.evidence.settings import SweepOptions
 from fsd_bench.jobs import UNSHAPED, Asked, Session, in_turns, run_jobs, turns_of
 from fsd_bench.likelihood import mean_log_likelihoods
-from fsd_bench.measures import measure
 from fsd_bench.models import Models
 from fsd_bench.prompts import encode_rows, rows_digest
 from fsd_bench.runs import Job, RunFile, read_lines, read_run
-from fsd_bench.score import Reference, read_references
+from fsd_bench.score import Reference, measure, read_references
 from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.chat.pieces import token_pieces
 from fsd_infer.errors import FsdError

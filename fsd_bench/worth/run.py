@@ -1,4 +1,4 @@
-"""``fsd-infer worth``: load models and prompts by name, and forecast."""
+"""``fsd-infer worth``: load models and prompts by name, forecast, and print tables and a recommendation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 from fsd_bench.environment import environment
 from fsd_bench.models import ModelOptions
 from fsd_bench.prompts import encode_rows, spread_rows
-from fsd_bench.worth.forecasts import Forecast, forecast
+from fsd_bench.worth.forecasts import COSTS, Forecast, Row, forecast
+from fsd_infer.cli.report import number, percent, table
 from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.engine.drafts import drafts_text
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
 
@@ -62,3 +65,65 @@ def worth(options: WorthOptions, *, progress: bool = False) -> tuple[Forecast, d
     )  # fmt: skip
     described = {**asdict(options), "prompts": Path(options.prompts).name}
     return found, {"options": described, "forecast": found.to_dict(), "environment": environment()}
+
+
+# a recommended rule's largest cost in nats per token, and its least speed relative to exact
+MOST_NATS, LEAST_SPEED = 0.1, 1.1
+
+
+def shape_name(shape: TreeShape) -> str:
+    """ "chain 8", "chain 8,0.3" with ``stop_below``, or "tree 5,4,12"."""
+    if shape.width == 1:
+        return f"chain {shape.depth}" + (f",{shape.stop_below:g}" if shape.stop_below else "")
+    return f"tree {shape.depth},{shape.width},{shape.nodes}"
+
+
+def worth_text(found: Forecast) -> str:
+    """Return the whole text."""
+    parts = [_rules_table(found), _costs_table(found), f"drafter: {drafts_text(found.regret)}"]
+    if found.temperature == 0:
+        spent = ", ".join(f"{nats:.2f} at temperature {t}" for t, nats in found.yardsticks.items())
+        parts.append(f"yardstick, nats per token that the target's own samples spend: {spent}")
+    return "\n\n".join([*parts, verdict(found)])
+
+
+def _rules_table(found: Forecast) -> str:
+    headers = ["rule", "shape", "tau", "x tokens", "x speed", "nats/token", "lossy %"]
+    rows = [
+        [row.rule, shape_name(row.best.shape), number(row.best.tau), number(row.tokens), number(row.speed)]
+        + [number(row.best.nats, 3), percent(row.best.lossy, 1)]
+        for row in found.rows
+    ]
+    note = (
+        f"forecast from {found.rounds} rounds of exact with {shape_name(found.decoded)}, whose tau is {found.tau:.2f}"
+    )
+    note += "\neach rule on the shape that is fastest here; x: beside exact on its own"
+    return table(headers, rows) + "\n" + note
+
+
+def _costs_table(found: Forecast) -> str:
+    rows = [[row.rule, *(number(row.per_cost(cost)) for cost in COSTS)] for row in [found.exact, *found.frontier()]]
+    note = "c: cost of a drafted token in target forwards, nodes free as on a GPU; each on its best shape"
+    return table(["tokens per cost", *(f"c = {cost:g}" for cost in COSTS)], rows) + "\n" + note
+
+
+def recommended(found: Forecast) -> Row | None:
+    """Return the fastest rule below :data:`MOST_NATS`, or None if it gains too little."""
+    rows = [row for row in found.frontier(MOST_NATS) if row.speed >= LEAST_SPEED]
+    return rows[-1] if rows else None
+
+
+def verdict(found: Forecast) -> str:
+    """Return the recommendation."""
+    row = recommended(found)
+    if row is not None:
+        return (
+            f"{row.rule} on {shape_name(row.best.shape)} emits {row.tokens:.2f} times exact's tokens per forward at "
+            f"{row.speed:.2f} times its speed for {row.best.nats:.2f} nats per token."
+        )
+    median = found.regret["regret_median"]
+    mistakes = "" if median is None else f"its mistakes cost {median:.1f} nats in the median, and "
+    return (
+        f"With this drafter leave it exact: {mistakes}no rule below {MOST_NATS:g} nats per token is {LEAST_SPEED:g} "
+        "times as fast."
+    )

@@ -47,24 +47,14 @@ class Watch:
 class Watching(Drafter):
     """A drafter of a fixed shape that is watched, for one prompt at a time. It drafts as ``drafter`` does."""
 
+    parts: tuple[Drafter, ...] = ()
+    proposers: tuple[str, ...] = ()
+    max_nodes = max_depth = 0
+
     def __init__(self, drafter: Drafter, watch: Watch) -> None:
-        self.drafter, self.watch, self.name, self.auto = drafter, watch, drafter.name, drafter.auto
-
-    @property
-    def parts(self) -> tuple[Drafter]:
-        return (self.drafter,)
-
-    @property
-    def proposers(self) -> tuple[str, ...]:
-        return self.drafter.proposers
-
-    @property
-    def max_nodes(self) -> int:
-        return self.drafter.max_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.drafter.max_depth
+        self.drafter, self.watch, self.parts = drafter, watch, (drafter,)
+        for name in ("name", "auto", "proposers", "max_nodes", "max_depth"):
+            setattr(self, name, getattr(drafter, name))
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
         return _Session(self.drafter.start(first_tokens, request), self.watch, first_tokens)

@@ -62,9 +62,8 @@ def calibrate(args: argparse.Namespace) -> int:
 def worth(args: argparse.Namespace) -> int:
     """Run `fsd-infer worth`."""
     needed("scipy")
-    from fsd_bench.worth.run import WorthOptions
+    from fsd_bench.worth.run import WorthOptions, worth_text
     from fsd_bench.worth.run import worth as run_worth
-    from fsd_bench.worth.text import worth_text
 
     record = None if args.json is None else writable(args.json, "the record")
     set_threads(args.threads)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from fsd_train.callbacks.announce import Announce
 from fsd_train.callbacks.curves import LossCurve
 from fsd_train.callbacks.decoded import DecodedTau
 from fsd_train.callbacks.export import ExportHead
-from fsd_train.callbacks.progress import RunProgress
+from fsd_train.callbacks.progress import Announce, RunProgress, TokenRate
 from fsd_train.callbacks.runs import RunDirectory
 from fsd_train.callbacks.safety import CheckResume, StopOnNonFinite
-from fsd_train.callbacks.throughput import TokenRate
 
 __all__ = [
     "Announce",

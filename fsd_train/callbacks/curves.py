@@ -6,15 +6,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
-from fsd_train.callbacks.decoded import DecodedTau, points_of
-from fsd_train.callbacks.export import callbacks_of, log_dir
+from fsd_train.callbacks.decoded import Curves, DecodedTau
+from fsd_train.callbacks.export import log_dir
+from fsd_train.checkpoints import callbacks_of
 
 log = logging.getLogger(__name__)
 
 
-class LossCurve(Callback):
+class LossCurve(Curves):
     """Plots the logged curves to ``curves.png`` at the end of training, if matplotlib is installed.
 
     Checkpoints hold the points, so a resumed run gets whole curves.
@@ -25,22 +26,14 @@ class LossCurve(Callback):
     """
 
     def __init__(self, path: str | None = None, every_n_train_steps: int = 10) -> None:
+        super().__init__()
         self.path = path
         self.every_n_train_steps = every_n_train_steps
-        self.points: dict[str, list[tuple[int, float]]] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"points": self.points}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.points = points_of(state_dict["points"])
 
     def _note(self, trainer: Trainer, validation: bool) -> None:
         for name, value in trainer.callback_metrics.items():
             if name.startswith("val_") == validation and not name.startswith("decoded_"):
-                points = self.points.setdefault(name, [])
-                if not points or points[-1][0] < trainer.global_step:
-                    points.append((trainer.global_step, float(value)))
+                self.points.setdefault(name, {}).setdefault(trainer.global_step, float(value))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step % self.every_n_train_steps == 0:
@@ -52,9 +45,8 @@ class LossCurve(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         curves = dict(self.points)
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, DecodedTau):
-                curves.update(callback.points)
+        for callback in callbacks_of(trainer, DecodedTau):
+            curves.update(callback.points)
         if not trainer.is_global_zero or not curves:
             return
         try:
@@ -75,7 +67,7 @@ class LossCurve(Callback):
             axes = figure.add_subplot(1, len(shown), number)
             for name in sorted(names):
                 marker = "." if name.startswith(("val_", "decoded_")) else ""
-                axes.plot(*zip(*curves[name], strict=True), label=name, marker=marker)
+                axes.plot(list(curves[name]), list(curves[name].values()), label=name, marker=marker)
             axes.set(title=title, xlabel="step")
             axes.legend(fontsize=7)
         figure.tight_layout()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +15,29 @@ from fsd_infer.drafters import Drafter, EagleDrafter, TreeShape
 from fsd_infer.errors import DataError
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
-from fsd_train.callbacks.export import ExportHead, averaged, callbacks_of
+from fsd_train.callbacks.export import ExportHead, averaged
+from fsd_train.callbacks.progress import TokenRate
 from fsd_train.callbacks.safety import check_finite
-from fsd_train.callbacks.throughput import TokenRate
+from fsd_train.checkpoints import callbacks_of
 from fsd_train.losses.metrics import DEFAULT_RULES
 from fsd_train.strategies import is_sharded, whole_head
 from fsd_train.types import Length, NonNegativeFloat, PositiveInt
 
 
-class DecodedTau(Callback):
+class Curves(Callback):
+    """Callback that keeps points of curves, which checkpoints hold: by name, values by step."""
+
+    def __init__(self) -> None:
+        self.points: dict[str, dict[int, float]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"points": self.points}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.points = {name: dict(points) for name, points in state_dict["points"].items()}
+
+
+class DecodedTau(Curves):
     """Decodes validation prompts with the current drafter through fsd_infer's engine and logs per rule:
 
     - ``decoded_tau/RULE``: acceptance length, tokens per target forward;
@@ -62,6 +75,7 @@ class DecodedTau(Callback):
         seed: int = 0,
         best: str | None = None,
     ) -> None:
+        super().__init__()
         self.rules = list(rules or DEFAULT_RULES)
         for rule in self.rules:
             parse_rule(rule)
@@ -69,15 +83,8 @@ class DecodedTau(Callback):
         self.prompts, self.max_new_tokens, self.temperature, self.seed = prompts, max_new_tokens, temperature, seed
         self.tree = tree
         self.best = best
-        self.points: dict[str, list[tuple[int, float]]] = {}
         self._full: Target | None = None
         self._last = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"points": self.points}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.points = points_of(state_dict["points"])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -119,19 +126,18 @@ class DecodedTau(Callback):
                     values = self.measure(trainer, pl_module)
         values = trainer.strategy.broadcast(values)  # the others wait here
         for name, value in values.items():
-            self.points.setdefault(name, []).append((self._last, value))
+            self.points.setdefault(name, {})[self._last] = value
         for logger in trainer.loggers:
             logger.log_metrics(values, step=self._last)
         if self.best is not None:
             self._keep_best(trainer, pl_module)
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, TokenRate):
-                callback.pause()
+        for callback in callbacks_of(trainer, TokenRate):
+            callback.pause()
         return values
 
     def _keep_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export and save the weights if their acceptance length is the highest so far."""
-        taus = [value for _, value in self.points[f"decoded_tau/{self.rules[0]}"]]
+        taus = list(self.points[f"decoded_tau/{self.rules[0]}"].values())
         if taus[-1] <= max(taus[:-1], default=0.0):
             return
         with averaged(trainer, pl_module):
@@ -184,11 +190,6 @@ class DecodedTau(Callback):
             )
         count = min(self.prompts, len(prompts))
         return [prompts[number * len(prompts) // count] for number in range(count)]
-
-
-def points_of(saved: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[tuple[int, float]]]:
-    """Restore points of curves from a checkpoint."""
-    return {name: [(int(x), float(y)) for x, y in points] for name, points in saved.items()}
 
 
 def drafter_of(pl_module: Any, target: Target, tree: TreeShape | None = None) -> Drafter:

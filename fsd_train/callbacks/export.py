@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
 from fsd_train.callbacks.safety import check_finite
+from fsd_train.checkpoints import callbacks_of
 from fsd_train.strategies import whole_head
 
 
@@ -62,10 +63,6 @@ class ExportHead(Callback):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def callbacks_of(trainer: Any) -> list[Callback]:
-    return list(trainer.callbacks)  # set by a connector, which type checkers do not see
-
-
 def log_dir(trainer: Trainer) -> str:
     return trainer.log_dir or trainer.default_root_dir
 
@@ -73,7 +70,7 @@ def log_dir(trainer: Trainer) -> str:
 @contextmanager
 def averaged(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
     """Give the module the weights for validation within the context: the averaged ones if a callback averages."""
-    averaging = [callback for callback in callbacks_of(trainer) if isinstance(callback, WeightAveraging)]
+    averaging = callbacks_of(trainer, WeightAveraging)
     for callback in averaging:
         callback.on_validation_epoch_start(trainer, pl_module)
     try:

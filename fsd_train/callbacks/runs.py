@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from fsd_infer.errors import CheckpointError, DataError
 from fsd_train.callbacks.decoded import DecodedTau
 from fsd_train.callbacks.export import ExportHead
-from fsd_train.checkpoints import check_checkpoint, read_checkpoint
+from fsd_train.checkpoints import callbacks_of, check_checkpoint, read_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,9 @@ class RunDirectory(Callback):
     """
 
     def __init__(self, trainer: Trainer, overwrite: bool = False) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        checkpoints = [callback.dirpath for callback in callbacks if isinstance(callback, ModelCheckpoint)]
-        heads = [callback.directory for callback in callbacks if isinstance(callback, ExportHead)]
-        best = [callback.best for callback in callbacks if isinstance(callback, DecodedTau) and callback.best]
+        checkpoints = [callback.dirpath for callback in callbacks_of(trainer, ModelCheckpoint)]
+        heads = [callback.directory for callback in callbacks_of(trainer, ExportHead)]
+        best = [callback.best for callback in callbacks_of(trainer, DecodedTau) if callback.best]
         self.directories = [Path(path) for path in dict.fromkeys(checkpoints) if path is not None]
         self.heads = [Path(path) for path in dict.fromkeys([*heads, *best]) if path is not None]
         self.best = [Path(f"{path}.ckpt") for path in best]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsd_infer.errors import NonFiniteLossError
-from fsd_train.checkpoints import check_checkpoint
+from fsd_train.checkpoints import callbacks_of, check_checkpoint
 
 
 class StopOnNonFinite(Callback):
@@ -108,10 +108,8 @@ class _Verdict:
 
 def check_finite(trainer: Trainer) -> None:
     """Raise NonFiniteLossError if the last step was bad, before its weights are used."""
-    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    for callback in callbacks:
-        if isinstance(callback, StopOnNonFinite):
-            callback.check_finite(trainer)
+    for callback in callbacks_of(trainer, StopOnNonFinite):
+        callback.check_finite(trainer)
 
 
 def _row_ids(batch: Any) -> list[Any]:

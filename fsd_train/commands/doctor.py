@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,9 +31,8 @@ from fsd_infer.rules.verification import Source
 from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
-from fsd_train.commands import trained_for
 from fsd_train.commands.command_lines import PARSERS
-from fsd_train.commands.engine_check import check_engine
+from fsd_train.commands.comparisons import check_engine, compare_targets
 from fsd_train.commands.feeding import Feeding, Finding, Row, at_step
 from fsd_train.data.answers import check_id, encode_row
 from fsd_train.data.features import FeatureStore, sequence_key
@@ -138,12 +136,10 @@ class Doctor:
         """Check for wrong ids in the vocabulary map: learn a map on half of the data and test it on the other."""
         found, wanted = self.feeding.drafted()
         half = len(found) // 2
-        known = found[:half].tolist()
-        drafted, pairs = Counter(known), Counter(zip(known, wanted[:half].tolist(), strict=True))
         learnt = self.feeding.ids(torch.arange(int(found.max()) + 1, device=found.device)).clone()
-        for (entry, token), count in pairs.items():
-            if count >= 3 and count > 0.5 * drafted[entry]:
-                learnt[entry] = token
+        pairs, counts = torch.stack([found[:half], wanted[:half]]).unique(dim=1, return_counts=True)
+        usual = (counts >= 3) & (counts > 0.5 * found[:half].bincount()[pairs[0]])
+        learnt[pairs[0, usual]] = pairs[1, usual]
         rest = slice(half, None)
         mine = float((self.feeding.ids(found[rest]) == wanted[rest]).float().mean())
         other = float((learnt[found[rest]] == wanted[rest]).float().mean())
@@ -305,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(rows) == args.rows:
             break
     doctor = Doctor(target, head, rows, args.max_length)
-    findings = [*doctor.check_rows(), *trained_for.findings(args, doctor, rows)]
+    findings = [*doctor.check_rows(), *compare_targets(args, doctor, rows)]
     if args.features:
         findings.append(doctor.check_cache(args.features))
     findings += [*doctor.check_feeding(), doctor.check_dtype(dtype or torch.bfloat16), doctor.check_positions()]

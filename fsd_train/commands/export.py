@@ -27,7 +27,7 @@ from fsd_train.models.eagle import EagleModule
 from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.lm import LMModule
 from fsd_train.models.slim import load_slim
-from fsd_train.models.vocabulary import choose_draft_ids
+from fsd_train.models.start import choose_draft_ids
 
 
 def load_module(checkpoint: str | Path) -> DistillationModule:

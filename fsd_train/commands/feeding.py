@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
+from fsd_train.losses import LMHead
 from fsd_train.models.unroll import supervised, unroll
 
 _CHUNK = 512  # positions whose logits are alive at a time
@@ -135,11 +136,9 @@ class Feeding:
         return variant.features(inputs)
 
     def _logits(self, read: Tensor) -> Tensor:
-        if self.head.lm_head is not None:
-            logits: Tensor = self.head.lm_head(read)
-            return logits
-        weight = self.target.lm_head_rows(self.head.draft_ids)[0]
-        return read.to(weight.dtype) @ weight.mT
+        own = self.head.lm_head
+        logits: Tensor = LMHead.of(self.target, self.head.draft_ids)(read) if own is None else own(read)
+        return logits
 
     def ids(self, entries: Tensor) -> Tensor:
         return entries if self.head.draft_ids is None else self.head.draft_ids[entries]

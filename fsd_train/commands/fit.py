@@ -21,8 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fsd_infer.cli.run import one_line
 from fsd_infer.errors import DataError, FsdError
-from fsd_train.callbacks.announce import Announce
-from fsd_train.callbacks.progress import RunProgress
+from fsd_train.callbacks.progress import Announce, RunProgress
 from fsd_train.callbacks.runs import AUTO, RunDirectory
 from fsd_train.checkpoints import check_checkpoint
 from fsd_train.data.module import AnswersDataModule

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
+from jinja2 import StrictUndefined, Template
 
 from fsd_infer.errors import DataError
 from fsd_infer.files import write_text
@@ -51,69 +52,24 @@ def own_directory(name: str) -> str:
     return f"{run}-new" if taken else run
 
 
-def _head_and_loss(facts: TargetFacts) -> tuple[str, str]:
-    """Return the lines of the head's options and those after the loss."""
-    if facts.layout == "eagle3":
-        head = (
-            "    layout: eagle3          # read by vLLM, SGLang, TensorRT-LLM and others: fsd-train export --to vllm\n"
-        )
-        loss = "      w_feature: 0.0          # eagle3 estimates no features\n      w_ce: 1.0\n"
-    else:
-        scaled = str(facts.scaled_norm).lower()
-        head = f"    final_norm: {scaled}\n    feature_scale: {scaled}\n"
-        if facts.family in EAGER_FAMILIES:
-            why = "the family's own layer needs eager attention, which keeps every score"
-            head = f"    layer: llama            # {why}\n{head}"
-        elif facts.experts:
-            head = f"    layer: llama            # a dense layer: a draft head is meant to be small\n{head}"
-        loss = "      w_feature: 0.3\n      w_ce: 1.0\n  noise: 0.1\n"
-    return head, loss
-
-
 def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), run: str = "") -> str:
     """Format the recipe as YAML; ``run``: directory of the run (default: named after the target)."""
-    run = run or f"runs/{slug(facts.name)}"
-    answers = list(files) or [f"{run}/answers.jsonl"]
-    parts = memory(facts, choices)
-    total = sum(part.bytes for part in parts)
-    table = [f"#   {part.name:<14}{part.how:<80}= {size_text(part.bytes):>8}" for part in parts]
-    table.append(f"#   {'together':<94}= {size_text(total):>8}")
-    small = facts.hidden_size <= SMALL
-    make_answers = "" if files else "#   fsd-train regenerate --config RECIPE --prompts PROMPTS.jsonl\n"
-    head, loss = _head_and_loss(facts)
-    cached = feature_bytes(facts.head(choices.draft_vocab_size))
-    vocabulary = "null" if choices.draft_vocab_size is None else str(choices.draft_vocab_size)
+    run, small = run or f"runs/{slug(facts.name)}", facts.hidden_size <= SMALL
     if choices.coverage is not None:
         why = f"holds {choices.coverage:.1%} of the tokens of the answers"
     elif choices.draft_vocab_size is None:
         why = f"all {facts.vocab_size} ids"
     else:
         why = f"of {facts.vocab_size}; EAGLE-3 and SpecForge use 32000"
-    every = 200 if small else 500
-    tokenizer = f"  tokenizer: {_yaml(facts.name)}   # encodes rows of text\n" if choices.tokenizer else ""
-    return TEMPLATE.read_text(encoding="utf-8").format(
-        facts=facts,
-        choices=choices,
-        weights=count_text(facts.parameters),
-        make_answers=make_answers,
-        run=run,
-        hardware=hardware(facts, choices),
-        table=chr(10).join(table),
-        feature_bytes=cached,
-        feature_size=size_text(1e6 * cached),
-        every=every,
-        val_every=every * choices.accumulate,
-        decode_every=500 if small else 2000,
-        target=_yaml(facts.name),
-        head=head,
-        vocabulary=vocabulary,
-        why=why,
-        loss=loss,
-        warmup=100 if small else 500,
-        eval_steps=max(5, choices.unroll_steps),
-        answers=_yaml(*answers),
-        tokenizer=tokenizer,
+    template = Template(
+        TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
+    return template.render(
+        facts=facts, choices=choices, files=files, run=run, small=small, why=why, every=200 if small else 500,
+        hardware=hardware(facts, choices), parts=memory(facts, choices), eager_families=EAGER_FAMILIES,
+        feature_bytes=feature_bytes(facts.head(choices.draft_vocab_size)), target=_yaml(facts.name),
+        answers=_yaml(*(files or [f"{run}/answers.jsonl"])), count_text=count_text, size_text=size_text,
+    )  # fmt: skip
 
 
 def recipe_for(name: str, files: Sequence[str] = ()) -> str:

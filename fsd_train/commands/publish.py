@@ -16,7 +16,6 @@ from fsd_infer.chat.encoding import read_prompts
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import CheckpointError, DataError
-from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.export import obstacle
 from fsd_infer.heads.formats import CONFIG, OLD, OURS, head_kind, read_config
 from fsd_infer.heads.head import EagleHead
@@ -116,12 +115,13 @@ def card_of(head: EagleHead, target: Target, ours: bool, found: dict[str, Any], 
     config, record = head.config, record_of(head.config.training)
     base, revision = base_of(target.name)
     base, revision = args.base_model or base, args.base_revision or revision
+    method, layers = "eagle3" if config.layout == "eagle3" else "eagle", int(target.config.num_hidden_layers)
     data = ModelCardData(
         base_model=base,
         license=args.license or (BUILTIN_TARGETS.get(target.name).license.lower() if is_builtin(target.name) else None),
         library_name="fsd-toolkit",
         pipeline_tag="text-generation",
-        tags=["speculative-decoding", "draft-model", "eagle3" if config.layout == "eagle3" else "eagle"],
+        tags=["speculative-decoding", "draft-model", method],
         datasets=args.dataset,
     )
     name, metrics = base or target.name, record_of(record.get("metrics"))
@@ -136,30 +136,9 @@ def card_of(head: EagleHead, target: Target, ours: bool, found: dict[str, Any], 
         record=record,
         options=record_of(record.get("hyperparameters")),
         agreement=", ".join(f"{value:.1%}" for value in agreement if isinstance(value, int | float)),
-        engines=use(args.repository, name, target, config, ours),
+        repository=args.repository,
+        ours=ours,
+        method=method,
+        obstacles={engine: obstacle(config, engine, layers) for engine in ("vllm", "sglang")},
         **found,
     )
-
-
-def use(repository: str, base: str, target: Target, config: EagleConfig, ours: bool) -> list[tuple[str, str]]:
-    """Return (engine, commands) for each engine that can run the head."""
-    found = [
-        ("fsd-toolkit", "pip install fsd-toolkit\n"
-         f"fsd-infer generate --target {base} --drafter {repository} --prompt 'Why is the sky blue?'"),
-    ]  # fmt: skip
-    layers = int(target.config.num_hidden_layers)
-    method = "eagle3" if config.layout == "eagle3" else "eagle"
-    for engine in ("vllm", "sglang"):
-        if reason := obstacle(config, engine, layers):
-            found.append((engine, f"not possible: {reason}"))
-            continue
-        place = f"{config.layout}-{engine}" if ours else repository
-        convert = f"fsd-train export {repository} {place} --to {engine} --target {base}\n" if ours else ""
-        options = f'{{"method": "{method}", "model": "{place}", "num_speculative_tokens": 4}}'
-        command = {
-            "vllm": f"vllm serve {base} --speculative-config '{options}'",
-            "sglang": f"python -m sglang.launch_server --model {base} --speculative-algorithm {method.upper()} "
-            f"--speculative-draft-model-path {place}",
-        }[engine]
-        found.append((engine, convert + command))
-    return found

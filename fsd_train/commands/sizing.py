@@ -29,22 +29,24 @@ LARGEST = GPUS[-1]
 
 @dataclass(frozen=True)
 class TargetFacts(Sizes):
-    """Facts about a target that determine its recipe.
-
-    Attributes:
-        target: the target, without values.
-        scaled_norm: whether its final norm has a weight under the name that the head reads.
-        experts: whether it is a mixture of experts.
-    """
+    """The sizes of a target that determine its recipe, and the target itself, without values."""
 
     target: Target = field(kw_only=True)
-    scaled_norm: bool = True
-    experts: bool = False
 
     @property
     def layout(self) -> str:
         """Layout of its head: EAGLE-3, which other engines run, or our own for small targets."""
         return "fsd" if self.hidden_size <= SMALL else "eagle3"
+
+    @property
+    def scaled_norm(self) -> bool:
+        """Whether the final norm has a weight under the name that the head reads."""
+        return getattr(getattr(self.target.decoder, "norm", None), "weight", None) is not None
+
+    @property
+    def experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return any(getattr(self.target.config, key, None) for key in EXPERTS)
 
     def head(self, drafted: int | None) -> EagleHead:
         """Plan its head of one layer, without values."""
@@ -80,10 +82,7 @@ def facts_of(name: str) -> TargetFacts:
         UnknownNameError: see :func:`fsd_infer.targets.loading.resolve_target`.
     """
     target = planned_target(name)
-    experts = any(getattr(target.config, key, None) for key in EXPERTS)
-    scaled_norm = getattr(getattr(target.decoder, "norm", None), "weight", None) is not None
-    sizes = {**vars(sizes_of(target)), "name": name}
-    return TargetFacts(**sizes, target=target, scaled_norm=scaled_norm, experts=experts)
+    return TargetFacts(**vars(sizes_of(target)), target=target)
 
 
 def choose(facts: TargetFacts) -> Choices:

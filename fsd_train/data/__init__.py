@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fsd_train.data.answers import AnswersDataset, Item, read_answers
-from fsd_train.data.batches import Batch, collate, keep_on_host, on_host
+from fsd_train.data.answers import AnswersDataset, Batch, Item, collate, keep_on_host, on_host, read_answers
 from fsd_train.data.features import FeatureStore, cache_features
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.data.sampler import TokenBudgetSampler

@@ -1,4 +1,4 @@
-"""Training answers: rows of data files as token ids with a loss mask."""
+"""Training answers: rows of data files as token ids with a loss mask, and batches of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
+from typing_extensions import NotRequired
 
 from fsd_infer.chat.conversations import row_conversation, row_questions, template_options
 from fsd_infer.chat.encoding import encode_conversation, row_id
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError
 from fsd_train import MAX_LENGTH
+from fsd_train.data.features import FeatureStore, sequence_key
 from fsd_train.data.sampler import stable_seed
 from fsd_train.repository import find
 
@@ -32,6 +35,7 @@ class Item(TypedDict):
     id: str
     input_ids: Tensor
     loss_mask: Tensor
+    features: NotRequired[Tensor]  # [M, F], if cached
 
 
 class AnswersDataset(Dataset[Item]):
@@ -40,12 +44,16 @@ class AnswersDataset(Dataset[Item]):
     Args:
         rows: (id of the row, ids, loss mask) per sequence.
         highest: the highest token id in the files and its row ("file:line").
+        store: cached features of all rows, or None.
     """
 
     def __init__(
-        self, rows: Sequence[tuple[str, Sequence[int] | Tensor, Sequence[int] | Tensor]], highest: tuple[int, str]
+        self,
+        rows: Sequence[tuple[str, Sequence[int] | Tensor, Sequence[int] | Tensor]],
+        highest: tuple[int, str],
+        store: FeatureStore | None = None,
     ) -> None:
-        self.highest = highest
+        self.highest, self.store = highest, store
         self.row_ids = [name for name, _, _ in rows]
         self.lengths = [len(ids) for _, ids, _ in rows]
         self._ids = [torch.as_tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
@@ -55,16 +63,16 @@ class AnswersDataset(Dataset[Item]):
         return len(self.row_ids)
 
     def __getitem__(self, index: int) -> Item:
-        return {
-            "index": index,
-            "id": self.row_ids[index],
-            "input_ids": self._ids[index].long(),
-            "loss_mask": self._masks[index].long(),
-        }
+        ids, mask = self._ids[index].long(), self._masks[index].long()
+        item: Item = {"index": index, "id": self.row_ids[index], "input_ids": ids, "loss_mask": mask}
+        if self.store is not None:
+            item["features"] = self.store.get(sequence_key(ids))
+        return item
 
-    def subset(self, indices: Sequence[int]) -> AnswersDataset:
-        """Return a dataset of the rows with these indices, in this order."""
-        return AnswersDataset([(self.row_ids[i], self._ids[i], self._masks[i]) for i in indices], self.highest)
+    def cached(self, store: FeatureStore) -> AnswersDataset:
+        """Return a dataset of the rows whose features are cached, with their features."""
+        rows = [row for row in zip(self.row_ids, self._ids, self._masks, strict=True) if sequence_key(row[1]) in store]
+        return AnswersDataset(rows, self.highest, store)
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise DataError with a row if the files hold a token id outside this vocabulary."""
@@ -216,3 +224,41 @@ def read_answers(
     if not parts[0]:
         raise DataError(f"{named}: all {len(placed)} rows were held out. Lower validation_fraction, or add rows.")
     return AnswersDataset(parts[0], highest), AnswersDataset(parts[1], highest)
+
+
+class Batch(TypedDict):
+    """Right-padded sequences: tensors [B, M], ``index`` [B], and the rows' ``ids``."""
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    index: Tensor
+    ids: list[str]
+    features: NotRequired[Tensor]  # [B, M, F], if cached
+
+
+def collate(items: Sequence[Mapping[str, Any]]) -> Batch:
+    """Collate items of a dataset into one right-padded batch."""
+    batch: Batch = {
+        "input_ids": pad_sequence([item["input_ids"] for item in items], batch_first=True),
+        "loss_mask": pad_sequence([item["loss_mask"] for item in items], batch_first=True),
+        "index": torch.tensor([item["index"] for item in items]),
+        "ids": [item["id"] for item in items],
+    }
+    if "features" in items[0]:
+        batch["features"] = pad_sequence([item["features"] for item in items], batch_first=True)
+    return batch
+
+
+_HOST = "host_"  # prefix of arrays that stay in host memory when a batch moves to its device
+
+
+def keep_on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Add views of ids and mask that stay in host memory, so that planning a step does not sync with the device."""
+    views = {_HOST + name: batch[name].numpy() for name in ("input_ids", "loss_mask")}  # tensors would be moved
+    return {**batch, **views}
+
+
+def on_host(batch: Mapping[str, Any], name: str) -> Tensor:
+    """Return a batch's ``input_ids`` or ``loss_mask`` in host memory; syncs with the device without a kept view."""
+    kept = batch.get(_HOST + name)
+    return batch[name].cpu() if kept is None else torch.from_numpy(kept)

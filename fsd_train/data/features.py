@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from fsd_infer.errors import DataError
@@ -116,27 +115,6 @@ class FeatureStore:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
-
-
-class WithFeatures(Dataset[dict[str, Any]]):
-    """A dataset whose items also have ``features`` [M, F] from a cache.
-
-    Args:
-        dataset: dataset of dicts with ``input_ids``.
-        store: the cache.
-    """
-
-    def __init__(self, dataset: Any, store: FeatureStore) -> None:
-        self.dataset = dataset
-        self.store = store
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        item = dict(self.dataset[index])
-        item["features"] = self.store.get(sequence_key(item["input_ids"]))
-        return item
 
 
 def cache_features(

@@ -14,9 +14,8 @@ from fsd_infer.errors import DataError
 from fsd_infer.targets.loading import load_tokenizer
 from fsd_train import MAX_LENGTH
 from fsd_train.checkpoints import check_order
-from fsd_train.data.answers import AnswersDataset, Item, read_answers
-from fsd_train.data.batches import collate, keep_on_host
-from fsd_train.data.features import FeatureStore, WithFeatures, sequence_key
+from fsd_train.data.answers import AnswersDataset, Item, collate, keep_on_host, read_answers
+from fsd_train.data.features import FeatureStore
 from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler
 from fsd_train.types import HeldOut, Length, NonNegativeInt, PositiveInt, Seed
 
@@ -106,15 +105,15 @@ class AnswersDataModule(LightningDataModule):
 
     def _cached(self, rows: AnswersDataset, store: FeatureStore) -> AnswersDataset:
         """Return the rows with cached features. Raises DataError if there are none."""
-        keep = [i for i in range(len(rows)) if sequence_key(rows[i]["input_ids"]) in store]
-        if not keep:
+        found = rows.cached(store)
+        if not len(found):
             raise DataError(
                 f"{self.features} holds the features of none of the {len(rows)} rows. Run `fsd-train cache-features` "
                 f"on these files with --max-length {self.max_length}."
             )
-        if len(keep) < len(rows):
-            log.warning("%d of %d rows have no cached features and are skipped", len(rows) - len(keep), len(rows))
-        return rows.subset(keep)
+        if len(found) < len(rows):
+            log.warning("%d of %d rows have no cached features and are skipped", len(rows) - len(found), len(rows))
+        return found
 
     def check(self, vocab_size: int, positions: int | None) -> None:
         """Raise DataError if a token id is outside this vocabulary, or a row exceeds this context."""
@@ -155,6 +154,6 @@ class AnswersDataModule(LightningDataModule):
             workers = min(max(1, cores), 2 if store is None else 8)  # features are read from files
         sampler = TokenBudgetSampler(rows.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
         return ResumableLoader(
-            rows if store is None else WithFeatures(rows, store), sampler, collate_fn=collate, num_workers=workers,
+            rows, sampler, collate_fn=collate, num_workers=workers,
             pin_memory=on_cuda if self.pin_memory is None else self.pin_memory, persistent_workers=workers > 0,
         )  # fmt: skip

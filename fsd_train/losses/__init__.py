@@ -6,13 +6,22 @@ A recipe names a :class:`fsd_train.losses.base.Loss` (``loss: eagle``) or gives 
 from __future__ import annotations
 
 from fsd_train.losses.adaspec import AdaSpecLoss
-from fsd_train.losses.base import LOSSES, DraftBatch, LMHead, Loss, LossOutput, as_loss, has_feature_term, reference_of
+from fsd_train.losses.base import (
+    LOSSES,
+    DraftBatch,
+    LMHead,
+    Loss,
+    LossOutput,
+    Schedule,
+    as_loss,
+    has_feature_term,
+    reference_of,
+)
 from fsd_train.losses.divergences import DivergenceLoss
 from fsd_train.losses.eagle import EagleLoss
 from fsd_train.losses.fsd import FsdLoss
 from fsd_train.losses.lk import LKLoss
 from fsd_train.losses.mix import MixLoss, Part
-from fsd_train.losses.schedule import Schedule
 
 __all__ = [
     "LOSSES", "AdaSpecLoss", "DivergenceLoss", "DraftBatch", "EagleLoss", "FsdLoss", "LKLoss", "LMHead", "Loss",

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, Rows, as_loss, reference_of, weighted_mean
+from fsd_train.losses.base import (
+    LOSSES,
+    DraftBatch,
+    Loss,
+    LossOutput,
+    Rows,
+    Schedule,
+    as_loss,
+    reference_of,
+    weighted_mean,
+)
 from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
-from fsd_train.losses.schedule import Schedule
 from fsd_train.types import PositiveInt, Share
 
 
@@ -49,7 +58,7 @@ class AdaSpecLoss(Loss):
         reference: directory of an exported head of the same target, or of a small LM for
             :class:`fsd_train.models.lm.LMModule`. A head shares the inputs and LM head rows of the trained head, so its
             own draft vocabulary does not matter.
-        keep: share of tokens, in (0, 1], or a :class:`fsd_train.losses.schedule.Schedule`.
+        keep: share of tokens, in (0, 1], or a :class:`fsd_train.losses.base.Schedule`.
         loss: loss on the chosen tokens.
         divergence: D, a name of :mod:`fsd_infer.divergence`.
         chunk_size: memory bound of the gap in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from fsd_infer.divergence import BOTH_KL, RENAMED
@@ -10,6 +11,7 @@ from fsd_train.losses.rows import RowFunction, divergence_rows, mean_of_rows
 from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
+@dataclass(eq=False)
 class DivergenceLoss(Loss):
     """w_divergence·D(p, q) + w_feature·SmoothL1(estimate, feature), each a weighted mean over supervised rows.
 
@@ -23,21 +25,22 @@ class DivergenceLoss(Loss):
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
 
-    def __init__(
-        self,
-        divergence: str = "kl_pq",
-        w_divergence: PositiveFloat = 1.0,
-        w_feature: NonNegativeFloat = 0.0,
-        chunk_size: PositiveInt | None = None,
-    ) -> None:
-        self.w_divergence, self.w_feature, self.chunk_size = w_divergence, w_feature, chunk_size
-        self.name = divergence
-        rows = divergence_rows(divergence)
+    divergence: str = "kl_pq"
+    w_divergence: PositiveFloat = 1.0
+    w_feature: NonNegativeFloat = 0.0
+    chunk_size: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        rows = divergence_rows(self.divergence)
         self._rows = RowFunction(lambda log_p, log_q: rows(log_p, log_q)[None])
+
+    @property
+    def name(self) -> str:
+        return self.divergence
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
         mean, agree = mean_of_rows(self._rows, batch, self.chunk_size)
-        loss, parts = self.w_divergence * mean, {f"{self.name}_loss": mean.detach()}
+        loss, parts = self.w_divergence * mean, {f"{self.divergence}_loss": mean.detach()}
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))
 
 

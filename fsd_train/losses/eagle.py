@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ CROSS_ENTROPY = RowFunction(_cross_entropy, slope=_slope, of_p=True, live=5)
 
 
 @LOSSES.register("eagle")
+@dataclass(eq=False)
 class EagleLoss(Loss):
     """w_feature·SmoothL1(estimate, feature) + w_ce·soft cross-entropy, each a weighted mean over supervised rows.
 
@@ -35,14 +38,13 @@ class EagleLoss(Loss):
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
 
-    def __init__(
-        self, w_feature: NonNegativeFloat = 1.0, w_ce: NonNegativeFloat = 0.1, chunk_size: PositiveInt | None = None
-    ) -> None:
-        if w_feature + w_ce == 0:
+    w_feature: NonNegativeFloat = 1.0
+    w_ce: NonNegativeFloat = 0.1
+    chunk_size: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        if self.w_feature + self.w_ce == 0:
             raise DataError("eagle: w_feature and w_ce are both 0; set one above 0.")
-        self.w_feature = w_feature
-        self.w_ce = w_ce
-        self.chunk_size = chunk_size
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
         ce, agree = mean_of_rows(CROSS_ENTROPY, batch, self.chunk_size)

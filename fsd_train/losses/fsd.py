@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ def soft_gate(distance: Tensor, threshold: float, softness: float) -> Tensor:
 
 
 @LOSSES.register("fsd")
+@dataclass(eq=False)
 class FsdLoss(Loss):
     """−ln(L/S) per chain plus an anchor, where L = Σ_k Π_{j≤k} a_j is the expected number of accepted drafts.
 
@@ -51,25 +53,22 @@ class FsdLoss(Loss):
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
 
+    divergence: str = "js"
+    threshold: float | list[float] = 0.3
+    softness: PositiveFloat = 0.1
+    width: PositiveInt | None = None
+    temperature: PositiveFloat = 1.0
+    anchor: NonNegativeFloat = 0.1
+    w_feature: NonNegativeFloat = 0.0
+    chunk_size: PositiveInt | None = None
+
     couples_rows = True
 
-    def __init__(
-        self,
-        divergence: str = "js",
-        threshold: float | list[float] = 0.3,
-        softness: PositiveFloat = 0.1,
-        width: PositiveInt | None = None,
-        temperature: PositiveFloat = 1.0,
-        anchor: NonNegativeFloat = 0.1,
-        w_feature: NonNegativeFloat = 0.0,
-        chunk_size: PositiveInt | None = None,
-    ) -> None:
-        self.thresholds = list(threshold) if isinstance(threshold, list) else [threshold]
+    def __post_init__(self) -> None:
+        self.thresholds = list(self.threshold) if isinstance(self.threshold, list) else [self.threshold]
         if not self.thresholds or not all(value >= 0 for value in self.thresholds):
-            raise DataError(f"fsd: threshold is {threshold}; give one or more numbers of at least 0.")
-        self.softness, self.width, self.temperature = softness, width, temperature
-        self.anchor, self.w_feature, self.chunk_size = anchor, w_feature, chunk_size
-        self._distance = divergence_rows(divergence)
+            raise DataError(f"fsd: threshold is {self.threshold}; give one or more numbers of at least 0.")
+        self._distance = divergence_rows(self.divergence)
 
     def _rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Return D, e and the anchor's KL: [3, n]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,6 +24,7 @@ def _kl_and_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 @LOSSES.register("lk")
+@dataclass(eq=False)
 class LKLoss(Loss):
     """Loss of α = Σ min(p, q) = 1 − TV, the probability that a token sampled from q passes the exact test.
 
@@ -41,19 +43,11 @@ class LKLoss(Loss):
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
 
-    def __init__(
-        self,
-        form: Literal["adaptive", "log"] = "adaptive",
-        eta: NonNegativeFloat = 3.0,
-        level: Literal["step", "row"] = "step",
-        w_feature: NonNegativeFloat = 0.0,
-        chunk_size: PositiveInt | None = None,
-    ) -> None:
-        self.form = form
-        self.eta = eta
-        self.level = level
-        self.w_feature = w_feature
-        self.chunk_size = chunk_size
+    form: Literal["adaptive", "log"] = "adaptive"
+    eta: NonNegativeFloat = 3.0
+    level: Literal["step", "row"] = "step"
+    w_feature: NonNegativeFloat = 0.0
+    chunk_size: PositiveInt | None = None
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
         share = batch.weights / batch.weights.sum().clamp_min(1e-6)  # [R], sums to 1

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, as_loss, reference_of
-from fsd_train.losses.schedule import Schedule
+from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, Schedule, as_loss, reference_of
 from fsd_train.types import NonNegativeFloat
 
 

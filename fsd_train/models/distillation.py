@@ -107,14 +107,18 @@ class DistillationModule(RunModule, ABC):
 
     @abstractmethod
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
-        """Run the drafter over a batch and return the supervised rows.
+        """Run the drafter over a batch, with augmentations in training mode, and return the supervised rows.
 
         A batch without any runs as well, with zero gradients, because other ranks may wait for this one's weights.
         """
 
-    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch:
-        """Return :meth:`draft` with the augmentations of training."""
-        return self.draft(batch, steps)
+    def _answer_counts(self, option: str) -> Tensor:
+        """Count each id in the training answers: [V]. Raises DataError, which names the option, if it is impossible."""
+        data = self._datamodule
+        if not hasattr(data, "answer_counts"):
+            raise DataError(f"{option} needs a data module with answer_counts(). Unset it, or use one.")
+        counts: Tensor = data.answer_counts(self.target.vocab_size)
+        return counts
 
     def _new_lm_head(self) -> LMHead:
         return LMHead.of(self.target, self.head.draft_ids)
@@ -211,7 +215,7 @@ class DistillationModule(RunModule, ABC):
         return self.target.features(batch["input_ids"])
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        drafts = self.training_drafts(batch, self.unroll_steps)
+        drafts = self.draft(batch, self.unroll_steps)
         out = self.loss(replace(drafts, progress=self.progress, step=self.global_step))
         self._log_step(out, drafts.rows)
         return out.loss

@@ -17,13 +17,12 @@ from fsd_infer.errors import DataError
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
-from fsd_train.data.batches import on_host
+from fsd_train.data.answers import on_host
 from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.head_options import HeadOptions
-from fsd_train.models.start import choose, continue_from, initialise_from
+from fsd_train.models.start import choose, choose_draft_ids, continue_from, initialise_from
 from fsd_train.models.unroll import plan_chains, unroll
-from fsd_train.models.vocabulary import choose_draft_ids
 from fsd_train.types import NonNegativeFloat, PositiveInt, Share
 
 DEFAULT_HEAD = HeadOptions()
@@ -86,7 +85,9 @@ class EagleModule(DistillationModule):
             initialise_from(head, target)
             # not in setup(), because an averaging callback copies the module before it
             if self._in_training:
-                choose(head, None if head.draft_ids is None else self._choose_draft_ids(len(head.draft_ids)), target)
+                counts = None if head.draft_ids is None else self._answer_counts("draft_vocab_size")
+                ids = None if counts is None else choose_draft_ids(counts, len(head.draft_ids), self.always_drafted())
+                choose(head, ids, target)
             self.head = head
             if self.initial_head:
                 self._continue(self.initial_head)
@@ -118,12 +119,6 @@ class EagleModule(DistillationModule):
         ids, own = initial.draft_ids, self.head.draft_ids
         if not self._in_training and ids is not None and own is not None and ids.shape == own.shape:
             own.copy_(ids)
-
-    def _choose_draft_ids(self, size: int) -> Tensor:
-        data = self._datamodule
-        if not hasattr(data, "answer_counts"):
-            raise DataError("draft_vocab_size needs a data module with answer_counts(). Unset it, or use one.")
-        return choose_draft_ids(data.answer_counts(self.target.vocab_size), size, self.always_drafted())
 
     def always_drafted(self) -> list[int]:
         """Return the ids that end an answer or a turn: end-of-sequence ids and the tokenizer's special tokens."""
@@ -160,10 +155,7 @@ class EagleModule(DistillationModule):
 
     # steps ---------------------------------------------------------------------------------------------------------
 
-    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch:
-        return self.draft(batch, steps, self.noise)
-
-    def draft(self, batch: dict[str, Any], steps: int, noise: float = 0.0) -> DraftBatch:
+    def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Run the head over a batch and return the supervised rows."""
         share = self.chain_share if self.training else 1.0
         generator = self._generator() if share < 1.0 else None
@@ -172,9 +164,10 @@ class EagleModule(DistillationModule):
         features = self.target.features_of(raw, self.head.config.fused_layers).to(self.head.fc.weight.dtype)
         inputs = features[:, :-1]
         features = features[:, 1:, : self.head.config.target_hidden_size]
-        if noise:  # only on final features: in later steps the head's outputs replace these, not the inner layers'
+        if self.noise and self.training:
+            # only on final features: in later steps the head's outputs replace these, not the inner layers'
             extra = inputs.shape[-1] - features.shape[-1]
-            inputs = inputs + torch.nn.functional.pad(self._draw_noise(features.shape, noise), (0, extra))
+            inputs = inputs + torch.nn.functional.pad(self._draw_noise(features.shape), (0, extra))
         with torch.no_grad():
             embeds = self.target.embed(batch["input_ids"][:, 1:]).to(inputs.dtype)
         rows, places = plan.rows.to(self.device), to_device(plan.roots, self.device)
@@ -239,9 +232,9 @@ class EagleModule(DistillationModule):
         inputs = self.target.features_of(features, head.config.fused_layers).to(embeds.dtype)
         return self._estimates(head, embeds, inputs, steps, roots, source)
 
-    def _draw_noise(self, shape: Sequence[int], width: float) -> Tensor:
+    def _draw_noise(self, shape: Sequence[int]) -> Tensor:
         noise = torch.rand(tuple(shape), generator=self._generator(self.device), device=self.device)
-        noise = noise * (2 * width) - width
+        noise = noise * (2 * self.noise) - self.noise
         return noise if self.head.feature_scale is None else noise * self.head.feature_scale
 
     def _generator(self, device: torch.device | str = "cpu") -> torch.Generator:

@@ -22,12 +22,13 @@ from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.drafters.lm import check_same_vocabulary, load_lm
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
-from fsd_train.data.batches import keep_on_host, on_host
+from fsd_train.checkpoints import callbacks_of
+from fsd_train.data.answers import keep_on_host, on_host
 from fsd_train.losses import DraftBatch, Loss, has_feature_term, reference_of
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.small_lm import LogitsHead, SmallLM
+from fsd_train.models.start import choose_draft_ids
 from fsd_train.models.unroll import plan_positions
-from fsd_train.models.vocabulary import choose_draft_ids
 from fsd_train.types import PositiveFloat, PositiveInt, ShareOrNone
 
 
@@ -100,22 +101,18 @@ class LMModule(DistillationModule):
 
     def _loss_ids(self, size: int) -> Tensor:
         """Return the most frequent ids of the answers. Raises DataError if they cannot be counted or used."""
-        data = self._datamodule
-        if not hasattr(data, "answer_counts"):
-            raise DataError("loss_vocab_size needs a data module with answer_counts(). Unset it, or use one.")
+        counts = self._answer_counts("loss_vocab_size")[: self.head.common]
         if self.lora is not None or "FSDP" in type(self.trainer.strategy).__name__:
             raise DataError(
                 "loss_vocab_size reads rows of the drafter's LM head, so it excludes lora and fsdp. Unset it or these."
             )
         if size == self.target.hidden_size:
             raise DataError(f"loss_vocab_size is {size}, the target's hidden size. Choose another number.")
-        counts = data.answer_counts(self.target.vocab_size)[: self.head.common]
         return choose_draft_ids(counts, size, [i for i in self.target.eos_token_ids if i < len(counts)])
 
     def setup(self, stage: str) -> None:
         """Build the model. Raises DataError if the rows hold ids that the drafter's embedding lacks."""
-        callbacks: Any = [] if self._attached is None else self.trainer.callbacks  # type: ignore[attr-defined]
-        if self.lora is not None and any(isinstance(callback, WeightAveraging) for callback in callbacks):
+        if self.lora is not None and self._attached and callbacks_of(self._attached, WeightAveraging):
             raise DataError("weight averaging does not support lora. Omit the callback or model.lora.")
         super().setup(stage)
         embedded = int(self.head.causal_lm.get_input_embeddings().weight.shape[0])
@@ -152,6 +149,8 @@ class LMModule(DistillationModule):
 
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Return the drafter's logits and the target's features at the supervised rows."""
+        if self.training:
+            batch = self.maybe_on_policy(batch)
         rows = plan_positions(on_host(batch, "loss_mask"), steps, self.step_decay).to(self.device)
         features, ids = self._features(batch), batch["input_ids"]
         # position i+1 of either model predicts token i+2: one position after a head's input
@@ -183,9 +182,6 @@ class LMModule(DistillationModule):
         logits = reference.lm_logits(reference.features(ids)[:, 1:].flatten(0, 1)[rows])
         kept = self.head.draft_ids
         return logits[..., : self.head.common] if kept is None else logits[..., kept]
-
-    def training_drafts(self, batch: dict[str, Any], steps: int) -> DraftBatch:
-        return self.draft(self.maybe_on_policy(batch), steps)
 
     def maybe_on_policy(self, batch: dict[str, Any]) -> dict[str, Any]:
         """With probability ``on_policy`` replace the answers of a batch by samples of the drafter.

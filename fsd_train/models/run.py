@@ -14,12 +14,13 @@ from torch import Tensor
 
 from fsd_infer.errors import DataError
 from fsd_train.callbacks.safety import CheckResume, StopOnNonFinite
+from fsd_train.checkpoints import callbacks_of
 from fsd_train.models.optim import WarmupCosine
 
 
 def plain(value: Any) -> Any:
     """Convert an option for records and checkpoints: objects become the name of their class."""
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value) and not callable(value):  # neither a class nor a loss
         value = asdict(value)
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
@@ -104,9 +105,8 @@ class RunModule(LightningModule):
         """
         total = float(self.trainer.estimated_stepping_batches)
         shares = [step / total if 0 < total < math.inf else 0.0]
-        callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        for timer in callbacks if self._alone else ():
-            if isinstance(timer, Timer) and (left := timer.time_remaining()) is not None:
+        for timer in callbacks_of(self.trainer, Timer) if self._alone else ():
+            if (left := timer.time_remaining()) is not None:
                 spent = timer.time_elapsed()
                 shares.append(spent / max(spent + left, 1e-9))
         return min(max(shares), 1.0)

@@ -1,13 +1,14 @@
-"""Initial weights of a head: the identity on its inputs, or another head."""
+"""How a head starts: its draft vocabulary, and as weights the identity on its inputs or another head."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import CheckpointError
+from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 
@@ -78,3 +79,19 @@ def continue_from(head: EagleHead, other: EagleHead) -> None:
         for name, parameter in layer.named_parameters():
             if name.split(".")[-2] in _OUTPUT_PROJECTIONS:
                 parameter.zero_()
+
+
+def choose_draft_ids(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
+    """Return ``always`` and the most frequent other ids, ascending, [Vd]; the smaller id wins a tie.
+
+    Args:
+        counts: [V] occurrences.
+        size: Vd ≤ V.
+        always: ids to include in any case.
+    """
+    if size > len(counts) or size < len(set(always)):
+        raise DataError(f"draft_vocab_size is {size}; give {len(set(always))} (special tokens) to {len(counts)} (all).")
+    ranked = counts.double()
+    ranked[list(always)] = torch.inf
+    order = torch.sort(ranked, descending=True, stable=True).indices
+    return order[:size].sort().values
