@@ -18,26 +18,11 @@ EAGLE3_LAYERS = ("llama", "qwen3")  # layer types of published EAGLE-3 heads
 
 # The config fields that a decoder layer depends on; all others keep the family's defaults.
 LAYER_FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "hidden_activation",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "max_position_embeddings",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
-    "use_qkv_bias",
-    "use_qk_norm",
-    "qk_layernorm",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "attention_multiplier",
-    "residual_multiplier",
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps"),
+    *("max_position_embeddings", "rope_parameters"),
+    *("attention_bias", "mlp_bias", "use_qkv_bias", "use_qk_norm", "qk_layernorm"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "attention_multiplier", "residual_multiplier"),
 )
 
 

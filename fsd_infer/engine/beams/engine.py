@@ -172,7 +172,7 @@ class _Beams:
         for search in self.searches:
             before = len(search.forest.trunk)
             while not search.done:
-                self.look(search.row, [beam.node for beam in search.live if beam.node.logits is not None])
+                self.look(search.row, [beam.node for beam in search.live if beam.node.verified])
                 if not search.step():
                     break
             grown.append(search.forest.trunk[before:])
@@ -208,9 +208,9 @@ class _Beams:
 
     def _take(self, nodes: Sequence[Sequence[Node]], logits: Tensor) -> None:
         """Attach the target's logits [B, M, V] to these nodes. Without processors, also list their successors."""
-        for row, wanted in enumerate(nodes):
-            for place, node in enumerate(wanted):
-                node.logits = logits[row], place
+        for wanted, of_row in zip(nodes, logits, strict=True):
+            for node, of_node in zip(wanted, of_row):
+                node.verified, node.logits = True, of_node
         if not self.processors:
             values, tokens = ops.likeliest(logits, self.successors)
             for row, (search, wanted) in enumerate(zip(self.searches, nodes, strict=True)):
@@ -252,7 +252,7 @@ class _Beams:
 
     def _processed(self, row: int, nodes: Sequence[Node]) -> Tensor:
         """Return the target's processed log-probabilities [M, V], fp32, at nodes of one depth of one prompt."""
-        logits = torch.stack([node.logits[0][node.logits[1]] for node in nodes if node.logits is not None])
+        logits = torch.stack([node.logits for node in nodes if node.logits is not None])
         scores = logits.float().log_softmax(-1)
         if not self.processors:
             return scores

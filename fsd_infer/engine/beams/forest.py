@@ -31,7 +31,8 @@ class Node:
         slot: in the cache; -1 before it is placed.
         sees: bit s is set if the token may attend to slot s after the prompt.
         key: a 64-bit hash of the path from the root.
-        logits: (tensor [M, V], row) of the target's logits; None: the target has not read the token.
+        verified: whether the target has read the token.
+        logits: [V] the target's, kept from the verification to the step that takes successors.
         likely: the target's processed log-probabilities of its likeliest successors, and their tokens; None: not
             listed yet.
         rest: total probability of the successors that are not in ``likely``.
@@ -42,14 +43,15 @@ class Node:
 
     __slots__ = (
         *("token", "parent", "children", "position", "slot", "sees", "key"),
-        *("logits", "likely", "rest", "proposed", "read"),
+        *("verified", "logits", "likely", "rest", "proposed", "read"),
     )
 
     def __init__(self, token: int, parent: Node | None, position: int, key: int) -> None:
         self.token, self.parent, self.position, self.key = token, parent, position, key
         self.children: dict[int, Node] = {}
         self.slot, self.sees = -1, 0
-        self.logits: tuple[Tensor, int] | None = None
+        self.verified = False
+        self.logits: Tensor | None = None
         self.likely: Guess | None = None
         self.rest = 0.0
         self.proposed: Guess | None = None
@@ -128,6 +130,7 @@ class Forest:
                 above.add(node)
         for node in above - beams:
             node.children = {token: child for token, child in node.children.items() if child in above}
+            node.logits = None
         while self.trunk[-1] not in beams and len(self.trunk[-1].children) == 1:
             self.trunk += self.trunk[-1].children.values()
 

@@ -49,7 +49,7 @@ class Planner:
 
     def plan(self, searches: Sequence[Search]) -> list[list[Node]]:
         """Choose and place the nodes that the target reads for each search: unread beams, then drafts."""
-        unread = [[beam.node for beam in search.live if beam.node.logits is None] for search in searches]
+        unread = [[beam.node for beam in search.live if not beam.node.verified] for search in searches]
         for search, nodes in zip(searches, unread):
             search.forest.make_room(len(nodes) + self.nodes, [beam.node for beam in search.live])
             for node in nodes:
@@ -78,8 +78,8 @@ class Planner:
     def _ask(self, searches: Sequence[Search], frontiers: Sequence[Sequence[Beam]]) -> None:
         """Set ``likely`` or ``proposed`` of all these nodes."""
         for search, frontier in zip(searches, frontiers, strict=True):
-            self.look(search.row, [beam.node for beam in frontier if beam.node.logits is not None])
-        unread = [[beam.node for beam in frontier if beam.node.logits is None] for frontier in frontiers]
+            self.look(search.row, [beam.node for beam in frontier if beam.node.verified])
+        unread = [[beam.node for beam in frontier if not beam.node.verified] for frontier in frontiers]
         self.proposer.propose(unread, self.successors)
 
     def next_beams(self, frontier: Sequence[Beam], width: int) -> list[Beam]:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import singledispatch
 from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,15 @@ Rows = Sequence[Sequence[Node]]  # [B] rows of nodes, some of them empty
 
 
 class Proposer:
-    """A drafter's state for the forests of one batch. The base class proposes nothing."""
+    """A drafter's state for the forests of one batch. The base class proposes nothing.
+
+    Args:
+        drafter: of a kind that :func:`proposer_of` knows.
+        begun: the batch.
+    """
+
+    def __init__(self, drafter: Any, begun: Begun) -> None:
+        self.drafter, self.forests = drafter, begun.forests
 
     def propose(self, nodes: Rows, count: int) -> None:
         """Set ``proposed`` of each node: up to ``count`` likely successors.
@@ -72,7 +81,7 @@ def needs_features(drafter: Drafter) -> bool:
 
 @singledispatch
 def proposer_of(drafter: Drafter, begun: Begun) -> Proposer:
-    """Return a drafter's proposer for a batch; ``proposer_of.register`` adds further kinds of drafters.
+    """Return a drafter's proposer for a batch; ``proposer_of.register(kind)`` adds further kinds of drafters.
 
     Raises FsdError for an unknown kind.
     """
@@ -82,9 +91,7 @@ def proposer_of(drafter: Drafter, begun: Begun) -> Proposer:
     )
 
 
-@proposer_of.register
-def _(drafter: NoDrafter, begun: Begun) -> Proposer:
-    return Proposer()
+proposer_of.register(NoDrafter, Proposer)
 
 
 # models ---------------------------------------------------------------------------------------------------------------
@@ -125,14 +132,18 @@ def _unread(nodes: Sequence[Node]) -> list[Node]:
     return list(found)
 
 
+@proposer_of.register(EagleDrafter)
 class _HeadProposer(_ModelProposer):
     """An EAGLE-style head. It reads a node with its parent's feature: the target's if known, else its own estimate.
 
     The session reads the prompts, and has the cache and the vocabulary.
     """
 
+    drafter: EagleDrafter
+
     def __init__(self, drafter: EagleDrafter, begun: Begun) -> None:
-        self.drafter, self.forests, self.device = drafter, begun.forests, drafter.target.device
+        super().__init__(drafter, begun)
+        self.device = drafter.target.device
         request = DraftRequest(len(begun.forests), begun.slots, device=self.device)
         self.session = drafter.start(begun.tokens[:, 0], request)
         if int(begun.lengths.max()) > 1:
@@ -188,19 +199,18 @@ class _HeadProposer(_ModelProposer):
 
 def _follows_read(node: Node) -> bool:
     """Whether the target has read the token before this one."""
-    return node.parent is None or node.parent.logits is not None
+    return node.parent is None or node.parent.verified
 
 
-@proposer_of.register
-def _(drafter: EagleDrafter, begun: Begun) -> Proposer:
-    return _HeadProposer(drafter, begun)
-
-
+@proposer_of.register(LMDrafter)
 class _LMProposer(_ModelProposer):
     """A small LM, which reads each node once."""
 
+    drafter: LMDrafter
+
     def __init__(self, drafter: LMDrafter, begun: Begun) -> None:
-        self.drafter, self.model, self.forests = drafter, drafter.model, begun.forests
+        super().__init__(drafter, begun)
+        self.model = drafter.model
         self.cache = self.model.new_cache(len(begun.forests), begun.slots)
         self.limit = math.inf if self.model.max_positions is None else self.model.max_positions
         if int(begun.lengths.max()) > self.limit:
@@ -230,11 +240,6 @@ class _LMProposer(_ModelProposer):
         return ops.likeliest(logits, min(count, logits.shape[-1]))
 
 
-@proposer_of.register
-def _(drafter: LMDrafter, begun: Begun) -> Proposer:
-    return _LMProposer(drafter, begun)
-
-
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
@@ -243,26 +248,24 @@ class _TableProposer(Proposer):
 
     tables: Sequence[Table]
 
-    def __init__(self, forests: list[Forest], tables: Sequence[Table], reach: int) -> None:
-        self.forests, self.tables, self.reach = forests, tables, reach
-
     def propose(self, nodes: Rows, count: int) -> None:
         for table, forest, row in zip(self.tables, self.forests, nodes, strict=True):
             for node in row:
-                node.proposed = _guess(table.options(table.at(_tail(forest, node, self.reach))), count)
+                node.proposed = _guess(table.options(table.at(_tail(forest, node, self.drafter.reach))), count)
 
     def select(self, rows: Tensor) -> None:
         self.tables = [self.tables[row] for row in rows.tolist()]
 
 
+@proposer_of.register(MemoryDrafter)
 class _MemoryProposer(_TableProposer):
     """Proposes tokens that followed the last tokens earlier: in the prompt, the beams' shared text, or a store."""
 
     tables: Sequence[Recall]
 
     def __init__(self, drafter: MemoryDrafter, begun: Begun) -> None:
-        super().__init__(begun.forests, drafter.recalls(begun.keys), drafter.reach)
-        self.drafter = drafter
+        super().__init__(drafter, begun)
+        self.tables = drafter.recalls(begun.keys)
         for recall, forest in zip(self.tables, begun.forests):
             for token in forest.prompt:
                 recall.append(token)
@@ -277,15 +280,15 @@ class _MemoryProposer(_TableProposer):
         self.drafter.remember(self.tables[row], self.forests[row].prompt, answer)
 
 
-@proposer_of.register
-def _(drafter: MemoryDrafter, begun: Begun) -> Proposer:
-    return _MemoryProposer(drafter, begun)
-
-
+@proposer_of.register(RecycleDrafter)
 class _RecycleProposer(_TableProposer):
     """What the target found likely before after the same one or two tokens."""
 
     tables: Sequence[Recycled]
+
+    def __init__(self, drafter: RecycleDrafter, begun: Begun) -> None:
+        super().__init__(drafter, begun)
+        self.tables = drafter.tables(len(begun.forests))
 
     def observe(self, read: Rows, features: Tensor, grown: Rows) -> None:
         for recycled, forest, path, nodes in zip(self.tables, self.forests, grown, read, strict=True):
@@ -296,11 +299,6 @@ class _RecycleProposer(_TableProposer):
                 if node.likely is not None:
                     values, tokens = node.likely
                     recycled.remember(_tail(forest, node, 2), tokens[: recycled.width], [min(x, 0.0) for x in values])
-
-
-@proposer_of.register
-def _(drafter: RecycleDrafter, begun: Begun) -> Proposer:
-    return _RecycleProposer(begun.forests, drafter.tables(len(begun.forests)), drafter.reach)
 
 
 def _guess(options: Options, count: int) -> Guess:
@@ -318,11 +316,13 @@ def _tail(forest: Forest, node: Node, count: int) -> list[int]:
 # two of them ----------------------------------------------------------------------------------------------------------
 
 
+@proposer_of.register(GraftedDrafter)
 class _GraftedProposer(Proposer):
     """The successors that either proposes. What both do has the chance 1 - (1 - a)(1 - b)."""
 
-    def __init__(self, parts: Sequence[Proposer]) -> None:
-        self.parts = parts
+    def __init__(self, drafter: GraftedDrafter, begun: Begun) -> None:
+        super().__init__(drafter, begun)
+        self.parts = [proposer_of(part, begun) for part in (drafter.main, drafter.side)]
 
     def propose(self, nodes: Rows, count: int) -> None:
         missed: dict[Node, dict[int, float]] = {node: {} for node in chain.from_iterable(nodes)}
@@ -345,8 +345,3 @@ class _GraftedProposer(Proposer):
     def select(self, rows: Tensor) -> None:
         for part in self.parts:
             part.select(rows)
-
-
-@proposer_of.register
-def _(drafter: GraftedDrafter, begun: Begun) -> Proposer:
-    return _GraftedProposer([proposer_of(part, begun) for part in (drafter.main, drafter.side)])
