@@ -2,7 +2,7 @@
 
 Within ``with SimulatedDevice() as device`` torch knows a device ``SIM``. Operations on it compute on the CPU under
 CUDA's conditions. Tensors of two devices do not mix. Reading a number on the host is a sync, which is counted with the
-line of ours that caused it, and refused while a graph is captured (:mod:`tests.simulated_graphs`).
+line of ours that caused it, and refused while a graph is captured (tests/test_capture.py).
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ from benchmarks import compare, first_gpu, ladder, memory_in_vllm, peers, servin
 from benchmarks.beginnings import WORDS, beginnings, tasks
 from benchmarks.peers import HERE
 from benchmarks.peers.gguf_files import converted
-from fsd_bench import run
-from fsd_bench.methods import METHODS, parse_methods
+from fsd_bench import METHODS, parse_methods, run
 from fsd_bench.process import ProcessMethod
 from fsd_infer import FsdError
 from fsd_infer.cli.main import build_parser, main

@@ -11,17 +11,14 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.divergence import divergence, expand_draft
-from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
-from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, LossCurve, TokenRate
 from fsd_train.data import AnswersDataModule
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput
 from fsd_train.losses.metrics import ValidationMetrics, compare
-from fsd_train.models.eagle import EagleModule
-from fsd_train.models.lm import LMModule
+from fsd_train.models import EagleModule, LMModule
 from tests import train_toys
 from tests.loss_toys import Grid
 from tests.train_toys import answers_of, eagle_module, logged, make_toys

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fsd_infer import FuzzyDecoder
+from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.main import build_parser, main
 from fsd_infer.cli.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, run
 from fsd_infer.divergence import DIVERGENCES
-from fsd_infer.errors import FsdError
 from fsd_infer.files import writable, write_text
 from fsd_infer.registry import read_float, read_int
 from fsd_infer.rules import RULES, Source

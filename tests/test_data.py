@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from fsd_infer import Target
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import DataError, FsdError
-from fsd_infer.targets.target import Target
 from fsd_train.data import AnswersDataModule, TokenBudgetSampler, read_answers
 from fsd_train.data import features as module
 from fsd_train.data.answers import AnswersDataset, encode_row

@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer import FuzzyDecoder, LMDrafter, Target, TreeShape
 from fsd_infer.divergence import divergence
-from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.drafters.itself import Itself
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.errors import DataError
 from fsd_infer.targets.adapters import is_adapter
-from fsd_infer.targets.target import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.cli import main as cli
 from fsd_train.commands.export import main as export_main
-from fsd_train.models.lm import LMModule
+from fsd_train.models import LMModule
 from tests import train_toys
 from tests.families import reference
 from tests.train_toys import VOCAB, assert_same, fit_command, in_recipe, save_toy_target, write_answers

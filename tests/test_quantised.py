@@ -18,10 +18,9 @@ from transformers import GenerationConfig
 
 from benchmarks.quantised import AT_LOAD, load
 from benchmarks.quantised_checkpoints import STORED, write
-from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
+from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import ops
 from fsd_infer.cpu.packing import can_pack, packed_of
-from fsd_infer.drafters import EagleDrafter
 from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gptq import expand, load_expanded

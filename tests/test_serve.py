@@ -16,8 +16,7 @@ import torch
 from fastapi.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
-from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.rules import parse_rule
+from fsd_infer import FsdError, FuzzyDecoder, parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
 from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, asked, events, streamed

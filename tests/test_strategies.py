@@ -21,12 +21,11 @@ from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsd_infer import Target
 from fsd_infer.errors import CheckpointError
-from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from fsd_train.commands.export import load_module
-from fsd_train.models.distillation import DistillationModule
-from fsd_train.models.eagle import EagleModule
+from fsd_train.models import DistillationModule, EagleModule
 from fsd_train.strategies import ShardedStrategy, whole_head
 from tests.families import load_head
 from tests.text_toys import write_rows

@@ -13,9 +13,7 @@ from transformers import TextIteratorStreamer
 
 import fsd_infer
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
-from fsd_infer.drafters.graft import GraftedDrafter
-from fsd_infer.drafters.memory import LookupDrafter
-from fsd_infer.drafters.recycle import RecycleDrafter
+from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.targets.prefixes import LEAST, Prefix, PrefixCache
 from tests.families import tiny_head, tiny_model, tiny_prompts
 from tests.text_toys import tiny_tokenizer

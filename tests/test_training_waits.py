@@ -16,12 +16,10 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from fsd_infer.targets.target import Target
+from fsd_infer import Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.losses import Schedule
-from fsd_train.models.distillation import DistillationModule
-from fsd_train.models.eagle import EagleModule
-from fsd_train.models.lm import LMModule
+from fsd_train.models import DistillationModule, EagleModule, LMModule
 from tests.families import load_head
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.train_toys import TRAINER, answers_of, batch_of, eagle_module, ready, save_toy_target

@@ -18,10 +18,8 @@ from fsd_bench.worth.forecasts import Shaped, learned
 from fsd_bench.worth.replay import Evidence, Replay, walk
 from fsd_bench.worth.run import verdict, worth_text
 from fsd_bench.worth.watch import Watch, Watching
-from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
+from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, Rule, Target, TreeShape, parse_rule
 from fsd_infer.cli.main import main
-from fsd_infer.drafters import Drafter, LMDrafter
-from fsd_infer.rules import Rule, parse_rule
 from tests.families import tiny_head, tiny_model
 from tests.text_toys import save_tiny_chat_target, write_rows
 

@@ -20,11 +20,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsd_infer.targets.target import Target
+from fsd_infer import Target
 from fsd_train.data import AnswersDataModule, cache_features, collate
 from fsd_train.losses import LOSSES
-from fsd_train.models import HeadOptions, MuonAdamW, WarmupCosine
-from fsd_train.models.eagle import EagleModule
+from fsd_train.models import EagleModule, HeadOptions, MuonAdamW, WarmupCosine
 from tests.families import reference
 from tests.loss_toys import build_loss
 
