@@ -362,8 +362,7 @@ class AutoTree:
         self.rate.learn(tokens, self._cost)
         self.known.rate.learn(tokens, self._cost)
         if not self._resumed:
-            own = rest if timed else None
-            costs.learn(nodes, forward, self.depths, self.expanded, draft, own, reads=not self.paused)
+            costs.learn(nodes, forward, self.depths, self.expanded, draft, rest if timed else None, not self.paused)
         if self.depths:
             uncovered = sum(self._uncovered)
             for gain in (self.gain, self.known.gain):
