@@ -289,7 +289,7 @@ def test_rows_come_from_the_hub(data_hub: Hub) -> None:
     ("name", "words"),
     [
         ("hf:me/nothing", "hf:me/nothing"), ("hf:me/shares@v9", "hf:me/shares@v9"),
-        ("hf:me/chat?split=valid", "valid"), ("hf:me/shares?prompt=text", "'text'"),
+        ("hf:me/chat?split=valid", "valid"), ("hf:me/shares?prompt=text", "no column 'text'"),
         ("hf:me/chat?split=train_sft", "hf:me/chat: unreadable"),
     ],
 )  # fmt: skip

@@ -227,21 +227,26 @@ def test_a_server_remembers_for_users_that_name_themselves(toy_decoder: FuzzyDec
     drafter = MemoryDrafter(toy_decoder.target.vocab_size)
     batcher = Batcher(FuzzyDecoder(toy_decoder.target, drafter), 4, 16)
 
-    def forwards(user: str) -> int:
-        job = Job(
-            toy_decoder.encode("the cat sat on the mat"), parse_rule("exact"), {"do_sample": False}, 24, [],
-            time.monotonic() + 60, lambda text, done: None, **({"user": user} if user else {}),
-        )  # fmt: skip
-        batcher.submit([job])
-        while job.reason is None or job.stats is None:
+    def forwards(*users: str) -> list[int]:
+        """Of requests in one batch."""
+        jobs = [
+            Job(
+                toy_decoder.encode("the cat sat on the mat"), parse_rule("exact"), {"do_sample": False}, 24, [],
+                time.monotonic() + 60, lambda text, done: None, **({"user": user} if user else {}),
+            )
+            for user in users
+        ]  # fmt: skip
+        batcher.submit(jobs)
+        while any(job.reason is None or job.stats is None for job in jobs):
             time.sleep(0.01)
-        assert isinstance(job.reason, str)
-        return job.stats.target_forwards
+        assert all(isinstance(job.reason, str) for job in jobs)
+        return [job.stats.target_forwards for job in jobs if job.stats is not None]
 
-    alone = [forwards("") for _ in range(2)]
+    alone = [*forwards(""), *forwards("")]
     assert alone[0] == alone[1] and not drafter.stores
     first, again = forwards("me"), forwards("me")
-    assert first == alone[0] and again < first and forwards("you") == first and forwards("") == first
+    assert first == alone[:1] and again < first and forwards("you") == first and forwards("") == first
+    assert forwards("she", "he") == first * 2 and forwards("she") == forwards("he") == again
     batcher.close()
 
 
