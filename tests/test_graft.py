@@ -23,8 +23,8 @@ from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, OracleDrafter, recorded_drafts, reference, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import needs_kernels
 from tests.rules_enumeration import check_law
-from tests.rules_toy import ROWS, Toy, V, child_of
-from tests.tree_rounds import check_tree, take, tree_of, tree_round
+from tests.rules_toy import ROWS, TextToy, Toy, V
+from tests.tree_rounds import check_tree, tree_of, tree_round
 
 Path_ = tuple[int, ...]
 
@@ -132,7 +132,7 @@ def favour(tree: DraftTree, row: int, path: Path_, nodes: dict[Path_, int]) -> f
 
 
 @dataclass(frozen=True)
-class GraftedToy(Toy):
+class GraftedToy(TextToy):
     """The toy's tree with a side tree of random tokens and chances: two children of the root and one grandchild.
 
     Attributes:
@@ -152,15 +152,6 @@ class GraftedToy(Toy):
         wish = torch.rand(toy.p.shape, generator=generator).argsort(-1)
         chance = torch.rand(toy.p.shape[0], generator=generator) * 0.9 + 0.05
         return cls(toy.p, toy.q, processed=processed, draft_ids=toy.draft_ids, wish=wish, chance=chance, nodes=nodes)
-
-    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
-        """Trees follow from the text: each is made once for all rows with that text."""
-        different, row = contexts.unique(return_inverse=True)
-        tree, where = self.trees(different), [different]
-        for node in range(1, tree.tokens.shape[1]):
-            above = torch.stack(where, 1).gather(1, tree.parents[:, node : node + 1])[:, 0]
-            where.append(child_of(above, tree.tokens[:, node]))
-        return take(tree, row), torch.stack(where, 1)[row]
 
     def trees(self, contexts: Tensor) -> DraftTree:
         main, _ = Toy.draft(self, contexts, torch.Generator())

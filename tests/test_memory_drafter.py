@@ -35,9 +35,8 @@ from fsd_infer.serving.batcher import Batcher, Job
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, circling_model, tiny_head, tiny_model, tiny_prompts
 from tests.rules_enumeration import Enumeration
-from tests.rules_toy import ALARM, ROWS, Toy, V, child_of, p_value, simulate
+from tests.rules_toy import ALARM, ROWS, TextToy, Toy, V, p_value, simulate
 from tests.test_free import drafted
-from tests.tree_rounds import take
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=50), min_size=1, max_size=6)
 GREEDY: dict[str, Any] = dict(max_new_tokens=48, do_sample=False)
@@ -114,16 +113,8 @@ def text_of(context: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class MemoryToy(Toy):
+class MemoryToy(TextToy):
     """Drafts from remembered texts, a corpus, and what the context says was emitted."""
-
-    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
-        different, row = contexts.unique(return_inverse=True)
-        tree, where = self.trees(different), [different]
-        for node in range(1, tree.tokens.shape[1]):
-            above = torch.stack(where, 1).gather(1, tree.parents[:, node : node + 1])[:, 0]
-            where.append(child_of(above, tree.tokens[:, node]))
-        return take(tree, row), torch.stack(where, 1)[row]
 
     def trees(self, contexts: Tensor) -> DraftTree:
         store, array = Store(1 << 16), np.array([0, 1, 2, 3, 0, 2, 1, 3, END], np.int32)

@@ -298,9 +298,10 @@ class AutoTree:
     def _predict(self, drafts: float, nodes: int) -> None:
         """Note the expected accepted drafts of all rows and the cost of verifying ``nodes`` nodes per row."""
         costs = self.known.costs
-        cost = costs.forward(nodes * self.batch) + costs.drafting(self.depths, self.expanded)
-        self._gain = drafts - self.rate.value * (costs.forward(nodes * self.batch) - costs.forward(self.batch))
-        self._nodes, self._tokens, self._cost = nodes, self.batch + drafts, cost + costs.rest(not self.paused)
+        forward, drafting = costs.forward(nodes * self.batch), costs.drafting(self.depths, self.expanded)
+        self._gain = drafts - self.rate.value * (forward - costs.forward(self.batch))
+        self._nodes, self._tokens = nodes, self.batch + drafts
+        self._cost = forward + drafting + costs.rest(not self.paused)
 
     def _steps_of(self, tree: DraftTree) -> list[tuple[list[Step], list[float]]]:
         """Return every row's steps and chances of acceptance by node."""
@@ -364,15 +365,14 @@ class AutoTree:
         if not self._resumed:
             costs.learn(nodes, forward, self.depths, self.expanded, draft, rest if timed else None, not self.paused)
         if self.depths:
-            uncovered = sum(self._uncovered)
             for gain in (self.gain, self.known.gain):
-                gain.learn(max(self._gain - self._covered_gain, 0.0), uncovered)
+                gain.learn(max(self._gain - self._covered_gain, 0.0), sum(self._uncovered))
             self.known.draft_cost.learn(costs.drafting(self.depths, self.expanded), 1.0)
-        for depth, expected in enumerate(self._expected_rows if self.depths else ()):
-            reached, went_on = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
-            self.known.accept_rate.learn(went_on, reached)
-            if depth:
-                self.known.reach_ratio.learn(reached, expected)
+            for depth, expected in enumerate(self._expected_rows):
+                reached, went_on = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
+                self.known.accept_rate.learn(went_on, reached)
+                if depth:
+                    self.known.reach_ratio.learn(reached, expected)
         for steps, way, count in zip(self._steps, path, accepted):
             depth_of = dict(zip(way[: count + 1], range(count + 1)))  # of the nodes on the accepted path
             for node, step in enumerate(steps[1:], 1):
