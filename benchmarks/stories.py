@@ -51,13 +51,14 @@ def _fsd(threshold: float) -> dict[str, Any]:
     return {"class_path": "fsd_train.losses.FsdLoss", "init_args": {"threshold": threshold}}
 
 
-LOSSES: dict[str, Any] = {
-    **{name: name for name in ("kl_qp", "kl_pq", "js", "tv", "lk")},
-    "fsd-0.2": _fsd(0.2),
-    "fsd-0.4": _fsd(0.4),
-    "value-0.7": {"class_path": "benchmarks.stories.ValueLoss", "init_args": {"price": 0.7}},
+_VALUE = {"class_path": "benchmarks.stories.ValueLoss", "init_args": {"price": 0.7}}
+LOSSES: dict[str, dict[str, Any]] = {  # arguments of the module by name
+    **{name: {"loss": name} for name in ("kl_qp", "kl_pq", "js", "tv", "lk")},
+    "fsd-0.2": {"loss": _fsd(0.2), "unroll_steps": 4},
+    "fsd-0.4": {"loss": _fsd(0.4), "unroll_steps": 4},
+    "value-0.7": {"loss": _VALUE, "unroll_steps": 4},
+    "kl_pq-on-policy": {"loss": "kl_pq", "on_policy": 0.5, "on_policy_tokens": 64},
 }
-CHAINED = ("fsd", "value")  # losses that couple the steps of a chain
 
 
 def make_answers(args: argparse.Namespace) -> None:
@@ -77,25 +78,23 @@ def make_answers(args: argparse.Namespace) -> None:
     done.touch()
 
 
-def write_recipe(args: argparse.Namespace, loss: str, directory: Path) -> Path:
-    """Write ``recipes/stories.yaml`` with another loss and the run's paths to the directory."""
+def write_recipe(args: argparse.Namespace, loss: str, seed: int, directory: Path) -> Path:
+    """Write ``recipes/stories.yaml`` with another loss and seed and the run's paths to the directory."""
     text = (ROOT / "recipes" / "stories.yaml").read_text(encoding="utf-8")
     for name in ("answers.jsonl", "features"):
         text = text.replace(f"runs/stories/{name}", str(args.work / name))
     recipe = yaml.safe_load(text.replace("runs/stories", str(directory)))
-    recipe["trainer"]["max_steps"] = args.steps
-    recipe["model"]["init_args"] |= {"target": args.target, "drafter": args.drafter, "loss": LOSSES[loss]}
-    if loss.startswith(CHAINED):
-        recipe["model"]["init_args"]["unroll_steps"] = 4
+    recipe["trainer"]["max_steps"], recipe["seed_everything"] = args.steps, seed
+    recipe["model"]["init_args"] |= {"target": args.target, "drafter": args.drafter, **LOSSES[loss]}
     directory.mkdir(exist_ok=True)
     write_text(directory / "recipe.yaml", yaml.safe_dump(recipe))
     return directory / "recipe.yaml"
 
 
-def trained(args: argparse.Namespace, loss: str) -> Path:
+def trained(args: argparse.Namespace, loss: str, seed: int) -> Path:
     """Return the directory of the drafter that the loss trained."""
-    directory = args.work / loss
-    command = ["fit", "--config", str(write_recipe(args, loss, directory)), "--ckpt_path", "auto"]
+    directory = args.work / f"{loss}-{seed}"
+    command = ["fit", "--config", str(write_recipe(args, loss, seed, directory)), "--ckpt_path", "auto"]
     if not (directory / "done").exists():
         if fsd_train(command):
             raise FsdError(f"fsd-train {' '.join(command)} failed.")
@@ -108,7 +107,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     args.work = Workplace(args.work).directory.resolve()
     make_answers(args)
     write_text(args.work / "judge.jsonl", rows("judge", args.prompts_judged, seed=1))
-    drafters = {"public": args.drafter, **{loss: str(trained(args, loss)) for loss in args.losses}}
+    made = {f"{loss}-{seed}": str(trained(args, loss, seed)) for seed in args.seeds for loss in args.losses}
+    drafters = {"public": args.drafter, **made}
     methods = {
         f"{name} {rule.replace(':', ' ').replace('=', ' ')} {chain}": f"{rule}@{drafter}@{TreeShape.chain(chain).text}"
         for rule in args.rules
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train, decode and write the record. Return 2 after bad input."""
     parser = parser_of(
         "benchmarks.stories", __doc__, target="TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-        drafter=("Xenova/llama2.c-stories15M", "the public drafter"), losses=([*LOSSES], "losses to train with"),
+        drafter=("Xenova/llama2.c-stories15M", "the public drafter"), losses=([*LOSSES], "losses to train with"), seeds=([0], "seeds of the training runs"),
         texts=(1024, "training beginnings"), steps=(200, "training steps"),
         rules=(["exact", "tilted:1:floor=0", "typical:novel=3"], "acceptance rules"),
         chains=([8, 4], "drafts per chain"), prompts_judged=(16, "held-out beginnings"), max_new_tokens=64,
