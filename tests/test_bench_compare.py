@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
 from benchmarks import compare, first_gpu, ladder, memory_in_vllm, peers, serving, stories
@@ -294,8 +295,12 @@ def test_the_value_of_a_chain_is_what_tilted_gives_for_it() -> None:
 def test_every_loss_has_its_recipe(tmp_path: Path) -> None:
     args = argparse.Namespace(work=tmp_path, target="models/target", drafter="models/drafter", steps=7)
     for loss, asked in stories.LOSSES.items():
-        recipe = read_recipe(stories.write_recipe(args, loss, 3, tmp_path / loss))
-        assert recipe.model.items() >= {**asked, "drafter": "models/drafter"}.items()
+        file = stories.write_recipe(args, loss, 3, tmp_path / loss)
+        recipe = read_recipe(file)
+        written = yaml.safe_load(file.read_text())
+        arguments = written["model"]["init_args"]
+        assert {name: arguments[name] for name in asked} == asked and arguments["drafter"] == "models/drafter"
+        assert written["seed_everything"] == 3 and recipe.model["drafter"] == "models/drafter"
         assert recipe.trainer["max_steps"] == 7 and recipe.trainer["default_root_dir"] == str(tmp_path / loss)
         assert recipe.data["train_files"] == [str(tmp_path / "answers.jsonl")]
 
