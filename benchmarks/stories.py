@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from torch import Tensor
 from benchmarks.beginnings import rows
 from benchmarks.recorded import ROOT, parser_of, record_main, run_resumed
 from benchmarks.workplace import Workplace
+from fsd_bench.intervals import ratio_interval, ratio_text
 from fsd_bench.report import bench_table
+from fsd_infer.cli.report import percent, table
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import FsdError
 from fsd_infer.files import write_text
@@ -51,13 +54,15 @@ def _fsd(threshold: float) -> dict[str, Any]:
     return {"class_path": "fsd_train.losses.FsdLoss", "init_args": {"threshold": threshold}}
 
 
-LOSSES: dict[str, Any] = {
-    **{name: name for name in ("kl_qp", "kl_pq", "js", "tv", "lk")},
-    "fsd-0.2": _fsd(0.2),
-    "fsd-0.4": _fsd(0.4),
-    "value-0.7": {"class_path": "benchmarks.stories.ValueLoss", "init_args": {"price": 0.7}},
+DRAFT_COST = 0.06  # forwards of the target per drafted token
+_VALUE = {"class_path": "benchmarks.stories.ValueLoss", "init_args": {"price": 0.7}}
+LOSSES: dict[str, dict[str, Any]] = {  # arguments of the module by name
+    **{name: {"loss": name} for name in ("kl_qp", "kl_pq", "js", "tv", "lk")},
+    "fsd-0.2": {"loss": _fsd(0.2), "unroll_steps": 4},
+    "fsd-0.4": {"loss": _fsd(0.4), "unroll_steps": 4},
+    "value-0.7": {"loss": _VALUE, "unroll_steps": 4},
+    "kl_pq-on-policy": {"loss": "kl_pq", "on_policy": 0.5, "on_policy_tokens": 64},
 }
-CHAINED = ("fsd", "value")  # losses that couple the steps of a chain
 
 
 def make_answers(args: argparse.Namespace) -> None:
@@ -77,25 +82,23 @@ def make_answers(args: argparse.Namespace) -> None:
     done.touch()
 
 
-def write_recipe(args: argparse.Namespace, loss: str, directory: Path) -> Path:
-    """Write ``recipes/stories.yaml`` with another loss and the run's paths to the directory."""
+def write_recipe(args: argparse.Namespace, loss: str, seed: int, directory: Path) -> Path:
+    """Write ``recipes/stories.yaml`` with another loss and seed and the run's paths to the directory."""
     text = (ROOT / "recipes" / "stories.yaml").read_text(encoding="utf-8")
     for name in ("answers.jsonl", "features"):
         text = text.replace(f"runs/stories/{name}", str(args.work / name))
     recipe = yaml.safe_load(text.replace("runs/stories", str(directory)))
-    recipe["trainer"]["max_steps"] = args.steps
-    recipe["model"]["init_args"] |= {"target": args.target, "drafter": args.drafter, "loss": LOSSES[loss]}
-    if loss.startswith(CHAINED):
-        recipe["model"]["init_args"]["unroll_steps"] = 4
+    recipe["trainer"]["max_steps"], recipe["seed_everything"] = args.steps, seed
+    recipe["model"]["init_args"] |= {"target": args.target, "drafter": args.drafter, **LOSSES[loss]}
     directory.mkdir(exist_ok=True)
     write_text(directory / "recipe.yaml", yaml.safe_dump(recipe))
     return directory / "recipe.yaml"
 
 
-def trained(args: argparse.Namespace, loss: str) -> Path:
+def trained(args: argparse.Namespace, loss: str, seed: int) -> Path:
     """Return the directory of the drafter that the loss trained."""
-    directory = args.work / loss
-    command = ["fit", "--config", str(write_recipe(args, loss, directory)), "--ckpt_path", "auto"]
+    directory = args.work / f"{loss}-{seed}"
+    command = ["fit", "--config", str(write_recipe(args, loss, seed, directory)), "--ckpt_path", "auto"]
     if not (directory / "done").exists():
         if fsd_train(command):
             raise FsdError(f"fsd-train {' '.join(command)} failed.")
@@ -108,9 +111,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     args.work = Workplace(args.work).directory.resolve()
     make_answers(args)
     write_text(args.work / "judge.jsonl", rows("judge", args.prompts_judged, seed=1))
-    drafters = {"public": args.drafter, **{loss: str(trained(args, loss)) for loss in args.losses}}
+    made = {f"{loss}-{seed}": str(trained(args, loss, seed)) for seed in args.seeds for loss in args.losses}
+    drafters = {"public": args.drafter, **made}
     methods = {
-        f"{name} {rule.replace(':', ' ').replace('=', ' ')} {chain}": f"{rule}@{drafter}@{TreeShape.chain(chain).text}"
+        label(name, rule, chain): f"{rule}@{drafter}@{TreeShape.chain(chain).text}"
         for rule in args.rules
         for chain in args.chains
         for name, drafter in drafters.items()
@@ -121,7 +125,64 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         log_likelihood=True, baselines=list(methods)[:1],
     )  # fmt: skip
     found["settings"] |= {"target": Path(args.target).name, "methods": list(methods), "steps": args.steps}
+    found["losses"] = {
+        loss: {
+            rule: over_seeds(found, [f"{loss}-{seed}" for seed in args.seeds] if loss in LOSSES else [loss], rule, args)
+            for rule in args.rules
+        }
+        for loss in ("public", *args.losses)
+    }
     return {part: facts for part, facts in found.items() if part != "environment"}  # whose command has paths
+
+
+def label(name: str, rule: str, chain: int) -> str:
+    """Return a method's name in the bench: of a drafter with a rule on chains of a length."""
+    return f"{name} {rule.replace(':', ' ').replace('=', ' ')} {chain}"
+
+
+def over_seeds(record: dict[str, Any], names: Sequence[str], rule: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return means over a loss's drafters with the rule, on the chain length with the most tokens per cost.
+
+    A round costs 1 + :data:`DRAFT_COST` · drafts. ``x_public`` and ``x_first`` are ratios of tokens per cost to the
+    public drafter's and to those of the first loss, with intervals over prompts.
+    """
+
+    def pairs(names: Sequence[str], chain: int) -> list[tuple[float, float]]:
+        rows = [[answers[label(name, rule, chain)][0] for name in names] for answers in answered]
+        forwards = [[row["target_forwards"] for row in one] for one in rows]
+        emitted = [sum(row["tau"] * row["target_forwards"] for row in one) for one in rows]
+        return [(sum_, (1 + DRAFT_COST * chain) * sum(own)) for sum_, own in zip(emitted, forwards)]
+
+    def best(names: Sequence[str]) -> tuple[float, int]:
+        return max((sum(a for a, _ in pairs(names, n)) / sum(b for _, b in pairs(names, n)), n) for n in args.chains)
+
+    answered = [prompt["methods"] for prompt in record["prompts"]]
+    rate, chain = best(names)
+    own = [record["methods"][label(name, rule, chain)] for name in names]
+    facts: dict[str, Any] = {"chain": chain, "tokens_per_cost": rate}
+    for key, others in (("x_public", ["public"]), ("x_first", [f"{args.losses[0]}-{seed}" for seed in args.seeds])):
+        facts[key] = ratio_interval(pairs(names, chain), pairs(others, best(others)[1]))
+    for key in ("tau", "log_likelihood_per_token", "repeated_4grams"):
+        facts[key] = fmean(one[key] for one in own)
+    spent = sum(one["divergence_spent"] or 0.0 for one in own)
+    facts["nats_per_token"] = spent / sum(one["answer_tokens"] for one in own)
+    facts |= {key: fmean(one["drafts"][key] for one in own) for key in ("agreement", "regret_median")}
+    return facts | {"regret_below_1": fmean(one["drafts"]["below"]["1"] for one in own)}
+
+
+def losses_table(record: dict[str, Any]) -> str:
+    """Return the bench's tables and one row per loss and rule."""
+    rows = [
+        [loss, rule, str(facts["chain"]), percent(facts["agreement"], 0),
+         f"{facts['regret_median']:.2f}", percent(facts["regret_below_1"], 0), f"{facts['tokens_per_cost']:.2f}",
+         ratio_text(facts["x_public"]), ratio_text(facts["x_first"]), f"{facts['nats_per_token']:.3f}",
+         f"{facts['repeated_4grams']:.2f}"]
+        for loss, rules in record["losses"].items()
+        for rule, facts in rules.items()
+    ]  # fmt: skip
+    names = ["loss", "rule", "chain", "agreement", "regret", "below 1 nat", "tokens/cost", "x public", "x first",
+             "nats/token", "repeats"]  # fmt: skip
+    return f"{bench_table(record)}\n\n{table(names, rows)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,12 +190,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(
         "benchmarks.stories", __doc__, target="TinyLlama/TinyLlama-1.1B-Chat-v1.0",
         drafter=("Xenova/llama2.c-stories15M", "the public drafter"), losses=([*LOSSES], "losses to train with"),
+        seeds=([0], "seeds of the training runs"),
         texts=(1024, "training beginnings"), steps=(200, "training steps"),
         rules=(["exact", "tilted:1:floor=0", "typical:novel=3"], "acceptance rules"),
         chains=([8, 4], "drafts per chain"), prompts_judged=(16, "held-out beginnings"), max_new_tokens=64,
         temperature=0.0, work=(Path("runs/stories"), "directory of texts, drafters and runs"), json=None,
     )  # fmt: skip
-    return record_main("benchmarks.stories", parser, measure, bench_table, argv)
+    return record_main("benchmarks.stories", parser, measure, losses_table, argv)
 
 
 if __name__ == "__main__":

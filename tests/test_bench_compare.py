@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
 from benchmarks import compare, first_gpu, ladder, memory_in_vllm, peers, serving, stories
@@ -293,15 +294,32 @@ def test_the_value_of_a_chain_is_what_tilted_gives_for_it() -> None:
 
 def test_every_loss_has_its_recipe(tmp_path: Path) -> None:
     args = argparse.Namespace(work=tmp_path, target="models/target", drafter="models/drafter", steps=7)
-    for loss, written in stories.LOSSES.items():
-        recipe = read_recipe(stories.write_recipe(args, loss, tmp_path / loss))
-        asked = recipe.model["loss"]
-        assert (asked if isinstance(written, str) else asked["class_path"].rpartition(".")[2]) == (
-            written if isinstance(written, str) else written["class_path"].rpartition(".")[2]
-        )
-        assert recipe.model["unroll_steps"] == (4 if loss.startswith(stories.CHAINED) else 1)
+    for loss, asked in stories.LOSSES.items():
+        file = stories.write_recipe(args, loss, 3, tmp_path / loss)
+        recipe = read_recipe(file)
+        written = yaml.safe_load(file.read_text())
+        arguments = written["model"]["init_args"]
+        assert {name: arguments[name] for name in asked} == asked and arguments["drafter"] == "models/drafter"
+        assert written["seed_everything"] == 3 and recipe.model["drafter"] == "models/drafter"
         assert recipe.trainer["max_steps"] == 7 and recipe.trainer["default_root_dir"] == str(tmp_path / loss)
         assert recipe.data["train_files"] == [str(tmp_path / "answers.jsonl")]
+
+
+def test_losses_are_compared_over_seeds_on_the_best_chain() -> None:
+    args = argparse.Namespace(seeds=[0, 1], losses=["lk", "js"], chains=[8, 4], rules=["exact"])
+    tau = {"public": (2.0, 1.6), "lk-0": (3.0, 2.9), "lk-1": (3.0, 2.7), "js-0": (4.0, 2.0), "js-1": (3.0, 2.0)}
+    facts = {
+        "tau": 3.0, "log_likelihood_per_token": -1.0, "repeated_4grams": 0.5, "divergence_spent": 3.2,
+        "answer_tokens": 64.0, "drafts": {"agreement": 0.7, "regret_median": 1.25, "below": {"1": 0.4}},
+    }  # fmt: skip
+    names = {stories.label(name, "exact", n): both[i] for name, both in tau.items() for i, n in enumerate(args.chains)}
+    answers = {name: [{"tau": value, "target_forwards": 10}] for name, value in names.items()}
+    record = {"methods": dict.fromkeys(names, facts), "prompts": [{"methods": answers}] * 2}
+    lk, js = (stories.over_seeds(record, [f"{loss}-0", f"{loss}-1"], "exact", args) for loss in args.losses)
+    assert (lk["chain"], js["chain"]) == (4, 8) and lk["nats_per_token"] == pytest.approx(0.05)
+    assert lk["tokens_per_cost"] == pytest.approx(2.8 / 1.24) and js["tokens_per_cost"] == pytest.approx(3.5 / 1.48)
+    assert js["x_public"]["ratio"] == pytest.approx(3.5 / 1.48 / (2.0 / 1.48))
+    assert js["x_first"]["ratio"] == pytest.approx(3.5 / 1.48 / (2.8 / 1.24)) and lk["x_first"]["ratio"] == 1.0
 
 
 def test_a_ladder_compares_rules_on_every_rung(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

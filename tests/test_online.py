@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate
 from statistics import mean
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.auto import AutoTree
-from fsd_infer.drafters.estimates import KNOTS, PRIORS, AutoMemory, LawKind, Prior
+from fsd_infer.drafters.estimates import KNOTS, PRIORS, AutoMemory, Curve, LawKind, Prior
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.drafters.shape import AUTO, parse_tree
@@ -176,6 +177,24 @@ def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, .
         tokens = sum(round_of(text, fixed, TreeShape(3, 2, 4)) for _ in range(600))
         best = max(alone, tokens / fixed.spent)
         assert mean(each[len(each) // 2 :]) >= 0.95 * best
+
+
+@pytest.mark.parametrize(("copy", "drafts"), [((0.9,), True), ((0.98,) * 12, False)])
+def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple[float, ...], drafts: bool) -> None:
+    choice = AutoTree(AutoMemory("cpu", clock=lambda: 0.0), 1, LawKind(), 48)
+    choice.known.trials = 12
+    choice.mark()
+    scores = [0.0, *accumulate(map(math.log, copy))]
+    choice.cover(tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1))
+    assert choice.expands_root() is drafts
+
+
+def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
+    curve = Curve()
+    of_head = curve.chance(-0.5, 1, True)
+    for _ in range(40):
+        curve.learn(-0.5, 1, True, grafted=True, accepted=False)
+    assert curve.chance(-0.5, 1, True) == of_head and curve.chance(-0.7, 1, True, grafted=True) < 0.6 * of_head
 
 
 # decoding -------------------------------------------------------------------------------------------------------------

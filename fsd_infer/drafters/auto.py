@@ -36,6 +36,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -119,7 +120,7 @@ class AutoTree:
         self._expected_rows = [float(batch)]  # at the expanded nodes of each depth
         self._chances: list[float] = []  # of all drafts of all rows, falling
         self._frontier = [[1.0] for _ in range(batch)]  # chances of each row's nodes that may be expanded next
-        self._uncovered = [1.0] * batch  # chances that other drafters' trees miss the next token
+        self._uncovered = [1.0] * batch  # shares of its tokens that other drafters' trees miss
         self._gain = self._covered_gain = 0.0  # expected of the drafts so far, and of other drafters' trees
         self._marks: list[float] = []
         self._steps: list[list[Step]] = []  # of each row's tree
@@ -165,16 +166,20 @@ class AutoTree:
     def cover(self, tree: DraftTree) -> None:
         """Note another drafter's tree of this round, before this drafter drafts.
 
-        A root is worth expanding where that tree is likely to be wrong. The time until now is not this drafter's.
+        A root is worth expanding where that tree is likely to be wrong or to end early. Accepted drafts have accepted
+        children with chance a, so (1 - a)·a^(d - 1) of a head's tokens have depth d. The time before is not its own.
         """
         self.mark()
         if not self.reads_scores:
             return
         chances: list[float] = []
+        accept = self.known.accept_rate.value
         for row, (scores, parents) in enumerate(zip(*lists(tree.scores, tree.parents), strict=True)):
-            drafts = [math.exp(score) for score in scores[1:]]
+            drafts, shares = [math.exp(score) for score in scores[1:]], [(1.0 - accept) / accept]
+            for parent in parents[1:]:
+                shares.append(accept * shares[parent])
+            self._uncovered[row] *= 1.0 - min(sum(map(mul, drafts, shares[1:])), 1.0)
             chances += drafts
-            self._uncovered[row] *= 1.0 - min(sum(q for q, parent in zip(drafts, parents[1:]) if parent == 0), 1.0)
         self._covered_gain = max(self._covered_gain, self._best_gain(sorted(chances, reverse=True))[0])
 
     def expand(self, log_q: Tensor) -> Tensor | None:
@@ -202,8 +207,7 @@ class AutoTree:
         del self._chances[MOST_TOGETHER:]
         self._gain, marginal = self._best_gain(self._chances)
         self._frontier = frontier
-        # Expand a node only if its best child's expected gain exceeds the cost of drafting and verifying it (or the
-        # node it displaces).
+        # Expand a node only if its best child's expected gain exceeds the cost of its drafting and verification.
         least = self.rate.value * known.costs.draft_slopes.weights[1] + marginal
         accept = known.accept_rate.value * known.reach_ratio.value
         width = sum(accept * sum(row[place] for row in frontier) > least * self.batch for place in range(len(best[0])))
@@ -215,11 +219,7 @@ class AutoTree:
         return torch.tensor([row[:width] for row in best], device=log_q.device)
 
     def _pays(self, width: int) -> bool:
-        """Return whether up to AHEAD more depths gain more than they cost.
-
-        The first of them expands the ``width`` likeliest nodes of every row's frontier, each later one the likeliest
-        child only.
-        """
+        """Return whether up to AHEAD more depths, the first of ``width`` nodes a row and later ones of one, pay."""
         known, rate = self.known, self.rate.value
         accept, reach = known.accept_rate.value, known.reach_ratio.value
         chances, cost = self._chances, 0.0

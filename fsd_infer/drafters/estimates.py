@@ -178,7 +178,8 @@ class Curve:
 
     Here t is the law's tilt, or 0 for all but the likeliest sibling. The ratio r is accepted drafts over expected ones.
     It is a product of two ratios, each with a weak prior of 1. One counts drafts of similar q, the same depth class (1,
-    or more), the same rank class (first sibling, or not) and the same drafter. The other counts the text's last drafts.
+    or more), the same rank class (first sibling, or not) and the same drafter. The other counts the text's last drafts
+    of the same drafter: a text that a head drafts well may hold no copies, and the other way round.
 
     Under the exact test a draft sampled from q is accepted with probability min(1, p/q), however small q is. So where
     drafts are sampled, (1 + q)/2 replaces q.
@@ -196,8 +197,8 @@ class Curve:
         self.begin_text()
 
     def begin_text(self) -> None:
-        """Reset the ratio of the text's last drafts."""
-        self._text = Rate(0.5, 0.5, TEXT_MEMORY)
+        """Reset the ratios of the text's last drafts."""
+        self._text = [Rate(0.5, 0.5, TEXT_MEMORY) for _ in range(2)]  # not grafted, grafted
 
     def chance(self, log_q: float, depth: int, first: bool, grafted: bool = False) -> float:
         """Return g(q).
@@ -210,14 +211,14 @@ class Curve:
         """
         if not self._counts(log_q):
             return 0.0
-        ratio = self._ratios[self._bin(log_q, depth, first, grafted)] * self._text.value
+        ratio = self._ratios[self._bin(log_q, depth, first, grafted)] * self._text[grafted].value
         return min(self._expected(log_q, first) * ratio, CERTAIN)
 
     def learn(self, log_q: float, depth: int, first: bool, grafted: bool, accepted: bool) -> None:
         """Learn whether a draft whose parent was accepted was ``accepted``. Other arguments as of :meth:`chance`."""
         if self._counts(log_q):
             place, expected = self._bin(log_q, depth, first, grafted), self._expected(log_q, first)
-            self._text.learn(accepted, min(expected * self._ratios[place], 1.0))
+            self._text[grafted].learn(accepted, min(expected * self._ratios[place], 1.0))
             self._seen[place].learn(accepted, expected)
             self._ratios[place] = self._seen[place].value
 
@@ -313,8 +314,8 @@ class Knowledge:
         rate: tokens per unit of cost.
         reach_ratio: rows that reached expanded nodes, per row that was expected to.
         accept_rate: rows that accepted a child of an expanded node, per row that reached one.
-        gain: tokens that drafts are expected to add in a round, less the cost of their verification, per row whose next
-            token other drafters miss.
+        gain: tokens that drafts are expected to add in a round, less the cost of their verification, per row, or per
+            share of a row's tokens that other drafters miss.
         draft_cost: of a round that drafts.
         trials: rounds of the trial phase so far.
         pause: rounds since the last drafted one.
