@@ -312,26 +312,21 @@ def _choose(
 def check(turns: Sequence[Turn], name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
     """Return what was measured of a setting on some prompts, and whether it kept the promise there."""
     found = summarise(turns, [EXACT, name], seed)[name]
-    spent = [turn.runs[name].answers[0].divergence_spent for turn in turns]
     score = found["differences"].get("score")
     rises = {
         quality: -float(score_losses(turns, name, quality).mean()) for quality in ("copied_4grams", "repeated_4grams")
     }
     kept = {
         SCORE: score is not None and score["mean"] >= -promise.value,
-        NATS: max(spent) <= promise.value * (1 + 1e-6),
+        NATS: found["nats_per_answer"]["most"] <= promise.value * (1 + 1e-6),
         SPEED: found["ratios"]["speed"]["ratio"] >= promise.value,
     }[promise.kind] and all(rises[quality] <= most for quality, most in promise.bounds().items())
     return {
         "prompts": len({turn.group for turn in turns}),
         "score_difference": score,
         "rises": rises,
-        "speed": found["ratios"]["speed"],
-        "tau": found["ratios"].get("tau"),
-        "target_forwards": found["ratios"].get("target_forwards"),
-        "answer_tokens": found["ratios"].get("answer_tokens"),
-        "same_final_answer": found["same_final_answer"],
-        "nats_per_answer": {"mean": float(np.mean(spent)), "most": max(spent)},
+        **{key: found["ratios"].get(key) for key in ("speed", "tau", "target_forwards", "answer_tokens")},
+        **{key: found[key] for key in ("same_final_answer", "nats_per_answer")},
         "kept": kept,
     }
 
