@@ -35,7 +35,7 @@ from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.weights import SINGLE
 from fsd_infer.targets.loading import parse_dtype
-from fsd_train.commands.doctor import runs_of
+from fsd_train.commands.doctor import accepted_shares, runs_of
 from fsd_train.commands.export import target_facts
 
 SCRIPT = Path(__file__).parent / "peers" / "run_vllm_head.py"
@@ -90,12 +90,6 @@ def our_logits(head: EagleHead, target: Target, call: dict[str, Tensor]) -> Tens
     return whole
 
 
-def accepted_shares(sources: Sequence[Sequence[int]], drafted: int) -> tuple[list[float], int]:
-    """Return the shares of rounds that accepted draft 1, 2, …, and the number of rounds, from the tokens' sources."""
-    runs = [run for row in sources for run in runs_of(row)]
-    return [sum(run > place for run in runs) / max(len(runs), 1) for place in range(drafted)], len(runs)
-
-
 def compare(
     python: Path,
     target: str | Path,
@@ -148,7 +142,8 @@ def compare(
     generation = FuzzyDecoder(loaded, drafter).generate(
         [list(ids) for ids in prompts], max_new_tokens=new, do_sample=False, chat=False
     )
-    shares, rounds = accepted_shares([record.sources for record in generation.records], drafted)
+    rounds = [run for record in generation.records for run in runs_of(record.sources)]
+    shares = accepted_shares(rounds, drafted)
     vllm = [count / max(theirs["drafts"], 1) for count in theirs["accepted"]]
     pairs = list(zip(theirs["answers"], plain["answers"], strict=True))
     exact = Target.from_pretrained(str(target), dtype=torch.float32) if any(a != b for a, b in pairs) else loaded
@@ -162,7 +157,7 @@ def compare(
         "tokens": sum(len(b) for _, b in pairs),
         "gaps": [gap(exact, ids, a, b) for ids, (a, b) in zip(prompts, pairs, strict=True) if a != b],
         "vllm": {"accepted": vllm, "rounds": theirs["drafts"]},
-        "ours": {"accepted": shares, "rounds": rounds},
+        "ours": {"accepted": shares, "rounds": len(rounds)},
         "tau_vllm": 1 + sum(vllm),
         "tau_ours": 1 + sum(shares),
         "logits": {

@@ -1,6 +1,7 @@
-"""Write checkpoints with quantised weights in the formats of other programs, rounded to nearest.
+"""Make targets with quantised weights, by libraries at load or from checkpoints in the formats of other programs.
 
-They serve to measure how such weights are read and computed, not how good this rounding is.
+The checkpoints are rounded to nearest. They serve to measure how such weights are read and computed, not how good this
+rounding is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from fsd_infer.targets.loading import load_target
+from fsd_infer.targets.target import Target
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUP = 32
@@ -126,3 +130,42 @@ def write(model: Any, directory: Path, kind: str) -> Path:
     config = {**model.config.to_dict(), "quantization_config": quantization}
     (directory / "config.json").write_text(json.dumps(config, default=str))
     return directory
+
+
+def torchao(kind: str, **options: Any) -> Callable[[], Any]:
+    """Return a function that makes a config of torchao's. Options are functions of the library."""
+
+    def made() -> Any:
+        import torchao.quantization as library
+        from transformers import TorchAoConfig
+
+        return TorchAoConfig(getattr(library, kind)(**{key: value(library) for key, value in options.items()}))
+
+    return made
+
+
+AT_LOAD: dict[str, Callable[[], Any]] = {
+    "plain": lambda: None,
+    "torchao int8": torchao("Int8WeightOnlyConfig"),
+    "torchao int8 dynamic": torchao("Int8DynamicActivationInt8WeightConfig"),
+    "torchao int4": torchao(
+        "IntxWeightOnlyConfig", weight_dtype=lambda _: torch.int4, granularity=lambda library: library.PerGroup(32)
+    ),
+    "bitsandbytes nf4": lambda: {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "bitsandbytes int8": lambda: {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "quanto int8": lambda: {"quant_method": "quanto", "weights": "int8"},
+    "quanto int4": lambda: {"quant_method": "quanto", "weights": "int4"},
+}
+
+
+def load(source: str, kind: str, dtype: torch.dtype, scratch: Path) -> Target:
+    """Load the unquantised model ``source`` as a target of this kind. Raises what the kind's library raises."""
+    if kind in STORED:
+        directory = scratch / kind.replace(" ", "-")
+        if not directory.is_dir():
+            write(load_target(source, dtype=torch.float32, device="cpu")[0], directory, kind)
+        return Target.from_pretrained(str(directory), dtype=dtype, device="cpu")
+    config = AT_LOAD[kind]()
+    return Target.from_pretrained(
+        source, dtype=dtype, device="cpu", **({} if config is None else {"quantization_config": config})
+    )

@@ -25,8 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from fsd_bench.base import Answer, TimedRun, Turn
 from fsd_bench.intervals import mean_interval, ratio_interval
 
@@ -94,16 +92,6 @@ def sums(name: str, turns: Sequence[Turn], value: Value) -> dict[int, Pair]:
                 total, weights = found.get(index, (0.0, 0.0))
                 found[index] = total + pair[0], weights + pair[1]
     return found
-
-
-def columns(name: str, turns: Sequence[Turn], *values: Value) -> np.ndarray:
-    """Return sums and weights of each value as an array [prompts, 2 · values], 0 for answers without a value."""
-
-    def padded(value: Value) -> Value:
-        return lambda run, answer: value(run, answer) or (0.0, 0.0)
-
-    whole = [sums(name, turns, padded(value)) for value in values]
-    return np.array([[number for part in whole for number in part[index]] for index in whole[0]])
 
 
 def intervals(name: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any]:

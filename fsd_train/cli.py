@@ -36,28 +36,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage(), file=sys.stderr if not args else sys.stdout)
         return 0 if args else BAD_INPUT
     name = args[0]
-    return run(f"fsd-train {name}" if name in HELP else "fsd-train", partial(_command, args))
+    return run(f"fsd-train {name}" if name in HELP else "fsd-train", partial(_command, name, args[1:]))
 
 
-def _command(args: Sequence[str]) -> int:
-    if args[0] not in HELP:
-        raise UnknownNameError(f"unknown command {args[0]!r}. Known: {', '.join(HELP)}.")
-    if args[0] in PARSERS:
-        PARSERS[args[0]]().parse_args(args[1:])  # --help and mistakes end here, before heavy imports
-    elif list(args[1:]) in (["--help"], ["-h"]):
-        for name in ("lightning", "jsonargparse"):
-            needed(name)
-        for asked in ("--help", "--model.help=EagleModule"):  # the second for a model section without class_path
-            with contextlib.suppress(SystemExit):
-                _run([args[0], asked])
-        return 0
-    return _run(args)
+def _command(name: str, words: list[str]) -> int:
+    if name not in HELP:
+        raise UnknownNameError(f"unknown command {name!r}. Known: {', '.join(HELP)}.")
+    if name in PARSERS:
+        args = PARSERS[name]().parse_args(words)  # --help and mistakes end here, before heavy imports
+        return int(importlib.import_module(f"fsd_train.commands.{name.replace('-', '_')}").main(args))
+    for package in ("lightning", "jsonargparse"):
+        needed(package)
+    from fsd_train.commands import fit  # Lightning parses the options of fit and validate
 
-
-def _run(args: Sequence[str]) -> int:
-    parsed = args[0] in PARSERS  # else Lightning parses the options of fit and validate
-    module = importlib.import_module(f"fsd_train.commands.{args[0].replace('-', '_') if parsed else 'fit'}")
-    return int(module.main(args[1:] if parsed else args) or 0)
+    if words not in (["--help"], ["-h"]):
+        return fit.main([name, *words])
+    for asked in ("--help", "--model.help=EagleModule"):  # the second for a model section without class_path
+        with contextlib.suppress(SystemExit):
+            fit.main([name, asked])
+    return 0
 
 
 if __name__ == "__main__":

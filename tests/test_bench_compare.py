@@ -10,7 +10,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 import yaml
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
-from benchmarks import compare, first_gpu, ladder, memory_in_vllm, peers, serving, stories
+from benchmarks import compare, first_gpu, ladder, memory_in_vllm, peers, stories
 from benchmarks.beginnings import WORDS, beginnings, tasks
 from benchmarks.peers import HERE
 from benchmarks.peers.gguf_files import converted
@@ -105,19 +104,7 @@ def test_a_peer_that_cannot_do_what_is_asked_says_why(fake: peers.Peer, tmp_path
     method.close()
 
 
-def test_vllm_answers_tasks_with_a_schema_and_the_workloads_of_memory(
-    toy: Toy, fake: peers.Peer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modes: dict[str, list[str]] = {"": ["{directory}"], "ngram": ["{directory}"]}
-    monkeypatch.setitem(peers.PEERS, "vllm", peers.Peer(modes, [], fake.script, ""))
-    args = argparse.Namespace(target=str(toy.target), vllm=Path(sys.executable), repeats=1, max_new_tokens=3)
-    decoder: Any = SimpleNamespace(encode=lambda messages: [7])
-    try:
-        found = serving.in_vllm(decoder, args)
-    finally:
-        METHODS._entries.pop("vllm", None)
-    assert list(found) == [f"{method}, {asked}" for method in ("vllm", "vllm:ngram") for asked in ("schema", "free")]
-    assert all(each["tokens_per_second"] == 3 and each["tokens_per_forward"] == 1 for each in found.values())
+def test_vllm_answers_the_workloads_of_memory(toy: Toy, fake: peers.Peer) -> None:
     method, rows = ProcessMethod("fake", [sys.executable, fake.script]), [{"workload": "chat", "turns": ["a", "and?"]}]
     answers = list(memory_in_vllm.answers_of(method, load_tokenizer(toy.target), rows, 2))
     method.close()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.markdown_table import markdown
 from fsd_bench.base import Answer, TimedRun, Turn
 from fsd_bench.record import BenchPrompt, build_record
 from fsd_bench.score import SCORES, first_option, last_number, other_language, read_references, rouge_l
@@ -137,12 +136,12 @@ def test_bench_scores_what_has_a_reference(toy: Toy, capsys: pytest.CaptureFixtu
     assert record["methods"]["theirs"]["log_likelihood_per_token"] < -1, "of the text's own tokens"
     shown = capsys.readouterr().out
     assert "50.0 [0.0, 100.0]" in shown and "score: of 2 prompts with a reference" in shown
-    assert max(map(len, shown.splitlines())) <= 100 and "| 50.0 % (0.0–100.0) |" in markdown(record, "r")
+    assert max(map(len, shown.splitlines())) <= 100
 
     assert main([*argv, "plain", "--score", "none"]) == 0
     record = json.loads(file.read_text())
     assert record["methods"]["plain"]["score"] is None and "score" not in record["methods"]["plain"]["intervals"]
-    assert "score" not in capsys.readouterr().out and "task score" not in markdown(record, "r")
+    assert "score" not in capsys.readouterr().out
     assert main([*argv, "plain", "--score", "choice"]) == 2
     assert "no row has a reference for --score choice" in capsys.readouterr().err
 

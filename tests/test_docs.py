@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.markdown_table import sweep
+from benchmarks.findings import tables as sweep
 from fsd_infer.engine import decode
 from fsd_infer.rules import Evidence, Tilted, Verification
 from fsd_infer.rules.clipping import clipped

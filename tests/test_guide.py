@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from fastapi.testclient import TestClient
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
-from benchmarks.serving import Closing, faults_of
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
 from fsd_infer.request.guide import Guide
 from fsd_infer.serving.app import make_app
@@ -172,11 +172,33 @@ def suite() -> tuple[list[Any], list[Any]]:
     return found
 
 
+class Closing:
+    """A logits processor that favours tokens by which JSON values and texts end. Toys write without end."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        ends = [place for place, piece in enumerate(pieces) if piece and piece[0] in '"}]']
+        self.liked = torch.tensor([*ends, tokenizer.eos_token_id])  # a number ends with the text only
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_add(1, self.liked, torch.full((len(scores), len(self.liked)), 6.0))
+
+
+def valid(answer: str, schema: Any) -> bool:
+    """Parse an answer and, where jsonschema is installed, validate it. Python lacks some schemas' patterns."""
+    value = json.loads(answer)
+    with suppress(ImportError, re.error):
+        from jsonschema import Draft202012Validator, validators
+
+        return validators.validator_for(schema, Draft202012Validator)(schema).is_valid(value)
+    return True
+
+
 @pytest.mark.parametrize("count", [25, pytest.param(200, marks=pytest.mark.slow)])
 def test_answers_of_public_schemas_parse(
     toy_decoder: FuzzyDecoder, suite: tuple[list[Any], list[Any]], count: int
 ) -> None:
-    """The slow one takes 200. `python -m benchmarks.serving schemas` asks the built-in model."""
+    """The slow one takes 200."""
     supported = suite[0]
     assert len(supported) >= 200
     options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": None, "max_new_tokens": 160}
@@ -187,7 +209,7 @@ def test_answers_of_public_schemas_parse(
         made = toy_decoder.generate("the cat", guide=guide, seed=place, logits_processor=list(closing), **options)
         if made.stats.rows[0].finish_reason == "stop":
             ended += 1
-            assert not faults_of(made.texts[0], schema, Counter()), schema
+            assert valid(made.texts[0], schema), schema
     assert ended >= 0.95 * count
 
 

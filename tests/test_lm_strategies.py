@@ -12,7 +12,6 @@ import torch
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
-from fsd_train.commands.export import main as export_main
 from tests.test_strategies import ACCUMULATE, LR, RANKS, check_same_run, command, run_ranks, toys  # noqa: F401
 from tests.train_toys import assert_same, in_bf16, toy_model
 
@@ -64,7 +63,7 @@ def test_a_sharded_small_lm_is_trained_and_exported(
     for rank in ranks:
         assert rank["target_share"] == rank["head_share"] == rank["moment_share"] == 1 / RANKS
     # what the callback wrote is what rank 0 gathered, and what the command makes of the checkpoint
-    assert export_main([str(out / "ckpt" / "last.ckpt"), str(out / "again")]) == 0
+    assert cli(["export", str(out / "ckpt" / "last.ckpt"), str(out / "again")]) == 0
     written = drafter(toys, out / "head").state_dict()
     again = drafter(toys, out / "again").state_dict()
     assert_same(again, written)

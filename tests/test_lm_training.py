@@ -17,7 +17,6 @@ from fsd_infer.errors import DataError
 from fsd_infer.targets.adapters import is_adapter
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.cli import main as cli
-from fsd_train.commands.export import main as export_main
 from fsd_train.models import LMModule
 from tests import train_toys
 from tests.families import reference
@@ -175,7 +174,7 @@ def test_what_is_trained_is_exported_and_decodes(toys: Path, tmp_path: Path, opt
     tau = decoder.generate(prompts, "exact", max_new_tokens=8, do_sample=False).stats.tau
     assert callback.points["decoded_tau/exact"][STEPS] == pytest.approx(tau)
     # the command writes the same from a checkpoint
-    assert export_main([str(checkpoint), str(tmp_path / "again")]) == 0
+    assert cli(["export", str(checkpoint), str(tmp_path / "again")]) == 0
     assert torch.equal(logits_of(load_lm(tmp_path / "again", target).model), logits_of(loaded.model))
 
 

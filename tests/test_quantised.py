@@ -16,8 +16,7 @@ from scipy.stats import chisquare
 from torch import nn
 from transformers import GenerationConfig
 
-from benchmarks.quantised import AT_LOAD, load
-from benchmarks.quantised_checkpoints import STORED, write
+from benchmarks.quantised_checkpoints import AT_LOAD, STORED, load, write
 from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import ops
 from fsd_infer.cpu.packing import can_pack, packed_of

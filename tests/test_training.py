@@ -16,7 +16,6 @@ from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
-from fsd_train.commands.export import main as export_main
 from fsd_train.data import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
 from tests import train_toys
@@ -82,7 +81,7 @@ def test_a_run_leaves_checkpoints_of_the_head_alone_and_curves(
     assert state and all(name.startswith("head.") for name in state)
     size = sum(p.numel() for p in module.head.parameters()) * 4
     assert checkpoint.stat().st_size < 3 * size + 200_000  # weights and two moments
-    assert export_main([str(checkpoint), str(tmp_path / "head")]) == 0
+    assert cli(["export", str(checkpoint), str(tmp_path / "head")]) == 0
     target = Target.from_pretrained(str(toys / "target"))
     for head, weights in ((logs / "head", module.state_dict()), (tmp_path / "head", state)):
         found = load_head(head, target).state_dict()
@@ -115,13 +114,12 @@ def test_export_with_another_draft_vocabulary(
     target = Target.from_pretrained(str(toys / "target"))
     answers = str(toys / "answers.jsonl")
     size = target.vocab_size - 1
-    assert export_main([checkpoint, str(tmp_path / "head"), "--draft-vocab-size", str(size), "--data", answers]) == 0
+    assert cli(["export", checkpoint, str(tmp_path / "head"), "--draft-vocab-size", str(size), "--data", answers]) == 0
     head = load_head(tmp_path / "head", target)
     assert head.draft_ids is not None and len(head.draft_ids) == size == head.config.draft_vocab_size
     assert bool((head.draft_ids.diff() > 0).all())
     assert set(target.eos_token_ids) <= set(head.draft_ids.tolist())
-    with pytest.raises(SystemExit):
-        export_main([checkpoint, str(tmp_path / "other"), "--draft-vocab-size", str(size)])
+    assert cli(["export", checkpoint, str(tmp_path / "other"), "--draft-vocab-size", str(size)]) == 2
 
 
 def test_time_limit_ends_the_run_with_its_schedule_done(

@@ -24,7 +24,7 @@ from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
 from fsd_bench.evidence.summary import summarise
 from fsd_bench.evidence.sweep import read_sweep, sweep
-from fsd_bench.paired import RATES, columns
+from fsd_bench.paired import RATES, sums
 from fsd_bench.score import read_references
 from fsd_infer.chat.encoding import PromptRow
 from fsd_infer.decoder.calibrated import Calibrated, check_calibrated, write_calibrated
@@ -244,10 +244,10 @@ def _main_p_value(turns: Sequence[Turn], name: str, promise: Promise, seed: int)
         return 0.0
     if promise.kind == SCORE:
         return loss_p_value(score_losses(turns, name), promise.value, score_scale(turns))
-    own, exact = (columns(one, turns, RATES["speed"]) for one in (name, EXACT))
+    own, exact = (np.array(list(sums(one, turns, RATES["speed"]).values())) for one in (name, EXACT))
     draws = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
-    sums, others = own[draws].sum(1), exact[draws].sum(1)
-    ratios = (sums[:, 0] * others[:, 1]) / (sums[:, 1] * others[:, 0])
+    ours, theirs = own[draws].sum(1), exact[draws].sum(1)  # [resamples, 2]: tokens and seconds
+    ratios = (ours[:, 0] * theirs[:, 1]) / (ours[:, 1] * theirs[:, 0])
     return float((1 + (ratios < promise.value).sum()) / (1 + RESAMPLES))
 
 
@@ -267,8 +267,8 @@ def score_scale(turns: Sequence[Turn]) -> float:
 
 def _scores(turns: Sequence[Turn], name: str, quality: str = SCORE) -> np.ndarray:
     """Return a setting's scores [prompts] as means over repeats. Answers too short for a 4-gram count 0."""
-    sums = columns(name, turns, lambda run, answer: (getattr(answer, quality) or 0.0, 1.0))
-    return np.asarray(sums[:, 0] / sums[:, 1])
+    found = sums(name, turns, lambda run, answer: (getattr(answer, quality) or 0.0, 1.0))
+    return np.array([total / weight for total, weight in found.values()])
 
 
 def loss_p_value(losses: np.ndarray, most: float, scale: float = 1.0) -> float:
@@ -312,26 +312,21 @@ def _choose(
 def check(turns: Sequence[Turn], name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
     """Return what was measured of a setting on some prompts, and whether it kept the promise there."""
     found = summarise(turns, [EXACT, name], seed)[name]
-    spent = [turn.runs[name].answers[0].divergence_spent for turn in turns]
     score = found["differences"].get("score")
     rises = {
         quality: -float(score_losses(turns, name, quality).mean()) for quality in ("copied_4grams", "repeated_4grams")
     }
     kept = {
         SCORE: score is not None and score["mean"] >= -promise.value,
-        NATS: max(spent) <= promise.value * (1 + 1e-6),
+        NATS: found["nats_per_answer"]["most"] <= promise.value * (1 + 1e-6),
         SPEED: found["ratios"]["speed"]["ratio"] >= promise.value,
     }[promise.kind] and all(rises[quality] <= most for quality, most in promise.bounds().items())
     return {
         "prompts": len({turn.group for turn in turns}),
         "score_difference": score,
         "rises": rises,
-        "speed": found["ratios"]["speed"],
-        "tau": found["ratios"].get("tau"),
-        "target_forwards": found["ratios"].get("target_forwards"),
-        "answer_tokens": found["ratios"].get("answer_tokens"),
-        "same_final_answer": found["same_final_answer"],
-        "nats_per_answer": {"mean": float(np.mean(spent)), "most": max(spent)},
+        **{key: found["ratios"].get(key) for key in ("speed", "tau", "target_forwards", "answer_tokens")},
+        **{key: found[key] for key in ("same_final_answer", "nats_per_answer")},
         "kept": kept,
     }
 

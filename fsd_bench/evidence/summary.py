@@ -20,15 +20,18 @@ def summarise(turns: Sequence[Turn], names: Sequence[str], seed: int = 0) -> dic
     """Return by setting: means, and how they compare with exact's on the same prompts.
 
     ``means``, ``differences``, ``ratios`` (with ``speed`` and ``tau``) and ``same_final_answer`` are those of
-    :mod:`fsd_bench.paired`. :data:`KEPT` are numbers as in the record of a benchmark.
+    :mod:`fsd_bench.paired`. :data:`KEPT` are numbers as in the record of a benchmark. ``nats_per_answer`` has the mean
+    and the most that an answer spent.
     """
     found = {}
     for name in names:
         facts = summary(name, turns)
+        spent = [answer.divergence_spent for turn in turns for answer in turn.runs[name].answers]
         found[name] = {
             "means": intervals(name, turns, seed),
             **against(name, EXACT, turns, seed, {**SUMS, **RATES}),
             **{key: facts[key] for key in KEPT},
+            "nats_per_answer": {"mean": float(np.mean(spent)), "most": max(spent)},
         }
     return found
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from fsd_bench.jobs import UNSHAPED, decoding
 from fsd_infer.cpu.ops import speed_up
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters import Drafter, EagleDrafter, TreeShape
+from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import DataError
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
@@ -147,16 +147,13 @@ class DecodedTau(Curves):
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Return the values by name for the current weights."""
         target = self._target(pl_module)
-        decoder = FuzzyDecoder(target, drafter_of(pl_module, target, self.tree))
+        decoder = FuzzyDecoder(target, pl_module.make_drafter(target, self.tree))  # type: ignore[operator]
         prompts = self._prompts(trainer, target)
-        sampled = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
-        options: dict[str, Any] = sampled if self.temperature > 0 else {"do_sample": False}
+        options = decoding(self.temperature, self.max_new_tokens, **UNSHAPED)
         values = {}
         for rule in self.rules:
             with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-                answers = decoder.generate(
-                    prompts, rule, max_new_tokens=self.max_new_tokens, seed=self.seed, chat=False, **options
-                )
+                answers = decoder.generate(prompts, rule, seed=self.seed, chat=False, **options)
             stats = answers.stats
             values[f"decoded_tau/{rule}"] = stats.tau
             values[f"decoded_gate_open/{rule}"] = stats.gate_open_fraction
@@ -190,12 +187,3 @@ class DecodedTau(Curves):
             )
         count = min(self.prompts, len(prompts))
         return [prompts[number * len(prompts) // count] for number in range(count)]
-
-
-def drafter_of(pl_module: Any, target: Target, tree: TreeShape | None = None) -> Drafter:
-    """Make a drafter from a copy of the trained weights."""
-    if hasattr(pl_module, "make_drafter"):
-        drafter: Drafter = pl_module.make_drafter(target, tree)
-        return drafter
-    head = copy.deepcopy(pl_module.head).requires_grad_(False)
-    return EagleDrafter(head, target, tree)

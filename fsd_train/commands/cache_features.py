@@ -4,46 +4,40 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 import torch
 
-from fsd_infer.heads.config import default_fused_layers
+from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
-from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.fit import read_recipe
 from fsd_train.data.answers import read_answers
 from fsd_train.data.features import cache_features, token_bytes
+from fsd_train.models.head_options import HeadOptions
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse options and complete them from the recipe; ``eagle3``: use EAGLE-3's layers unless named."""
-    parser = PARSERS["cache-features"]()
-    args = parser.parse_args(argv)
-    args.eagle3 = False
+def complete(args: argparse.Namespace) -> None:
+    """Complete options from the recipe; ``head``: options of its head. Raises DataError for one that is missing."""
+    args.head = HeadOptions()
     if args.config is not None:
         recipe = read_recipe(args.config)
-        data, head = recipe.data, recipe.model.get("head") or {}
+        data, args.head = recipe.data, HeadOptions(**recipe.model.get("head") or {})
         args.target = args.target or recipe.model["target"]
         args.data = args.data or [*data["train_files"], *(data["validation_files"] or [])]
         args.target_kwargs = args.target_kwargs or recipe.model.get("target_kwargs")
         args.output, args.max_length = args.output or data["features"], args.max_length or data["max_length"]
-        if args.layers is None:
-            args.layers, args.eagle3 = head.get("fused_layers"), head.get("layout") == "eagle3"
     args.max_length, args.target_kwargs = args.max_length or MAX_LENGTH, args.target_kwargs or {}
     missing = [f"--{name}" for name in ("target", "data", "output") if not getattr(args, name)]
     if missing:
         hint = " (and set the recipe's data.features to it)" if args.config and "--output" in missing else ""
-        parser.error(f"{' and '.join(missing)} must be given{hint}")
-    return args
+        raise DataError(f"{' and '.join(missing)} must be given{hint}.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `fsd-train cache-features`."""
-    args = _arguments(argv)
+    complete(args)
     target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype), **args.target_kwargs)
-    target.capture_layers(args.layers or (default_fused_layers(target) if args.eagle3 else []))
+    target.capture_layers(args.layers or args.head.capture_layers(target))
     target.check_lm_head()  # training on cached features has no layers for this check
     rows, _ = read_answers(args.data, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size)
     rows.check_lengths(target.max_positions)

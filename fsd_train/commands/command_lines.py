@@ -32,8 +32,8 @@ def _hub_id(text: str) -> str:
     return text
 
 
-def _count(default: int | None, what: str, metavar: str = "N") -> dict[str, Any]:
-    return {"type": positive, "default": default, "metavar": metavar, "help": what}
+def _count(default: int | None, what: str) -> dict[str, Any]:
+    return {"type": positive, "default": default, "metavar": "N", "help": what}
 
 
 _TARGET = {"help": "target: built-in name, directory or hub id"}

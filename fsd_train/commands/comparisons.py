@@ -20,6 +20,7 @@ from fsd_infer.targets.adapters import base_of
 from fsd_infer.targets.loading import adapter_of, is_builtin
 from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.target import Target
+from fsd_train.commands.export import options_of
 from fsd_train.commands.feeding import Finding, at_step
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ def other_target(args: argparse.Namespace, target: Target) -> tuple[str, dict[st
     if args.trained_on is not None:
         return args.trained_on, {}
     given = dict(args.target_kwargs or {})
-    training = read_config(Path(args.head)).get("training")
-    found = training.get("hyperparameters") if isinstance(training, dict) else None
-    options: dict[str, Any] = found if isinstance(found, dict) else {}
+    options = options_of(read_config(Path(args.head)))
     name = options.get("target")
     if isinstance(name, str) and (is_builtin(name) or os.path.isdir(name)):
         kwargs = dict(options.get("target_kwargs") or {})
@@ -94,14 +93,14 @@ _DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts(?:_total)?(?:\{.*\})? (\S+)$
 
 
 def check_engine(
-    server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], reached: Sequence[float]
+    server: Server, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], accepted: Sequence[float]
 ) -> list[Finding]:
     """Compare a server's answers to the same prompts with ours.
 
     Args:
         server: an OpenAI-compatible server, for acceptance with vLLM's metrics.
         prompts, answers: token ids of the prompts and of our greedy answers.
-        reached: our acceptance by depth, given that the depth before was accepted.
+        accepted: our acceptance by position.
     """
     before = acceptance_counts(server.url)
     same, silent = 0, 0
@@ -116,7 +115,7 @@ def check_engine(
         return [Finding("engine", False, str(error).rstrip("."), "start the server, or omit --url")]
     return [
         _compare_answers(same, silent, len(prompts)),
-        _compare_acceptance(server.url, before, acceptance_counts(server.url), reached),
+        _compare_acceptance(server.url, before, acceptance_counts(server.url), accepted),
     ]
 
 
@@ -129,17 +128,17 @@ def _compare_answers(same: int, silent: int, asked: int) -> Finding:
     return Finding(check, fine, f"{same} of {asked} equal ours", "" if fine else fix)
 
 
-def _compare_acceptance(url: str, before: Counts | None, after: Counts | None, reached: Sequence[float]) -> Finding:
+def _compare_acceptance(url: str, before: Counts | None, after: Counts | None, ours: Sequence[float]) -> Finding:
     check = "engine's acceptance"
     if before is None or after is None:
         return Finding(check, None, f"{url} has no metrics of drafts by position")
     drafts = after[0] - before[0]
     if not drafts:
         return Finding(check, False, "the server drafted nothing", "start it with the head")
-    theirs = [(late - early) / drafts for late, early in zip(after[1], before[1], strict=True)][: len(reached)]
-    ours = [math.prod(reached[: depth + 1]) for depth in range(len(theirs))]
+    theirs = [(late - early) / drafts for late, early in zip(after[1], before[1], strict=True)][: len(ours)]
+    ours = ours[: len(theirs)]
     says = "accepted by position: " + " ".join(f"{value:.0%}" for value in theirs)
-    says += "; ours " + " ".join("-" if math.isnan(value) else f"{value:.0%}" for value in ours)
+    says += "; ours " + " ".join(f"{value:.0%}" for value in ours)
     noise = max(0.1, 3 * math.sqrt(0.5 / drafts))
     fine = not any(abs(a - b) > noise for a, b in zip(theirs, ours, strict=True))
     fix = "the server feeds the head differently: compare layer ids, norm flags and the exported config with this table"

@@ -7,6 +7,7 @@ config names, for example, the table reports that.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import math
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fsd_bench.openai_client import Server
 from fsd_infer.chat.conversations import template_options
@@ -31,7 +31,6 @@ from fsd_infer.rules.verification import Source
 from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
-from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.comparisons import check_engine, compare_targets
 from fsd_train.commands.feeding import Feeding, Finding, Row, at_step
 from fsd_train.data.answers import check_id, encode_row
@@ -203,55 +202,19 @@ class Doctor:
         fix = "cache them again with this target, in its precision"
         return Finding("cached features", gap < 0.05, says, "" if gap < 0.05 else fix)
 
-    def check_decoding(self, prompts: int, tokens: int) -> tuple[list[Finding], list[float], list[list[int]]]:
-        """Compare acceptance in decoding with that of training's chains.
+    def decoded(self, prompts: int, tokens: int) -> tuple[list[Finding], list[float], list[list[int]]]:
+        """Decode prompts greedily with a chain of drafts.
 
         Returns:
-            (findings, acceptance by depth, answers)
+            (findings, acceptance by position, answers)
         """
         asked = [row.prompt() for row in self.rows[:prompts]]
         drafter = EagleDrafter(self.head, self.target, TreeShape(STEPS, 1, STEPS + 1), context_ids=False)
         made = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, do_sample=False, chat=False)
-        reached = depth_shares([run for record in made.records for run in runs_of(record.sources)])
+        accepted = accepted_shares([run for record in made.records for run in runs_of(record.sources)], STEPS)
+        says = "accepted by position: " + " ".join(f"{share:.0%}" for share in accepted)
         mistakes = Finding("drafts", None, drafts_text(made.stats.drafts.summary()))
-        seen, runs = [], []
-        for prompt, answer, record in zip(asked, made.sequences, made.records, strict=True):
-            ids = torch.tensor([[*prompt, *answer]], device=self.target.device)
-            runs += self._expected_runs(ids, len(prompt))
-            seen += whole_rounds(runs_of(record.sources), len(answer))
-        expected = depth_shares(runs)
-        pairs = [(a, b) for a, b in zip(depth_shares(seen), expected, strict=True) if not math.isnan(a + b)]
-        if not pairs:
-            short = Finding("decoding", None, "the answers are too short to compare")
-            return [short, mistakes], reached, made.sequences
-        says = "accepted " + " ".join(f"{a:.0%}" for a, _ in pairs)
-        says += " by depth; expected " + " ".join(f"{b:.0%}" for _, b in pairs)
-        fine = abs(pairs[0][0] - pairs[0][1]) < _CLEAR
-        fix = "" if fine else "the engine feeds the head differently from training: please report it"
-        return [Finding("decoding", fine, says, fix), mistakes], reached, made.sequences
-
-    def _expected_runs(self, ids: Tensor, last: int) -> list[int]:
-        """Return the accepted drafts per round that the head's chains over the finished text imply.
-
-        Args:
-            ids: [1, M] prompt and answer.
-            last: index of the answer's first token, which the prefill emits.
-        """
-        length = ids.shape[1]
-        feeding = Feeding(self.target, self.head, [Row({}, ids, torch.ones_like(ids), self.target.features(ids))])
-        hits = torch.zeros(STEPS, length, dtype=torch.bool)  # by step and index of the drafted token
-        for step in range(min(STEPS, length - 2)):
-            found = feeding.ids(feeding.drafted(at_step(step))[0])
-            first = length - len(found)
-            hits[step, first:] = (found == ids[0, first:]).cpu()
-        runs = []
-        while last + STEPS + 1 < length:
-            run = 0
-            while run < STEPS and hits[run, last + 1 + run]:
-                run += 1
-            runs.append(run)
-            last += run + 1
-        return runs
+        return [Finding("decoding", None, says), mistakes], accepted, made.sequences
 
 
 def runs_of(sources: Sequence[int]) -> list[int]:
@@ -268,26 +231,13 @@ def runs_of(sources: Sequence[int]) -> list[int]:
     return runs
 
 
-def whole_rounds(runs: Sequence[int], length: int) -> list[int]:
-    """Return the rounds with room for all drafts before the end of an answer of ``length`` tokens."""
-    kept, last = [], 0
-    for run in runs:
-        if last + STEPS + 1 >= length:
-            break
-        kept.append(run)
-        last += run + 1
-    return kept
+def accepted_shares(runs: Sequence[int], drafted: int) -> list[float]:
+    """Return the shares of rounds that accepted draft 1, 2, … of ``drafted``, from :func:`runs_of`."""
+    return [sum(run > place for run in runs) / max(len(runs), 1) for place in range(drafted)]
 
 
-def depth_shares(runs: Sequence[int]) -> list[float]:
-    """Return the acceptance at depths 1 to ``STEPS``, given acceptance at the depth before; nan without any."""
-    reached = [sum(run >= depth for run in runs) for depth in range(STEPS + 1)]
-    return [reached[d + 1] / reached[d] if reached[d] else math.nan for d in range(STEPS)]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `fsd-train doctor`. The exit status is 1 if a check fails."""
-    args = PARSERS["doctor"]().parse_args(argv)
     dtype = parse_dtype(args.dtype)
     server = Server(args.url) if args.url else None
     record = None if args.json is None else writable(args.json, "the findings' file")
@@ -305,11 +255,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.features:
         findings.append(doctor.check_cache(args.features))
     findings += [*doctor.check_feeding(), doctor.check_dtype(dtype or torch.bfloat16), doctor.check_positions()]
-    decoding, reached, answers = doctor.check_decoding(args.rows, args.max_new_tokens)
+    decoding, accepted, answers = doctor.decoded(args.rows, args.max_new_tokens)
     findings += decoding
     if server is not None:
         prompts = [row.prompt() for row in doctor.rows[: args.rows]]
-        findings += check_engine(server, prompts, answers, reached)
+        findings += check_engine(server, prompts, answers, accepted)
     print(show(findings))
     if record is not None:
         write_json(record, [asdict(finding) for finding in findings], indent=2)

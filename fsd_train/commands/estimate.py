@@ -7,9 +7,9 @@ that the data sheets of GPUs allow.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from fsd_infer.cli.report import table
 from fsd_infer.errors import DataError
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
-from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.fit import Recipe, head_module, quiet, read_recipe, run_errors
 from fsd_train.commands.sizing import Batch, facts_of, feature_bytes, step_memory
 from fsd_train.data.features import check_disk
@@ -199,9 +198,8 @@ def _time(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `fsd-train estimate`."""
-    args = PARSERS["estimate"]().parse_args(argv)
     recipe = head_recipe(args.config)
     if args.on_paper or args.target:
         print(on_paper(recipe, args.target))

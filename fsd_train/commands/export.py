@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from fsd_infer.heads.hub import find_head
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import read_checkpoint
-from fsd_train.commands.command_lines import PARSERS
 from fsd_train.data.answers import read_answers
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
@@ -60,12 +59,10 @@ def _lm_head_rows(name: str, ids: Tensor | None) -> Tensor:
     return target.lm_head_rows(ids)[0]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `fsd-train export`."""
-    parser = PARSERS["export"]()
-    args = parser.parse_args(argv)
     if (args.draft_vocab_size is None) != (args.data is None):
-        parser.error("--draft-vocab-size and --data go together")
+        raise DataError("--draft-vocab-size and --data go together.")
     found = None if args.source.endswith(".ckpt") else find_head(args.source)
     if found is not None or Path(args.source).is_dir():
         if found is None:
@@ -91,10 +88,14 @@ def record_of(training: Any) -> dict[str, Any]:
     return training if isinstance(training, dict) else {}
 
 
+def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the training that a head's config records, or none."""
+    return record_of(record_of(config.get("training")).get("hyperparameters"))
+
+
 def target_of(config: Mapping[str, Any]) -> str | None:
     """Return the target that a head's config names, or None."""
-    options = record_of(record_of(config.get("training")).get("hyperparameters"))
-    name = options.get("target") or config.get("target_model")
+    name = options_of(config).get("target") or config.get("target_model")
     return name if isinstance(name, str) else None
 
 
@@ -104,8 +105,8 @@ def _export_head(source: Path, args: argparse.Namespace) -> int:
         raise DataError(f"{args.source} does not name its target. Give --target.")
     if args.data is None and args.to is not None:
         return _export_to(EagleHead.from_pretrained(source), name, args)
-    options = record_of(record_of(read_config(source).get("training")).get("hyperparameters"))
-    target = Target.from_pretrained(name, dtype=torch.bfloat16, device="cpu", **(options.get("target_kwargs") or {}))
+    kwargs = options_of(read_config(source)).get("target_kwargs") or {}
+    target = Target.from_pretrained(name, dtype=torch.bfloat16, device="cpu", **kwargs)
     head = EagleHead.from_pretrained(source, target)
     if args.data:
         _choose_ids(head, target, args, target.eos_token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import sys
@@ -14,7 +15,6 @@ from jinja2 import StrictUndefined, Template
 from fsd_infer.errors import DataError
 from fsd_infer.files import write_text
 from fsd_infer.targets.loading import EAGER_FAMILIES
-from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.sizing import (
     SMALL,
     Choices,
@@ -79,9 +79,8 @@ def recipe_for(name: str, files: Sequence[str] = ()) -> str:
     return render(facts, fit_to_data(facts, choices, files) if files else choices, files, run=own_directory(name))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `fsd-train new-recipe`."""
-    args = PARSERS["new-recipe"]().parse_args(argv)
     if args.output and Path(args.output).exists():
         raise DataError(f"{args.output} exists. Give another name, or remove it.")
     text = recipe_for(args.target, args.data)

@@ -23,7 +23,6 @@ from fsd_infer.heads.hub import hub_errors, is_hub_id
 from fsd_infer.heads.weights import INDEX, SINGLE
 from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
 from fsd_infer.targets.target import Target
-from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.export import record_of, target_of
 from fsd_train.repository import find
 
@@ -31,10 +30,8 @@ TEMPLATE = Path(__file__).with_name("card.md.in")
 LEAST_TAU = 1.05  # acceptance length below which hardly any draft is accepted
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `fsd-train publish`. The exit status is 1 if the user declines the upload."""
-    parser = PARSERS["publish"]()
-    args = parser.parse_args(argv)
     directory = Path(args.directory)
     kind = head_kind(directory)
     if kind in (None, OLD):

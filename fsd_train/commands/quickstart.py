@@ -5,18 +5,17 @@ Training runs in its own process, so that its imports do not affect the timing o
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.util
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.loading import builtin_dir, shipped_drafter
-from fsd_train.commands.command_lines import PARSERS
 from fsd_train.repository import find
 
 TARGET = "smollm2-135m"
@@ -75,9 +74,8 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     _say(f"record: {OUTPUT / 'bench.json'}; {time.perf_counter() - start:.0f} s in all")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run `fsd-train quickstart`."""
-    args = PARSERS["quickstart"]().parse_args(argv)
     run_quickstart(args.train_seconds, args.prompts, args.max_new_tokens)
     return 0
 

@@ -29,7 +29,6 @@ from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import disk_errors, read_json, write_json
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
 from fsd_train import LONGEST
-from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.fit import read_recipe
 from fsd_train.data.backends import RULE, Backend, EndpointBackend, LocalBackend
 from fsd_train.data.plan import Plan, answer_line, next_turns, plan_jobs
@@ -135,9 +134,9 @@ def regenerate(plan: Plan, backend: Backend, output: AnswerFile, progress: bool 
     return counts
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Raises FsdError for bad input."""
-    counts = run(PARSERS["regenerate"]().parse_args(argv))
+def main(args: argparse.Namespace) -> int:
+    """Run `fsd-train regenerate`. Raises FsdError for bad input."""
+    counts = run(args)
     print(
         f"{counts['answered']} answered ({counts['tokens']} tokens; {counts['stop']} ended by themselves, "
         f"{counts['length']} cut at the limit), {counts['kept']} kept from earlier runs, "

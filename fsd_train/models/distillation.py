@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import check_target, check_weights, source_of, target_record
@@ -122,6 +123,10 @@ class DistillationModule(RunModule, ABC):
 
     def _new_lm_head(self) -> LMHead:
         return LMHead.of(self.target, self.head.draft_ids)
+
+    @abstractmethod
+    def make_drafter(self, target: Target, tree: TreeShape | None = None) -> Drafter:
+        """Copy the current drafter, to decode with it; a small LM's copy has the target's dtype and merged adapters."""
 
     @abstractmethod
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:

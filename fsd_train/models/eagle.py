@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import AdamW
 
 from fsd_infer.chat.encoding import special_ids
 from fsd_infer.device.transfer import to_device
+from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import DataError
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
@@ -241,6 +243,9 @@ class EagleModule(DistillationModule):
         """Return a generator that depends only on seed, rank and batch number, so that a resumed run draws the same."""
         seed = self.seed * 1_000_003 + self._batch_number
         return torch.Generator(device).manual_seed(seed * 4096 + self.global_rank)
+
+    def make_drafter(self, target: Target, tree: TreeShape | None = None) -> EagleDrafter:
+        return EagleDrafter(copy.deepcopy(self.head).requires_grad_(False), target, tree)
 
     # checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -245,7 +245,6 @@ class LMModule(DistillationModule):
         return self.head.export(Path(directory), record)
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> LMDrafter:
-        """Copy the current drafter in the target's dtype, with adapters merged."""
         model = self.head.merged(target.dtype).to(target.device)
         return LMDrafter(Target(model, self.head.tokenizer, self.head.name), target, tree)
 
