@@ -33,7 +33,8 @@ from fsd_infer.cpu import ops
 from fsd_infer.errors import FsdError
 from fsd_infer.files import append_json
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.targets.loading import load_target, shipped_drafter
+from fsd_infer.targets.builtin import shipped_drafter
+from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.target import Target
 from fsd_train.commands.doctor import Doctor
 from fsd_train.commands.feeding import at_step

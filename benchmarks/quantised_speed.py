@@ -25,7 +25,7 @@ from benchmarks.recorded import BUILT_IN, PROMPTS, parser_of, record_main
 from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.chat.encoding import read_prompts
 from fsd_infer.cpu import ops
-from fsd_infer.targets.loading import shipped_drafter
+from fsd_infer.targets.builtin import shipped_drafter
 
 SHAPE = TreeShape(5, 6, 16)
 

@@ -34,7 +34,7 @@ from fsd_bench.methods import METHODS
 from fsd_bench.models import ModelOptions, Models
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.drafters import forced
-from fsd_infer.engine.rounds import Round
+from fsd_infer.engine.request import Round
 from fsd_infer.request.guide import Follower, Guide, GuideProcessor
 from fsd_infer.targets.loading import resolve_target
 

@@ -333,7 +333,7 @@ def panels_of(weight: Tensor, packed: Tensor) -> int | None:
     if not hasattr(torch.ops.mkldnn, "data_ptr") or torch.ops.mkldnn._nbytes(packed) != size:
         return None
     address = int(torch.ops.mkldnn.data_ptr(packed))
-    raw = torch.frombuffer((ctypes.c_char * size).fromaddress_of(address), dtype=torch.int16).view(-1, depth * side)
+    raw = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16).view(-1, depth * side)
     for panel in (0, -1):
         rows = weight.view(torch.int16).unflatten(0, (-1, side))[panel]
         if not torch.equal(raw[panel], rows.view(side, depth // 2, 2).transpose(0, 1).reshape(-1)):

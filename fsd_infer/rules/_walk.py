@@ -12,7 +12,7 @@ sync costs more than the arithmetic. The verdict reaches the host in one transfe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,27 +22,22 @@ from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
 from fsd_infer.rules.evidence import Contexts, Evidence, refuse
 from fsd_infer.rules.laws import Law, lifted
-from fsd_infer.rules.verification import Source, Verdict, Verification
-
-Groups = Sequence[tuple[Callable[[Evidence], Law], list[int]]]  # each rule's law and its batch rows
+from fsd_infer.rules.verification import Source, Verdict
 
 
-def walk(round: Verification, laws: Groups, budgets: Sequence[float], lazy: bool | None = None) -> Verdict:
+def walk(evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor) -> Verdict:
     """Walk one round.
 
     Args:
-        round: the trees and the logits.
-        laws: of all rows.
-        budgets: [B] nats for this round, used if the round has no ``budget_left``.
-        lazy: see :class:`Evidence`.
+        evidence: of the round.
+        laws: of all rows, each with its rows.
+        left: [B] nats that each row may spend, on the CPU.
 
     Raises:
         NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
-        FsdError: uniforms are missing, or sampled drafts do not form a chain.
+        FsdError: sampled drafts do not form a chain.
     """
-    evidence = Evidence(round, lazy)
-    left = torch.tensor(budgets, dtype=torch.float64) if round.budget_left is None else round.budget_left
-    return _Walk(evidence, [(law(evidence), rows) for law, rows in laws], left).verdict()
+    return _Walk(evidence, laws, left).verdict()
 
 
 def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import Divergence, divergence, expand_draft
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
-from fsd_infer.rules.phases import inside
-from fsd_infer.rules.texts import Texts, known, known_tokens
+from fsd_infer.rules.texts import Texts, inside, known, known_tokens
 from fsd_infer.rules.verification import Verification
 
 
@@ -193,7 +192,7 @@ class Evidence:
         return self._known[n]
 
     def inside(self, phase: str) -> Tensor:
-        """bool; whether the token after the context is in a phase, see :mod:`fsd_infer.rules.phases`."""
+        """bool; whether the token after the context is in a phase, see :mod:`fsd_infer.rules.texts`."""
         if phase not in self.texts.markers:
             raise FsdError(f"only_in={phase}: the texts have no markers for it; pass them to Texts.")
         return inside(self.texts, self.tree, *self.texts.markers[phase])

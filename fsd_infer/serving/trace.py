@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fsd_infer.chat.pieces import token_pieces
+from fsd_infer.chat.encoding import token_pieces
 from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.engine.ngrams import kinds
-from fsd_infer.engine.rounds import Round
+from fsd_infer.engine.request import Round
 from fsd_infer.rules import Source
 
 SOURCES = {

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsd_infer.errors import FsdError
-from fsd_infer.targets.loading import builtin_dir, shipped_drafter
+from fsd_infer.targets.builtin import builtin_dir, shipped_drafter
 from fsd_train.commands.command_lines import PARSERS
 from fsd_train.repository import find
 
