@@ -45,7 +45,7 @@ def generate(args: argparse.Namespace) -> int:
         streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
     trace = None
     if page is not None:
-        from fsd_infer.serving.trace import Trace
+        from fsd_infer.serving.page import Trace
 
         ids = decoder.encode(prompt, False if args.raw else None)
         trace = Trace(need_tokenizer(decoder.tokenizer, decoder.target.name), ids, decoder.drafter.proposers)

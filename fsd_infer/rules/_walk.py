@@ -76,7 +76,7 @@ class _Walk:
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
         self.closed = self.open = evidence.chance
-        self.applies = self.evaluated = torch.zeros_like(evidence.is_draft)
+        self.applies = self.evaluated = torch.zeros_like(evidence.tree.is_draft)
         self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
         self.laws = [self._add(law, rows) for law, rows in laws]
         self.has_dense = any(law.gate is not None or law.log_r is not None for law, _ in self.laws)
@@ -135,7 +135,7 @@ class _Walk:
             self.dense.append(r)
             chance = r.flatten()[above.clamp_min(0) * r.shape[1] + self.tree.tokens].to(self.open.dtype)
             chance = chance / evidence.log_q.exp() if evidence.sampled else chance
-        self.open = torch.where((above >= 0) & evidence.is_draft, chance, self.open)
+        self.open = torch.where((above >= 0) & evidence.tree.is_draft, chance, self.open)
         assert self.cost is not None
         self.cost = self.cost.index_put(where, cost.to(self.cost.dtype))
 
@@ -201,7 +201,7 @@ class _Walk:
             sources = sources.masked_fill(torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(Source.GATE))
         first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
         regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
-        forks = (evidence.child.sum(-1) > 1).any(1, keepdim=True) if evidence.sampled else accepted < 0
+        forks = (evidence.tree.child.sum(-1) > 1).any(1, keepdim=True) if evidence.sampled else accepted < 0
         columns = path, tokens.masked_fill_(beyond, 0), sources, is_open, spent, first, regret
         whose = [] if tree.proposers is None else [tree.proposers]
         accepted, depths, forks, *on_cpu = self._on_host(accepted, tree.depths, forks, *columns, *whose)
@@ -242,7 +242,7 @@ class _Walk:
                 if own.test is not None:
                     rest = law if own.test.rest is None else own.test.rest(at)
                     weights = torch.where(~is_open & has_q & mine, rest, weights)
-        drafted = torch.where(evidence.is_draft & (tree.parents == end), 0.0, math.inf)
+        drafted = torch.where(evidence.tree.is_draft & (tree.parents == end), 0.0, math.inf)
         weights = weights.scatter_reduce(1, tree.tokens, drafted, "amin")
         token = draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
         return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # all weights round to 0

@@ -64,7 +64,7 @@ class Law:
     @classmethod
     def target(cls, evidence: Evidence, test: Test | None = None) -> Law:
         """Return the law r = p, which costs nothing."""
-        return cls(torch.zeros_like(evidence.is_draft), test=test)
+        return cls(torch.zeros_like(evidence.tree.is_draft), test=test)
 
     @classmethod
     def lifted(cls, evidence: Evidence, lift: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0) -> Law:
@@ -79,7 +79,7 @@ class Law:
                 must not depend on the draft, so drafts are tested against r = clip(q, p/Z, p·e^gain/Z).
         """
         if not evidence.sampled:
-            return cls(evidence.inner, lift() if callable(lift) else lift)
+            return cls(evidence.tree.inner, lift() if callable(lift) else lift)
 
         def log_r(at: Contexts) -> Tensor:
             gains = gain(at) if callable(gain) else torch.full_like(at.log_p, gain)
@@ -117,7 +117,7 @@ class Law:
         """
         if not evidence.sampled:
             if isinstance(cutoff, float):  # an infinite cutoff decides without ln p
-                passes = evidence.log_p >= cutoff if math.isfinite(cutoff) else evidence.is_draft & (cutoff < 0)
+                passes = evidence.log_p >= cutoff if math.isfinite(cutoff) else evidence.tree.is_draft & (cutoff < 0)
             else:
                 passes = evidence.log_p >= evidence.above(cutoff - ROUNDING)
             lift = torch.zeros_like(evidence.regret)
@@ -127,7 +127,7 @@ class Law:
                 ratio = (torch.logit(raised) - torch.logit(mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
                 ratio = ratio.masked_fill(raised >= 1, math.inf).masked_fill(evidence.some(passes), 0.0)
                 lift = evidence.above(ratio)
-            return cls(evidence.inner, lift.masked_fill(passes, math.inf))
+            return cls(evidence.tree.inner, lift.masked_fill(passes, math.inf))
 
         def log_r(at: Contexts) -> Tensor:
             passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
@@ -204,7 +204,7 @@ class Law:
         elif self.lift is not None:
             applies, chance, _, others = lifted(evidence, self.lift, applies)
             log_law = log_p + others[..., None]
-            rows, drafts = evidence.is_draft.nonzero(as_tuple=True)
+            rows, drafts = evidence.tree.is_draft.nonzero(as_tuple=True)
             log_law[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
         return torch.where(applies[..., None], log_law, log_p)
 

@@ -28,9 +28,8 @@ from fsd_infer.rules.texts import markers_of
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
 from fsd_infer.serving.fields import UNSUPPORTED, ChatAsked, CompletionAsked, ViewAsked
 from fsd_infer.serving.jobs import Completion, Limits, make_jobs, reader_of
-from fsd_infer.serving.page import server_page
+from fsd_infer.serving.page import Trace, server_page
 from fsd_infer.serving.replies import Reply
-from fsd_infer.serving.trace import Trace
 from fsd_infer.targets.adapters import adapter_names
 
 News = tuple[int, Any, bool]  # index of the answer, what it grew by, whether it ends here

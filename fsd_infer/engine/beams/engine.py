@@ -18,10 +18,9 @@ from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine import Outcome, Request
 from fsd_infer.engine.beams.forest import Begun, Forest, Node, lay_out
 from fsd_infer.engine.beams.options import BeamOptions, check_beam_request, filled
-from fsd_infer.engine.beams.plan import Planner, most_nodes
 from fsd_infer.engine.beams.proposers import needs_features, proposer_of
 from fsd_infer.engine.beams.sampling import Draw, chances_of_width, draw, dynamic_width, guesses_of
-from fsd_infer.engine.beams.search import Beam, Hypothesis, Search, Terms
+from fsd_infer.engine.beams.search import Beam, Hypothesis, Planner, Search, Terms, most_nodes
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.errors import NonFiniteLogitsError
 from fsd_infer.request.processors import TreeProcessors
