@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import quantize
 from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
-from fsd_infer.targets.gguf import LAYER_TENSORS
-
+REST = ("token_embd", "output_norm", "output")  # tensors outside the decoder layers
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-FIXED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def interleave_rope(weight: Tensor, heads: int) -> Tensor:
@@ -50,9 +48,7 @@ def facts_of(config: PretrainedConfig) -> dict[str, Any]:
 
 def names_of(layers: int) -> dict[str, str]:
     """Return ggml's name of each module of transformers, both without ``.weight``."""
-    return FIXED | {
-        f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}" for i in range(layers) for ours, theirs in LAYER_TENSORS.items()
-    }
+    return {theirs: ours for theirs, (_, ours) in get_tensor_name_map(MODEL_ARCH.QWEN3, layers).mapping.items()}
 
 
 def finish(writer: GGUFWriter) -> None:
@@ -94,7 +90,7 @@ def write(source: Path, out_dir: Path, kind: str, rest: str) -> Path:
         if value.dim() < 2:
             writer.add_tensor(f"{ours}.weight", numbers)
             continue
-        stored = GGMLQuantizationType[rest if ours in FIXED.values() else kind]
+        stored = GGMLQuantizationType[rest if ours in REST else kind]
         writer.add_tensor(f"{ours}.weight", quantize(numbers, stored), raw_dtype=stored)
     finish(writer)
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"):

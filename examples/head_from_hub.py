@@ -4,7 +4,7 @@ import os
 
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.targets.loading import shipped_drafter
+from fsd_infer.targets.builtin import shipped_drafter
 
 TARGET, REPOSITORY = "smollm2-135m", os.environ.get("REPOSITORY", "you/smollm2-135m-head")
 

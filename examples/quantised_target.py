@@ -5,7 +5,7 @@ import importlib.util
 from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
 
 from fsd_infer import FuzzyDecoder
-from fsd_infer.targets.loading import builtin_dir, shipped_drafter
+from fsd_infer.targets.builtin import builtin_dir, shipped_drafter
 
 directory = builtin_dir("smollm2-135m")  # or the name of any model
 options = {"dtype": "bfloat16"}

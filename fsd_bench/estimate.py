@@ -32,7 +32,7 @@ from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.request.prompts import PREFILL_CHUNK
-from fsd_infer.targets.rounding import GROUP
+from fsd_infer.targets.sharing import GROUP
 from fsd_infer.targets.target import Target
 
 LOGITS = 2 + 4 + 4  # bytes per log-probability: bf16 read, fp32 written and read

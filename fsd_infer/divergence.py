@@ -22,12 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from fsd_infer.cpu import ops
 from fsd_infer.errors import FsdError, VocabularyMismatchError
@@ -89,38 +90,16 @@ def _log_probs(values: Tensor, normalised: bool) -> Tensor:
     return (values if normalised else values.log_softmax(-1)).clamp_min(ZERO)
 
 
-class _Chunked(torch.autograd.Function):
-    """A row function over chunks of rows; the backward pass recomputes each chunk."""
+def _by_chunks(p: Tensor, q: Tensor, rows: RowFunction, normalised: bool, chunk: int) -> Tensor:
+    """Apply a row function to chunks of logits [n, V]; a backward pass computes each chunk again."""
 
-    @staticmethod
-    def forward(ctx: Any, p: Tensor, q: Tensor, rows: RowFunction, normalised: bool, chunk: int, high: float) -> Tensor:
-        ctx.save_for_backward(p, q)
-        ctx.settings = rows, normalised, chunk
-        dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
-        out = torch.empty(p.shape[0], dtype=dtype, device=p.device)
-        for start in range(0, p.shape[0], chunk):
-            part = slice(start, start + chunk)
-            out[part] = rows(_log_probs(p[part], normalised), _log_probs(q[part], normalised))
-        return out.clamp_(0.0, high)  # rounding may leave the range; the gradient ignores the clamp
+    def of_chunk(p: Tensor, q: Tensor) -> Tensor:
+        return rows(_log_probs(p, normalised), _log_probs(q, normalised))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        p, q = ctx.saved_tensors
-        rows, normalised, chunk = ctx.settings
-        wanted = ctx.needs_input_grad[:2]
-        grads = [torch.empty_like(x) if want else None for x, want in zip((p, q), wanted, strict=True)]
-        for start in range(0, p.shape[0], chunk):
-            part = slice(start, start + chunk)
-            leaves = [x[part].detach().requires_grad_(want) for x, want in zip((p, q), wanted, strict=True)]
-            with torch.enable_grad():
-                value = rows(_log_probs(leaves[0], normalised), _log_probs(leaves[1], normalised))
-            inputs = [leaf for leaf in leaves if leaf.requires_grad]
-            gradients = iter(torch.autograd.grad(value, inputs, grad[part]))
-            for whole in grads:
-                if whole is not None:
-                    whole[part] = next(gradients)
-        return (*grads, None, None, None, None)
+    run: Callable[[Tensor, Tensor], Tensor] = of_chunk
+    if torch.is_grad_enabled() and (p.requires_grad or q.requires_grad):
+        run = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([run(*parts) for parts in zip(p.split(chunk), q.split(chunk), strict=True)])
 
 
 @dataclass(frozen=True)
@@ -180,8 +159,8 @@ class Divergence:
         elif chunk_size < 1:
             raise FsdError(f"chunk_size is {chunk_size}; it must be at least 1.")
         flat_p, flat_q = p.reshape(-1, p.shape[-1]), q.reshape(-1, q.shape[-1])
-        out = _Chunked.apply(flat_p, flat_q, self._row_function, log_probs, chunk_size, self.bounds[1])
-        return out.view(p.shape[:-1])
+        value = _by_chunks(flat_p, flat_q, self._row_function, log_probs, chunk_size)
+        return value.clamp(*self.bounds).view(p.shape[:-1])  # rounding may leave the range
 
     @property
     def _row_function(self) -> RowFunction:
@@ -328,21 +307,7 @@ def reduced(p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor) -> tuple[Tens
     p_logits = p_logits if p_logits.dtype == torch.float64 else p_logits.float()
     q_logits = q_logits if q_logits.dtype == torch.float64 else q_logits.float()
     log_q = F.pad(q_logits.log_softmax(-1), (0, 1), value=-math.inf)
-    if not (torch.is_grad_enabled() and p_logits.requires_grad):
-        return _reduced_without_gradient(p_logits, draft_ids), log_q
     inside = p_logits.index_select(-1, draft_ids)
     outside = p_logits.index_fill(-1, draft_ids, ZERO).clamp_min(ZERO).logsumexp(-1, keepdim=True)
     outside = outside.masked_fill(outside <= ZERO, -math.inf)  # no gradient there, and no inf - inf in it
     return torch.cat([inside, outside], dim=-1).log_softmax(-1), log_q
-
-
-def _reduced_without_gradient(p_logits: Tensor, draft_ids: Tensor) -> Tensor:
-    """log p [..., Vd + 1], the bin last, in few passes over V, since decoding computes it several times per round.
-
-    In the bin, probabilities below the smallest float (1e-45 in fp32) count as 0.
-    """
-    p = p_logits.softmax(-1)
-    total = p_logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()  # ln sum exp(logits)
-    inside = p_logits.index_select(-1, draft_ids).sub_(total)
-    lump = p.index_fill_(-1, draft_ids, 0.0).sum(-1, keepdim=True).log_()
-    return torch.cat([inside, lump], dim=-1)

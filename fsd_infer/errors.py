@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 
 class FsdError(ValueError):
     """Base class of all errors raised for bad input."""
@@ -44,6 +47,22 @@ class DataError(FsdError):
 
 class NonFiniteLossError(FsdError):
     """Training produced a NaN or infinite loss or gradient."""
+
+
+def imported(module: str, what: str, extra: str, error: type[FsdError] = FsdError) -> Any:
+    """Import a module of an optional package.
+
+    Args:
+        module: its name.
+        what: what needs it, for the error.
+        extra: of this distribution, which installs the package.
+        error: to raise if the package is missing.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as cause:
+        package = module.partition(".")[0]
+        raise error(f"{what} needs the package {package}: pip install 'fsd-toolkit[{extra}]'.") from cause
 
 
 def shortened(error: BaseException, most: int = 600) -> str:

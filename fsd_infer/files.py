@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from fsd_infer.errors import CheckpointError, DataError, FsdError
 
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 MOST_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
 
 

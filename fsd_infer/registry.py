@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral
+from typing import Any, Generic, TypeVar
 
 from fsd_infer.errors import UnknownNameError
 
@@ -53,16 +54,16 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """Return the entry called ``name``. Raises UnknownNameError, which lists the known names, if there is none."""
-        try:
+        if name in self._entries:
             return self._entries[name]
-        except KeyError:
-            if name in self._retired:
-                raise UnknownNameError(f"{self.kind} {name!r} was renamed: {self._retired[name]}") from None
-            close = difflib.get_close_matches(str(name), self._entries, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise UnknownNameError(
-                f"unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._entries))}."
-            ) from None
+        if name in self._retired:
+            raise UnknownNameError(f"{self.kind} {name!r} was renamed: {self._retired[name]}")
+        raise UnknownNameError(self.unknown(name))
+
+    def unknown(self, name: str) -> str:
+        """Return the error about a name that no entry has."""
+        hint = did_you_mean(name, self._entries)
+        return f"unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._entries))}."
 
     def names(self) -> list[str]:
         return sorted(self._entries)
@@ -72,6 +73,17 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return a question that ends an error about an unknown name; "" if no known name is close."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def is_whole(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Return whether a value is a whole number within these bounds; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
 def read_int(text: str) -> int | None:

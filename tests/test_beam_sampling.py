@@ -14,7 +14,7 @@ import torch
 
 from fsd_infer import FuzzyDecoder, LMDrafter, Target
 from fsd_infer.engine.beams import BeamOptions
-from fsd_infer.engine.beams.width import chances_of_width, dynamic_width
+from fsd_infer.engine.beams.sampling import chances_of_width, dynamic_width
 from tests.beam_toys import doubled, drafters_for
 from tests.families import tiny_model, tiny_prompts
 

@@ -102,12 +102,13 @@ def forwards(kind: str, recorder: SimRecorder) -> tuple[Forward, Forward, Graphs
             return target.forward(tokens, positions, visible, cache)[0]
 
         def plain(cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-            return target._forward(cache, visible, tokens, positions)[0]
+            return target._step(cache, visible, tokens, positions)[0]
 
         return run, plain, target.graphs, target.config, [target.model]
     drafter = tiny_head(target, **HEADS[kind])
     drafter.use_graphs(recorder)
-    assert drafter.graphs is not None
+    model = drafter.model
+    assert model.graphs is not None
     features = torch.randn(2, TOKENS[-1], drafter.head.config.feature_width, device=SIM)
 
     def of(step: Callable[..., Any]) -> Forward:
@@ -115,9 +116,8 @@ def forwards(kind: str, recorder: SimRecorder) -> tuple[Forward, Forward, Graphs
             cache, visible, tokens, features[: len(tokens), : tokens.shape[1]], positions
         )
 
-    return of(drafter.run), lambda *given: of(drafter._step)(*given)[0], drafter.graphs, drafter._cache_config, [
-        drafter.head, target.model,
-    ]  # fmt: skip
+    modules = [drafter.head, target.model]
+    return of(model.forward), lambda *given: of(model._step)(*given)[0], model.graphs, model.cache_config, modules
 
 
 def allowed(graphs: Graphs, modules: list[torch.nn.Module]) -> set[int]:

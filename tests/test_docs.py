@@ -17,7 +17,7 @@ import torch
 from benchmarks.findings import tables as sweep
 from fsd_infer.engine import decode
 from fsd_infer.rules import Evidence, Tilted, Verification
-from fsd_infer.rules.clipping import clipped
+from fsd_infer.rules.laws import clipped
 from fsd_infer.tree import DraftTree
 
 LOOP = re.compile(r"^ *batch\.prefill\(\)\n(?: *(?!return)\S.*batch\..*\n)+", re.MULTILINE)

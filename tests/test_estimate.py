@@ -25,7 +25,7 @@ from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.targets.loading import shipped_drafter
+from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from fsd_train.commands.estimate import head_recipe, on_paper

@@ -64,7 +64,7 @@ def test_products_of_bf16_and_of_fp8_weights(rows: int, bias: bool) -> None:
     off, most = (made.dense().double() - before.double()).abs(), before.double().abs().amax(1, keepdim=True)
     bound = torch.maximum(before.double().abs() / 33, most / 248) + made.dense().double().abs() / 2**8  # of bf16
     assert bool((off <= bound + 1e-30).all()) and float(off.max()) > 0
-    assert made.saved_bytes == 96 * 192 - 4 * 192 and made.weight.nbytes == 96 * 192
+    assert made.weight.nbytes == 96 * 192
     assert_products(made, layer, x, 2e-2)
 
 

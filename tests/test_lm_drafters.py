@@ -17,7 +17,7 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import DraftRequest, GraftedDrafter
 from fsd_infer.drafters.itself import Itself, spelled
 from fsd_infer.drafters.lm import LMSession, warn_context
-from fsd_infer.targets.rounding import round_weight
+from fsd_infer.targets.sharing import round_weight
 from fsd_infer.tree import DraftTree
 from tests.bench_toys import save_toy
 from tests.families import (

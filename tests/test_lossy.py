@@ -15,7 +15,7 @@ from fsd_infer.drafters import GraftedDrafter, LookupDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.engine.ngrams import copied_ngrams, coverage, kinds, repeated_ngrams
 from fsd_infer.rules import Exact, Rule, Source, Tilted, parse_rule
-from fsd_infer.rules.phases import markers, markers_of
+from fsd_infer.rules.texts import markers, markers_of
 from tests.families import VOCAB, tiny_head, tiny_model, tiny_prompts
 
 

@@ -16,7 +16,7 @@ from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import Evidence, Exact, Rule, Texts, Verification, apply_rules, parse_rule
-from fsd_infer.rules.clipping import clipped
+from fsd_infer.rules.laws import clipped
 from fsd_infer.rules.texts import known, known_tokens
 from fsd_infer.rules.tilted import FIRST_PRICE, LEAST_PRICE, Tilted, sampling_cost
 from fsd_infer.tree import DraftTree

@@ -21,8 +21,7 @@ from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.request.guide import Guide
 from fsd_infer.serving.app import Limits, make_app
-from fsd_infer.serving.page import answers_page, server_page
-from fsd_infer.serving.trace import Trace
+from fsd_infer.serving.page import Trace, answers_page, server_page
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)></script><b>&amp;\u2028"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

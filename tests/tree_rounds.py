@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.drafters.visits import path_sums
-from fsd_infer.rules import Rule, Texts, Verdict, Verification
+from fsd_infer.rules import Evidence, Rule, Texts, Verdict, Verification
 from fsd_infer.rules._walk import walk
 from fsd_infer.tree import DraftTree, Nodes
 
@@ -121,7 +121,9 @@ def verdict_of(rule: Rule, round: Verification, lazy: bool) -> Verdict:
     """What the rule says, if contexts are asked for where the walk comes, or all at once."""
     rows = list(range(round.tree.tokens.shape[0]))
     budget = INF if rule.budget is None else rule.budget
-    return walk(round, [(rule.charged_law, rows)], [budget] * len(rows), lazy)
+    evidence, left = Evidence(round, lazy), round.budget_left
+    left = torch.full([len(rows)], budget, dtype=torch.float64) if left is None else left
+    return walk(evidence, [(rule.charged_law(evidence), rows)], left)
 
 
 def assert_same(a: Verdict, b: Verdict) -> None:

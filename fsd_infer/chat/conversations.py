@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import NotRequired, TypedDict
 
 from fsd_infer.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
 # role of each speaker in ShareGPT's `conversations`
 SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "assistant"), "assistant"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 ANSWERS = ("response", "completion")
 TEXTS = ("prompt", "question", "turns", "instruction", "problem", "query", "input", "text")  # of one user turn
 PROMPT_FIELDS = ("messages", "conversations", "conversation", "data", *TEXTS, *ANSWERS)
 
 
-class _Turn(TypedDict):
-    role: str
-    content: str
-
-
-class Message(_Turn, total=False):
+class Message(TypedDict):
     """One turn of a conversation. An assistant turn may call tools. A tool turn may name the call that it answers."""
 
-    tool_calls: list[dict[str, Any]]
-    tool_call_id: str
-    name: str
+    role: str
+    content: str
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
 
 
 def check_text(text: str, where: str) -> str:
@@ -77,7 +70,8 @@ def _turn(turn: Any, where: str) -> Message:
     if role not in ROLES:
         raise DataError(f"{where} has role {role!r}; known roles are {', '.join(ROLES)}.")
     where = f"{where} ({role})"
-    calls = _tool_calls(turn["tool_calls"], where) if role == "assistant" and turn.get("tool_calls") else []
+    asked = (turn.get("tool_calls") or []) if role == "assistant" else []
+    calls = [_tool_call(call, where) for call in (asked if isinstance(asked, list) else [None])]
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
@@ -102,12 +96,8 @@ def _joined(content: Any) -> Any:
     return "".join(texts) if len(texts) == len(parts) and all(isinstance(text, str) for text in texts) else content
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Return calls as chat templates read them: with arguments as an object, which OpenAI's API sends as JSON text."""
-    return [_tool_call(call, where) for call in (calls if isinstance(calls, list) else [None])]
-
-
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """Return a call as chat templates read it: with arguments as an object, which OpenAI's API sends as JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
     if isinstance(arguments, str):

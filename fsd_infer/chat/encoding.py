@@ -14,23 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.chat.conversations import Message, check_messages, check_text, row_messages
-from fsd_infer.chat.rows import read_jsonl, read_rows
+from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError, FsdError
-
-__all__ = [  # includes readers of other modules
-    "Message",
-    "PromptRow",
-    "check_messages",
-    "encode_chat",
-    "encode_conversation",
-    "encode_text",
-    "end_of_turn",
-    "read_jsonl",
-    "read_prompts",
-    "row_id",
-    "row_messages",
-    "special_ids",
-]
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -281,3 +266,18 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 def _encode_rendered(tokenizer: Any, text: str) -> list[int]:
     # the template has written the special tokens itself
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Return the text that each token adds. Joined, the pieces are the decoded text without special tokens.
+
+    A token that ends inside a character adds nothing. The token that completes the character adds it.
+    """
+    pieces: list[str] = []
+    shown = ""
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        whole = end == len(tokens) or not text.endswith("\N{REPLACEMENT CHARACTER}")
+        pieces.append(text[len(shown) :] if whole else "")
+        shown = text if whole else shown
+    return pieces

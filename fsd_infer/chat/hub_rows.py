@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.chat.conversations import PROMPT_FIELDS
-from fsd_infer.errors import DataError, shortened
+from fsd_infer.errors import DataError, imported, shortened
 from fsd_infer.registry import read_int
 
 PREFIX = "hf:"
@@ -81,12 +81,7 @@ class HubRows:
         Raises:
             DataError: no such dataset, revision, split or column, no answer from the Hub, or no package `datasets`.
         """
-        try:
-            datasets = import_module("datasets")
-        except ImportError as error:
-            raise DataError(
-                f"hf:{self.repository}: the package datasets is not installed: pip install 'fsd-toolkit[train]'."
-            ) from error
+        datasets = imported("datasets", f"reading hf:{self.repository}", "train", DataError)
         number = 0
         try:
             found = datasets.load_dataset(

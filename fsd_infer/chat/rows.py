@@ -9,7 +9,6 @@ import codecs
 import csv
 import gzip
 import hashlib
-import importlib
 import os
 import re
 import zlib
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsd_infer.chat.hub_rows import HubRows, is_hub_name
-from fsd_infer.errors import DataError
+from fsd_infer.errors import DataError, imported
 from fsd_infer.files import parse_json, parse_text
 
 LONGEST_LINE = 2**28  # bytes
@@ -199,7 +198,7 @@ def _parquet_files(directory: Path) -> list[Path]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    arrow, parquet = _needed("pyarrow", path), _needed("pyarrow.parquet", path)
+    arrow, parquet = (imported(name, f"reading {path}", "train", DataError) for name in ("pyarrow", "pyarrow.parquet"))
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -214,7 +213,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _saved_rows(directory: Path) -> Iterator[Row]:
-    datasets = _needed("datasets", directory)
+    datasets = imported("datasets", f"reading {directory}", "train", DataError)
     number = 0
     try:
         found = datasets.load_from_disk(str(directory))
@@ -231,13 +230,3 @@ def _saved_rows(directory: Path) -> Iterator[Row]:
     except Exception as error:  # `datasets` checks little of what it reads
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"{directory}: not a whole dataset, after row {number} ({reason}). Save it again.") from error
-
-
-def _needed(module: str, path: Path) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(
-            f"{path}: reading it needs the package {module.split('.')[0]}. Install it with "
-            "`pip install 'fsd-toolkit[train]'`, or convert the rows to .jsonl."
-        ) from error

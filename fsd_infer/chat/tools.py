@@ -14,8 +14,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsd_infer.chat.pieces import overlap
-
 
 @dataclass(frozen=True)
 class Tool:
@@ -173,3 +171,8 @@ def _values(text: str) -> Iterator[Any]:
         value, length = decoder.raw_decode(rest)
         yield value
         place = len(text) - len(rest) + length
+
+
+def overlap(text: str, other: str) -> int:
+    """Return the length of the longest suffix of ``text`` that is a prefix of ``other``."""
+    return next((size for size in range(min(len(other), len(text)), 0, -1) if text.endswith(other[:size])), 0)

@@ -26,6 +26,7 @@ LONGEST_PROMPT = 2**27  # characters: a device or a pipe may never end
 def generate(args: argparse.Namespace) -> int:
     """Run `fsd-infer generate`."""
     from fsd_infer.chat.conversations import check_text
+    from fsd_infer.chat.encoding import need_tokenizer
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.rules import parse_rule
 
@@ -34,7 +35,7 @@ def generate(args: argparse.Namespace) -> int:
     guide = _guide(args)
     models = _decoder_options(args)
     page = None if args.html is None else writable(args.html, "--html")
-    prompt = check_text(read_prompt(args), "the prompt")
+    prompt = check_text(read_text(args.prompt_file) if args.prompt is None else args.prompt, "the prompt")
     set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(**models)
     streamer = None
@@ -42,7 +43,12 @@ def generate(args: argparse.Namespace) -> int:
         from transformers import TextStreamer
 
         streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    trace = None if page is None else _trace(decoder, decoder.encode(prompt, False if args.raw else None))
+    trace = None
+    if page is not None:
+        from fsd_infer.serving.page import Trace
+
+        ids = decoder.encode(prompt, False if args.raw else None)
+        trace = Trace(need_tokenizer(decoder.tokenizer, decoder.target.name), ids, decoder.drafter.proposers)
     out = decoder.generate(
         prompt,
         rule,
@@ -64,7 +70,7 @@ def generate(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> None:
     """Print an answer as the options ask, and its statistics on standard error."""
-    from fsd_infer.chat.pieces import token_pieces
+    from fsd_infer.chat.encoding import token_pieces
     from fsd_infer.cli import report
     from fsd_infer.rules import Source
 
@@ -82,19 +88,10 @@ def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> N
     print(report.stats_line(out.stats), file=sys.stderr)
 
 
-def _trace(decoder: Any, prompt: Sequence[int]) -> Any:
-    """Return an empty trace of one answer for the page. Raises FsdError for a target without a tokenizer."""
-    from fsd_infer.chat.encoding import need_tokenizer
-    from fsd_infer.serving.trace import Trace
-
-    tokenizer = need_tokenizer(decoder.tokenizer, decoder.target.name)
-    return Trace(tokenizer, prompt, decoder.drafter.proposers)
-
-
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the model options as keywords of a benchmark."""
     from fsd_infer.drafters.shape import parse_tree
-    from fsd_infer.targets.loading import shipped_drafter
+    from fsd_infer.targets.builtin import shipped_drafter
 
     drafter = args.drafter
     if args.memory is not None:
@@ -150,11 +147,6 @@ def _guide(args: argparse.Namespace) -> Any:
     return Guide.regex(args.regex) if args.schema is None else Guide.json_schema(read_text(args.schema))
 
 
-def read_prompt(args: argparse.Namespace) -> str:
-    """Return the prompt's text. Raises DataError for a file that cannot be read."""
-    return args.prompt if args.prompt is not None else read_text(args.prompt_file)
-
-
 def read_text(named: str) -> str:
     """Read a text file, or standard input for "-". Raises DataError if it is unreadable or too long."""
     try:
@@ -204,36 +196,22 @@ def words(text: str) -> list[str]:
 
 def warmup(args: argparse.Namespace) -> int:
     """Run `fsd-infer warmup`: do what a first request would wait for, and print the seconds of each part."""
-    from fsd_infer.cpu.ops import kernel_kind, speed_up
+    from fsd_infer.cpu.ops import kernel_kind
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.device.clock import Clock
-    from fsd_infer.drafters import NoDrafter
-    from fsd_infer.drafters.shape import parse_tree
-    from fsd_infer.targets.loading import builtin_dir, parse_device, parse_dtype
-    from fsd_infer.targets.target import Target
+    from fsd_infer.targets.builtin import builtin_dir
 
     if args.fetch_only:
         print(builtin_dir(args.target))
         return 0
-    parse_tree(args.tree)  # unused, but a typing error ends here
-    dtype = parse_dtype(args.dtype)
+    options = _decoder_options(args)
     set_threads(args.threads)
     clock = Clock()
-    kind = kernel_kind() if parse_device(args.device).type == "cpu" else None
+    kind = kernel_kind() if options["device"].type == "cpu" else None
     clock.lap("compile")
-    options = args.target_kwargs or {}
-    target = Target.from_pretrained(args.target, dtype=dtype, device=args.device, expand=args.expand, **options)
+    decoder = FuzzyDecoder.from_pretrained(**options)
     clock.lap("load")
-    speed_up(target.model, release=True)
-    clock.lap("pack")
-    decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size), not args.no_quantize)
-    if args.cuda_graphs:
-        decoder.use_graphs()
-    decoder.drafter = decoder.load_drafter(model_options(args)["drafter"], pack=False)
-    clock.lap("load")
-    decoder.pack(decoder.drafter, release=True)
-    clock.lap("pack")
-    if target.device.type == "cpu":
+    if decoder.target.device.type == "cpu":
         print("CPU kernels: " + ("none, decoding runs through torch" if kind is None else "compiled"))
     print(", ".join(f"{part} {seconds:.1f} s" for part, seconds in clock.phases().items()), file=sys.stderr)
     return 0
@@ -245,7 +223,7 @@ def serve(args: argparse.Namespace) -> int:
         needed(package)
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.serving.app import Limits, make_app
-    from fsd_infer.serving.run import serve as serve_app
+    from fsd_infer.serving.app import serve as serve_app
 
     set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(**_decoder_options(args), adapters=dict(args.adapter or ()))
@@ -260,7 +238,7 @@ def rules(args: argparse.Namespace) -> int:
     from fsd_infer.divergence import DIVERGENCES
     from fsd_infer.drafters import DRAFTERS
     from fsd_infer.rules import RULES
-    from fsd_infer.targets.loading import BUILTIN_TARGETS, shipped_drafter
+    from fsd_infer.targets.builtin import BUILTIN_TARGETS, shipped_drafter
 
     listed = []
     for name in RULES:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from fsd_infer.cli import commands, evidence, planning
+from fsd_infer.cli import commands, evidence
 from fsd_infer.cli.options import (
     MODELS,
     HelpFormatter,
@@ -56,8 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
         (evidence.calibrate, _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
         (evidence.worth, _worth_options, "forecast what lossy rules gain with a drafter, from a run of exact"),
         (commands.warmup, _warmup_options, "load the models and compile the CPU kernels before the first request"),
-        (planning.estimate, _estimate_options, "compute memory and the least time of a round on GPUs from a config"),
-        (planning.skip_layers, _skip_options, "find layers that a drafter made from the target can skip"),
+        (evidence.estimate, _estimate_options, "compute memory and the least time of a round on GPUs from a config"),
+        (evidence.skip_layers, _skip_options, "find layers that a drafter made from the target can skip"),
         (commands.serve, _serve_options, "serve the OpenAI API from one process"),
         (commands.rules, None, "list rules, divergences, drafters and built-in targets"),
     ):

@@ -54,28 +54,28 @@ def run(program: str, command: Callable[[], int | None], debug: bool = False) ->
         with contextlib.suppress(OSError):  # or Python complains again when it flushes the rest
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except FsdError as error:
-        if debug:
-            raise
-        return _say(program, str(error), BAD_INPUT)
-    except OSError as error:
-        if debug:
-            raise
-        named = f"{error.filename}: " if error.filename else ""
-        return _say(program, f"{named}{error.strerror or error}", BAD_INPUT)
-    except MemoryError:
-        if debug:
-            raise
-        return _say(program, "out of memory: ask for less at once, or use a smaller model.", BAD_INPUT)
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # panics of Rust libraries are no Exceptions
         if debug:
             raise
-        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("fsd_"):
-            return _say(program, _missing(error), BAD_INPUT)
+        if (text := _of_input(error)) is not None:
+            return _say(program, text, BAD_INPUT)
         message = f"unexpected {type(error).__name__}: {error} (a bug; its traceback is in {_keep_traceback(program)})"
         return _say(program, message, UNEXPECTED)
+
+
+def _of_input(error: BaseException) -> str | None:
+    """Return what to tell the user of an error that bad input or a bad environment causes; None for a bug."""
+    if isinstance(error, FsdError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror or error}" if error.filename else str(error.strerror or error)
+    if isinstance(error, MemoryError):
+        return "out of memory: ask for less at once, or use a smaller model."
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("fsd_"):
+        return _missing(error)
+    return None
 
 
 def needed(package: str) -> None:

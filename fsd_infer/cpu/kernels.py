@@ -17,6 +17,7 @@ import threading
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,6 +88,28 @@ class Tree(Structure):
     _fields_ = [*((name, c_void_p) for name in ("tokens", "parents", "scores", "proposers")), ("count", c_int64)]
 
 
+_ROWS = (c_int, c_void_p, c_void_p, c_int64)  # bf16 or fp32, numbers, which rows, and a length
+# result and arguments of the functions of kernels.cpp, whose names begin with fsd_
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "prepare": (c_int,),
+    "panel": (c_int,),
+    "linear_forward": (None, c_void_p, POINTER(Linear), c_void_p, c_int64, c_int, c_int),
+    "stack_forward": (c_int64, POINTER(Stack), POINTER(Forward)),
+    "scratch": (c_int64, POINTER(Stack), POINTER(Forward)),
+    "row_statistics": (None, *_ROWS, c_int64, *[c_void_p] * 3, c_int),
+    "row_entropies": (None, *_ROWS, c_int64, c_void_p, c_int),
+    "rows": (c_int64, c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p),
+    "block_bytes": (c_int64, *[c_int64] * 3),
+    "block_pack": (c_int64, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int),
+    "block_rows": (c_int64, POINTER(Linear), c_void_p, c_int64, c_int, c_void_p, c_int),
+    "divergence": (None, c_int, c_int64, *_ROWS, *_ROWS, *[c_void_p] * 2, c_int),
+    "likeliest": (None, c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int),
+    "keep_largest": (None, c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int),
+    "ancestors": (None, c_void_p, *[c_int64] * 2, c_void_p),
+    "union": (None, c_int64, POINTER(Tree), POINTER(Tree), c_int64, *[c_void_p] * 4),
+}
+
+
 class Kernels:
     """The compiled library. Tensors are bf16, contiguous, and on the CPU.
 
@@ -98,52 +121,21 @@ class Kernels:
     """
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+        library = self._library = ctypes.CDLL(str(path))
+        for name, (result, *arguments) in _FUNCTIONS.items():
+            function = getattr(library, f"fsd_{name}")
+            function.restype, function.argtypes = result, arguments
         if library.fsd_prepare():
             raise OSError("the system does not grant the use of AMX")
         self.panel: int = library.fsd_panel()
+        self.block_bytes = library.fsd_block_bytes
         self._memory = threading.local()
-        self._linear = library.fsd_linear_forward
-        self._linear.argtypes = (c_void_p, POINTER(Linear), c_void_p, c_int64, c_int, c_int)
-        self._linear.restype = None
-        self._stack, self._scratch = library.fsd_stack_forward, library.fsd_scratch
-        self._stack.argtypes = self._scratch.argtypes = (POINTER(Stack), POINTER(Forward))
-        self._stack.restype = self._scratch.restype = c_int64
-        self._statistics = library.fsd_row_statistics
-        self._statistics.argtypes = (c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int)
-        self._statistics.restype = None
-        self._entropies = library.fsd_row_entropies
-        self._entropies.argtypes = (c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int)
-        self._entropies.restype = None
-        self._rows = library.fsd_rows
-        self._rows.argtypes, self._rows.restype = (c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p), c_int64
-        self.block_bytes, self._block_pack = library.fsd_block_bytes, library.fsd_block_pack
-        self.block_bytes.argtypes, self.block_bytes.restype = (c_int64, c_int64, c_int64), c_int64
-        self._block_pack.argtypes = (c_int64, c_void_p, c_void_p, *[c_int64] * 2, c_void_p, c_int)
-        self._block_rows = library.fsd_block_rows
-        self._block_rows.argtypes = (POINTER(Linear), c_void_p, c_int64, c_int, c_void_p, c_int)
-        self._block_pack.restype = self._block_rows.restype = c_int64
-        self._divergence = library.fsd_divergence
-        rows_of = (c_int, c_void_p, c_void_p, c_int64)  # narrow, numbers, which, columns
-        self._divergence.argtypes = (c_int, c_int64, *rows_of, *rows_of, *[c_void_p] * 2, c_int)
-        self._divergence.restype = None
-        self._likeliest = library.fsd_likeliest
-        self._likeliest.argtypes = (c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int)
-        self._likeliest.restype = None
-        self._keep_largest = library.fsd_keep_largest
-        self._keep_largest.argtypes = (c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int)
-        self._keep_largest.restype = None
-        self._ancestors = library.fsd_ancestors
-        self._ancestors.argtypes, self._ancestors.restype = (c_void_p, *[c_int64] * 2, c_void_p), None
-        self._union = library.fsd_union
-        self._union.argtypes = (c_int64, POINTER(Tree), POINTER(Tree), c_int64, *[c_void_p] * 4)
-        self._union.restype = None
 
     def linear(self, x: Tensor, layer: Linear) -> Tensor:
         """Multiply x [..., depth] with a packed weight and add its bias: [..., columns]."""
         y = x.new_empty((*x.shape[:-1], layer.columns))
         rows, many = x.numel() // x.shape[-1], x.dim() > 1 and x.shape[-2] > FEW_TOKENS
-        self._linear(x.data_ptr(), layer, y.data_ptr(), rows, many, torch.get_num_threads())
+        self._library.fsd_linear_forward(x.data_ptr(), layer, y.data_ptr(), rows, many, torch.get_num_threads())
         return y
 
     def pack_blocks(self, kind: int, rows: np.ndarray, depth: int, order: Tensor | None) -> Tensor | None:
@@ -162,9 +154,8 @@ class Kernels:
         if not size:
             return None
         panels = torch.zeros(size, dtype=torch.uint8)
-        which = None if order is None else order.data_ptr()
-        address, threads = rows.ctypes.data, torch.get_num_threads()
-        wrong = self._block_pack(kind, address, which, len(rows), depth, panels.data_ptr(), threads)
+        taken = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), torch.get_num_threads()
+        wrong = self._library.fsd_block_pack(kind, *taken)
         if wrong:
             raise ValueError(f"{wrong} scales that are no finite numbers")
         return panels
@@ -173,14 +164,15 @@ class Kernels:
         """Return :meth:`rows` of a weight in blocks, in bf16 or fp32."""
         found = torch.empty(*ids.shape, layer.depth, dtype=dtype)
         narrow, threads = dtype == torch.bfloat16, torch.get_num_threads() if ids.numel() > FEW_TOKENS else 1
-        if self._block_rows(layer, ids.data_ptr(), ids.numel(), narrow, found.data_ptr(), threads):
+        if self._library.fsd_block_rows(layer, ids.data_ptr(), ids.numel(), narrow, found.data_ptr(), threads):
             raise _no_rows(ids, layer)
         return found
 
     def rows(self, layer: Linear, ids: Tensor) -> Tensor:
         """Return rows ids [...] of a weight in bf16: [..., depth]. Raises IndexError for an id outside it."""
         found = torch.empty(*ids.shape, layer.depth, dtype=torch.bfloat16)
-        if self._rows(layer.panels, layer.columns, layer.depth, ids.data_ptr(), ids.numel(), found.data_ptr()):
+        taken = layer.panels, layer.columns, layer.depth, ids.data_ptr(), ids.numel(), found.data_ptr()
+        if self._library.fsd_rows(*taken):
             raise _no_rows(ids, layer)
         return found
 
@@ -188,38 +180,20 @@ class Kernels:
         self, logits: Tensor, rows: Tensor | None = None, log_sum: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute :func:`fsd_infer.cpu.ops.row_statistics` of logits [..., V] or of rows [R] of [M, V]."""
-        columns = logits.shape[-1]
+        rows = _checked(rows, logits)
         shape = logits.shape[:-1] if rows is None else rows.shape
-        if rows is not None:
-            _check_rows(rows, logits)
-            rows = rows.contiguous()
         highest, where = torch.empty(shape), torch.empty(shape, dtype=torch.long)
         total = torch.empty(shape) if log_sum else None
-        count = highest.numel()
-        threads = torch.get_num_threads() if count * columns > _FEW_NUMBERS else 1
-        self._statistics(
-            logits.dtype == torch.bfloat16,
-            logits.data_ptr(),
-            None if rows is None else rows.data_ptr(),
-            count,
-            columns,
-            highest.data_ptr(),
-            where.data_ptr(),
-            None if total is None else total.data_ptr(),
-            threads,
-        )
+        sizes, out = (highest.numel(), logits.shape[-1]), (highest.data_ptr(), where.data_ptr(), address_of(total))
+        self._library.fsd_row_statistics(*_rows(logits, rows), *sizes, *out, _threads(*sizes))
         return highest, where, total
 
     def row_entropies(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
         """Compute :func:`fsd_infer.cpu.ops.row_entropies`; arguments as of :meth:`row_statistics`."""
-        if rows is not None:
-            _check_rows(rows, logits)
-            rows = rows.contiguous()
+        rows = _checked(rows, logits)
         found = torch.empty(logits.shape[:-1] if rows is None else rows.shape)
-        which, columns = None if rows is None else rows.data_ptr(), logits.shape[-1]
-        threads = torch.get_num_threads() if found.numel() * columns > _FEW_NUMBERS else 1
-        narrow = logits.dtype == torch.bfloat16
-        self._entropies(narrow, logits.data_ptr(), which, found.numel(), columns, found.data_ptr(), threads)
+        sizes = found.numel(), logits.shape[-1]
+        self._library.fsd_row_entropies(*_rows(logits, rows), *sizes, found.data_ptr(), _threads(*sizes))
         return found
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -228,21 +202,23 @@ class Kernels:
         where = torch.empty(log_q.shape, dtype=torch.long)
         columns = logits.shape[-1]
         narrow, rows, threads = logits.dtype == torch.bfloat16, logits.numel() // columns, torch.get_num_threads()
-        self._likeliest(narrow, logits.data_ptr(), rows, columns, count, log_q.data_ptr(), where.data_ptr(), threads)
+        self._library.fsd_likeliest(
+            narrow, logits.data_ptr(), rows, columns, count, log_q.data_ptr(), where.data_ptr(), threads
+        )
         return log_q, where
 
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
         """Compute :func:`fsd_infer.cpu.ops.keep_largest` of scores [..., V] in fp32."""
         found, columns = torch.empty_like(scores), scores.shape[-1]
         rows, threads = scores.numel() // columns, torch.get_num_threads()
-        self._keep_largest(scores.data_ptr(), rows, columns, count, other, found.data_ptr(), threads)
+        self._library.fsd_keep_largest(scores.data_ptr(), rows, columns, count, other, found.data_ptr(), threads)
         return found
 
     def ancestors(self, parents: Tensor) -> Tensor:
         """Compute :func:`fsd_infer.cpu.ops.ancestors` of int64 parents."""
         batch, count = parents.shape
         found = torch.empty(batch, count, count, dtype=torch.bool)
-        self._ancestors(parents.data_ptr(), batch, count, found.data_ptr())
+        self._library.fsd_ancestors(parents.data_ptr(), batch, count, found.data_ptr())
         return found
 
     def union(self, main: TreeTensors, side: TreeTensors, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -252,9 +228,9 @@ class Kernels:
         scores = torch.empty(batch, count)
         held = [[None if x is None else x.contiguous() for x in tree] for tree in (main, side)]
         sizes = main[0].shape[1], side[0].shape[1]
-        trees = (Tree(*(None if x is None else x.data_ptr() for x in tree), size) for tree, size in zip(held, sizes))
+        trees = (Tree(*map(address_of, tree), size) for tree, size in zip(held, sizes))
         out = (x.data_ptr() for x in (tokens, parents, scores, proposers))
-        self._union(batch, *trees, mains, *out)
+        self._library.fsd_union(batch, *trees, mains, *out)
         return tokens, parents, scores, proposers
 
     def divergence(
@@ -283,16 +259,11 @@ class Kernels:
         if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < p.shape[-1]:
             raise IndexError(f"tokens {int(ids.min())} to {int(ids.max())} of logits with {p.shape[-1]} columns.")
         for x, which in zip((p, q), rows):
-            if which is not None:
-                _check_rows(which, x)
+            _checked(which, x)
         out = torch.empty(p.shape[:-1] if rows[0] is None else rows[0].shape)
-        kind = PLAIN_DIVERGENCES.index(name)
-        of_p, of_q = (
-            (x.dtype == torch.bfloat16, x.data_ptr(), None if which is None else which.data_ptr(), x.shape[-1])
-            for x, which in zip((p, q), rows, strict=True)
-        )
-        tokens = None if ids is None else ids.data_ptr()
-        self._divergence(kind, out.numel(), *of_p, *of_q, tokens, out.data_ptr(), torch.get_num_threads())
+        kind, threads = PLAIN_DIVERGENCES.index(name), torch.get_num_threads()
+        of_p, of_q = ((*_rows(x, which), x.shape[-1]) for x, which in zip((p, q), rows, strict=True))
+        self._library.fsd_divergence(kind, out.numel(), *of_p, *of_q, address_of(ids), out.data_ptr(), threads)
         return out
 
     def stack(self, stack: Stack, forward: Forward) -> None:
@@ -301,12 +272,12 @@ class Kernels:
         Raises:
             IndexError: a slot or a position is out of range; then nothing was written.
         """
-        size = self._scratch(stack, forward)
+        size = self._library.fsd_scratch(stack, forward)
         held: Tensor | None = getattr(self._memory, "scratch", None)
         if held is None or held.numel() < size:
             held = self._memory.scratch = torch.empty(size, dtype=torch.uint8)
         forward.scratch = held.data_ptr()
-        if self._stack(stack, forward):
+        if self._library.fsd_stack_forward(stack, forward):
             raise IndexError(f"slots or positions beyond a cache with {forward.capacity} slots.")
 
 
@@ -324,10 +295,24 @@ def _no_rows(ids: Tensor, layer: Linear) -> IndexError:
     return IndexError(f"token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {layer.columns}.")
 
 
-def _check_rows(rows: Tensor, of: Tensor) -> None:
-    """Raise IndexError for a row outside [M, V], which the kernels would read unchecked."""
-    if not all(0 <= row < len(of) for row in rows.tolist()):
+def _checked(rows: Tensor | None, of: Tensor) -> Tensor | None:
+    """Return contiguous rows. Raises IndexError for one outside [M, V], which the kernels would read."""
+    if rows is not None and not all(0 <= row < len(of) for row in rows.tolist()):
         raise IndexError(f"rows {rows.tolist()} of logits with {len(of)} rows.")
+    return None if rows is None else rows.contiguous()
+
+
+def address_of(x: Tensor | None) -> int | None:
+    """Return the address of a tensor's memory."""
+    return None if x is None else x.data_ptr()
+
+
+def _rows(logits: Tensor, rows: Tensor | None) -> tuple[bool, int, int | None]:
+    return logits.dtype == torch.bfloat16, logits.data_ptr(), address_of(rows)
+
+
+def _threads(count: int, columns: int) -> int:
+    return torch.get_num_threads() if count * columns > _FEW_NUMBERS else 1
 
 
 def panels_of(weight: Tensor, packed: Tensor) -> int | None:

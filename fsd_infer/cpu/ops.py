@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from fsd_infer.cpu.blocks import Blocks, keep_groups
 from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, kernels
 from fsd_infer.cpu.packing import (
-    Packed,
     hold_blocks,
     holds_blocks,
     is_plain,
     own_memory,
     pack_linears,
-    packed_in,
     packed_of,
-    rows_of,
+    packed_products,
     table_size,
+    weight_rows,
 )
 from fsd_infer.cpu.stack import DecoderStack
 
@@ -222,7 +221,7 @@ def speed_up(module: nn.Module, release: bool = False, quantize: bool = False) -
         return
     pack_linears(module, release)
     if quantize:
-        for packed in packed_in(module):
+        for packed in packed_products(module):
             packed.quantize()
     if any(parameter.is_meta for parameter in module.parameters()):
         own_memory(module)
@@ -234,7 +233,7 @@ def speed_up(module: nn.Module, release: bool = False, quantize: bool = False) -
 
 def restore(module: nn.Module) -> int:
     """Undo :func:`speed_up`: restore every module's weight and forward. Return the number of packed layers."""
-    packed = packed_in(module)
+    packed = packed_products(module)
     for product in packed:
         product.unpack()
     forget_stacks(module)
@@ -261,21 +260,3 @@ def stack_of(owner: nn.Module) -> DecoderStack | None:
     """
     stack: DecoderStack | None = vars(owner).get(_STACK)
     return None if stack is None or stack.is_hooked else stack
-
-
-def packed_products(module: nn.Module) -> list[Packed]:
-    """Return the packed linear layers in ``module``."""
-    return packed_in(module)
-
-
-def weight_rows(layer: nn.Module, ids: Tensor | None) -> Tensor:
-    """Return rows of a linear layer's or embedding's weight.
-
-    Args:
-        layer: the layer, packed or not.
-        ids: [K] row numbers; None: all rows.
-
-    Returns:
-        [K, in].
-    """
-    return rows_of(layer, ids)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cpu.blocks import Blocks, blocks_of
-from fsd_infer.cpu.kernels import MOST_ROWS, Linear, kernels, panels_of
+from fsd_infer.cpu.kernels import MOST_ROWS, Linear, address_of, kernels, panels_of
 from fsd_infer.device.memory import trim
 
 _COMPUTED = "_computed_weight"  # attribute of a quantised layer
@@ -51,20 +51,15 @@ class Packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
             panels = panels_of(weight, self.weight)
         else:
-            self.weight = self._panels(blocks)
-            panels = self.weight.data_ptr()
+            taken = (blocks.kind, blocks.rows, self.depth, blocks.order)
+            packed = None if self.kernels is None else self.kernels.pack_blocks(*taken)
+            if packed is None:
+                raise ValueError("blocks of a kind or size that the kernels do not take")
+            self.weight, panels = packed, packed.data_ptr()
         if panels is not None:
-            address = None if self.bias is None else self.bias.data_ptr()
             sizes = dict(columns=self.columns, depth=self.depth)
-            self.native = Linear(panels=panels, kind=self.kind, bias=address, **sizes)
+            self.native = Linear(panels=panels, kind=self.kind, bias=address_of(self.bias), **sizes)
         self._table: nn.Embedding | None = None  # the tied embedding that it serves too
-
-    def _panels(self, blocks: Blocks) -> Tensor:
-        taken = (blocks.kind, blocks.rows, self.depth, blocks.order)
-        made = None if self.kernels is None else self.kernels.pack_blocks(*taken)
-        if made is None:
-            raise ValueError("blocks of a kind or size that the kernels do not take")
-        return made
 
     def put_on(self) -> None:
         """Make the layer compute by this."""
@@ -96,11 +91,6 @@ class Packed:
             return
         self.weight, self.scales = fp8_panels(self.dense(), self.kernels.panel)
         self.native.panels, self.native.scales = self.weight.data_ptr(), self.scales.data_ptr()
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes that :meth:`quantize` saved relative to bf16."""
-        return 0 if self.scales is None else self.columns * self.depth - self.scales.nbytes
 
     def dense(self) -> Tensor:
         """Return the weight [out, in] of the products in bf16. Numbers of blocks are rounded once."""
@@ -171,7 +161,7 @@ def packed_of(layer: nn.Module) -> Packed | None:
     return forward if isinstance(forward, Packed) else None
 
 
-def packed_in(module: nn.Module) -> list[Packed]:
+def packed_products(module: nn.Module) -> list[Packed]:
     """Return the packed layers in ``module``, each once, in the order of its parts."""
     found = (packed_of(part) for part in module.modules())
     return list(dict.fromkeys(packed for packed in found if packed is not None))
@@ -284,7 +274,7 @@ def _share_embedding(model: Any) -> None:
         packed.serve(table)
 
 
-def rows_of(layer: nn.Module, ids: Tensor | None) -> Tensor:
+def weight_rows(layer: nn.Module, ids: Tensor | None) -> Tensor:
     """Return rows ids [K] of a linear layer's or embedding's weight, or all of it for None.
 
     A sharded weight (tensor parallelism) is gathered, so all processes must ask. For a layer that is quantised or has

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu.kernels import FEW_TOKENS, MOST_ROWS, Forward, Kernels, Layer, Stack, kernels
+from fsd_infer.cpu.kernels import FEW_TOKENS, MOST_ROWS, Forward, Kernels, Layer, Stack, address_of, kernels
 from fsd_infer.cpu.packing import packed_of
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))
@@ -125,7 +125,7 @@ class DecoderStack:
             batch=batch,
             count=count,
             x=x.data_ptr(),
-            attended=None if attended is None else attended.data_ptr(),
+            attended=address_of(attended),
             positions=positions.data_ptr(),
             slots=slots.data_ptr(),
             cosine=cosine.data_ptr(),
@@ -194,4 +194,4 @@ def _native(layer: Any, held: list[Any], first: bool) -> Layer | None:
     ):
         return None
     held += [packed, weights]
-    return Layer(*products, *(None if weight is None else weight.data_ptr() for weight in weights))
+    return Layer(*products, *map(address_of, weights))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
-from fsd_infer.engine.rounds import Round
-from fsd_infer.engine.stats import GenerationStats, RowRecord
+from fsd_infer.engine.request import Outcome, Round
 from fsd_infer.errors import FsdError, ModelLoadError
+from fsd_infer.registry import is_whole
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.rules import RuleLike
 from fsd_infer.targets.adapters import put_beside
@@ -34,7 +33,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 @dataclass
-class Generation:
+class Generation(Outcome):
     """The result of :meth:`FuzzyDecoder.generate`.
 
     Attributes:
@@ -46,11 +45,7 @@ class Generation:
         scores: with beams, each answer's sum of log-probabilities / length ** length_penalty; else None.
     """
 
-    sequences: list[list[int]]
-    texts: list[str]
-    stats: GenerationStats
-    records: list[RowRecord]
-    scores: list[float] | None = None
+    texts: list[str] = field(default_factory=list)
 
 
 class FuzzyDecoder:
@@ -162,18 +157,14 @@ class FuzzyDecoder:
         """Load another drafter for this target; arguments and errors as for :meth:`from_pretrained`."""
         with self.target.lock:  # a head may add layers to the target's features
             loaded = load_drafter(drafter, self.target, tree)
-            if pack:
-                self.pack(loaded, release=not isinstance(drafter, Drafter))  # the caller may use its object elsewhere
+            release = not isinstance(drafter, Drafter)  # the caller may use its object elsewhere
+            for module in loaded.modules() if pack else ():
+                is_model = isinstance(module, GenerationMixin)
+                speed_up(module, release, quantize=release and self.quantize and not is_model)
             if self._recorder is not None:
                 loaded.use_graphs(self._recorder)
         release_freed()  # weights in the file's dtype and layout
         return loaded
-
-    def pack(self, drafter: Drafter, release: bool) -> None:
-        """Apply :func:`.speed_up` to a drafter's modules; with ``release`` a head's weights may become fp8."""
-        for module in drafter.modules():
-            is_model = isinstance(module, GenerationMixin)
-            speed_up(module, release, quantize=release and self.quantize and not is_model)
 
     @property
     def tokenizer(self) -> Any:
@@ -197,7 +188,7 @@ class FuzzyDecoder:
             return encode_chat(need_tokenizer(self.target.tokenizer, self.target.name), items)  # type: ignore[arg-type]
         size = self.target.vocab_size
         for token in items:
-            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < size:
+            if not is_whole(token, 0, size - 1):
                 raise FsdError(
                     f"a prompt's token ids are whole numbers from 0 to {size - 1}, got {token!r}: "
                     "encode it with the target's own tokenizer."
@@ -235,7 +226,7 @@ class FuzzyDecoder:
         seed: int | None = None,
         streamer: Any = None,
         on_tokens: Callable[[int, list[int]], object] | None = None,
-        on_round: Callable[[int, Round], None] | None = None,
+        on_round: Callable[[int, Round], object] | None = None,
         chat: bool | None = None,
         measure_log_likelihood: bool = False,
         max_cache_bytes: int | None = None,
@@ -280,6 +271,7 @@ class FuzzyDecoder:
         """
         with ending(streamer), self.target.lock, self.target.adapted(adapter):
             config = generation_config or self.target.model.generation_config
+            drafter = self.drafter if drafter is None else drafter
             pad, eos = (overrides.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id"))
             ends = frozenset(id_list("eos_token_id", eos))
             padding = pad if isinstance(pad, int) and pad not in ends else None
@@ -290,26 +282,16 @@ class FuzzyDecoder:
             if guide is not None:
                 followed = self._follow(guide, ids, ends)
                 overrides["logits_processor"] = [*(overrides.get("logits_processor") or []), followed]
-                drafter = self.drafter if drafter is None else drafter
                 if isinstance(drafter, Drafter) and (overrides.get("num_beams") or config.num_beams or 1) == 1:
                     drafter = ForcedDrafter(drafter, followed.forced, followed.vocab_size)
-            outcome = decode_request(
-                self.target,
-                self.drafter if drafter is None else drafter,
-                rule,
-                *prepare(self.target, ids, generation_config, overrides),
-                streamer=streamer,
-                on_tokens=on_tokens,
-                on_round=on_round,
-                seed=seed,
-                measure_log_likelihood=measure_log_likelihood,
-                max_cache_bytes=max_cache_bytes,
-                cache_keys=cache_keys,
-                beam_options=beam_options,
-            )
+            request, config = prepare(self.target, ids, generation_config, overrides)
+            request.on_tokens, request.on_round, request.cache_keys = on_tokens, on_round, cache_keys
+            request.measure_log_likelihood, request.max_cache_bytes = measure_log_likelihood, max_cache_bytes
+            options: dict[str, Any] = dict(streamer=streamer, seed=seed, beam_options=beam_options)
+            outcome = decode_request(self.target, drafter, rule, request, config, **options)
             tokenizer = self.target.tokenizer
             texts = [tokenizer.decode(s, skip_special_tokens=True) if tokenizer else "" for s in outcome.sequences]
-        return Generation(outcome.sequences, texts, outcome.stats, outcome.records, outcome.scores)
+        return Generation(**vars(outcome), texts=texts)
 
 
 def _check_objects(target: Any, tokenizer: Any) -> None:

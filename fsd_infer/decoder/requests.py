@@ -1,7 +1,8 @@
 """Requests from the arguments of transformers' ``generate``, for ``FuzzyDecoder`` and for the custom loop.
 
 ``FuzzyDecoder.generate`` prepares its options with transformers' own methods (:func:`prepare`). ``generate`` passes
-prepared options to its ``custom_generate``. Both then call :func:`request_of` and :func:`decode_request`.
+prepared options to its ``custom_generate``, :func:`generate`. Both then call :func:`request_of` and
+:func:`decode_request`.
 """
 
 from __future__ import annotations
@@ -10,26 +11,108 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fsd_infer.chat.conversations import check_text
 from fsd_infer.chat.encoding import need_tokenizer
 from fsd_infer.decoder.calibrated import CALIBRATED, calibrated
+from fsd_infer.device.transfer import lists
 from fsd_infer.drafters import Drafter
-from fsd_infer.engine import Outcome, Request, Round, decode
+from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.engine.beams import BeamOptions, decode_beams
 from fsd_infer.errors import FsdError, ModelLoadError, shortened
-from fsd_infer.request.options import check_config, check_numbers, reads_prompts, split_options
+from fsd_infer.registry import is_whole
+from fsd_infer.request.options import check_config, check_inputs, check_numbers, reads_prompts, split_options
 from fsd_infer.rules import RuleLike, parse_rules
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import left_pad, left_padded, pad_id
 
 OnTokens = Callable[[int, list[int]], object]
-OnRound = Callable[[int, Round], None]
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
+    drafter: str | Path | Drafter | None = None,
+    rule: RuleLike = "exact",
+    seed: int | None = None,
+    stream_to: Any = None,
+    max_cache_bytes: int | None = None,
+    beam_options: BeamOptions | None = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decode speculatively: ``model.generate(ids, custom_generate=fsd_infer.generate, drafter=..., rule=...)``.
+
+    Threads that share a model take turns, request by request. ``generate`` does not pass its ``streamer`` and
+    ``assistant_model`` to custom loops: use ``stream_to`` and ``drafter`` instead.
+
+    Args:
+        model: the target.
+        input_ids: [B, T] prompts, as ``generate`` prepares them.
+        logits_processor: as ``generate`` prepares it.
+        stopping_criteria: as ``generate`` prepares them. They receive the text alone; ``scores`` is None. Stop strings
+            need an explicit ``StopStringCriteria``, since ``generate`` does not pass its tokenizer.
+        generation_config: as ``generate`` prepares it.
+        drafter: see :func:`load_drafter`; None: the shipped head of a built-in target. A name is loaded on every call,
+            so pass a Drafter object in a loop.
+        rule: a rule, its name, a list with one per prompt, or "calibrated"; see ``FuzzyDecoder.generate``.
+        seed: of the draws above temperature 0.
+        stream_to: a streamer. It receives the prompt, every token, and ``end()``, also after an error.
+        max_cache_bytes: refuse a request whose KV caches take more (default: the free memory).
+        beam_options: with ``num_beams`` > 1, how beams are drafted.
+        model_kwargs: other arguments of ``generate``.
+
+    Returns:
+        ids [B, prompt + longest answer], right-padded, as ``generate`` returns them. With ``return_dict_in_generate`` a
+        ``GenerateDecoderOnlyOutput`` with ``stats`` and, with beams, ``sequences_scores``.
+
+    Raises:
+        FsdError: an unsupported argument of ``generate`` or field of the configuration; and as
+            :func:`fsd_infer.engine.decode`.
+    """
+    assert generation_config is not None
+    with ending(stream_to), (target := target_of(model)).lock:
+        check_config(generation_config, model.generation_config)
+        kept = check_inputs(input_ids, model_kwargs)
+        beams = generation_config.num_beams or 1  # generate repeats each prompt per beam
+        texts, kept = lists(input_ids[::beams], kept[::beams])
+        prompts = [[token for token, keep in zip(*row) if keep] for row in zip(texts, kept)]
+        request = request_of(prompts, texts, generation_config, logits_processor, stopping_criteria)
+        request.max_cache_bytes, drafter = max_cache_bytes, load_drafter(drafter, target)
+        options: dict[str, Any] = dict(streamer=stream_to, seed=seed, beam_options=beam_options)
+        outcome = decode_request(target, drafter, rule, request, generation_config, **options)
+    longest = max(len(sequence) for sequence in outcome.sequences)
+    pad = pad_id(generation_config)
+    answers = [sequence + [pad] * (longest - len(sequence)) for sequence in outcome.sequences]
+    if outcome.scores is not None:  # generate repeated each prompt per beam
+        input_ids = input_ids[torch.arange(len(answers), device=input_ids.device) * len(input_ids) // len(answers)]
+    sequences = torch.cat([input_ids, input_ids.new_tensor(answers)], dim=1)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    output = GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+    output["stats"] = outcome.stats
+    if outcome.scores is not None:
+        output["sequences_scores"] = torch.tensor(outcome.scores, device=input_ids.device)
+    return output
+
+
+def target_of(model: Any) -> Target:
+    """Return the one Target of a transformers model. The model stores it, so both are freed together."""
+    held = vars(model)  # getattr of a wrapper would read the model inside
+    if "_fsd_target" not in held:
+        held["_fsd_target"] = Target(model)
+    return held["_fsd_target"]
 
 
 def prepare(
@@ -128,15 +211,12 @@ def decode_request(
     config: GenerationConfig,
     *,
     streamer: Any = None,
-    on_tokens: OnTokens | None = None,
-    on_round: OnRound | None = None,
     seed: int | None = None,
-    measure_log_likelihood: bool = False,
-    max_cache_bytes: int | None = None,
-    cache_keys: Sequence[str] | None = None,
     beam_options: BeamOptions | None = None,
 ) -> Outcome:
     """Decode a request with its configuration; the caller ends the streamer. Options: see ``FuzzyDecoder.generate``.
+
+    The request has ``cache_keys`` per prompt; its answers get them here.
 
     Raises:
         FsdError: an invalid argument; and as :func:`fsd_infer.engine.decode`.
@@ -146,8 +226,8 @@ def decode_request(
     target, model = drafter.target or target, target.model
     if target.model is not model:
         raise ModelLoadError("the drafter was made for another model object than the one that generates.")
-    if max_cache_bytes is not None and (isinstance(max_cache_bytes, bool) or not isinstance(max_cache_bytes, int)):
-        raise FsdError(f"max_cache_bytes is a whole number of bytes, got {max_cache_bytes!r:.60}.")
+    if request.max_cache_bytes is not None and not is_whole(request.max_cache_bytes):
+        raise FsdError(f"max_cache_bytes is a whole number of bytes, got {request.max_cache_bytes!r:.60}.")
     if config.do_sample and seed is None and target.is_sharded:
         raise FsdError("the target is sharded over processes: give all of them one seed, so that they draw the same.")
     if isinstance(rule, str) and rule == CALIBRATED:
@@ -155,7 +235,7 @@ def decode_request(
         rule, drafter = calibrated(drafter, target, 1.0 if temperature is None else temperature)
     rules = parse_rules(rule)
     beams, answers = config.num_beams or 1, config.num_return_sequences or 1
-    if beams > 1 and on_round is not None:
+    if beams > 1 and request.on_round is not None:
         raise FsdError("on_round does not work with beams: leave num_beams or on_round out.")
     if beams == 1 and beam_options is not None:
         raise FsdError("beam_options are for beams: set num_beams to more than 1, or leave them out.")
@@ -164,11 +244,8 @@ def decode_request(
     request = replace(
         request,
         generator=_generator(seed, target.device),
-        on_tokens=on_tokens if streamer is None else _streamed(streamer, on_tokens),
-        on_round=on_round,
-        measure_log_likelihood=measure_log_likelihood,
-        max_cache_bytes=max_cache_bytes,
-        cache_keys=_per_answer(cache_keys, answers if beams == 1 else 1, len(request.prompts)),
+        on_tokens=request.on_tokens if streamer is None else _streamed(streamer, request.on_tokens),
+        cache_keys=_per_answer(request.cache_keys, answers if beams == 1 else 1, len(request.prompts)),
     )
     if beams > 1:
         return decode_beams(target, drafter, rules, request, config, beam_options)
@@ -230,6 +307,6 @@ def _generator(seed: int | None, device: torch.device) -> torch.Generator | None
     """Return a generator with that seed; None without one."""
     if seed is None:
         return None
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+    if not is_whole(seed, -(2**63), 2**64 - 1):
         raise FsdError(f"seed must be a whole number of at most 64 bits, got {seed!r}.")
     return torch.Generator(device=device).manual_seed(seed)

@@ -58,7 +58,7 @@ class _SlotLayer(CacheLayerMixin):
         return self.pool.used, 0
 
     def get_seq_length(self) -> int:
-        return self.pool.text_length
+        return 0  # the engine passes positions
 
     def get_max_length(self) -> int:
         return self.pool.capacity
@@ -89,7 +89,6 @@ class SlotCache(Cache):
         self.slots = torch.zeros(batch, 0, dtype=torch.long)
         self.used = 0
         self.positions: Tensor | None = None
-        self.text_length = 0
         self._pools: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         super().__init__(layers=[_SlotLayer(self, index) for index in range(self.num_layers)])
 

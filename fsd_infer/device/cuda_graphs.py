@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +32,9 @@ Outputs = tuple[Tensor, ...]
 Step = Callable[..., Outputs]
 
 
-class Recorder(Protocol):
-    """A function that runs ``run``, records its launches, and returns its outputs and a function to replay them.
-
-    A replay updates the outputs in place.
-    """
-
-    def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], Any]]: ...
+# Runs a function, records its launches, and returns its outputs and a function that replays them. A replay updates the
+# outputs in place.
+Recorder = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], Any]]]
 
 
 class CudaRecorder:
@@ -201,14 +198,54 @@ class Graphs:
             cache.set_write_slots(*before)
 
 
-def new_cache(graphs: Graphs | None, config: Any, batch: int, slots: int) -> SlotCache:
-    """Return :meth:`Graphs.cache`, or without graphs a cache of exactly this many slots."""
-    return SlotCache(config, batch, slots) if graphs is None else graphs.cache(config, batch, slots)
+class CachedModel(ABC):
+    """A model with a KV cache of slots, whose forwards may be recorded as CUDA graphs.
 
+    Attributes:
+        graphs: the recordings; None: forwards run eagerly.
+        cache_config: a config that says how many layers have keys and values.
+        device: of the model.
+    """
 
-def slots_taken(graphs: Graphs | None, slots: int) -> int:
-    """Return the slots per row that :func:`new_cache` allocates."""
-    return slots if graphs is None else graphs.slots(slots)
+    graphs: Graphs | None = None
+    cache_config: Any
+    device: torch.device
+
+    @abstractmethod
+    def _step(self, cache: SlotCache, visible: Tensor, *inputs: Any) -> Outputs:
+        """Run the model over new tokens, as :class:`Graphs` takes it."""
+
+    @abstractmethod
+    def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
+        """Run the model over a single token, with ``zero`` [1, 1] as its id and its position."""
+
+    def use_graphs(self, recorder: Recorder) -> None:
+        """Record forwards over trees as CUDA graphs and replay them, see :class:`Graphs`."""
+        self.graphs = Graphs(self._step, recorder)
+
+    def new_cache(self, batch: int, slots: int) -> SlotCache:
+        """Return an empty KV cache with ``slots`` slots per row."""
+        if self.graphs is None:
+            return SlotCache(self.cache_config, batch, slots)
+        return self.graphs.cache(self.cache_config, batch, slots)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of earlier requests' caches that :meth:`new_cache` may reuse."""
+        return 0 if self.graphs is None else self.graphs.held
+
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        """Return the bytes that :meth:`new_cache` takes."""
+        return batch * (slots if self.graphs is None else self.graphs.slots(slots)) * self.cache_bytes_per_token
+
+    @cached_property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes per token in the cache, measured by a forward over one token, since configs do not agree on it."""
+        cache, zero = SlotCache(self.cache_config, 1, 1), torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        cache.set_write_slots(zero, 0, 1)
+        with torch.no_grad():
+            self._read_one(cache, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), zero)
+        return cache.nbytes
 
 
 def _sized(like: Tensor, size: int) -> Tensor:

@@ -102,7 +102,7 @@ class AutoTree:
     ) -> None:
         self.memory, self.law, self.most, self.sizes, self.learns = memory, law, nodes, sizes, learns
         self.reads_scores = memory.reads_scores
-        self.known = memory.knowledge(batch, law) if learns else Knowledge(Costs(memory.prior, False), batch, law)
+        self.known = memory.knowledge(batch, law) if learns else Knowledge(Costs(memory.prior), batch, law)
         self.known.curve.begin_text()
         self.trees, self.batch = Trees(), 0
         self._begin(batch)

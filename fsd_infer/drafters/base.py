@@ -58,9 +58,14 @@ class DraftRequest:
 
 
 class DraftSession(ABC):
-    """A drafter's state for one batch of texts."""
+    """A drafter's state for one batch of texts.
 
-    @abstractmethod
+    Attributes:
+        parts: the sessions that this one combines. By default they take what this one is told.
+    """
+
+    parts: Sequence[DraftSession] = ()
+
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         """Append new tokens to the texts.
 
@@ -69,13 +74,15 @@ class DraftSession(ABC):
             features: [B, K, F] the target's features (see :class:`Target`) at the position *before* each token.
             counts: [B] number of real tokens, 0 for a finished row, on the CPU.
         """
+        for part in self.parts:
+            part.extend(tokens, features, counts)
 
     @abstractmethod
     def draft(self, roots: Tensor) -> DraftTree:
         """Return a tree for each row. ``roots`` [B], on the CPU, are the last tokens of the texts."""
 
-    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:  # noqa: B027
-        """Learn from a verification, before :meth:`extend` appends its tokens. Does nothing by default.
+    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
+        """Learn from a verification, before :meth:`extend` appends its tokens.
 
         ``tree`` and ``logits`` are on the target's device, the other arguments on the CPU.
 
@@ -86,6 +93,8 @@ class DraftSession(ABC):
             tokens: [B, D+1] the token emitted after each node of the path.
             accepted: [B] number of accepted drafts. The first ``accepted`` + 1 entries of path and tokens are real.
         """
+        for part in self.parts:
+            part.observe(tree, logits, path, tokens, accepted)
 
     def copies(self, tree: DraftTree, n: int) -> Tensor | None:
         """Return which nodes complete an n-gram of a remembered text. Syncs with the device.
@@ -95,22 +104,26 @@ class DraftSession(ABC):
             n: length of the n-grams, in tokens.
 
         Returns:
-            [B, N] bool; None if the session remembers no other texts than the rows' own, as by default.
+            [B, N] bool; None if the session remembers no other texts than the rows' own.
         """
-        return None
+        found = [copies for part in self.parts if (copies := part.copies(tree, n)) is not None]
+        return torch.stack(found).any(0) if found else None
 
-    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:  # noqa: B027
-        """Take a finished text, before :meth:`select` drops its row. Does nothing by default.
+    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
+        """Take a finished text, before :meth:`select` drops its row.
 
         Args:
             row: index of the row.
             prompt: token ids.
             answer: token ids.
         """
+        for part in self.parts:
+            part.finish(row, prompt, answer)
 
-    @abstractmethod
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
+        for part in self.parts:
+            part.select(rows)
 
 
 class Drafter(ABC):
@@ -176,14 +189,10 @@ class Drafter(ABC):
             request: see :class:`DraftRequest`.
         """
 
-    def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
-        """Return the fastest form of this drafter: itself, or one with other trees or none.
-
-        Called once per request, and not again when rows finish. Switching drafters in mid-answer would need features
-        that were not kept.
+    def for_law(self, tilt: float) -> Drafter:
+        """Return the fastest form of this drafter for a request: itself, or one with other trees.
 
         Args:
-            batch: number of rows.
             tilt: of the law, in nats, as in :class:`DraftRequest`.
         """
         return self
@@ -242,11 +251,5 @@ class _NoSession(DraftSession):
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
 
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        pass
-
     def draft(self, roots: Tensor) -> DraftTree:
         return DraftTree.root_only(to_device(roots, self.device), self.vocab_size)
-
-    def select(self, rows: Tensor) -> None:
-        pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
+from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
@@ -24,10 +23,41 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
 from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
 
 READ_AT_ONCE = 256  # tokens of all rows per forward over prompts; more are not faster and take memory
 MOST_UNREAD = 1024  # tokens of a text that may wait while drafting is paused
+
+
+class HeadModel(CachedModel):
+    """A draft head on its target's embeddings and features."""
+
+    def __init__(self, head: EagleHead, target: Target) -> None:
+        self.head, self.target, self.device = head, target, target.device
+        self.cache_config = SimpleNamespace(num_hidden_layers=head.config.num_layers)
+
+    def forward(self, cache: SlotCache, visible: Tensor, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
+        """Run the head.
+
+        Args:
+            cache: KV cache of the session, after :meth:`SlotCache.set_write_slots`.
+            visible: [B, M, S] bool; whether input m attends to slot s.
+            tokens: [B, M] for position i, token i+1 of the text.
+            features: [B, M, F] for position i, the target's features of token i, or the head's own estimate [B, M, H].
+            positions: [B, M].
+
+        Returns:
+            [B, M, H] outputs of the head.
+        """
+        run = self._step if self.graphs is None else self.graphs
+        return run(cache, visible, tokens, features, positions)[0]
+
+    def _step(self, cache: SlotCache, visible: Tensor, *inputs: Any) -> tuple[Tensor]:
+        tokens, features, positions = inputs
+        return (self.head(self.head.embed(tokens, self.target), features, positions, visible[:, None], cache),)
+
+    def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
+        width = self.head.config.hidden_size
+        self._step(cache, visible, zero, torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device), zero)
 
 
 @DRAFTERS.register("eagle")
@@ -48,6 +78,7 @@ class EagleDrafter(TreeDrafter):
     """
 
     name = "eagle"
+    model: HeadModel
     public = False
     trained_for: str | None = None
 
@@ -56,16 +87,15 @@ class EagleDrafter(TreeDrafter):
     ) -> None:
         target.check_lm_head()
         target.capture_layers(head.config.fused_layers)
-        super().__init__(target, head.config.draft_vocab_size or target.vocab_size, shape)
+        self.head = head.to(target.device).cast(target.dtype).eval()
+        super().__init__(target, HeadModel(head, target), head.config.draft_vocab_size or target.vocab_size, shape)
         self.context_ids = context_ids and head.draft_ids is not None and head.lm_head is None
         self._drafted = torch.zeros(target.vocab_size, dtype=torch.bool)  # on the CPU, where texts are
         if head.draft_ids is not None:
             self._drafted[head.draft_ids.cpu()] = True
-        self.head = head.to(target.device).cast(target.dtype).eval()
         self.draft_ids = head.draft_ids
         own = head.lm_head is not None
         self.lm_head = None if own or self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
-        self.graphs: Graphs | None = None
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
@@ -110,56 +140,6 @@ class EagleDrafter(TreeDrafter):
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> EagleSession:
         return EagleSession(self, request)
-
-    def new_cache(self, batch: int, slots: int) -> SlotCache:
-        return new_cache(self.graphs, self._cache_config, batch, slots)
-
-    @property
-    def _cache_config(self) -> Any:
-        return SimpleNamespace(num_hidden_layers=self.head.config.num_layers)
-
-    def run(self, cache: SlotCache, visible: Tensor, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """Run the head.
-
-        Args:
-            cache: KV cache of the session, after :meth:`SlotCache.set_write_slots`.
-            visible: [B, M, S] bool; whether input m attends to slot s.
-            tokens: [B, M] for position i, token i+1 of the text.
-            features: [B, M, F] for position i, the target's features of token i, or the head's own estimate [B, M, H].
-            positions: [B, M].
-
-        Returns:
-            [B, M, H] outputs of the head.
-        """
-        if self.graphs is not None:
-            return self.graphs(cache, visible, tokens, features, positions)[0]
-        return self._step(cache, visible, tokens, features, positions)[0]
-
-    def _step(
-        self, cache: SlotCache, visible: Tensor, tokens: Tensor, features: Tensor, positions: Tensor
-    ) -> tuple[Tensor]:
-        return (self.head(self.head.embed(tokens, self.target), features, positions, visible[:, None], cache),)
-
-    def use_graphs(self, recorder: Recorder) -> None:
-        self.graphs = Graphs(self._step, recorder)
-
-    @property
-    def held_bytes(self) -> int:
-        return 0 if self.graphs is None else self.graphs.held
-
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        return batch * slots_taken(self.graphs, self.slots(slots)) * self._cache_bytes_per_token
-
-    @cached_property
-    @torch.no_grad()
-    def _cache_bytes_per_token(self) -> int:
-        """Bytes of the KV cache per token and row, measured on one token."""
-        cache = SlotCache(self._cache_config, 1, 1)
-        features = torch.zeros(1, 1, self.head.config.hidden_size, dtype=self.target.dtype, device=self.target.device)
-        zero = torch.zeros(1, 1, dtype=torch.long, device=self.target.device)
-        cache.set_write_slots(zero, 0, 1)
-        self._step(cache, torch.ones_like(zero, dtype=torch.bool)[None], zero, features, zero)
-        return cache.nbytes
 
     def context_vocabulary(self, batch: int) -> ContextVocabulary | None:
         """Return the drafter's vocabulary for a new batch; None if it is always the head's own."""
@@ -206,9 +186,10 @@ class EagleDrafter(TreeDrafter):
 class EagleSession(TreeSession):
     """A session whose cache slot i holds the pair of token i+1 and feature i. ``lengths`` counts a row's pairs."""
 
+    drafter: EagleDrafter
+
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:
-        super().__init__(drafter, request, drafter.target.device)
-        self.drafter = drafter
+        super().__init__(drafter, request)
         self.vocabulary = drafter.context_vocabulary(request.batch)
         self.unread: list[tuple[Tensor, Tensor, Tensor]] = []  # arguments of earlier calls of extend()
         self.last: Tensor | None = None  # [B, H] the head's output at the root
@@ -247,17 +228,14 @@ class EagleSession(TreeSession):
         visible = slots <= places[..., None]
         first = int(positions[0, 0]) if len(positions) == 1 else None
         self.cache.set_write_slots(places, first, visible.shape[-1])
-        return self.drafter.run(self.cache, visible, to_device(tokens, self.device), features, places)
+        return self.drafter.model.forward(self.cache, visible, to_device(tokens, self.device), features, places)
 
-    def draft(self, roots: Tensor) -> DraftTree:
-        if self.auto is not None and not self.auto.expands_root():
-            return DraftTree.root_only(to_device(roots, self.device), self.drafter.vocabulary)
+    def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         self._read_all()
         assert self.last is not None, "call extend() first"
         self._features = self.last[:, None]
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
-        logits = self.drafter.q_logits(self._features, self.vocabulary)
-        return self._pruned(self._grow(to_device(roots, self.device), logits, ids, self.shape.depth))
+        return self.drafter.q_logits(self._features, self.vocabulary), ids
 
     def select(self, rows: Tensor) -> None:
         if self.vocabulary is not None:
@@ -271,7 +249,7 @@ class EagleSession(TreeSession):
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)
-        self._features = self.drafter.run(self.cache, visible, tokens, before, positions)
+        self._features = self.drafter.model.forward(self.cache, visible, tokens, before, positions)
         return self.drafter.q_logits(self._features, self.vocabulary)
 
 

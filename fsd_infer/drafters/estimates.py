@@ -105,11 +105,9 @@ class Costs:
 
     Args:
         prior: costs before anything was timed.
-        learns: False: keep to the prior.
     """
 
-    def __init__(self, prior: Prior, learns: bool = True) -> None:
-        self.learns = learns
+    def __init__(self, prior: Prior) -> None:
         self.forward_slopes = Slopes(prior.slopes)
         self.draft_slopes = Slopes(prior.drafting)
         self.rest_slopes = Slopes(prior.rest)
@@ -140,7 +138,7 @@ class Costs:
     def learn(
         self, nodes: int, forward: float, depths: int, expanded: int, draft: float, rest: float | None, reads: bool
     ) -> None:
-        """Learn from one round. Ignore it if the clock was set back.
+        """Learn from one round. Ignore it if the clock was set back, or was not read.
 
         Args:
             nodes: verified nodes of all rows.
@@ -151,7 +149,7 @@ class Costs:
             rest: seconds of everything else; None if unknown.
             reads: whether the drafter read the accepted tokens.
         """
-        if not self.learns or min(forward, draft, rest or 1.0) <= 0.0:
+        if min(forward, draft, rest or 1.0) <= 0.0:
             return
         expected = self.forward(nodes)
         own = forward / expected  # a busy machine slows all parts of a round alike

@@ -50,8 +50,8 @@ class ForcedDrafter(Drafter):
     def max_depth(self) -> int:
         return max(self.main.max_depth, MOST)
 
-    def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
-        main = self.main.for_batch(batch, tilt)
+    def for_law(self, tilt: float) -> Drafter:
+        main = self.main.for_law(tilt)
         return self if main is self.main else ForcedDrafter(main, self.forced, self.vocab_size)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> ForcedSession:

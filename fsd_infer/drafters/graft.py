@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.cpu import ops
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.visits import likeliest, path_sums
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
@@ -86,12 +86,10 @@ class GraftedDrafter(Drafter):
     def start(self, first_tokens: Tensor, request: DraftRequest) -> GraftedSession:
         return GraftedSession(self, first_tokens, request)
 
-    def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
-        main = self.main.for_batch(batch, tilt)
+    def for_law(self, tilt: float) -> Drafter:
+        main = self.main.for_law(tilt)
         if main is self.main:
             return self
-        if isinstance(main, NoDrafter):  # if one tree does not pay, two do not either
-            return main
         more = max(self.nodes - self.main.max_nodes, 0)  # nodes reserved for the side
         return GraftedDrafter(main, self.side, min(max(self.nodes, main.max_nodes), main.max_nodes + more))
 
@@ -105,23 +103,7 @@ class GraftedSession(DraftSession):
 
     def __init__(self, drafter: GraftedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.tilt, self.auto = drafter, request.tilt, request.auto
-        self.main, self.side = (part.start(first_tokens, request) for part in drafter.parts)
-
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        self.main.extend(tokens, features, counts)
-        self.side.extend(tokens, features, counts)
-
-    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
-        for session in (self.main, self.side):
-            session.observe(tree, logits, path, tokens, accepted)
-
-    def copies(self, tree: DraftTree, n: int) -> Tensor | None:
-        of_main, of_side = self.main.copies(tree, n), self.side.copies(tree, n)
-        return of_side if of_main is None else of_main if of_side is None else of_main | of_side
-
-    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
-        for session in (self.main, self.side):
-            session.finish(row, prompt, answer)
+        self.main, self.side = self.parts = [part.start(first_tokens, request) for part in drafter.parts]
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, side = self.drafter, self.side.draft(roots)
@@ -139,10 +121,6 @@ class GraftedSession(DraftSession):
         if nodes.device.type == "cpu":  # drop padding; on other devices a sync would cost more than it
             nodes = nodes[:, : 1 + int(union.is_draft.sum(1).max())]
         return kept_of(union, main, nodes)
-
-    def select(self, rows: Tensor) -> None:
-        self.main.select(rows)
-        self.side.select(rows)
 
 
 def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> DraftTree:

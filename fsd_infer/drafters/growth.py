@@ -22,20 +22,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fsd_infer.cpu import ops
-from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.device.rows import at_nodes, visible_slots
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.estimates import PRIORS, Prior
-from fsd_infer.drafters.shape import (
-    DEFAULT_SHAPES,
-    LARGEST,
-    LITTLE_TILT,
-    LITTLE_TILT_SHAPES,
-    TILTED_SHAPES,
-    TreeShape,
-    of_device,
-)
+from fsd_infer.drafters.shape import LARGEST, TreeShape, default_shape, of_device
 from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
@@ -46,9 +38,9 @@ class TreeDrafter(Drafter):
 
     Args:
         target: the model to draft for.
+        model: the model that grows the trees.
         vocabulary: number of entries of the drafter's distributions.
-        shape: tree options. The default depends on the device (:data:`DEFAULT_SHAPES`) and, for laws that favour
-            drafts, on their tilt (:data:`TILTED_SHAPES`, :data:`LITTLE_TILT_SHAPES`).
+        shape: tree options (default: :func:`default_shape` of the device and the law).
 
     Attributes:
         by_default: whether the shape is the default.
@@ -58,10 +50,10 @@ class TreeDrafter(Drafter):
     target: Target
     largest: Mapping[str, TreeShape] = LARGEST
 
-    def __init__(self, target: Target, vocabulary: int, shape: TreeShape | None) -> None:
-        self.target, self.vocabulary = target, vocabulary
+    def __init__(self, target: Target, model: CachedModel, vocabulary: int, shape: TreeShape | None) -> None:
+        self.target, self.model, self.vocabulary = target, model, vocabulary
         self.by_default = shape is None
-        self.shape = self._within(shape or of_device(DEFAULT_SHAPES, target.device))
+        self.shape = self._within(shape or default_shape(target.device))
 
     def _within(self, shape: TreeShape) -> TreeShape:
         """Return the shape with at most as many children per node as the vocabulary has entries."""
@@ -74,11 +66,8 @@ class TreeDrafter(Drafter):
         made.by_default, made.auto = False, None
         return made
 
-    def for_batch(self, batch: int, tilt: float = 0.0) -> Drafter:
-        if self.by_default and tilt:
-            shapes_by_device = TILTED_SHAPES if tilt > LITTLE_TILT else LITTLE_TILT_SHAPES
-            return self.reshaped(of_device(shapes_by_device, self.target.device))
-        return self
+    def for_law(self, tilt: float) -> Drafter:
+        return self.reshaped(default_shape(self.target.device, tilt)) if self.by_default and tilt else self
 
     @property
     def max_nodes(self) -> int:
@@ -97,9 +86,15 @@ class TreeDrafter(Drafter):
         """Return the cache slots per row for texts of up to ``longest`` tokens and the nodes expanded after them."""
         return longest + max(1, (self.shape.depth - 1) * self.shape.width)
 
-    @abstractmethod
-    def new_cache(self, batch: int, slots: int) -> SlotCache:
-        """Return an empty KV cache of the drafter's model with ``slots`` slots per row."""
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        return self.model.cache_bytes(batch, self.slots(slots))
+
+    @property
+    def held_bytes(self) -> int:
+        return self.model.held_bytes
+
+    def use_graphs(self, recorder: Recorder) -> None:
+        self.model.use_graphs(recorder)
 
     def describe(self) -> dict[str, Any]:
         stop = {"stop_below": self.shape.stop_below} if self.shape.stop_below else {}
@@ -112,17 +107,17 @@ class TreeSession(DraftSession):
     Args:
         drafter: whose model grows the trees.
         request: as for :meth:`Drafter.start`.
-        device: of the drafter's model.
 
     Attributes:
+        device: of the drafter's model.
         lengths: [B] slots of each row's text, the root's included, on the CPU.
         width: children of an expanded node.
         reads_scores: whether the host reads every depth's scores to choose which nodes to expand.
     """
 
-    def __init__(self, drafter: TreeDrafter, request: DraftRequest, device: torch.device) -> None:
-        self.shape, self.device = drafter.shape, device
-        self.cache = drafter.new_cache(request.batch, drafter.slots(request.slots))
+    def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
+        self.drafter, self.shape, self.device = drafter, drafter.shape, drafter.model.device
+        self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.slots))
         self.tilt, self.auto = request.tilt, request.auto
         self.lengths = torch.zeros(request.batch, dtype=torch.long)
         self.width = drafter.shape.width
@@ -132,6 +127,21 @@ class TreeSession(DraftSession):
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
         self.lengths = self.lengths[rows]
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        on_device, depth = to_device(roots, self.device), self._depth()
+        if depth < 1 or self.auto is not None and not self.auto.expands_root():
+            return DraftTree.root_only(on_device, self.drafter.vocabulary)
+        logits, ids = self._read_roots()
+        return self._kept(self._grow(on_device, logits, ids, depth))
+
+    def _depth(self) -> int:
+        """Return the depth of the deepest candidates."""
+        return self.shape.depth
+
+    @abstractmethod
+    def _read_roots(self) -> tuple[Tensor, Tensor | None]:
+        """Return logits [B, 1, Vd] at the roots, and the target id of each entry of Vd; None if Vd = V."""
 
     @abstractmethod
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
@@ -214,8 +224,8 @@ class TreeSession(DraftSession):
             self.auto.count_depth(best.shape[1])
         return best
 
-    def _pruned(self, tree: DraftTree) -> DraftTree:
-        """Keep the candidates to verify."""
+    def _kept(self, tree: DraftTree) -> DraftTree:
+        """Return the tree of the candidates to verify."""
         if self.auto is not None:
             return tree.keep(self.auto.keep(tree))
         return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.tilt, self.shape.max_nodes))

@@ -9,13 +9,11 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.device.cache import SlotCache
-from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.device.rows import at_nodes, visible_slots
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
@@ -63,13 +61,13 @@ class LMDrafter(TreeDrafter):
     """
 
     name = "lm"
+    model: Target
     samples = True
     largest = LARGEST_OF_LM
 
     def __init__(self, model: Target, target: Target, shape: TreeShape | None = None) -> None:
         check_same_vocabulary(model, target)
-        super().__init__(target, target.vocab_size, shape)
-        self.model = model
+        super().__init__(target, model, target.vocab_size, shape)
 
     @property
     def prior(self) -> Prior:
@@ -83,19 +81,6 @@ class LMDrafter(TreeDrafter):
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> LMSession:
         return LMSession(self, first_tokens, request)
-
-    def new_cache(self, batch: int, slots: int) -> SlotCache:
-        return self.model.new_cache(batch, slots)
-
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        return self.model.cache_bytes(batch, self.slots(slots))
-
-    @property
-    def held_bytes(self) -> int:
-        return self.model.held_bytes
-
-    def use_graphs(self, recorder: Recorder) -> None:
-        self.model.use_graphs(recorder)
 
     def modules(self) -> list[nn.Module]:
         return [self.model.model]
@@ -115,9 +100,11 @@ class LMSession(TreeSession):
         cached: [B] tokens of each text that the KV cache holds, on the CPU.
     """
 
+    drafter: LMDrafter
+
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        super().__init__(drafter, request, drafter.model.device)
-        self.drafter, self.request = drafter, request
+        super().__init__(drafter, request)
+        self.request = request
         self.text = torch.zeros(request.batch, request.slots + 1, dtype=torch.long)
         self.text[:, 0] = first_tokens
         self.lengths = torch.ones(request.batch, dtype=torch.long)
@@ -154,21 +141,23 @@ class LMSession(TreeSession):
         """Most tokens of any text that are not in the cache, the last token excluded."""
         return int((self.lengths - self.cached).max()) - 1
 
-    def draft(self, roots: Tensor) -> DraftTree:
-        reach = self._reach()
-        depth = int(reach.max())
-        on_device = to_device(roots, self.device)
-        if depth < 1 or self.auto is not None and not self.auto.expands_root():
-            return DraftTree.root_only(on_device, self.drafter.vocabulary)
+    def _depth(self) -> int:
+        self._reaches = self._reach()
+        return int(self._reaches.max())
+
+    def _read_roots(self) -> tuple[Tensor, None]:
         self._q_scores, self._positions = [], []
-        tree = self._grow(on_device, self._read(self.lengths), None, depth)
+        return self._read(self.lengths), None
+
+    def _kept(self, tree: DraftTree) -> DraftTree:
         if self.request.greedy:
-            tree = self._pruned(tree)
+            tree = super()._kept(tree)
         else:
             tree.q_scores = torch.cat(self._q_scores, 1)
             if self.auto is not None:
                 self.auto.keep_all(tree)
-        if int(reach.min()) < depth:  # q is unknown beyond the small LM's context
+        reach = self._reaches
+        if int(reach.min()) < int(reach.max()):  # q is unknown beyond the small LM's context
             beyond = tree.depths >= to_device(reach, self.device)[:, None]
             tree.q_index = tree.q_index.masked_fill(beyond, -1)
         return tree
@@ -273,21 +262,11 @@ def _sampled(scores: Tensor, generator: torch.Generator | None) -> Tensor:
     return (chances / torch.empty_like(chances).exponential_(generator=generator)).argmax(-1)
 
 
-class HasVocabulary(Protocol):
-    """A model with a vocabulary, for decoding or in training."""
+def check_same_vocabulary(drafter: Any, target: Any) -> None:
+    """Raise VocabularyMismatchError unless every token id means the same to both models.
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def check_same_vocabulary(drafter: HasVocabulary, target: HasVocabulary) -> None:
-    """Raise VocabularyMismatchError unless every token id means the same to both models."""
+    Each model, for decoding or in training, has a name, a tokenizer or None, and ``vocab_size``.
+    """
     if drafter.tokenizer is not None and target.tokenizer is not None:
         ours, theirs = drafter.tokenizer.get_vocab(), target.tokenizer.get_vocab()
         # Special tokens that one side adds are harmless: their ids are never drafted, or never accepted.

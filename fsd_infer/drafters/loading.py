@@ -15,10 +15,10 @@ from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import LMDrafter, load_lm
-from fsd_infer.drafters.shape import AUTO, DEFAULT_SHAPES, TreeShape, of_device
+from fsd_infer.drafters.shape import AUTO, TreeShape, default_shape, of_device
 from fsd_infer.errors import FsdError, ModelLoadError, UnknownNameError
 from fsd_infer.files import usable_name
-from fsd_infer.targets.loading import shipped_drafter
+from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 
 
@@ -141,7 +141,7 @@ def _load_grafted(main: str, side: str, kind: str, target: Target, tree: TreeSha
     onto = _load(main, target, tree)
     if isinstance(onto, NoDrafter):
         return _load(side, target, tree)
-    shape = tree or of_device(DEFAULT_SHAPES, target.device)
+    shape = tree or default_shape(target.device)
     nodes = max(shape.nodes, onto.max_nodes)
     free: Any = free_drafters()[kind].load(side, target, replace(shape, nodes=nodes))
     made = GraftedDrafter(onto, free, nodes)

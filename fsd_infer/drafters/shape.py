@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from fsd_infer.errors import FsdError
-from fsd_infer.registry import read_float, read_int
+from fsd_infer.registry import is_whole, read_float, read_int
 
 T = TypeVar("T")
 
@@ -31,14 +31,8 @@ def check_tree(name: str, depth: int, nodes: int, width: int = 1) -> None:
     for option, value, least, most in (
         ("depth", depth, 1, MOST_DEPTH), ("nodes", nodes, 2, MOST_NODES), ("width", width, 1, MOST_DEPTH)
     ):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        if not is_whole(value, least, most):
             raise FsdError(f"{name} needs {option} from {least} to {most}, got {value!r}.")
-
-
-def check_stop_below(chance: float) -> None:
-    """Raise FsdError unless 0 ≤ ``chance`` < 1."""
-    if not 0 <= chance < 1:
-        raise FsdError(f"stop_below must be a probability of at least 0 and below 1, got {chance}.")
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,8 @@ class TreeShape:
                 f"a draft tree of depth {self.depth} and width {self.width} has {self.candidates} candidates, over "
                 f"{MOST_CANDIDATES}. Give a smaller width."
             )
-        check_stop_below(self.stop_below)
+        if not 0 <= self.stop_below < 1:
+            raise FsdError(f"stop_below must be a probability of at least 0 and below 1, got {self.stop_below}.")
 
     @classmethod
     def chain(cls, depth: int, stop_below: float = 0.0) -> TreeShape:
@@ -137,3 +132,9 @@ def parse_tree(text: str | None) -> TreeShape | str | None:
 def of_device(defaults: Mapping[str, T], device: torch.device) -> T:
     """Return the entry for this type of device; that of "cuda" for accelerators without one."""
     return defaults.get(device.type, defaults["cuda"])
+
+
+def default_shape(device: torch.device, tilt: float = 0.0) -> TreeShape:
+    """Return the shape of trees on this device for a law with this tilt in nats, as in ``DraftRequest``."""
+    tilted = TILTED_SHAPES if tilt > LITTLE_TILT else LITTLE_TILT_SHAPES
+    return of_device(tilted if tilt else DEFAULT_SHAPES, device)

@@ -6,9 +6,9 @@ length and accepted length; nothing is padded on the left.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,17 +22,15 @@ from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.estimates import LawKind
 from fsd_infer.drafters.shape import AUTO
-from fsd_infer.engine.request import Outcome, Request
-from fsd_infer.engine.rounds import Round
+from fsd_infer.engine.request import Outcome, Request, Round
 from fsd_infer.engine.stats import GenerationStats, RowRecord, describe_rules
 from fsd_infer.errors import FsdError
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_prompts, read_prompts
 from fsd_infer.rules import Rule, Texts, Verdict, Verification, apply_rules
-from fsd_infer.rules.phases import markers_of
+from fsd_infer.rules.texts import markers_of
 from fsd_infer.rules.tilted import FIRST_PRICE
-from fsd_infer.rules.verification import Emission
-from fsd_infer.targets.prefixes import Prefix
+from fsd_infer.targets.prefixes import PrefixSession
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 
@@ -67,8 +65,6 @@ class _Row:
     Attributes:
         number: index in the request.
         limit: most tokens of the answer.
-        features: the target's features of the text, round by round; only with a prefix cache.
-        phases: seconds by phase at the last ``on_round``.
     """
 
     number: int
@@ -76,8 +72,6 @@ class _Row:
     rule: Rule
     limit: int
     record: RowRecord = field(default_factory=RowRecord)
-    features: list[Tensor] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=dict)
 
 
 class _Batch:
@@ -98,16 +92,16 @@ class _Batch:
         self.target, self.request, self.device = target, request, target.device
         self.processors = TreeProcessors(request.processors, count)
         self.clock = clock_of(self.device)
+        self.phases: dict[str, float] = {}  # seconds by phase at the last ``on_round``
         self.prefill_seconds = 0.0
-        self.known_tokens = 0  # prompt tokens found in the prefix cache
+        self.prefixes = PrefixSession(target.prefixes, target.captured_layers, request.cache_keys)
         self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # [B] tokens that the target has read
         markers = markers_of(rules, target.tokenizer)
         self.texts = Texts([row.record.tokens for row in self.rows], prompts, self.device, markers)
-        budgets = [math.inf if rule.budget is None else rule.budget for rule in rules]
-        self.budget = torch.tensor(budgets, dtype=torch.float64)  # [B] remaining nats
+        self.budget = torch.tensor([rule.nats for rule in rules], dtype=torch.float64)  # [B] remaining nats
         self.overspent = torch.zeros(count, device=self.device)  # [B] nats beyond the allowance of learned prices
         tilt = sum(rule.tilt(request.greedy) for rule in rules) / count
-        self.drafter = drafter.for_batch(count, tilt)
+        self.drafter = drafter.for_law(tilt)
         self.auto = self._auto_tree(tilt)
         self._allocate(tilt)
 
@@ -144,7 +138,8 @@ class _Batch:
         """Read the prompts, emit each row's first token, and pass the prompts' features to the drafter."""
         tokens = padded(self.request.prompts)
         ends = (self.lengths - 1)[:, None]
-        features, logits = read_prompts(self.target, self.cache, tokens, self.lengths, self._known_prefixes())
+        known = self.prefixes.known(self.request.prompts)
+        features, logits = read_prompts(self.target, self.cache, tokens, self.lengths, known)
         tree = DraftTree.root_only(to_device(tokens.gather(1, ends)[:, 0], self.device), logits.shape[-1])
         verdict = self._verdict(tree, logits)
         self.emit(tree, verdict, logits, "prefill")
@@ -186,8 +181,10 @@ class _Batch:
 
     def emit(self, tree: DraftTree, verdict: Verdict, logits: Tensor, phase: str = "rule") -> None:
         """Append each row's new tokens, up to and including the first that ends its answer."""
-        if self.request.on_round is not None:
+        on_round, on_tokens, seconds = self.request.on_round, self.request.on_tokens, {}
+        if on_round is not None:
             self.clock.lap(phase)
+            seconds = self._new_seconds()
         log_p = _log_likelihoods(verdict, logits) if self.request.measure_log_likelihood else None
         elapsed = self.clock.seconds - self.prefill_seconds if self.prefill_seconds else 0.0
         for place, (row, emissions) in enumerate(zip(self.rows, verdict.emissions(log_p), strict=True)):
@@ -199,9 +196,8 @@ class _Batch:
                 record.finish_reason = self._finish_reason(row)
                 if record.finish_reason:
                     break
-            if self.request.on_round is not None:
-                self.request.on_round(row.number, self._round(place, tree, verdict, logits, record.emissions[start:]))
-            on_tokens = self.request.on_tokens
+            if on_round is not None:
+                on_round(row.number, Round.of(tree, place, logits, verdict, record.emissions[start:], seconds))
             if on_tokens is not None and on_tokens(row.number, record.tokens[start:]):
                 record.finish_reason = record.finish_reason or "stop"
         if phase == "rule":  # the prefill continues
@@ -241,7 +237,7 @@ class _Batch:
             drafter=self.drafter.describe() | ({} if self.auto is None else {"tree": AUTO}),
             seconds=seconds,
             prefill_seconds=self.prefill_seconds,
-            known_tokens=self.known_tokens,
+            known_tokens=self.prefixes.known_tokens,
             phases=self.clock.phases(),
             cache_bytes=self.cache_bytes,
             trees=None if self.auto is None else self.auto.trees,
@@ -282,12 +278,10 @@ class _Batch:
             self.overspent = (self.overspent + spent - verdict.allowed).clamp_min(-FIRST_PRICE)  # limits saved nats
         return verdict
 
-    def _round(self, place: int, tree: DraftTree, verdict: Verdict, logits: Tensor, new: Sequence[Emission]) -> Round:
-        """Return the round of one batch row."""
-        row, phases = self.rows[place], self.clock.phases()
-        seconds = {name: total - row.phases.get(name, 0.0) for name, total in phases.items()}
-        row.phases = phases
-        return Round.of(tree, place, logits, verdict, new, seconds)
+    def _new_seconds(self) -> dict[str, float]:
+        """Return seconds by phase since the last call."""
+        before, self.phases = self.phases, self.clock.phases()
+        return {phase: total - before.get(phase, 0.0) for phase, total in self.phases.items()}
 
     def _finish_reason(self, row: _Row) -> str | None:
         """Return why the answer ends with its newest token, or None."""
@@ -311,12 +305,13 @@ class _Batch:
         features: [B, K, F] of the target before each token.
         """
         self.roots = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
-        self._keep_features(features, counts)
+        self.prefixes.add([row.number for row in self.rows], features, counts)
         going = [place for place, row in enumerate(self.rows) if row.record.finish_reason is None]
         if len(going) < len(self.rows):
             for place, row in enumerate(self.rows):
                 if row.record.finish_reason is not None:
-                    self._keep_text(place, row)
+                    text, length = [*row.prompt, *row.record.tokens], int(self.lengths[place])
+                    self.prefixes.store(row.number, text, length, partial(self.cache.saved, place))
                     self.session.finish(place, row.prompt, row.record.tokens)
             self.rows = [self.rows[place] for place in going]
             if not going:
@@ -333,40 +328,6 @@ class _Batch:
         self.session.extend(tokens[:, :longest], features[:, :longest], counts)
         if self.auto is not None:
             self.auto.end(verdict.path.tolist(), verdict.accepted.tolist(), len(going))
-
-    # the prefix cache ------------------------------------------------------------------------------------------------
-
-    def _known_prefixes(self) -> list[Prefix | None] | None:
-        """Return each prompt's kept prefix; None without a prefix cache."""
-        if self.target.prefixes is None:
-            return None
-        known = [
-            self.target.prefixes.find(row.prompt, self.target.captured_layers, self._key(row)) for row in self.rows
-        ]
-        self.known_tokens = sum(len(prefix.tokens) for prefix in known if prefix is not None)
-        return known
-
-    def _key(self, row: _Row) -> str:
-        """Return the row's key in the prefix cache."""
-        keys = self.request.cache_keys
-        return keys[row.number] if keys else ""
-
-    def _keep_features(self, features: Tensor, counts: Tensor) -> None:
-        """Keep the first ``counts`` [B] of each row's features [B, K, F] for the prefix cache."""
-        if self.target.prefixes is not None:
-            for row, read, count in zip(self.rows, features, counts.tolist()):
-                row.features.append(read[:count])
-
-    def _keep_text(self, place: int, row: _Row) -> None:
-        """Store the text of a finished row in the prefix cache."""
-        if self.target.prefixes is not None:
-            text = torch.tensor([*row.prompt, *row.record.tokens])
-            count = min(int(self.lengths[place]), len(text))  # the last round may have read beyond the answer's end
-            features, row.features = torch.cat(row.features)[:count], []
-            kept = Prefix(
-                text[:count], self.cache.saved(place, count), features, self.target.captured_layers, self._key(row)
-            )
-            self.target.prefixes.store(kept)
 
 
 def _log_likelihoods(verdict: Verdict, logits: Tensor) -> list[list[float]]:

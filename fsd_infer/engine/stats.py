@@ -205,8 +205,8 @@ class RowRecord:
             new_tokens=count,
             target_forwards=forwards,
             tau=((count if self.steps is None else self.steps) - 1) / forwards if forwards else float("nan"),
-            gate_open_fraction=_share(self.gates),
-            gate_accepted_fraction=_share([source == Source.GATE for source in self.sources]),
+            gate_open_fraction=_mean(self.gates) or 0.0,
+            gate_accepted_fraction=_mean([source == Source.GATE for source in self.sources]) or 0.0,
             divergence_spent=float(sum(self.spent)),
             finish_reason=self.finish_reason or "length",
             prefill_seconds=prefill_seconds,
@@ -228,10 +228,6 @@ def _shares(labels: Sequence[str], emissions: Sequence[Emission]) -> dict[str, S
         share["lossy"] += emission.source == Source.GATE
         share["nats"] += emission.nats
     return shares
-
-
-def _share(flags: Sequence[bool]) -> float:
-    return sum(flags) / len(flags) if flags else 0.0
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

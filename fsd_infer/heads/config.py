@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
@@ -13,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from fsd_infer.errors import CheckpointError, shortened
 from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, llama_layer, own_layer
+from fsd_infer.registry import did_you_mean, is_whole
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -245,13 +245,12 @@ def check_known(kind: str, names: Iterable[Any], known: set[str]) -> None:
     """Raise CheckpointError, with the nearest known name, for an unknown name among ``names``."""
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(name, known)
             raise CheckpointError(f"unknown {kind} {name!r:.60}.{hint} Known: {', '.join(sorted(known))}.")
 
 
 def _check_integer(name: str, value: Any, least: int, most: int = MOST) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    if not is_whole(value, least, most):
         raise CheckpointError(f"{name} must be a whole number from {least} to {most}, got {value!r:.60}.")
 
 

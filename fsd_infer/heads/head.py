@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache
 from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.errors import CheckpointError, shortened
-from fsd_infer.files import disk_errors, replacing
+from fsd_infer.files import HUB_OPTIONS, disk_errors, replacing
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.formats import CONFIG, read_head
 from fsd_infer.heads.hub import find_head, hub_errors, is_hub_id
@@ -118,12 +118,6 @@ class EagleHead(PreTrainedModel):
         cls,
         source: str | os.PathLike[str],
         target: Target | None = None,
-        *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        subfolder: str = "",
-        cache_dir: str | os.PathLike[str] | None = None,
-        local_files_only: bool = False,
         **options: Any,
     ) -> EagleHead:
         """Load a head in any format that :mod:`fsd_infer.heads.formats` reads. Nothing is unpickled.
@@ -132,12 +126,8 @@ class EagleHead(PreTrainedModel):
             source: a directory, or a hub id.
             target: the target to draft for. Must match the target that the head records; of most public heads only the
                 sizes are known. Heads that do not name their fused layers need it.
-            revision: of the Hub's client, as in transformers.
-            token: of the Hub's client.
-            subfolder: of the Hub's client.
-            cache_dir: of the Hub's client.
-            local_files_only: of the Hub's client.
-            options: as in transformers: ``dtype`` (default: that of the files), ``device_map`` ...
+            options: as in transformers: ``dtype`` (default: that of the files), ``device_map`` ... And of the Hub's
+                client: ``revision``, ``token``, ``subfolder``, ``cache_dir``, ``local_files_only``.
 
         Raises:
             ModelLoadError: no such repository or revision, no access to it, or no connection.
@@ -145,8 +135,7 @@ class EagleHead(PreTrainedModel):
                 target.
             VocabularyMismatchError: same family but another vocabulary.
         """
-        hub = dict(revision=revision, token=token, subfolder=subfolder, cache_dir=cache_dir)
-        directory = find_head(source, local_files_only=local_files_only, **hub)
+        directory = find_head(source, **{name: options.pop(name) for name in HUB_OPTIONS if name in options})
         if directory is None and is_hub_id(os.fspath(source)):
             raise CheckpointError(f"{source} holds no draft head: its {CONFIG} is missing or another model's.")
         directory = directory or Path(source)  # read_head reports what a directory without a head lacks

@@ -22,8 +22,7 @@ from huggingface_hub.errors import (
 )
 
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, shortened
-from fsd_infer.files import read_weight_map
-from fsd_infer.heads import HUB_ID
+from fsd_infer.files import HUB_ID, read_weight_map
 from fsd_infer.heads.formats import CONFIG, head_kind, kind_of, read_config, unpickle
 from fsd_infer.heads.weights import AGAIN, INDEX, SINGLE, Weights, has_weights
 

@@ -116,21 +116,15 @@ def layer_of(config: Any) -> dict[str, Any]:
 
 def build_layers(layer: dict[str, Any], count: int) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
     """Build (decoder layers, rotary embedding, final norm) of a transformers model with ``count`` such layers."""
-    config = _model_config(layer, count)
-    kind: Any = MODEL_MAPPING[type(config)]
-    model = kind(config)
-    return model.layers, model.rotary_emb, model.norm
-
-
-def _model_config(layer: dict[str, Any], count: int) -> Any:
-    values = dict(layer)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    config: Any = AutoConfig.for_model(**layer)
     config.num_hidden_layers = count
     config.vocab_size, config.pad_token_id = 2, None
     config.layer_types = ["full_attention"] * count
     config.sliding_window = None
     config._attn_implementation = "eager" if layer["model_type"] in ("gemma2", "gpt_oss") else "sdpa"
-    return config
+    kind: Any = MODEL_MAPPING[type(config)]
+    model = kind(config)
+    return model.layers, model.rotary_emb, model.norm
 
 
 def run_layers(

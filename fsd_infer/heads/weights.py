@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -39,8 +38,13 @@ class Weights:
         self._dtypes: dict[str, str] = {}
         self._files: dict[str, Path] = {}
         for file in self._paths():
-            for name, shape, dtype in _header(file):
-                self.shapes[name], self._dtypes[name], self._files[name] = shape, dtype, file
+            if not file.is_file():
+                raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete head checkpoint.")
+            with open_safetensors(file, AGAIN) as opened:
+                for name in opened.keys():
+                    part = opened.get_slice(name)
+                    self.shapes[name], self._dtypes[name] = tuple(part.get_shape()), str(part.get_dtype())
+                    self._files[name] = file
 
     def _paths(self) -> list[Path]:
         single, index = self.directory / SINGLE, self.directory / INDEX
@@ -55,15 +59,6 @@ class Weights:
         with open_safetensors(self._files[name], AGAIN) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
-
-
-def _header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return (name, shape, type) of the tensors in a file."""
-    if not file.is_file():
-        raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete head checkpoint.")
-    with open_safetensors(file, AGAIN) as opened:
-        slices: dict[str, Any] = {name: opened.get_slice(name) for name in opened.keys()}
-        return [(name, tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()]
 
 
 def has_weights(directory: Path) -> bool:

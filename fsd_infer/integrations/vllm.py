@@ -31,7 +31,7 @@ from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
 from fsd_infer.integrations.vllm_step import Chains, Step
 from fsd_infer.rules import Exact, Fly, LossyRule, Rule, Tilted, parse_rule
-from fsd_infer.rules.phases import NOWHERE, markers
+from fsd_infer.rules.texts import NOWHERE, markers
 from fsd_infer.rules.tilted import FIRST_PRICE
 
 TESTED = ("0.32",)  # of vLLM
@@ -104,21 +104,16 @@ def no_looser(rule: Rule, most: Rule) -> bool:
     if most.only_in is None and isinstance(rule, LossyRule):
         rule = dataclasses.replace(rule, only_in=None)
     if isinstance(rule, Tilted) and isinstance(most, Tilted):
-        heat, most_heat = rule.learned_heat, most.learned_heat
-        if heat is None or most_heat is None:
-            if heat is not most_heat:
-                return False  # a fixed price and a heat are not comparable
-        elif heat > most_heat:
-            return False
-        within = math.inf if rule.budget is None else rule.budget
-        novel = (0 < rule.novel <= most.novel) if most.novel else True
-        limit = math.inf if most.budget is None else most.budget
-        closer = (
+        if (rule.price is None) != (most.price is None):
+            return False  # a fixed price and a heat are not comparable
+        return (
             rule.only_in == most.only_in
+            and (rule.learned_heat or 0.0) <= (most.learned_heat or 0.0)
             and rule.first_price >= most.first_price
             and rule.least_share >= most.least_share
+            and (0 < rule.novel <= most.novel or not most.novel)
+            and rule.nats <= most.nats
         )
-        return closer and novel and within <= limit
     return isinstance(rule, Exact) or rule == most
 
 
@@ -185,8 +180,7 @@ class FuzzyRules(_Processor):
         number: dict[RuleRequest | None, int] = {asked: number for number, asked in enumerate(self.kinds)}
         self.kind_of = np.array([number.get(asked, -1) for asked in self.requests])
         self.kind = to_device(torch.from_numpy(self.kind_of), self.device)
-        of_new = [math.inf if (asked := self.requests[slot]) is None else asked.rule.budget for slot in self.fresh]
-        budgets = [math.inf if budget is None else budget for budget in of_new]
+        budgets = [math.inf if (asked := self.requests[slot]) is None else asked.rule.nats for slot in self.fresh]
         index, temperature, budget = (
             to_device(torch.tensor(values), self.device)
             for values in (list(self.fresh), list(self.fresh.values()), budgets)

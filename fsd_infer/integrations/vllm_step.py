@@ -16,7 +16,7 @@ from torch import Tensor
 from fsd_infer.rules import Evidence, Rule, Texts, Verification
 from fsd_infer.rules._walk import affordable
 from fsd_infer.rules.laws import lifted
-from fsd_infer.rules.phases import Markers
+from fsd_infer.rules.texts import Markers
 from fsd_infer.tree import DraftTree
 
 

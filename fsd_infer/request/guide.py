@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
-from fsd_infer.errors import FsdError
+from fsd_infer.errors import FsdError, imported
 
 MOST_TEXT = 1 << 20  # characters of a grammar
 # JSON as json.dumps writes it: a model cannot fill its answer with white space, and more tokens are forced
@@ -225,11 +225,7 @@ def _masked(scores: Tensor, bits: Any) -> Tensor:
 
 
 def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise FsdError("structured output needs llguidance: pip install 'fsd-toolkit[guided]'.") from error
-    return llguidance
+    return imported("llguidance", "structured output", "guided")
 
 
 @lru_cache(maxsize=4)

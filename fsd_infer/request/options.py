@@ -6,7 +6,6 @@ this list names it.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -17,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from fsd_infer.errors import FsdError
+from fsd_infer.registry import did_you_mean
 from fsd_infer.targets.token_ids import eos_ids
 
 # honoured, most of them through the logits processors and stopping criteria that ``generate`` makes
@@ -115,8 +115,7 @@ def split_options(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     for name in overrides.keys() - known:
         if name in _INSTEAD:
             raise refusal(name, overrides[name])
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, known)
         raise FsdError(f"unknown option {name!r}.{hint} Options are those of transformers' GenerationConfig.")
     others = {name: overrides.get(name) for name in _ARGUMENTS}
     for name in _LISTS:

@@ -24,37 +24,23 @@ from fsd_infer.request.guide import GuideProcessor
 from fsd_infer.tree import DraftTree
 
 # Processors that read the scores alone: one call serves all nodes. Any other gets each node's own context.
-_CONTEXT_FREE = {
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TopHLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "SuppressTokensLogitsProcessor",
-    "LogitNormalization",
-}
+_CONTEXT_FREE = frozenset(
+    """
+    TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TopHLogitsWarper MinPLogitsWarper TypicalLogitsWarper
+    EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor LogitNormalization
+    """.split()
+)
 # Processors of transformers that read text and scores, and nothing else. Its other ones keep a state that follows one
 # text, or run a model of their own. A processor of the user's must be a function of text and scores.
-_OF_TEXT = {
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor",
-    "EncoderRepetitionPenaltyLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "EncoderNoRepeatNGramLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "PrefixConstrainedLogitsProcessor",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "InfNanRemoveLogitsProcessor",
-    "ExponentialDecayLengthPenalty",
-    "SuppressTokensAtBeginLogitsProcessor",
-    "WatermarkLogitsProcessor",
-}
+_OF_TEXT = frozenset(
+    """
+    MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor RepetitionPenaltyLogitsProcessor
+    EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor EncoderNoRepeatNGramLogitsProcessor
+    SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor PrefixConstrainedLogitsProcessor ForcedBOSTokenLogitsProcessor
+    ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor ExponentialDecayLengthPenalty
+    SuppressTokensAtBeginLogitsProcessor WatermarkLogitsProcessor
+    """.split()
+)
 
 
 class TreeProcessors:

@@ -11,13 +11,12 @@ To write a rule, subclass :class:`LossyRule` and return a :class:`Law` of a roun
 docs/extending.md.
 """
 
-from fsd_infer.rules.base import RULES, LossyRule, Rule, apply_rules
+from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules
 from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.exact import Exact
 from fsd_infer.rules.fuzzy import DraftOnly, Fuzzy, FuzzyStrict, RandomGate
 from fsd_infer.rules.laws import Law, Test
 from fsd_infer.rules.parameters import parameter
-from fsd_infer.rules.parsing import RuleLike, parse_rule, parse_rules
 from fsd_infer.rules.published import Cactus, CascadeToken, Ensemble, Fly, Lenient, Relaxed, Threshold, Typical
 from fsd_infer.rules.texts import Texts
 from fsd_infer.rules.tilted import Tilted

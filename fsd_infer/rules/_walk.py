@@ -12,7 +12,7 @@ sync costs more than the arithmetic. The verdict reaches the host in one transfe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,27 +22,22 @@ from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
 from fsd_infer.rules.evidence import Contexts, Evidence, refuse
 from fsd_infer.rules.laws import Law, lifted
-from fsd_infer.rules.verification import Source, Verdict, Verification
-
-Groups = Sequence[tuple[Callable[[Evidence], Law], list[int]]]  # each rule's law and its batch rows
+from fsd_infer.rules.verification import Source, Verdict
 
 
-def walk(round: Verification, laws: Groups, budgets: Sequence[float], lazy: bool | None = None) -> Verdict:
+def walk(evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor) -> Verdict:
     """Walk one round.
 
     Args:
-        round: the trees and the logits.
-        laws: of all rows.
-        budgets: [B] nats for this round, used if the round has no ``budget_left``.
-        lazy: see :class:`Evidence`.
+        evidence: of the round.
+        laws: of all rows, each with its rows.
+        left: [B] nats that each row may spend, on the CPU.
 
     Raises:
         NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
-        FsdError: uniforms are missing, or sampled drafts do not form a chain.
+        FsdError: sampled drafts do not form a chain.
     """
-    evidence = Evidence(round, lazy)
-    left = torch.tensor(budgets, dtype=torch.float64) if round.budget_left is None else round.budget_left
-    return _Walk(evidence, [(law(evidence), rows) for law, rows in laws], left).verdict()
+    return _Walk(evidence, laws, left).verdict()
 
 
 def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:
@@ -81,7 +76,7 @@ class _Walk:
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
         self.closed = self.open = evidence.chance
-        self.applies = self.evaluated = torch.zeros_like(evidence.is_draft)
+        self.applies = self.evaluated = torch.zeros_like(evidence.tree.is_draft)
         self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
         self.laws = [self._add(law, rows) for law, rows in laws]
         self.has_dense = any(law.gate is not None or law.log_r is not None for law, _ in self.laws)
@@ -140,7 +135,7 @@ class _Walk:
             self.dense.append(r)
             chance = r.flatten()[above.clamp_min(0) * r.shape[1] + self.tree.tokens].to(self.open.dtype)
             chance = chance / evidence.log_q.exp() if evidence.sampled else chance
-        self.open = torch.where((above >= 0) & evidence.is_draft, chance, self.open)
+        self.open = torch.where((above >= 0) & evidence.tree.is_draft, chance, self.open)
         assert self.cost is not None
         self.cost = self.cost.index_put(where, cost.to(self.cost.dtype))
 
@@ -206,7 +201,7 @@ class _Walk:
             sources = sources.masked_fill(torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(Source.GATE))
         first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
         regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
-        forks = (evidence.child.sum(-1) > 1).any(1, keepdim=True) if evidence.sampled else accepted < 0
+        forks = (evidence.tree.child.sum(-1) > 1).any(1, keepdim=True) if evidence.sampled else accepted < 0
         columns = path, tokens.masked_fill_(beyond, 0), sources, is_open, spent, first, regret
         whose = [] if tree.proposers is None else [tree.proposers]
         accepted, depths, forks, *on_cpu = self._on_host(accepted, tree.depths, forks, *columns, *whose)
@@ -247,7 +242,7 @@ class _Walk:
                 if own.test is not None:
                     rest = law if own.test.rest is None else own.test.rest(at)
                     weights = torch.where(~is_open & has_q & mine, rest, weights)
-        drafted = torch.where(evidence.is_draft & (tree.parents == end), 0.0, math.inf)
+        drafted = torch.where(evidence.tree.is_draft & (tree.parents == end), 0.0, math.inf)
         weights = weights.scatter_reduce(1, tree.tokens, drafted, "amin")
         token = draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
         return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # all weights round to 0

@@ -1,7 +1,8 @@
-"""The base classes of rules: a name, parameters, and a law."""
+"""The base classes of rules: a name, parameters, and a law. And rules as text, for command lines and records."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import to_device
+from fsd_infer.errors import FsdError
 from fsd_infer.registry import Registry
 from fsd_infer.rules._walk import walk
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter, parameters_of
-from fsd_infer.rules.phases import markers
+from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import Verdict, Verification
 
 
@@ -40,6 +42,11 @@ class Rule:
     def __post_init__(self) -> None:
         for name, checks in parameters_of(type(self)).items():
             object.__setattr__(self, name, checks.checked(getattr(self, name)))
+
+    @property
+    def nats(self) -> float:
+        """The budget; inf for no limit."""
+        return math.inf if self.budget is None else self.budget
 
     def law(self, evidence: Evidence) -> Law:
         """Return the law: a function of the text, the tree and ``evidence.coin`` alone."""
@@ -90,7 +97,7 @@ class LossyRule(Rule):
             emits from p.
         novel: n-gram length. A draft that completes an n-gram of the prompt or the answer is tested exactly: copies
             and repetitions, which drafters predict best, earn nothing. 0: no such test.
-        only_in: emit from p outside this phase of the text (:mod:`fsd_infer.rules.phases`), "think" or "A..B".
+        only_in: emit from p outside this phase of the text (:mod:`fsd_infer.rules.texts`), "think" or "A..B".
     """
 
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
@@ -136,8 +143,9 @@ def apply_rules(rules: Sequence[Rule], round: Verification) -> Verdict:
     rows: dict[Rule, list[int]] = {}
     for row, rule in enumerate(rules):
         rows.setdefault(rule, []).append(row)
-    budgets = [math.inf if rule.budget is None else rule.budget for rule in rules]
-    verdict = walk(round, [(rule.charged_law, of_rule) for rule, of_rule in rows.items()], budgets)
+    evidence, left = Evidence(round), round.budget_left
+    left = torch.tensor([rule.nats for rule in rules], dtype=torch.float64) if left is None else left
+    verdict = walk(evidence, [(rule.charged_law(evidence), of_rule) for rule, of_rule in rows.items()], left)
     verdict.allowed = _allowed(rows, round, verdict)
     return verdict
 
@@ -159,3 +167,67 @@ def _allowed(rows: Mapping[Rule, Sequence[int]], round: Verification, verdict: V
             allowed = path.new_zeros(len(path), dtype=torch.float32) if allowed is None else allowed
             allowed = allowed.index_copy(0, index, (nats * emitted[index]).sum(1))
     return allowed
+
+
+RuleLike = str | Rule | Sequence[str | Rule]
+
+
+def parse_rule(rule: str | Rule) -> Rule:
+    """Return the rule that ``rule`` describes; a Rule passes through.
+
+    Text is the rule's name, then its parameters in the order of the class, by position or as ``key=value``, separated
+    by colons. Digits after a top-k divergence are the divergence's own parameter (``top_k_js:20``).
+
+    Raises:
+        UnknownNameError: unknown rule or divergence.
+        FsdError: a parameter that is unknown, given twice, missing, of the wrong type, or out of range.
+    """
+    if isinstance(rule, Rule):
+        return rule
+    if not isinstance(rule, str):
+        raise FsdError(f"a rule is a Rule or text like 'fuzzy:js:0.3', not {type(rule).__name__}.")
+    name, *parts = _split(rule)
+    rule_class = RULES.get(name)
+    parameters = parameters_of(rule_class)
+    keys = {parameter.range.alias or key: key for key, parameter in parameters.items()}
+    keys |= {key: key for key in parameters}
+    usage = f"{name} takes {', '.join(parameters) or 'no parameters'}"
+    order = iter(parameters)
+    values: dict[str, Any] = {}
+    for part in parts:
+        key, equals, text = part.partition("=")
+        if not equals:
+            key, text = next(order, ""), part
+        if key not in keys:
+            renamed = "no_repeat is now novel, and counts the prompt too; " if key == "no_repeat" else ""
+            raise FsdError(f"rule {rule!r}: cannot use {part!r}; {renamed}{usage}.")
+        key = keys[key]
+        if key in values:
+            raise FsdError(f"rule {rule!r}: {key} is given twice; {usage}.")
+        values[key] = parameters[key].parsed(text)
+    required = [key for key, parameter in parameters.items() if parameter.default is dataclasses.MISSING]
+    missing = [key for key in required if key not in values]
+    if missing:
+        raise FsdError(f"rule {rule!r}: {', '.join(missing)} is missing; {usage}.")
+    return rule_class(**values)
+
+
+def parse_rules(rules: RuleLike) -> list[Rule]:
+    """Return one rule, or one per prompt. Raises as :func:`parse_rule`."""
+    if isinstance(rules, (str, Rule)) or not isinstance(rules, Sequence):
+        rules = [rules]
+    parsed = [parse_rule(rule) for rule in rules]
+    if not parsed:
+        raise FsdError("no rules: give one, or one per prompt.")
+    return parsed
+
+
+def _split(text: str) -> list[str]:
+    """Split at colons, but keep a top-k divergence and its parameter together."""
+    parts: list[str] = []
+    for part in text.split(":"):
+        if parts and part.isascii() and part.isdigit() and parts[-1].rpartition("=")[2].startswith("top_k_"):
+            parts[-1] += f":{part}"
+        else:
+            parts.append(part)
+    return parts

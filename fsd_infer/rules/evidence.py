@@ -13,8 +13,7 @@ from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import Divergence, divergence, expand_draft
 from fsd_infer.errors import FsdError, NonFiniteLogitsError
-from fsd_infer.rules.phases import inside
-from fsd_infer.rules.texts import Texts, known, known_tokens
+from fsd_infer.rules.texts import Texts, inside, known, known_tokens
 from fsd_infer.rules.verification import Verification
 
 
@@ -58,31 +57,16 @@ class Evidence:
 
     def some(self, holds: Tensor) -> Tensor:
         """Whether ``holds``, a bool per draft, is true for any child of each context."""
-        return (self.child & holds[:, None]).any(-1)
+        return (self.tree.child & holds[:, None]).any(-1)
 
     @cached_property
     def nodes(self) -> Tensor:
         """[N] 0, 1, …"""
         return torch.arange(self.tree.parents.shape[1], device=self.tree.parents.device)
 
-    @property
-    def is_draft(self) -> Tensor:
-        """bool; all nodes except roots and padding."""
-        return self.tree.is_draft
-
-    @property
-    def child(self) -> Tensor:
-        """[B, N, N] bool; whether node j is a child of node i."""
-        return self.tree.child
-
     @cached_property
     def _no_child(self) -> Tensor:
-        return ~self.child
-
-    @property
-    def inner(self) -> Tensor:
-        """bool; contexts with children."""
-        return self.tree.inner
+        return ~self.tree.child
 
     @property
     def has_q(self) -> Tensor:
@@ -116,18 +100,18 @@ class Evidence:
     def _at_inner(self, statistic: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
         """Evaluate a statistic of rows of [M, V] at contexts with children; if lazy, at those alone."""
         if not self.lazy:
-            return statistic(self.whole.scores, None).unflatten(0, self.inner.shape)
-        inner = self.inner.flatten().nonzero().squeeze(-1)
+            return statistic(self.whole.scores, None).unflatten(0, self.tree.inner.shape)
+        inner = self.tree.inner.flatten().nonzero().squeeze(-1)
         values = statistic(self.round.scores.flatten(0, 1), inner)
-        whole = values.new_zeros(self.inner.numel(), *values.shape[1:])
-        return whole.index_copy_(0, inner, values).unflatten(0, self.inner.shape)
+        whole = values.new_zeros(self.tree.inner.numel(), *values.shape[1:])
+        return whole.index_copy_(0, inner, values).unflatten(0, self.tree.inner.shape)
 
     @cached_property
     def regret(self) -> Tensor:
         """ln p of the likeliest token at the parent minus ln p of the draft, at least 0; inf at roots and padding."""
         scores, tree = self.round.scores, self.tree
         own = scores.flatten(1).gather(1, tree.parents * scores.shape[-1] + tree.tokens).float()
-        return (self.above(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.is_draft, math.inf)
+        return (self.above(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.tree.is_draft, math.inf)
 
     @cached_property
     def log_p(self) -> Tensor:
@@ -159,11 +143,11 @@ class Evidence:
     def chance(self) -> Tensor:
         """Probability that each draft is emitted (a sampled one: accepted) under the law p. At temperature 0 bool."""
         if self.greedy:
-            return (self.tree.tokens == self.above(self.likeliest)) & self.is_draft
+            return (self.tree.tokens == self.above(self.likeliest)) & self.tree.is_draft
         if not self.sampled:
             return self.log_p.to(wide(self.log_p.device)).exp()
         chance = (self.log_p - self.log_q).clamp_max(0.0).to(wide(self.log_p.device)).exp()
-        return chance.masked_fill(~(self.is_draft & self.above(self.has_q)), 0.0)
+        return chance.masked_fill(~(self.tree.is_draft & self.above(self.has_q)), 0.0)
 
     @property
     def coin(self) -> Tensor:
@@ -193,7 +177,7 @@ class Evidence:
         return self._known[n]
 
     def inside(self, phase: str) -> Tensor:
-        """bool; whether the token after the context is in a phase, see :mod:`fsd_infer.rules.phases`."""
+        """bool; whether the token after the context is in a phase, see :mod:`fsd_infer.rules.texts`."""
         if phase not in self.texts.markers:
             raise FsdError(f"only_in={phase}: the texts have no markers for it; pass them to Texts.")
         return inside(self.texts, self.tree, *self.texts.markers[phase])

@@ -50,7 +50,7 @@ def _block(evidence: Evidence) -> tuple[Tensor, Tensor]:
     """
     batch, nodes = evidence.tree.tokens.shape
     p, q = (values.view(batch, nodes, -1) for values in (evidence.whole.p, evidence.whole.q))
-    ratio, inner = (evidence.log_p - evidence.log_q).exp(), evidence.inner
+    ratio, inner = (evidence.log_p - evidence.log_q).exp(), evidence.tree.inner
     w = [torch.ones_like(ratio[:, 0])]
     for i in range(1, nodes):
         w.append((w[-1] * ratio[:, i]).clamp_max(1.0))

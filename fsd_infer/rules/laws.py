@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import wide
-from fsd_infer.rules.clipping import clipped
 from fsd_infer.rules.evidence import Contexts, Evidence
 
 AtContexts = Callable[[Contexts], Tensor]
+_STEPS = 24  # of the search for the constant of a clipped law
 ROUNDING = 1e-5  # error of ln p: a token whose own ln p is the cutoff must pass
 
 
@@ -64,7 +64,7 @@ class Law:
     @classmethod
     def target(cls, evidence: Evidence, test: Test | None = None) -> Law:
         """Return the law r = p, which costs nothing."""
-        return cls(torch.zeros_like(evidence.is_draft), test=test)
+        return cls(torch.zeros_like(evidence.tree.is_draft), test=test)
 
     @classmethod
     def lifted(cls, evidence: Evidence, lift: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0) -> Law:
@@ -79,7 +79,7 @@ class Law:
                 must not depend on the draft, so drafts are tested against r = clip(q, p/Z, p·e^gain/Z).
         """
         if not evidence.sampled:
-            return cls(evidence.inner, lift() if callable(lift) else lift)
+            return cls(evidence.tree.inner, lift() if callable(lift) else lift)
 
         def log_r(at: Contexts) -> Tensor:
             gains = gain(at) if callable(gain) else torch.full_like(at.log_p, gain)
@@ -117,7 +117,7 @@ class Law:
         """
         if not evidence.sampled:
             if isinstance(cutoff, float):  # an infinite cutoff decides without ln p
-                passes = evidence.log_p >= cutoff if math.isfinite(cutoff) else evidence.is_draft & (cutoff < 0)
+                passes = evidence.log_p >= cutoff if math.isfinite(cutoff) else evidence.tree.is_draft & (cutoff < 0)
             else:
                 passes = evidence.log_p >= evidence.above(cutoff - ROUNDING)
             lift = torch.zeros_like(evidence.regret)
@@ -127,7 +127,7 @@ class Law:
                 ratio = (torch.logit(raised) - torch.logit(mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
                 ratio = ratio.masked_fill(raised >= 1, math.inf).masked_fill(evidence.some(passes), 0.0)
                 lift = evidence.above(ratio)
-            return cls(evidence.inner, lift.masked_fill(passes, math.inf))
+            return cls(evidence.tree.inner, lift.masked_fill(passes, math.inf))
 
         def log_r(at: Contexts) -> Tensor:
             passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
@@ -204,7 +204,7 @@ class Law:
         elif self.lift is not None:
             applies, chance, _, others = lifted(evidence, self.lift, applies)
             log_law = log_p + others[..., None]
-            rows, drafts = evidence.is_draft.nonzero(as_tuple=True)
+            rows, drafts = evidence.tree.is_draft.nonzero(as_tuple=True)
             log_law[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
         return torch.where(applies[..., None], log_law, log_p)
 
@@ -260,3 +260,33 @@ def lifted(evidence: Evidence, lift: Tensor, applies: Tensor) -> Odds:
     r, cost = log_r.exp(), ((outside + others).exp() * others).masked_fill(outside == -inf, 0.0)
     cost = (cost + evidence.total((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)
     return Odds(applies & others.isfinite(), r, cost, others.masked_fill(forced, -inf))
+
+
+def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
+    """Return ln r [R, V] of r = clip(q, p/Z, p·e^gain/Z), which maximises Σ gain·min(r, q) - KL(r || p).
+
+    Z makes r sum to 1. The sum is piecewise linear and increasing in 1/Z, so bracketed Newton steps find Z. Their
+    number is fixed, which avoids a device sync; a final normalisation removes the remaining error.
+
+    Args:
+        log_p, log_q: [R, V] ln p and ln q, -inf where they are 0.
+        gain: [R, V], at least 0.
+    """
+    low, high = -gain.amax(-1, keepdim=True), torch.zeros_like(gain[:, :1])  # ln(1/Z) lies between
+    log_a = high
+    for _ in range(_STEPS):
+        law, total, slope = _clip(log_p, log_q, gain, log_a)
+        low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)
+        newton = log_a + ((1 - total + slope).clamp_min(0.0) / slope).log()
+        inside = (newton >= low) & (newton <= high)
+        log_a = torch.where(inside, newton, (low + high) / 2)
+    law, total, _ = _clip(log_p, log_q, gain, log_a)
+    return law - total.log()
+
+
+def _clip(log_p: Tensor, log_q: Tensor, gain: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """ln of clip(q, a·p, a·p·e^gain) [R, V], its sum [R, 1], and the part of the sum proportional to a."""
+    least = log_p + log_a
+    law = log_q.clamp(least, least + gain)
+    r = law.exp()
+    return law, r.sum(-1, keepdim=True), r.masked_fill(law == log_q, 0.0).sum(-1, keepdim=True)

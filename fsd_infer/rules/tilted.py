@@ -120,7 +120,7 @@ class Tilted(LossyRule):
         """[B, N] v(c)/price of each draft."""
         price, tree, floor = self.prices(evidence), evidence.tree, self.least_share
         regret = evidence.regret.to(price.dtype)
-        novel = ~evidence.known(self.novel) if self.novel else evidence.is_draft
+        novel = ~evidence.known(self.novel) if self.novel else evidence.tree.is_draft
         favoured = novel & (regret <= (-math.log(floor) if floor else torch.finfo(regret.dtype).max))
         if evidence.greedy:
             copied = ~novel & (regret == 0)  # the target's own choice, whose siblings are never taken

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable
 from fsd_infer.rules import parse_rule
-from fsd_infer.rules.phases import markers_of
+from fsd_infer.rules.texts import markers_of
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
 from fsd_infer.serving.fields import UNSUPPORTED, ChatAsked, CompletionAsked, ViewAsked
-from fsd_infer.serving.jobs import Completion, make_jobs, reader_of
-from fsd_infer.serving.limits import BodyLimit, Limits
-from fsd_infer.serving.page import server_page
+from fsd_infer.serving.jobs import Completion, Limits, make_jobs, reader_of
+from fsd_infer.serving.page import Trace, server_page
 from fsd_infer.serving.replies import Reply
-from fsd_infer.serving.trace import Trace
 from fsd_infer.targets.adapters import adapter_names
 
 News = tuple[int, Any, bool]  # index of the answer, what it grew by, whether it ends here
@@ -228,7 +229,7 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
     markers_of([parse_rule(rule)], decoder.tokenizer)
     service = Service(decoder, rule, limits)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(service.batcher.close)
@@ -247,6 +248,47 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
     app.add_api_route("/", service.page)
     app.include_router(service.routes(), dependencies=[Depends(check_key)])
     return app
+
+
+class BodyLimit:
+    """Middleware that refuses bodies of more than ``most`` bytes, whether or not the request states its length."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        count = 0
+
+        async def counted() -> Message:
+            nonlocal count
+            message = await receive()
+            count += len(message.get("body", b""))
+            if count > self.most:
+                raise HTTPException(413, f"the request has more than {self.most} bytes. Send a shorter one.")
+            return message
+
+        await self.app(scope, counted, send)
+
+
+class _Server(uvicorn.Server):
+    """A server that prints its address when it starts, and ends running answers when it is interrupted."""
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(f"listening on http://{self.config.host}:{self.config.port}/v1, until Ctrl-C", flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.config.app.state.batcher.stop()  # type: ignore[union-attr]
+        super().handle_exit(sig, frame)
+
+
+def serve(app: FastAPI, host: str, port: int) -> None:
+    """Serve until the process is interrupted. Running answers are then sent as far as they have come."""
+    with contextlib.suppress(KeyboardInterrupt):
+        _Server(uvicorn.Config(app, host=host, port=port, log_level="warning")).run()
 
 
 async def _health() -> dict[str, str]:

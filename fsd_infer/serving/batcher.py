@@ -10,16 +10,51 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsd_infer.chat.pieces import overlap
+import torch
+from torch import Tensor
+
+from fsd_infer.chat.tools import overlap
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.engine.rounds import Round
+from fsd_infer.engine.request import Round
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
 from fsd_infer.request.guide import Guide
 from fsd_infer.rules import Rule
-from fsd_infer.serving.adjust import Adjust, Adjustment
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """OpenAI's penalties for tokens that the answer contains.
+
+    Attributes:
+        presence: subtracted from the logit of every token that the answer contains.
+        frequency: subtracted once per occurrence of the token in the answer.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.presence or self.frequency)
+
+
+class Adjust:
+    """A logits processor: ids [M, T], scores [M, V] -> [M, V].
+
+    Args:
+        what: the penalties.
+        start: position in the ids where answers begin.
+    """
+
+    def __init__(self, what: Penalties, start: int) -> None:
+        self.what, self.start = what, start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        said = input_ids[:, self.start :]
+        counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
+        return scores - self.what.frequency * counts - self.what.presence * (counts > 0)
 
 
 class UnavailableError(FsdError):
@@ -47,7 +82,7 @@ class Job:
         stop: texts that end the answer and are no part of it.
         deadline: time by ``time.monotonic`` when the answer is cut off as if it had reached its length.
         tell: called in the decoding thread with (new text, None), and at the end with ("", the job).
-        adjustment: edits of the logits, the same for a batch.
+        penalties: of tokens that the answer contains, the same for a batch.
         guide: what the answer must be, the same for a batch.
         user: key of the prefix cache.
         alternatives: number of likeliest tokens in each of :attr:`logprobs`; None: no log-probabilities.
@@ -67,7 +102,7 @@ class Job:
     stop: Sequence[str]
     deadline: float
     tell: Callable[[str, Job | None], None]
-    adjustment: Adjustment = Adjustment()
+    penalties: Penalties = Penalties()
     guide: Guide | None = None
     user: str = ""
     alternatives: int | None = None
@@ -98,7 +133,7 @@ class Job:
     @property
     def key(self) -> object:
         """Jobs with equal keys may share a batch."""
-        return self.sampling, self.adjustment, self.guide
+        return self.sampling, self.penalties, self.guide
 
     def watch(self, round: Round, tokenizer: Any) -> None:
         """Record a round, before its tokens."""
@@ -191,7 +226,7 @@ class Batcher:
     def _decode(self, batch: list[Job]) -> None:
         if not batch:
             return
-        tokenizer, adjustment = self.decoder.tokenizer, batch[0].adjustment
+        tokenizer, penalties = self.decoder.tokenizer, batch[0].penalties
         watched = any(job.on_round is not None or job.alternatives is not None for job in batch)
         start = max(len(job.prompt) for job in batch)  # processors see prompts padded to the longest
         try:
@@ -203,7 +238,7 @@ class Batcher:
                 on_round=(lambda row, round: batch[row].watch(round, tokenizer)) if watched else None,
                 guide=batch[0].guide,
                 cache_keys=[job.user for job in batch],
-                logits_processor=[Adjust(adjustment, start)] if adjustment else None,
+                logits_processor=[Adjust(penalties, start)] if penalties else None,
                 **batch[0].sampling,
             )
         except Exception as error:

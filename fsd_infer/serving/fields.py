@@ -170,11 +170,6 @@ class Asked(Fields):
         found += [] if self.guided_regex is None else [Guide.regex(self.guided_regex)]
         return found + ([] if self.guided_grammar is None else [Guide.lark(self.guided_grammar)])
 
-    @property
-    def logprobs_asked(self) -> int | None:
-        """How many alternatives each token's log-probability comes with; None: no log-probabilities."""
-        return None
-
 
 class CompletionAsked(Asked):
     """POST /v1/completions."""
@@ -187,6 +182,7 @@ class CompletionAsked(Asked):
 
     @property
     def logprobs_asked(self) -> int | None:
+        """How many alternatives each token's log-probability comes with; None: no log-probabilities."""
         return self.logprobs
 
 

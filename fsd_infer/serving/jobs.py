@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fsd_infer.chat.encoding import encode_chat
@@ -13,13 +14,30 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import FsdError
 from fsd_infer.request.guide import COMPACT, Guide
 from fsd_infer.rules import parse_rule
-from fsd_infer.rules.phases import markers_of
-from fsd_infer.serving.adjust import Adjustment
-from fsd_infer.serving.batcher import Job
+from fsd_infer.rules.texts import markers_of
+from fsd_infer.serving.batcher import Job, Penalties
 from fsd_infer.serving.fields import GUIDED, ChatAsked, CompletionAsked
-from fsd_infer.serving.limits import Limits
 
 Completion = ChatAsked | CompletionAsked
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of requests.
+
+    Attributes:
+        max_batch: most answers that the server decodes together.
+        max_queue: most answers that wait.
+        max_new_tokens: largest length of an answer in tokens.
+        max_bytes: largest body of a request.
+        seconds: time from a request's arrival until the server cuts its answer off.
+    """
+
+    max_batch: int = 8
+    max_queue: int = 64
+    max_new_tokens: int = 4096
+    max_bytes: int = 1 << 20
+    seconds: float = 600.0
 
 
 def make_jobs(
@@ -48,8 +66,12 @@ def make_jobs(
         sampling.update(temperature=asked.temperature, top_p=asked.top_p)
     named = parse_rule(asked.rule or asked.vllm_xargs.rule or rule)
     markers_of([named], decoder.tokenizer)  # its error would fail the whole batch later
-    adjustment = Adjustment(tuple(asked.logit_bias.items()), asked.presence_penalty, asked.frequency_penalty)
-    adjustment.check(decoder.target.vocab_size)
+    size = decoder.target.vocab_size
+    for token in asked.logit_bias:
+        if not 0 <= token < size:
+            raise FsdError(f"logit_bias: there is no token {token}: ids are from 0 to {size - 1}.")
+    if asked.logit_bias:
+        sampling["sequence_bias"] = {(token,): bias for token, bias in asked.logit_bias.items()}
     guide = _guide(decoder, asked)
     return [
         Job(
@@ -60,7 +82,7 @@ def make_jobs(
             stop=[text for text in asked.stop if text],
             deadline=time.monotonic() + limits.seconds,
             tell=lambda text, done: None,
-            adjustment=adjustment,
+            penalties=Penalties(asked.presence_penalty, asked.frequency_penalty),
             guide=guide,
             user=asked.user,
             alternatives=asked.logprobs_asked,

@@ -42,14 +42,11 @@ class Reply:
             text, calls = self._read(index, text, is_over)
             delta: dict[str, Any] = {} if index in self._begun else {"role": "assistant"}
             delta |= {"content": text} if text else {}
-            delta |= (
-                {"tool_calls": [{"index": made + i, **_called(call)} for i, call in enumerate(calls)]} if calls else {}
-            )
+            if calls:
+                delta["tool_calls"] = [{"index": made + i, **_called(call)} for i, call in enumerate(calls)]
             choice = {"delta": delta}
         self._begun.add(index)
-        choice |= {"index": index, "logprobs": self._logprobs(index)}
-        choice["finish_reason"] = self._reason(index) if is_over else None
-        return f"data: {json.dumps(self._envelope([choice], chunk=True))}\n\n"
+        return f"data: {json.dumps(self._envelope([choice | self._facts(index, is_over)], chunk=True))}\n\n"
 
     def usage_event(self) -> str:
         """Return the part of a stream that follows the last one, for clients that ask for it."""
@@ -65,17 +62,18 @@ class Reply:
                 message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text else text}
                 message |= {"tool_calls": [_called(call) for call in calls]} if calls else {}
                 choice = {"message": message}
-            choice |= {"index": index, "logprobs": self._logprobs(index), "finish_reason": self._reason(index)}
-            choices.append(choice)
+            choices.append(choice | self._facts(index, is_over=True))
         return {**self._envelope(choices, chunk=False), "usage": self._usage()}
 
     def _read(self, index: int, text: str, is_over: bool) -> tuple[str, list[ToolCall]]:
         return (text, []) if self._readers is None else self._readers[index].feed(text, is_over)
 
-    def _reason(self, index: int) -> str:
-        """Why the answer ended."""
-        reason = str(self.jobs[index].reason)
-        return "tool_calls" if reason == "stop" and self._readers and self._readers[index].made else reason
+    def _facts(self, index: int, is_over: bool) -> dict[str, Any]:
+        """The fields of a choice besides its text."""
+        reason = str(self.jobs[index].reason) if is_over else None
+        if reason == "stop" and self._readers and self._readers[index].made:
+            reason = "tool_calls"
+        return {"index": index, "logprobs": self._logprobs(index), "finish_reason": reason}
 
     def _envelope(self, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion" + ".chunk" * chunk) if self.is_chat else "text_completion"

@@ -32,10 +32,13 @@ def check_directory(directory: Path) -> None:
             f"{directory} has no safetensors weights. Other formats can run code and are not loaded; convert the "
             "weights with save_pretrained of transformers."
         )
+    tensors = 0
     for shard in shards:
         if not shard.is_file():
             raise CheckpointError(f"{shard} is missing although {index.name} names it; copy the model again.")
-    _check_layers(directory / "config.json", sum(map(check_safetensors, shards)))
+        with open_safetensors(shard, "Copy or fetch it again.") as file:
+            tensors += len(file.keys())
+    _check_layers(directory / "config.json", tensors)
 
 
 def _check_layers(path: Path, tensors: int) -> None:
@@ -67,12 +70,6 @@ def check_size(source: str, config: PretrainedConfig, trust_remote_code: bool) -
             f"{source}: config.json asks for {wanted:.3g} weights, but the files hold {stored:.3g} bytes; "
             "copy the model again."
         )
-
-
-def check_safetensors(path: Path) -> int:
-    """Return the number of tensors of a safetensors file. Raises CheckpointError if it is truncated or malformed."""
-    with open_safetensors(path, "Copy or fetch it again.") as file:
-        return len(file.keys())
 
 
 def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:

@@ -5,12 +5,11 @@ This module reads the architectures in :data:`FAMILIES`. Transformers reads the 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import MODEL_ARCH, get_tensor_name_map
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
@@ -33,26 +32,6 @@ from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer, write_tokenize
 FAMILIES = ("llama", "qwen2", "qwen3")  # architectures, which are also transformers' model types
 _INTERLEAVED = ("llama",)  # their query and key projections have rows in ggml's rotary order
 
-TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-# ggml block tensor -> transformers decoder layer module
-LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies, in Llama 3
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -72,14 +51,16 @@ def expand_gguf(source: Path, out_dir: Path) -> None:
     config = _config(facts, tensors, source)
     write_json(out_dir / "config.json", config, indent=2)
     write_json(out_dir / "generation_config.json", _generation_config(config), indent=2)
-    weights = out_dir / "model.safetensors"
-    save_file(_state_dict(tensors, config, source), weights, metadata={"format": "pt"})
+    weights, model = out_dir / "model.safetensors", _empty_model(AutoConfig.for_model(**config))
+    places = _places(model, tensors, config, source)
+    state = {name: _expanded(stored, order).to(torch.bfloat16) for name, stored, order in places}
+    save_file(state, weights, metadata={"format": "pt"})
     weights.chmod((out_dir / "config.json").stat().st_mode)  # safetensors lets only the owner read its files
     write_tokenizer(facts, out_dir, source)
 
 
 def load_gguf(
-    source: Path, *, dtype: torch.dtype, attn_implementation: str | None, expand: bool
+    source: Path, dtype: torch.dtype, attn_implementation: str | None = None, *, expand: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model on the CPU, and its tokenizer.
 
@@ -101,31 +82,18 @@ def load_gguf(
         return _by_transformers(source, dtype, attn_implementation), load_gguf_tokenizer(source, facts)
     config = _config(facts, tensors, source)
     made = AutoConfig.for_model(**config)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
-            made, dtype=dtype, attn_implementation=attn_implementation or "sdpa"
-        )
-    missing = {name for name, _ in model.named_parameters()}  # lists a tied weight once, as the embedding
+    model = _empty_model(made, dtype=dtype, attn_implementation=attn_implementation or "sdpa")
     # Biases come first, because a layer that gets blocks takes over its bias.
-    places = sorted(_places(tensors, config, source), key=lambda place: place[0].endswith("weight"))
+    places = sorted(_places(model, tensors, config, source), key=lambda place: place[0].endswith("weight"))
     for name, stored, order in places:
         path, _, kind = name.rpartition(".")
-        layer = _module_of(model, path, kind, source)
-        if stored.shape != getattr(layer, kind).shape:
-            raise ModelLoadError(
-                f"{source}: {name} has shape {list(stored.shape)}, but its model needs "
-                f"{list(getattr(layer, kind).shape)}. Fetch the file again."
-            )
+        layer = model.get_submodule(path)
         tied = made.tie_word_embeddings and path == "model.embed_tokens"
         held = kind == "weight" and not expand and _held(model.lm_head if tied else layer, stored, order, name)
         if not held:
             value = nn.Parameter(_expanded(stored, order).to(dtype), requires_grad=False)
             for each in (layer, model.lm_head) if tied else (layer,):
                 setattr(each, kind, value)
-        missing.discard(name)
-    if missing:
-        count = len(missing)
-        raise ModelLoadError(f"{source} lacks {count} tensors of its model, first {min(missing)!r}. Fetch it again.")
     decoder = model.model
     decoder.rotary_emb = type(decoder.rotary_emb)(config=made)  # computes its buffers, which are still on "meta"
     model.generation_config = GenerationConfig(**_generation_config(config))
@@ -157,17 +125,6 @@ def _by_transformers(source: Path, dtype: torch.dtype, attn_implementation: str 
         return AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype, **options)
     except Exception as error:  # the reader raises errors of many types for malformed files
         raise ModelLoadError(f"{source}: transformers cannot read this GGUF file ({shortened(error)}).") from error
-
-
-def _module_of(model: nn.Module, path: str, kind: str, source: Path) -> nn.Module:
-    """Return the module that holds parameter ``path.kind``. Raise ModelLoadError if the model has none."""
-    try:
-        layer = model.get_submodule(path)
-    except AttributeError:
-        layer = None
-    if layer is None or getattr(layer, kind, None) is None:
-        raise ModelLoadError(f"{source}: {path}.{kind} has no place in a {type(model).__name__}. Use another file.")
-    return layer
 
 
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
@@ -299,27 +256,42 @@ def split_half_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
+def _empty_model(config: PreTrainedConfig, **options: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
 def _places(
-    tensors: dict[str, Stored], config: dict[str, Any], source: Path
-) -> Iterator[tuple[str, Stored, torch.Tensor | None]]:
-    """Yield every tensor's name in transformers, the tensor, and the order of its rows there (None: the same)."""
+    model: Any, tensors: dict[str, Stored], config: dict[str, Any], source: Path
+) -> list[tuple[str, Stored, torch.Tensor | None]]:
+    """Return the name of each of the model's parameters, its tensor, and the order of its rows (None: the same).
+
+    Raises:
+        ModelLoadError: tensors that are missing, too many, or of other shapes.
+    """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for name, tensor in tensors.items():
-        block = _BLOCK.fullmatch(name)
-        if name in TENSORS:
-            yield TENSORS[name], tensor, None
-        elif name == _ROPE_FACTORS:
-            continue  # _scaling() puts them in the config
-        elif block is None or block[2] not in LAYER_TENSORS or int(block[1]) >= config["num_hidden_layers"]:
-            family = config["architectures"][0]
-            raise ModelLoadError(f"{source}: tensor {name!r} has no place in a {family}. Use another file.")
-        else:
-            order = None
-            if config["model_type"] in _INTERLEAVED and block[2] in heads:
-                order = split_half_rope(torch.arange(tensor.shape[0])[:, None], heads[block[2]])[:, 0].contiguous()
-            yield f"model.layers.{block[1]}.{LAYER_TENSORS[block[2]]}.{block[3]}", tensor, order
-
-
-def _state_dict(tensors: dict[str, Stored], config: dict[str, Any], source: Path) -> dict[str, torch.Tensor]:
-    places = _places(tensors, config, source)
-    return {name: _expanded(stored, order).to(torch.bfloat16) for name, stored, order in places}
+    names = get_tensor_name_map(MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
+    left = {name: tensor for name, tensor in tensors.items() if name != _ROPE_FACTORS}  # _scaling() reads those
+    places, missing = [], []
+    for name, parameter in model.named_parameters():  # lists a tied weight once, as the embedding
+        theirs = names.get_name(name, (".weight", ".bias")) or ""
+        stored = left.pop(theirs, None)
+        if stored is None:
+            missing.append(name)
+            continue
+        if stored.shape != parameter.shape:
+            raise ModelLoadError(
+                f"{source}: {name} has shape {list(stored.shape)}, but its model needs {list(parameter.shape)}. Fetch "
+                "the file again."
+            )
+        order, part = None, theirs.split(".")[-2]
+        if config["model_type"] in _INTERLEAVED and part in heads:
+            order = split_half_rope(torch.arange(stored.shape[0])[:, None], heads[part])[:, 0].contiguous()
+        places.append((name, stored, order))
+    if left:
+        kind = type(model).__name__
+        raise ModelLoadError(f"{source}: tensor {min(left)!r} has no place in a {kind}. Use another file.")
+    if missing:
+        count = len(missing)
+        raise ModelLoadError(f"{source} lacks {count} tensors of its model, first {min(missing)!r}. Fetch it again.")
+    return places

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,50 +21,18 @@ from transformers import (
 )
 
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
-from fsd_infer.files import usable_name
+from fsd_infer.files import HUB_ID, HUB_OPTIONS, usable_name
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter
-from fsd_infer.targets.builtin import (
-    BUILTIN_TARGETS,
-    builtin_adapter,
-    builtin_dir,
-    gguf_of,
-    is_builtin,
-    is_gguf,
-    shipped_drafter,
-)
+from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, gguf_of, is_builtin, is_gguf
 from fsd_infer.targets.checks import check_directory, check_loaded, check_size
 from fsd_infer.targets.gptq import METHODS, load_expanded
 from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
 
-__all__ = [
-    "BUILTIN_TARGETS",
-    "adapter_of",
-    "attention_for",
-    "builtin_dir",
-    "explained",
-    "is_builtin",
-    "load_config",
-    "load_target",
-    "load_tokenizer",
-    "parse_device",
-    "parse_dtype",
-    "resolve_target",
-    "shipped_drafter",
-]
-
 # Only the eager implementation has their attention (soft-capped scores; sinks).
 EAGER_FAMILIES = frozenset({"gemma2", "gpt_oss"})
 
-_DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-}
-_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-_HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 _OURS = {  # arguments of transformers that load_target sets itself
     "torch_dtype": "give dtype",
     "config": "load the model with transformers, change it, and pass the object",
@@ -156,16 +123,12 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
         directory = directory / (subfolder or "")
         check_directory(directory)
         return str(directory)
-    if _HUB_ID.fullmatch(name):
+    if HUB_ID.fullmatch(name):
         return name
-    try:
-        BUILTIN_TARGETS.get(name)
-    except UnknownNameError as error:
-        raise UnknownNameError(
-            f"{error} A target is one of these built-in names, an existing local model directory or GGUF file, or a "
-            "hub id in the form owner/model."
-        ) from None
-    raise AssertionError("unreachable: built-in names are resolved above")
+    raise UnknownNameError(
+        f"{BUILTIN_TARGETS.unknown(name)} A target is one of these built-in names, an existing local model directory "
+        "or GGUF file, or a hub id in the form owner/model."
+    )
 
 
 def _resolve_base(adapter: Path, progress: bool) -> str:
@@ -203,7 +166,7 @@ def _located(
     name_or_dir: str | os.PathLike[str], given: dict[str, Any], progress: bool = True
 ) -> tuple[str, dict[str, Any]]:
     """Return what transformers loads, and the ``given`` keywords that say where it lies."""
-    options = {name: given[name] for name in ("revision", *_HUB_OPTIONS) if given.get(name) is not None}
+    options = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
     source = resolve_target(name_or_dir, progress=progress, subfolder=options.get("subfolder"))
     if os.path.isdir(source):
         options.pop("subfolder", None)
@@ -272,12 +235,22 @@ def load_target(
         raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
     place, adapter = parse_device(device), adapter_of(name_or_dir)
     keep = not expand and place.type == "cpu" and parse_dtype(dtype) == torch.bfloat16 and not model_kwargs
+    model: Any
+    tokenizer: PreTrainedTokenizerBase | None
     gguf = gguf_of(name_or_dir, keep, progress)
     if gguf is not None:
-        return _load_gguf(gguf, name_or_dir, keep, place, dtype, attn_implementation, model_kwargs)
+        if model_kwargs:
+            names = ", ".join(model_kwargs)
+            raise ModelLoadError(f"{name_or_dir} is a GGUF file, which {names} cannot be used with: leave them out.")
+        from fsd_infer.targets.gguf import load_gguf  # GGUF's library is imported by those who need it
+
+        with explained(name_or_dir):
+            model, tokenizer = load_gguf(gguf, parse_dtype(dtype), attn_implementation, expand=not keep)
+        model.requires_grad_(False).eval()
+        return model if keep else model.to(place), tokenizer
     source, where = _located(name_or_dir, model_kwargs, progress)
     where |= {"trust_remote_code": trust_remote_code, "revision": where.get("revision", "main")}
-    options = {name: value for name, value in model_kwargs.items() if name not in _HUB_OPTIONS and name != "revision"}
+    options = {name: value for name, value in model_kwargs.items() if name not in HUB_OPTIONS}
     with explained(name_or_dir):
         config = AutoConfig.from_pretrained(source, **where)
         check_size(source, config, trust_remote_code)
@@ -302,35 +275,13 @@ def load_target(
                 **where, **options,
             )  # fmt: skip
         tokenizer = _tokenizer(source, **where)
-    model: PreTrainedModel = loaded[0]
+    model = loaded[0]
     check_loaded(source, model, loaded[1])
     model.requires_grad_(False)
     if adapter is not None:
         add_adapter(model, adapter, merge=not quantised)
     placed = "device_map" in options or "tp_plan" in options
     return model.eval() if placed else model.eval().to(place), tokenizer
-
-
-def _load_gguf(
-    file: Path,
-    name: str | os.PathLike[str],
-    keep: bool,
-    place: torch.device,
-    dtype: str | torch.dtype | None,
-    attn_implementation: str | None,
-    options: Mapping[str, Any],
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """A GGUF file's model, its weights as they are if ``keep``. Errors as of :func:`load_target`."""
-    from fsd_infer.targets.gguf import load_gguf  # GGUF's library is imported by those who need it
-
-    if options:
-        raise ModelLoadError(f"{name} is a GGUF file, which {', '.join(options)} cannot be used with: leave them out.")
-    with explained(name):
-        made, tokenizer = load_gguf(
-            file, dtype=parse_dtype(dtype), attn_implementation=attn_implementation, expand=not keep
-        )
-    model: Any = made.requires_grad_(False).eval()
-    return model if keep else model.to(place), tokenizer
 
 
 def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:

@@ -7,7 +7,7 @@ so laws do not change. Numbers may differ in their last bits, as they do when a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.errors import FsdError
+from fsd_infer.registry import is_whole
 
 LEAST = 16  # tokens of the shortest prefix: copying a shorter one costs more than it saves
 
@@ -27,15 +28,13 @@ class Prefix:
         tokens: [n], on the CPU.
         states: keys and values, as :meth:`SlotCache.saved` returns them.
         features: [n, F] of the target.
-        captured_layers: the layers of ``features``, see :meth:`Target.capture_layers`.
-        key: only requests with the same key read it.
+        key: the captured layers of ``features``, and the owner. Only requests with the same key read it.
     """
 
     tokens: Tensor
     states: dict[Any, Tensor]
     features: Tensor
-    captured_layers: tuple[int, ...]
-    key: str = ""
+    key: Hashable
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +43,7 @@ class Prefix:
     def cut(self, count: int) -> Prefix:
         """Return the first ``count`` tokens, without a copy."""
         states = {key: state[..., :count, :] for key, state in self.states.items()}
-        return Prefix(self.tokens[:count], states, self.features[:count], self.captured_layers, self.key)
+        return Prefix(self.tokens[:count], states, self.features[:count], self.key)
 
 
 class PrefixCache:
@@ -58,7 +57,7 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+        if not is_whole(max_bytes, 1):
             raise FsdError(f"a prefix cache needs a whole number of bytes, at least 1, got {max_bytes!r:.60}.")
         self.max_bytes = max_bytes
         self.texts: list[Prefix] = []  # the most recently used last
@@ -67,16 +66,13 @@ class PrefixCache:
     def nbytes(self) -> int:
         return sum(text.nbytes for text in self.texts)
 
-    def find(self, prompt: Sequence[int], captured_layers: tuple[int, ...], key: str = "") -> Prefix | None:
+    def find(self, prompt: Sequence[int], key: Hashable) -> Prefix | None:
         """Return the longest start that a kept text of this key shares with the prompt, or None.
 
         It excludes the prompt's last token, whose logits the request needs.
         """
         wanted = torch.tensor(prompt[:-1])
-        known = (captured_layers, key)
-        shared = [
-            _shared(text.tokens, wanted) if (text.captured_layers, text.key) == known else 0 for text in self.texts
-        ]
+        shared = [_shared(text.tokens, wanted) if text.key == key else 0 for text in self.texts]
         count = max(shared, default=0)
         if count < LEAST:
             return None
@@ -96,6 +92,47 @@ class PrefixCache:
         self.texts = [*others, text]
         while self.nbytes > self.max_bytes:
             self.texts.pop(0)
+
+
+class PrefixSession:
+    """One request's use of a prefix cache: the known starts of its prompts, and the texts that it adds.
+
+    Args:
+        cache: None: nothing is known, and nothing is kept.
+        layers: captured layers of the features, see :meth:`Target.capture_layers`.
+        owners: [B] owner of each text; None: one owner.
+
+    Attributes:
+        known_tokens: prompt tokens found in the cache.
+    """
+
+    def __init__(self, cache: PrefixCache | None, layers: tuple[int, ...], owners: Sequence[str] | None) -> None:
+        self.cache, self.layers, self.owners, self.known_tokens = cache, layers, owners, 0
+        self._features: dict[int, list[Tensor]] = {}  # of each text, as it grows
+
+    def known(self, prompts: Sequence[Sequence[int]]) -> list[Prefix | None] | None:
+        """Return each prompt's kept prefix; None without a cache."""
+        if self.cache is None:
+            return None
+        found = [self.cache.find(prompt, self._key(number)) for number, prompt in enumerate(prompts)]
+        self.known_tokens = sum(len(prefix.tokens) for prefix in found if prefix is not None)
+        return found
+
+    def add(self, numbers: Sequence[int], features: Tensor, counts: Tensor) -> None:
+        """Add to texts with these numbers the first ``counts`` [B] of features [B, K, F]."""
+        if self.cache is not None:
+            for number, read, count in zip(numbers, features, counts.tolist()):
+                self._features.setdefault(number, []).append(read[:count])
+
+    def store(self, number: int, text: list[int], read: int, saved: Callable[[int], dict[Any, Tensor]]) -> None:
+        """Keep a finished text, of which the target has read ``read`` tokens; ``saved(n)`` returns their states."""
+        if self.cache is not None:
+            count = min(read, len(text))  # the last round may have read beyond the answer's end
+            features = torch.cat(self._features.pop(number))[:count]
+            self.cache.store(Prefix(torch.tensor(text[:count]), saved(count), features, self._key(number)))
+
+    def _key(self, number: int) -> Hashable:
+        return self.layers, self.owners[number] if self.owners else ""
 
 
 def _shared(one: Tensor, other: Tensor) -> int:

@@ -3,10 +3,16 @@
 A copy has its own module objects, so its layers can be left out and renumbered. Its only own weights are rounded ones;
 embeddings, norms and LM head are the target's. Packed linear layers (:mod:`fsd_infer.cpu`) use the target's packed
 weights.
+
+**Rounding by least squares.** In groups of 64 of an output's inputs, w ≈ z + s·n with whole n from 0 to 2^bits - 1.
+Scale s and zero z minimise a group's squared error. From several starts (the range, shrunk by several factors), two
+steps alternate: rounding n = round((w - z)/s), and linear regression of w on n. The best result wins. HQQ
+(half-quadratic quantization) alternates likewise but minimises another norm.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, TypeVar
@@ -16,11 +22,14 @@ from torch import Tensor, nn
 
 from fsd_infer.cpu import ops
 from fsd_infer.errors import FsdError, ModelLoadError
-from fsd_infer.targets.rounding import round_weight
-from fsd_infer.targets.target import Target
+from fsd_infer.targets.target import Target, layer_list
 
 M = TypeVar("M", bound=nn.Module)
 
+GROUP = 64
+SHRINKING = (1.0, 0.9, 0.8, 0.7, 0.6)
+TURNS = 4
+_AT_ONCE = 2**19  # numbers per block, to fit a CPU's cache
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts: small, and rounding must not change their choices
 
 
@@ -43,13 +52,13 @@ def with_layers(target: Target, numbers: Sequence[int], name: str) -> Target:
         if "layer" in key and isinstance(value, (list, tuple)) and len(value) == count:
             setattr(text, key, [value[number] for number in numbers])
     text.num_hidden_layers = len(numbers)
-    layers = _layer_list(model.get_decoder(), count)
+    layers: Any = layer_list(model.get_decoder(), count)
     kept = [layers[number] for number in numbers]
     layers._modules = {str(place): layer for place, layer in enumerate(kept)}
     for place, layer in enumerate(kept):
         for part in layer.modules():
             if isinstance(getattr(part, "layer_idx", None), int):
-                part.layer_idx = place  # type: ignore[assignment]
+                part.layer_idx = place
     return Target(model, target.tokenizer, name)
 
 
@@ -67,7 +76,7 @@ def with_rounded_weights(target: Target, bits: int, name: str) -> Target:
     if target.is_sharded or getattr(target.config, "quantization_config", None):
         raise ModelLoadError(f"{name}: {target.name} is quantised or sharded already; only whole weights are rounded.")
     model = _copy_of(target, name)
-    for layer in _layer_list(model.get_decoder(), int(target.config.num_hidden_layers)):
+    for layer in layer_list(model.get_decoder(), int(target.config.num_hidden_layers)) or []:
         for path, part in layer.named_modules():
             if path.rpartition(".")[2] not in _ROUTERS and "Router" not in type(part).__name__:
                 _round(part, bits)
@@ -108,6 +117,37 @@ def _shared(module: M) -> M:
     return copy
 
 
-def _layer_list(decoder: nn.Module, count: int) -> nn.ModuleList:
-    """Return the list of decoder layers, as in :meth:`Target.layers`."""
-    return next(part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
+def round_weight(weight: Tensor, bits: int) -> Tensor:
+    """Return the weight [..., in] with each group of inputs rounded to 2^bits values, in the same dtype."""
+    width = weight.shape[-1]
+    group = math.gcd(width, GROUP)
+    groups = weight.reshape(-1, group if group >= GROUP // 4 else width)
+    rounded = torch.empty_like(groups)
+    for part, out in zip(
+        *(whole.split(max(_AT_ONCE // groups.shape[1], 1)) for whole in (groups, rounded)), strict=True
+    ):
+        out.copy_(_rounded(part.float(), 2**bits - 1))
+    return rounded.view(weight.shape)
+
+
+def _rounded(groups: Tensor, most: int) -> Tensor:
+    """Round [G, n] in fp32, with n from 0 to ``most``."""
+    low, high = (end[:, None] for end in groups.aminmax(dim=1))
+    mean, least = groups.mean(1, keepdim=True), torch.finfo(torch.float32).tiny
+    best, least_error = groups, torch.full_like(mean, math.inf)
+    for shrunk in SHRINKING:
+        zero = (low + high) / 2 - shrunk * (high - low) / 2
+        scale = (shrunk * (high - low) / most).clamp_min(least)
+        for _ in range(TURNS):
+            numbers = ((groups - zero) / scale).round_().clamp_(0, most)
+            centre = numbers.mean(1, keepdim=True)
+            deviations = numbers - centre
+            spread = deviations.square().sum(1, keepdim=True)
+            slope = (deviations * (groups - mean)).sum(1, keepdim=True) / spread.clamp_min(least)
+            scale = torch.where(spread > 0, slope, scale).clamp_min(least)
+            zero = mean - scale * centre
+        rounded = numbers * scale + zero
+        error = (rounded - groups).square().sum(1, keepdim=True)
+        best = torch.where(error < least_error, rounded, best)
+        least_error = torch.minimum(least_error, error)
+    return best

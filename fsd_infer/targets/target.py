@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.device.cuda_graphs import Graphs, Recorder, new_cache, slots_taken
+from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock
 from fsd_infer.device.rows import additive
 from fsd_infer.errors import ModelLoadError
@@ -30,7 +30,7 @@ from fsd_infer.targets.token_ids import eos_ids
 _DIGEST_ROWS = 1024
 
 
-class Target:
+class Target(CachedModel):
     """A frozen causal LM with its tokenizer.
 
     Drafters read ``features`` [B, M, F]. The first H columns are the final features, the input of the LM head (the last
@@ -52,7 +52,7 @@ class Target:
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.config = model.config.get_text_config(decoder=True)
+        self.config = self.cache_config = model.config.get_text_config(decoder=True)
         self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
         check_decodable(model, self.name)
         self.decoder: nn.Module = model.get_decoder()
@@ -60,7 +60,6 @@ class Target:
         self.captured_layers: tuple[int, ...] = ()
         ready(self.model)
         self._eager = self.config._attn_implementation == "eager"
-        self.graphs: Graphs | None = None
         self.prefixes: PrefixCache | None = None  # see FuzzyDecoder.from_pretrained
 
     @classmethod
@@ -94,7 +93,7 @@ class Target:
         return torch.no_grad() if self.precision else torch.inference_mode()
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return self.model.device
 
     @property
@@ -258,8 +257,7 @@ class Target:
     def layers(self, numbers: Sequence[int]) -> list[nn.Module]:
         """Return these decoder layers, counted from 0. Raises ModelLoadError if there is no such layer."""
         count = int(self.config.num_hidden_layers)
-        lists = [module for module in self.decoder.modules() if isinstance(module, nn.ModuleList)]
-        layers: Any = next((modules for modules in lists if len(modules) == count), [])
+        layers = list(layer_list(self.decoder, count) or [])
         for number in numbers:
             if not 0 <= number < len(layers):
                 raise ModelLoadError(f"{self.name} has no layer {number}: give numbers from 0 to {count - 1}.")
@@ -273,30 +271,11 @@ class Target:
         parts = [0, *(1 + self.captured_layers.index(number) for number in sorted(layers))]
         return torch.cat([features[..., part * width : (part + 1) * width] for part in parts], dim=-1)
 
-    def new_cache(self, batch: int, slots: int) -> SlotCache:
-        """Return an empty KV cache with ``slots`` slots per row."""
-        return new_cache(self.graphs, self.config, batch, slots)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of earlier requests' caches that :meth:`new_cache` may reuse."""
-        return 0 if self.graphs is None else self.graphs.held
-
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        """Return the bytes that :meth:`new_cache` takes."""
-        return batch * slots_taken(self.graphs, slots) * self.cache_bytes_per_token
-
-    @cached_property
-    def cache_bytes_per_token(self) -> int:
-        """Bytes per token in the cache, measured by a forward over one token, since configs do not agree on it."""
-        cache = SlotCache(self.config, 1, 1)
-        zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        cache.set_write_slots(zero, 0, 1)
+    def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
         try:
-            self.forward(zero, zero, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), cache, keep=1)
+            self.forward(zero, zero, visible, cache, keep=1)
         except Exception as error:  # the first forward: a config may hold what no model can use
             raise ModelLoadError(f"{self.name} cannot read a token ({type(error).__name__}: {error}).") from error
-        return cache.nbytes
 
     @torch.no_grad()
     def forward(
@@ -318,7 +297,7 @@ class Target:
         if self.graphs is not None and not keep and not scattered:
             logits, features = self.graphs(cache, visible, tokens, positions)
             return logits, features
-        return self._forward(cache, visible, tokens, positions, keep)
+        return self._step(cache, visible, tokens, positions, keep)
 
     @contextmanager
     def adapted(self, adapter: str | None) -> Iterator[None]:
@@ -337,11 +316,7 @@ class Target:
             finally:
                 self.graphs, self.prefixes = kept
 
-    def use_graphs(self, recorder: Recorder) -> None:
-        """Record forwards over trees as CUDA graphs and replay them, see :class:`Graphs`."""
-        self.graphs = Graphs(self._forward, recorder)
-
-    def _forward(
+    def _step(
         self, cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor, keep: int = 0
     ) -> tuple[Tensor, Tensor]:
         masks = windowed(visible, positions, cache, self.layer_windows)
@@ -378,3 +353,9 @@ class Target:
         """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""
         mask = mask[:, None]
         return additive(mask, self.dtype) if self._eager else mask
+
+
+def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:
+    """Return the list of a decoder's ``count`` layers, or None."""
+    lists = (part for part in decoder.modules() if isinstance(part, nn.ModuleList))
+    return next((layers for layers in lists if len(layers) == count), None)

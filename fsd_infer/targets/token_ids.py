@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from transformers import GenerationConfig
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
+from fsd_infer.registry import is_whole
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad: int) -> list[list[int]]:
@@ -41,6 +41,6 @@ def id_list(name: str, value: Any) -> list[int]:
     """Return a list for one id, several, or None. Raises FsdError if they are no whole numbers."""
     ids = value.tolist() if isinstance(value, Tensor) else value
     ids = list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
-    if any(isinstance(one, bool) or not isinstance(one, Integral) for one in ids):
+    if not all(map(is_whole, ids)):
         raise FsdError(f"{name} of the generation config must be a token id, or a list of them, got {value!r:.60}.")
     return [int(one) for one in ids]

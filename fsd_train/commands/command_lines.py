@@ -13,7 +13,8 @@ from typing import Any
 
 from fsd_infer.cli.options import MOST_COUNT, TARGET_KWARGS, json_object, positive, real_number, whole_number
 from fsd_infer.cli.run import Parser
-from fsd_infer.heads import FORMATS, HUB_ID
+from fsd_infer.files import HUB_ID
+from fsd_infer.heads import FORMATS
 from fsd_infer.registry import MOST_SEED, read_float
 from fsd_train import LONGEST, MAX_LENGTH
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from fsd_infer.errors import FsdError
-from fsd_infer.targets.loading import builtin_dir, shipped_drafter
+from fsd_infer.targets.builtin import builtin_dir, shipped_drafter
 from fsd_train.repository import find
 
 TARGET = "smollm2-135m"

@@ -22,8 +22,7 @@ from typing import IO, Any
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
-from fsd_infer.chat.encoding import read_jsonl
-from fsd_infer.chat.rows import rows_digest
+from fsd_infer.chat.rows import read_jsonl, rows_digest
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import disk_errors, read_json, write_json

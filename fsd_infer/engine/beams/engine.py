@@ -18,11 +18,9 @@ from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine import Outcome, Request
 from fsd_infer.engine.beams.forest import Begun, Forest, Node, lay_out
 from fsd_infer.engine.beams.options import BeamOptions, check_beam_request, filled
-from fsd_infer.engine.beams.plan import Planner, most_nodes
 from fsd_infer.engine.beams.proposers import needs_features, proposer_of
-from fsd_infer.engine.beams.sampling import Draw, draw
-from fsd_infer.engine.beams.search import Beam, Hypothesis, Search, Terms
-from fsd_infer.engine.beams.width import chances_of_width, dynamic_width, guesses_of
+from fsd_infer.engine.beams.sampling import Draw, chances_of_width, draw, dynamic_width, guesses_of
+from fsd_infer.engine.beams.search import Beam, Hypothesis, Planner, Search, Terms, most_nodes
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.errors import NonFiniteLogitsError
 from fsd_infer.request.processors import TreeProcessors
@@ -275,7 +273,7 @@ class _Beams:
         return draw(nodes, scores, count, lambda node: self._processed(row, [node])[0].double().exp().cpu())
 
     def _width(self, live: Sequence[Beam]) -> int:
-        """Return the dynamic width of a step, see :mod:`fsd_infer.engine.beams.width`."""
+        """Return the dynamic width of a step, see :mod:`fsd_infer.engine.beams.sampling`."""
         assert self.options.confidence is not None
         chances = chances_of_width(
             [beam.score for beam in live],

@@ -20,20 +20,13 @@ from torch import Tensor
 from fsd_infer.cpu import ops
 from fsd_infer.device.rows import at_nodes, padded
 from fsd_infer.device.transfer import lists, to_device
-from fsd_infer.drafters import (
-    Drafter,
-    EagleDrafter,
-    GraftedDrafter,
-    LMDrafter,
-    MemoryDrafter,
-    NoDrafter,
-    RecycleDrafter,
-)
-from fsd_infer.drafters.base import DraftRequest
+from fsd_infer.drafters.base import Drafter, DraftRequest, NoDrafter
+from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.free import Options, Table
-from fsd_infer.drafters.lm import warn_context
-from fsd_infer.drafters.memory import Recall
-from fsd_infer.drafters.recycle import Recycled
+from fsd_infer.drafters.graft import GraftedDrafter
+from fsd_infer.drafters.lm import LMDrafter, warn_context
+from fsd_infer.drafters.memory import MemoryDrafter, Recall
+from fsd_infer.drafters.recycle import Recycled, RecycleDrafter
 from fsd_infer.engine.beams.forest import Begun, Forest, Guess, Node, lay_out
 from fsd_infer.errors import FsdError
 from fsd_infer.request.prompts import read_prompts
@@ -191,7 +184,7 @@ class _HeadProposer(_ModelProposer):
         cache, visible = self.session.cache, layout.visible[..., 1:]
         start = None if layout.start is None else layout.start - 1
         cache.set_write_slots(layout.slots - 1, start, visible.shape[-1])
-        outputs = self.drafter.run(cache, visible, layout.tokens, features, layout.positions - 1)
+        outputs = self.drafter.model.forward(cache, visible, layout.tokens, features, layout.positions - 1)
         self.outputs.scatter_(1, layout.slots[..., None].expand_as(outputs), outputs)
         for node in chain.from_iterable(nodes):
             node.read = 2 if known else 1

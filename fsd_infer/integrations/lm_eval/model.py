@@ -16,6 +16,7 @@ from tqdm import tqdm
 from fsd_bench.likelihood import log_likelihoods
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.shape import parse_tree
+from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
 from fsd_infer.registry import MOST_SEED, read_float, read_int
 from fsd_infer.rules import parse_rule
@@ -23,7 +24,6 @@ from fsd_infer.targets.loading import parse_device, parse_dtype
 
 NEW_TOKENS = 256  # the harness's default
 HARNESS_DEVICE = "cuda:0"  # the harness's default
-TOTALS = ("new_tokens", "target_forwards", "verified_tokens", "divergence_spent", "seconds", "cut")
 
 
 class FsdLM(TemplateLM):
@@ -70,7 +70,8 @@ class FsdLM(TemplateLM):
         self.tokenizer = self.decoder.tokenizer
         if self.tokenizer is None:
             raise FsdError(f"target {target} has no tokenizer, but tasks are text: add its tokenizer files.")
-        self.totals: dict[str, float] = dict.fromkeys(("answers", *TOTALS), 0)
+        self.rows: list[RowStats] = []  # of all answers
+        self.seconds = 0.0
         self._templated = False
         self._batches = 0
 
@@ -162,18 +163,14 @@ class FsdLM(TemplateLM):
             ids, self.rule, seed=self.seed + self._batches, stop_strings=until or None, **options
         )
         self._batches += 1
-        rows = generation.stats.rows
-        self.totals["answers"] += len(rows)
-        self.totals["seconds"] += time.perf_counter() - start
-        self.totals["cut"] += sum(row.finish_reason == "length" for row in rows)
-        self.totals["verified_tokens"] += sum(row.new_tokens - 1 for row in rows)
-        for name in ("new_tokens", "target_forwards", "divergence_spent"):
-            self.totals[name] += getattr(generation.stats, name)
+        self.seconds += time.perf_counter() - start
+        self.rows += generation.stats.rows
         return [cut_before(text, until) for text in generation.texts]
 
     def get_model_info(self) -> dict[str, Any]:
         """Return facts for the results: rule, drafter, and means per answer."""
-        answers, forwards = self.totals["answers"], self.totals["target_forwards"]
+        answers, tokens = len(self.rows), sum(row.new_tokens for row in self.rows)
+        forwards = sum(row.target_forwards for row in self.rows)
         facts: dict[str, Any] = {
             "target": self.decoder.target.name,
             "rule": self.rule.describe(),
@@ -182,12 +179,12 @@ class FsdLM(TemplateLM):
         }
         if answers:
             facts |= {
-                "tau": self.totals["verified_tokens"] / forwards if forwards else None,
-                "tokens_per_second": self.totals["new_tokens"] / self.totals["seconds"],
-                "answer_tokens": self.totals["new_tokens"] / answers,
+                "tau": (tokens - answers) / forwards if forwards else None,
+                "tokens_per_second": tokens / self.seconds,
+                "answer_tokens": tokens / answers,
                 "target_forwards": forwards / answers,
-                "divergence_spent": self.totals["divergence_spent"] / answers,
-                "cut_at_limit": self.totals["cut"] / answers,
+                "divergence_spent": sum(row.divergence_spent for row in self.rows) / answers,
+                "cut_at_limit": sum(row.finish_reason == "length" for row in self.rows) / answers,
             }
         return {"fsd": facts}
 
