@@ -16,7 +16,7 @@ from fsd_infer.chat.conversations import row_conversation, row_messages
 from fsd_infer.chat.encoding import encode_chat, encode_conversation, end_of_turn, read_prompts
 from fsd_infer.errors import DataError
 from fsd_train.data import read_answers
-from tests.text_toys import CHATML, FORGETFUL, OTHERWISE, THINKING, tiny_tokenizer, write_rows
+from tests.text_toys import CHATML, OTHERWISE, THINKING, tiny_tokenizer, write_rows
 
 USER = {"role": "user", "content": "what is the answer"}
 BOT = {"role": "assistant", "content": "it is there"}
@@ -96,13 +96,12 @@ def test_training_and_decoding_see_identical_ids() -> None:
 
 
 @pytest.mark.parametrize("complete", [True, False])
-@pytest.mark.parametrize("template", [THINKING, FORGETFUL])
-def test_templates_that_change_earlier_turns_give_a_sequence_per_answer(template: str, complete: bool) -> None:
-    tokenizer = tiny_tokenizer(template)
+def test_templates_that_change_earlier_turns_give_a_sequence_per_answer(complete: bool) -> None:
+    tokenizer = tiny_tokenizer(THINKING)
     assert len(encode_conversation(tokenizer, [USER, BOT])) == 1  # one answer: no turn is an earlier one
     turns = [USER, BOT, MORE, LAST]
     found = encode_conversation(tokenizer, turns, complete)
-    thought = "<think>\n\n</think>\n\n" if template == THINKING else ""
+    thought = "<think>\n\n</think>\n\n"
     said = [thought + BOT["content"] + "<|end|>", thought + LAST["content"] + ("<|end|>" if complete else "")]
     for (ids, mask), before, answer in zip(found, (turns[:1], turns[:3]), said, strict=True):
         prompt = encode_chat(tokenizer, before)  # what decoding sees at that turn
