@@ -54,9 +54,9 @@ def toy_decoder(toy: Toy) -> FuzzyDecoder:
     return FuzzyDecoder.from_pretrained(str(toy.target), str(toy.drafter), dtype=torch.float32, device="cpu")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with target/, answers.jsonl and features/."""
+    """A directory with target/, answers.jsonl and features/, which tests may add to but not change."""
     from tests.train_toys import make_toys  # loads Lightning, which few tests need
 
     return make_toys(tmp_path_factory.mktemp("toys"))

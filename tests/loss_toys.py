@@ -88,8 +88,11 @@ def grid_loss(name: Any, args: dict[str, Any] | None = None) -> Callable[[Grid],
     return on_grid
 
 
-def make_batch(spread: float = 0.6, seed: int = 0, **head: Any) -> tuple[Grid, Tensor]:
-    """A batch whose step s stands on the positions of its answer from the s-th on, and leaves a hole at step 1."""
+def make_batch(spread: float = 0.6, seed: int = 0, *, own: bool = False, **head: Any) -> Grid:
+    """A batch whose step s stands on the positions of its answer from the s-th on, and leaves a hole at step 1.
+
+    With ``own`` the drafter has an LM head of its own.
+    """
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(N, H, generator=generator)
     estimates = (features + spread * torch.randn(S, N, H, generator=generator)).requires_grad_()
@@ -99,7 +102,9 @@ def make_batch(spread: float = 0.6, seed: int = 0, **head: Any) -> tuple[Grid, T
     weights[1, 11] = 0
     bias = torch.randn(VD, generator=generator) if head.pop("bias", False) else None
     lm_head = LMHead(torch.randn(VD, H, generator=generator), bias, **head)
-    return Grid(estimates, features, weights, POSITIONS, lm_head), estimates
+    trained = (lm_head.weight + 0.3 * torch.randn(VD, H, generator=generator)).requires_grad_()
+    own_head = LMHead(trained, bias, **head) if own else None
+    return Grid(estimates, features, weights, POSITIONS, lm_head, own_head=own_head)
 
 
 def plain_logits(hidden: Tensor, head: LMHead) -> Tensor:
@@ -110,7 +115,7 @@ def plain_logits(hidden: Tensor, head: LMHead) -> Tensor:
 
 def distributions(batch: Grid) -> tuple[Tensor, Tensor]:
     """p [1, N, Vd] and q [S, N, Vd] in fp64, nothing chunked or fused."""
-    q = plain_logits(batch.estimates.double(), batch.head).softmax(-1)
+    q = plain_logits(batch.estimates.double(), batch.head if batch.own_head is None else batch.own_head).softmax(-1)
     return plain_logits(batch.features.double(), batch.head).softmax(-1)[None], q
 
 
@@ -138,14 +143,20 @@ def mean(values: Tensor, weights: Tensor) -> Tensor:
     return (values * weights).sum() / weights.sum()
 
 
-def check(batch: Grid, estimates: Tensor, loss: Tensor, expected: Tensor) -> None:
-    """Same value and same gradient on the estimates; there is a gradient, and none where nothing is supervised."""
+def plain_lengths(batch: Grid, acceptance: Tensor) -> Tensor:
+    """The expected number of accepted drafts of each whole chain, its drafts' chances given by step and place."""
+    chains = [torch.stack([acceptance[step, place] for step, place in chain]) for chain in batch.chains()]
+    return torch.stack([chances.cumprod(0).sum() for chances in chains])
+
+
+def check(batch: Grid, loss: Tensor, expected: Tensor) -> None:
+    """Same value and same gradients; there are gradients, and none on estimates that are not supervised."""
     torch.testing.assert_close(loss.double(), expected.double(), atol=2e-6, rtol=1e-5)
-    (grad,) = torch.autograd.grad(loss, estimates)
-    (wanted,) = torch.autograd.grad(expected, estimates)
-    torch.testing.assert_close(grad, wanted, atol=2e-6, rtol=2e-4)
-    assert grad.abs().max() > 1e-3
-    assert (grad[batch.weights == 0] == 0).all()
+    leaves = [batch.estimates] if batch.own_head is None else [batch.estimates, batch.own_head.weight]
+    found, wanted = (torch.autograd.grad(2 * value, leaves) for value in (loss, expected))
+    torch.testing.assert_close(found, wanted, atol=4e-6, rtol=2e-4)
+    assert all(float(grad.abs().max()) > 1e-3 for grad in found)
+    assert (found[0][batch.weights == 0] == 0).all()
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

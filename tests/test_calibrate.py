@@ -1,8 +1,9 @@
-"""Calibration: tests that keep their level, promises that are kept on other prompts, and what is stored."""
+"""Sweeps, whose files survive kills, and calibration: tests keep their level, and promises hold on other prompts."""
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,15 @@ import pytest
 
 from fsd_bench.base import Answer, TimedRun, Turn
 from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise, calibrate, certify, check, loss_p_value, split
+from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import SweepOptions, parse_settings
+from fsd_bench.evidence.summary import summarise
+from fsd_bench.evidence.sweep import read_sweep, sweep
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.decoder.calibrated import FILE, Calibrated, calibrated, write_calibrated
 from fsd_infer.errors import CheckpointError, DataError
+from fsd_infer.rules import Fuzzy, Tilted
 from tests.bench_toys import Toy
 from tests.text_toys import write_rows
 
@@ -98,20 +103,17 @@ def test_a_list_ends_at_its_first_failure() -> None:
 # from prompts to a stored setting -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ("--at-most-score-loss 50", "at most 50 points of score below exact"),
-        ("--at-most-nats 0.4 --at-most-copies 50", "at most 0.4 nats per answer, at most 50 points of copied"),
-    ],
-)
-def test_promises_are_kept_on_the_other_half(
-    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str, said: str
-) -> None:
+PROMISES = [
+    ("--at-most-score-loss 50", "at most 50 points of score below exact"),
+    ("--at-most-nats 0.4 --at-most-copies 50", "at most 0.4 nats per answer, at most 50 points of copied"),
+]
+
+
+@pytest.mark.parametrize(("asked", "said"), PROMISES)
+def test_promises_are_kept(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str, said: str) -> None:
     drafter, out = shutil.copytree(toy.drafter, tmp_path / "drafter"), tmp_path / "out"
-    argv = ["--target", str(toy.target), "--drafter", str(drafter), "--dtype", "fp32", "--max-new-tokens", "6"]
-    argv += ["--prompts", str(toy.prompts), "--rules", "fuzzy:js:0.02/0.3", "--output", str(out)]
-    assert main(["calibrate", *argv, *asked.split()]) == 0
+    words = f"calibrate --target {toy.target} --drafter {drafter} --dtype fp32 --max-new-tokens 4 --output {out}"
+    assert main([*words.split(), "--prompts", str(toy.prompts), "--rules", "fuzzy:js:0.02/0.3", *asked.split()]) == 0
     shown = capsys.readouterr().out
     record = json.loads((out / "record.json").read_text())
     assert shown.startswith(said) and f"confidence 0.9: {record['setting']}\n" in shown and "written to" in shown
@@ -148,17 +150,23 @@ def test_halves_share_no_text(toy: Toy, tmp_path: Path) -> None:
         split(options(toy, prompts=[lone]), [], needs_score=False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "value", "confidence", "message"),
-    [
-        ({"temperatures": [0.0, 0.7]}, NATS, 1.0, 0.9, "one temperature at a time"),
-        ({}, NATS, 1.0, 0.2, "confidence must be at least 0.5"),
-        ({"rules": ["fuzzy:js:0.3:budget=2"]}, NATS, 1.0, 0.9, "sets the budget itself"),
-        ({"drafter": "lookup"}, NATS, 1.0, 0.9, "has no directory to write a setting to"),
-        ({}, SCORE, 2.0, 0.9, "a promise of score must be between 0 and 1"),
-        ({}, SPEED, 1000.0, 0.9, "no candidate is certainly 1000 times as fast as exact; the best measured"),
-    ],
-)
+REFUSED = [
+    ({"temperatures": [0.0, 0.7]}, NATS, 1.0, 0.9, "one temperature at a time"),
+    ({}, NATS, 1.0, 0.2, "confidence must be at least 0.5"),
+    ({"rules": ["fuzzy:js:0.3:budget=2"]}, NATS, 1.0, 0.9, "sets the budget itself"),
+    ({"drafter": "lookup"}, NATS, 1.0, 0.9, "has no directory to write a setting to"),
+    ({}, SCORE, 2.0, 0.9, "a promise of score must be between 0 and 1"),
+    (
+        {"max_new_tokens": 2},
+        SPEED,
+        1000.0,
+        0.9,
+        "no candidate is certainly 1000 times as fast as exact; the best measured",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "value", "confidence", "message"), REFUSED)
 def test_what_cannot_be_promised_is_refused(
     toy: Toy, tmp_path: Path, changes: dict[str, Any], kind: str, value: float, confidence: float, message: str
 ) -> None:
@@ -191,3 +199,106 @@ def test_the_file_beside_the_drafter(toy: Toy, tmp_path: Path) -> None:
     (drafter / FILE).write_text('{"settings": 3}')
     with pytest.raises(CheckpointError, match="expected a list of settings. Delete it"):
         decoder.generate("the cat", "calibrated", max_new_tokens=2)
+
+
+# sweeps ---------------------------------------------------------------------------------------------------------------
+
+
+def swept(toy: Toy, **changes: Any) -> SweepOptions:
+    """Options of a sweep of five prompts, the last one without a score."""
+    rows: list[Any] = [{"question": f"the cat sat on {n} mats", "answer": str(n), "source": "sums"} for n in range(4)]
+    file = write_rows(toy.prompts.with_name("five.jsonl"), [*rows, {"prompt": "<b>it</b> is & there"}])
+    fixed = {"prompts": [file], "temperatures": [0.0, 0.8], "max_new_tokens": 8, "examples": 1}
+    return options(toy, **{**fixed, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sweep(swept(toy), tmp_path_factory.mktemp("sweep") / "all.jsonl")
+
+
+def untimed(file: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[0].pop("environment")
+    lines = [line for line in lines if "described" not in line]  # what trees took in this process is part of that
+    for line in lines:
+        for name in ("seconds", "prefill_seconds", "phases"):
+            line.get("run", {}).pop(name, None)
+    return lines
+
+
+def test_settings_are_products_of_lists() -> None:
+    found = parse_settings(["fuzzy:js/tv:0.1/0.2@4x2x8", "exact", "fuzzy:js:0.1"])
+    assert [one.name for one in found] == [
+        "exact", "fuzzy:js:0.1@4x2x8", "fuzzy:js:0.2@4x2x8", "fuzzy:tv:0.1@4x2x8", "fuzzy:tv:0.2@4x2x8", "fuzzy:js:0.1",
+    ]  # fmt: skip
+    assert found[4].rule == Fuzzy("tv", threshold=0.2) and found[4].tree is not None and found[4].tree.nodes == 8
+    assert found[1].family == found[4].family and found[5].tree is None
+    named = [one.rule for one in parse_settings(["tilted:2/1:novel=0/4"])[1:]]
+    assert named == [Tilted(price, novel=novel) for price in (2, 1) for novel in (0, 4)]
+    with pytest.raises(FsdError, match="no rule besides exact"):
+        parse_settings(["exact"])
+
+
+def test_every_setting_answers_every_prompt(toy: Toy, finished: Path) -> None:
+    found = read_sweep(finished)
+    assert found.settings == ["exact", "fuzzy:js:0.02", "fuzzy:js:0.3", "random:0.1", "random:0.25", "random:0.5"]
+    for at in found.at:
+        assert len(at.turns) == 5
+        for name in found.settings:
+            for turn, answer in zip(at.turns, at.answers(name), strict=True):
+                assert answer.trace is not None and answer.tokens is not None and answer.log_likelihood is not None
+                assert sum(answer.trace.rounds) == len(answer.tokens) == len(answer.trace.sources) <= 8
+                assert len(answer.trace.rounds) == answer.target_forwards + 1  # type: ignore[operator]
+                assert (answer.score is None) == (turn.group == 4) and answer.log_likelihood < 0
+                assert (answer.trace.pieces is not None) == (turn.group == 0)
+                spent = sum(nats for _, nats in answer.trace.spent)
+                assert spent == pytest.approx(answer.divergence_spent, abs=1e-3) and (name != "exact" or spent == 0)
+        facts = summarise(at.turns, found.settings)
+        assert facts["exact"]["ratios"]["speed"]["ratio"] == pytest.approx(1)
+        assert facts["exact"]["differences"]["score"] == {"mean": 0, "low": 0, "high": 0, "prompts": 4}
+        loose = facts["fuzzy:js:0.3"]
+        forwards = [facts[name]["means"]["target_forwards"]["mean"] for name in ("fuzzy:js:0.3", "exact")]
+        assert loose["ratios"]["target_forwards"]["ratio"] == pytest.approx(forwards[0] / forwards[1])
+        assert loose["tau"] / facts["exact"]["tau"] == pytest.approx(loose["ratios"]["tau"]["ratio"])
+        assert 0 < facts["random:0.5"]["gate_open_fraction"] < 1 and facts["random:0.5"]["divergence_spent"] > 0
+
+
+def test_a_sweep_goes_on_wherever_it_was_killed(toy: Toy, tmp_path: Path) -> None:
+    """Lines are appended and synced one by one, so a kill leaves a beginning of the file, cut anywhere."""
+    small = swept(toy, rules=["fuzzy:js:0.3", "random:0.5"], temperatures=[0.8], limit=3)
+    finished = sweep(small, tmp_path / "all.jsonl")
+    whole, wanted = finished.read_bytes(), untimed(finished)
+    first = whole.index(b"\n") + 1
+    cuts = [0, first, len(whole) - 1, *random.Random(0).sample(range(first, len(whole)), 3)]
+    for number, cut in enumerate(cuts):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_bytes(whole[:cut])
+        sweep(small, file)
+        assert untimed(file) == wanted, f"cut at byte {cut}"
+    damaged = whole.replace(b'"sources": "', b'"sources": "x', 1)
+    for content in (whole + b"3\n", damaged):
+        file.write_bytes(content)
+        sweep(small, file)
+        assert untimed(file) == wanted, "what is no line of a sweep is dropped"
+    assert damaged != whole
+    before = file.read_bytes()
+    sweep(small, file)
+    assert file.read_bytes() == before, "a finished sweep is left as it is"
+
+
+def test_nothing_is_mixed_or_overwritten(toy: Toy, finished: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(finished, copy)
+    other = write_rows(tmp_path / "other.jsonl", [{"prompt": "it"}])
+    for changes, named in (({"max_new_tokens": 9}, "max_new_tokens"), ({"prompts": [other]}, "prompts, rows_sha256")):
+        with pytest.raises(FsdError, match=rf"copy.jsonl was made with other settings \({named}\)"):
+            sweep(swept(toy, **changes), copy)
+    copy.write_text("".join(finished.read_text().splitlines(keepends=True)[:3]))  # two settings of six
+    with pytest.raises(FsdError, match="no prompt has been answered under every setting yet"):
+        write_page(copy, tmp_path / "page.html")
+    copy.write_text("notes\n")
+    with pytest.raises(FsdError, match="no file of a sweep, or of another version, and is not overwritten"):
+        sweep(swept(toy), copy)
+    with pytest.raises(FsdError, match="holds no sweep"):
+        write_page(tmp_path / "nothing.jsonl", tmp_path / "page.html")

@@ -83,7 +83,6 @@ def address(x: Tensor) -> int:
 
 TEXT = 5  # tokens in the cache before the tree
 HEADS: dict[str, dict[str, Any]] = {
-    "eagle": {"layout": "eagle"},
     "eagle3": {"layout": "eagle3", "draft_vocab_size": 40},
     "fsd": {"fused_layers": [0]},
 }
@@ -140,7 +139,8 @@ def test_every_padded_size_is_captured_and_replays_what_the_model_computes(kind:
         run, plain, graphs, config, modules = forwards(kind, recorder := SimRecorder(device))
         beside = SlotCache(config, batch, graphs.slots(TEXT + TOKENS[-1]))
         replayed = 0
-        for size in TOKENS:
+        sizes = TOKENS if kind == "llama" else TOKENS[::4]
+        for number, size in enumerate(sizes, start=1):
             fewer = size if size - 1 in TOKENS or size == 1 else size - 1  # padded
             cache = graphs.cache(config, batch, TEXT + TOKENS[-1])  # each size in a request of its own
             for visit, count in enumerate((size, size, fewer)):  # the first visit of a shape is not recorded
@@ -154,6 +154,6 @@ def test_every_padded_size_is_captured_and_replays_what_the_model_computes(kind:
                 assert not device.waits
                 torch.testing.assert_close(found.cpu(), expected.cpu(), atol=1e-4, rtol=1e-4)
                 replayed += visit > 0
-            assert (len(recorder.graphs), recorder.replayed) == (TOKENS.index(size) + 1, replayed)
+            assert (len(recorder.graphs), recorder.replayed) == (number, replayed)
             assert all(graph.reads <= allowed(graphs, modules) for graph in recorder.graphs)
         assert graphs.refused is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
@@ -12,6 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from benchmarks.findings import tables as sweep
@@ -29,21 +31,53 @@ def test_the_page_of_a_round_shows_the_engines_loop(repo_root: Path) -> None:
     assert shown and real and textwrap.dedent(real[0]).startswith(shown[0])
 
 
-def prose(page: Path) -> str:
-    """Return the text of a page with each run of white space as one space."""
-    return " ".join(page.read_text(encoding="utf-8").split())
-
-
 def record(repo_root: Path, name: str) -> dict[str, Any]:
     return json.loads((repo_root / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
 
 
-def test_accepted_lengths_of_drafters_without_training_are_the_records(repo_root: Path) -> None:
-    page = prose(repo_root / "docs" / "decoding.md")
-    methods = record(repo_root, "compare-smollm2-135m")["methods"]
-    both, alone = methods["exact@lookup+recycle"], methods["exact@lookup"]
-    assert f"has τ {both['tau']:.2f} where lookup has {alone['tau']:.2f}" in page
-    assert f"means over categories {both['tau_category_mean']:.2f} and {alone['tau_category_mean']:.2f};" in page
+COMPARED, GREEDY, SAMPLED = "compare-smollm2-135m", "rules-smollm2-135m-t0-lookup", "rules-smollm2-135m-t1-lookup"
+# a page, a record, and what the page says of it
+QUOTED = [
+    ("decoding", COMPARED, "has τ {exact@lookup+recycle/tau:.2f} where lookup has {exact@lookup/tau:.2f}"),
+    ("decoding", COMPARED, "{exact@lookup+recycle/tau_category_mean:.2f} and {exact@lookup/tau_category_mean:.2f};"),
+    ("gpu", "predicted-rounds", "A plain round takes {plain/measured/round:.2f} ms"),
+    ("gpu", "predicted-rounds", "where {plain/predicted/round:.2f} were predicted"),
+    ("gpu", "predicted-rounds", "an exact round {exact/measured/round:.2f} where {exact/predicted/round:.2f} were"),
+    ("gpu", "predicted-rounds", "its draft {exact/measured/draft:.2f} where {exact/predicted/draft:.2f} were"),
+    ("findings", GREEDY, "`tilted:2` is {tilted/speed:.2f} times as fast as `exact` for {tilted/lost:.2f} nats"),
+    ("findings", GREEDY, "`tilted:1:floor=0` {tilted 1 floor 0/speed:.2f} times for {tilted 1 floor 0/lost:.2f},"),
+    ("findings", GREEDY, "`typical:novel=3` {typical novel 3/speed:.2f} and"),
+    ("findings", GREEDY, "`relaxed:novel=3` {relaxed novel 3/speed:.2f} times for {relaxed novel 3/lost:.2f}."),
+    ("findings", GREEDY, "emits {tilted 1 novel 0 floor 0/more:.2f} times as much per forward, with "
+     "{tilted 1 novel 0 floor 0/copies:.0f} points more copied 4-grams"),
+    ("findings", SAMPLED, "`tilted:1.5` is {tilted/speed:.2f} times as fast for {tilted/divergence_spent:.1f} nats"),
+    ("findings", SAMPLED, "`fuzzy:js:0.3` {fuzzy js 0.3/speed:.2f} for {fuzzy js 0.3/divergence_spent:.1f},"),
+    ("findings", SAMPLED, "`cactus:0.25` {cactus 0.25/speed:.2f} for {cactus 0.25/divergence_spent:.1f},"),
+    ("findings", SAMPLED, "`typical:novel=3` {typical novel 3/speed:.2f} for {typical novel 3/divergence_spent:.1f}."),
+]  # fmt: skip
+
+
+def facts_of(found: dict[str, Any]) -> dict[str, Any]:
+    """What a record has of each method, and of each rule beside exact."""
+    facts: dict[str, Any] = found["milliseconds"] if "milliseconds" in found else found["methods"]
+    for name, less in found.get("differences", {}).get("exact", {}).items():
+        facts[name]["speed"] = found["ratios"]["exact"][name]["tokens_per_second"]["median"]
+        facts[name]["more"] = facts[name]["tau"] / facts["exact"]["tau"]
+        facts[name]["lost"] = -less["log_likelihood_per_token"]["mean"]
+        facts[name]["copies"] = 100 * less["copied_4grams"]["mean"]
+    return facts
+
+
+@pytest.mark.parametrize(("page", "name", "text"), QUOTED)
+def test_numbers_in_the_text_are_those_of_records(page: str, name: str, text: str, repo_root: Path) -> None:
+    facts = facts_of(record(repo_root, name))
+
+    def number(match: re.Match[str]) -> str:
+        *keys, last = match[1].split("/")
+        return format(functools.reduce(dict.__getitem__, keys, facts)[last], match[2])
+
+    said = " ".join((repo_root / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
+    assert re.sub(r"\{(.+?):(.+?)\}", number, text) in said
 
 
 def test_tables_of_rules_are_what_their_records_say(repo_root: Path) -> None:
@@ -55,35 +89,6 @@ def test_tables_of_rules_are_what_their_records_say(repo_root: Path) -> None:
     names = ("stories", "stories-distilled", "ifeval", "translations", "summaries")
     tables = [set(sweep(record(repo_root, f"findings-{name}")).splitlines()) for name in names]
     assert len(shown) >= 12 and shown <= set().union(*tables) and all(table & shown for table in tables)
-
-
-def test_speeds_and_nats_of_rules_in_the_text_are_those_of_their_records(repo_root: Path) -> None:
-    page, facts = prose(repo_root / "docs" / "findings.md"), {}
-    for temperature in ("t0", "t1"):
-        found = record(repo_root, f"rules-smollm2-135m-{temperature}-lookup")
-        for name, method in found["methods"].items():
-            against = found["differences"]["exact"].get(name, {})
-            ratio = found["ratios"]["exact"].get(name, {}).get("tokens_per_second", {}).get("median")
-            facts[temperature, name] = (ratio, method, {key: value["mean"] for key, value in against.items()})
-    for name, text in (
-        ("tilted", "`tilted:2` is {:.2f} times as fast as `exact` for {:.2f} nats"),
-        ("tilted 1 floor 0", "`tilted:1:floor=0` {:.2f} times for {:.2f},"),
-        ("typical novel 3", "`typical:novel=3` {:.2f} and"),
-        ("relaxed novel 3", "`relaxed:novel=3` {:.2f} times for {:.2f}."),
-    ):
-        ratio, _, differences = facts["t0", name]
-        assert text.format(ratio, -differences["log_likelihood_per_token"]) in page, text
-    _, method, differences = facts["t0", "tilted 1 novel 0 floor 0"]
-    more, copies = method["tau"] / facts["t0", "exact"][1]["tau"], 100 * differences["copied_4grams"]
-    assert f"emits {more:.2f} times as much per forward, with {copies:.0f} points more copied 4-grams" in page
-    for name, text in (
-        ("tilted", "`tilted:1.5` is {:.2f} times as fast for {:.1f} nats"),
-        ("fuzzy js 0.3", "`fuzzy:js:0.3` {:.2f} for {:.1f},"),
-        ("cactus 0.25", "`cactus:0.25` {:.2f} for {:.1f},"),
-        ("typical novel 3", "`typical:novel=3` {:.2f} for {:.1f}."),
-    ):
-        ratio, method, _ = facts["t1", name]
-        assert text.format(ratio, method["divergence_spent"]) in page, text
 
 
 def test_the_table_of_a_small_lms_losses_is_its_record(repo_root: Path) -> None:

@@ -24,7 +24,7 @@ from fsd_train.data import AnswersDataModule, FeatureStore, cache_features
 from tests.families import load_head
 from tests.head_toys import EAGLE3, FSD, WIDTH, make_target, train, write_answers
 from tests.openai_server import Behaviour, serving
-from tests.text_toys import CHATML, OTHERWISE, tiny_tokenizer
+from tests.text_toys import CHATML
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +105,6 @@ def test_a_planted_fault_is_named(
     assert says in found[check]["says"] and fix in found[check]["fix"]
 
 
-def test_another_template(world: Path, tmp_path: Path) -> None:
-    other = tmp_path / "target"
-    shutil.copytree(world / "target", other)
-    tokenizer = tiny_tokenizer(OTHERWISE)
-    tokenizer.save_pretrained(other)
-    found = examine(world, world / "eagle3", tmp_path, target=str(other))
-    assert wrong(found)[0] == "template" and "fsd-train regenerate" in found["template"]["fix"], found
-    assert "20 of 20" in found["template"]["says"]
-
-
 def test_rows_with_tools_are_held_against_the_template_with_them(tmp_path: Path) -> None:
     target = Target.from_pretrained(str(make_target(tmp_path / "target")))
     target.tokenizer.chat_template = "{% if tools %}{{ tools[0]['name'] + '\n' }}{% endif %}" + CHATML
@@ -122,8 +112,11 @@ def test_rows_with_tools_are_held_against_the_template_with_them(tmp_path: Path)
     row["prompt_ids"] = encode_chat(target.tokenizer, row["messages"], options={"tools": row["tools"]})
     row["response_ids"] = [5, 6, 7, 8]
     head = EagleHead(EagleConfig.for_target(target, **FSD))
-    for values, ok in ((row, True), ({**row, "tools": None}, False)):
-        assert Doctor(target, head, [values]).check_rows()[0].ok is ok
+    (with_tools, *_), (without, *_) = (
+        Doctor(target, head, [values]).check_rows() for values in (row, {**row, "tools": None})
+    )
+    assert with_tools.ok and without.ok is False and without.check == "template"
+    assert "1 of 1" in without.says and "fsd-train regenerate" in without.fix
     with pytest.raises(DataError, match="no row of up to 8 tokens"):
         Doctor(target, head, [row], max_length=8)
 
@@ -152,15 +145,15 @@ def test_shifted_features(world: Path, tmp_path: Path) -> None:
     assert wrong(found)[0] == "positions" and "token before" in found["positions"]["says"], found
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rows": "0"}, "--rows: "),
-        ({"url": "here"}, "server 'here': give its address"),
-        ({"data": "other.jsonl"}, "row 1: token id 99999 is outside the target's vocabulary"),
-    ],
-)
-def test_what_cannot_be_examined_is_refused(
+REFUSED = [
+    ({"rows": "0"}, "--rows: "),
+    ({"url": "here"}, "server 'here': give its address"),
+    ({"data": "other.jsonl"}, "row 1: token id 99999 is outside the target's vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_refusals(
     options: dict[str, str], message: str, world: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(world)

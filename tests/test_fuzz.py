@@ -59,7 +59,7 @@ def is_a_slip(text: str) -> bool:
         return False
 
 
-@settings(FUZZ, max_examples=400)
+@settings(FUZZ, max_examples=200)
 @given(text=rule_texts(), warm=st.booleans())
 def test_rules_as_text(text: str, warm: bool, toy_decoder: FuzzyDecoder) -> None:
     made: list[Any] = []
@@ -94,7 +94,7 @@ def command(name: str) -> argparse.ArgumentParser:
     return commands[name]
 
 
-@settings(FUZZ, max_examples=250)
+@settings(FUZZ, max_examples=120)
 @given(data=st.data(), name=st.sampled_from(["generate", "generate", "bench", "warmup"]))
 def test_command_lines(
     data: st.DataObject,
@@ -132,7 +132,7 @@ def test_command_lines(
         one_line(lines[-1])
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=150)
 @given(data=st.data(), name=st.sampled_from(sorted(PARSERS)))
 def test_options_of_the_training_commands(data: st.DataObject, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = PARSERS[name]()
@@ -161,7 +161,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=150)
 @given(data=st.data())
 def test_prompt_files(data: st.DataObject, toy_decoder: FuzzyDecoder, tmp_path: Path) -> None:
     """Every reader takes or refuses rows with spoilt values and spoilt lines."""
@@ -204,7 +204,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=150)
 @given(data=st.data())
 def test_options_in_python(data: st.DataObject, toy_decoder: FuzzyDecoder) -> None:
     names = data.draw(st.lists(st.sampled_from(OPTIONS), min_size=1, max_size=2, unique=True))

@@ -14,7 +14,6 @@ from huggingface_hub import ModelCard, constants
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, Target, load_drafter
 from fsd_infer.chat.conversations import row_conversation, row_messages
-from fsd_infer.chat.hub_rows import HubRows, is_hub_name
 from fsd_infer.chat.rows import read_rows, rows_digest
 from fsd_infer.errors import CheckpointError, DataError, FsdError
 from fsd_infer.heads.export import export_head
@@ -122,20 +121,17 @@ def refused(source: str, match: str, target: Target, **options: Any) -> None:
         assert source in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("fault", "match"),
-    [
-        ("401 GatedRepo", "is gated: accept its terms"),
-        ("403 GatedRepo", "is gated: accept its terms"),
-        ("401 RepoNotFound", "no repository of the Hub that you may read"),
-        ("403 Forbidden", r"the Hub was not reached \(status 403\)"),
-        ("500 Broken", r"the Hub was not reached \(status 500\)"),
-        ("cut", "was not read or written"),
-    ],
-)
-def test_faults_are_one_line(
-    fault: str, match: str, hub: Hub, heads: Path, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+FAULTS = [
+    ("401 GatedRepo", "is gated: accept its terms"),
+    ("401 RepoNotFound", "no repository of the Hub that you may read"),
+    ("403 Forbidden", r"the Hub was not reached \(status 403\)"),
+    ("500 Broken", r"the Hub was not reached \(status 500\)"),
+    ("cut", "was not read or written"),
+]
+
+
+@pytest.mark.parametrize(("fault", "match"), FAULTS)
+def test_faults(fault: str, match: str, hub: Hub, heads: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client tries again and again
     hub.add("owner/head", heads / "ours").fault = fault
     refused("owner/head", match, target)
@@ -291,24 +287,13 @@ def test_rows_come_from_the_hub(data_hub: Hub) -> None:
         ("hf:me/nothing", "hf:me/nothing"), ("hf:me/shares@v9", "hf:me/shares@v9"),
         ("hf:me/chat?split=valid", "valid"), ("hf:me/shares?prompt=text", "no column 'text'"),
         ("hf:me/chat?split=train_sft", "hf:me/chat: unreadable"),
+        *((name, "hf:") for name in ("hf:me", "hf:me/x?limit=0", "hf:me/x?colour=red", "hf:me/x?split=", "hf:a/b/c")),
     ],
 )  # fmt: skip
-def test_each_fault_of_a_data_set_is_one_line(
-    name: str, words: str, data_hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_of_a_data_set(name: str, words: str, data_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     if "unreadable" in words:
         data_hub.repositories["datasets", "me/chat"].fault = "500 Broken"
         monkeypatch.setattr("time.sleep", lambda seconds: None)
     with pytest.raises(DataError) as raised:
         list(read_rows(name))
     assert words in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_names() -> None:
-    assert is_hub_name("hf:me/x") and not is_hub_name("me/x") and is_hub_name(Path("hf:me/x@v1"))
-    assert HubRows.parse("hf:me/x.y@v1?config=en&limit=3&prompt=q&response=a") == HubRows(
-        "me/x.y", "v1", "train", "en", 3, {"prompt": "q", "response": "a"}
-    )
-    for wrong in ("hf:me", "hf:me/x?limit=0", "hf:me/x?colour=red", "hf:me/x?split=", "hf:a/b/c"):
-        with pytest.raises(DataError, match="hf:"):
-            HubRows.parse(wrong)

@@ -1,4 +1,4 @@
-"""Losses against plain formulas, simulated rounds and the rule that decodes; chunks, memory and low precision."""
+"""Losses against plain formulas and simulated rounds, in chunks and in low precision; mixes, schedules, references."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import gc
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import DataError, UnknownNameError
+from fsd_infer.errors import DataError, FsdError
 from fsd_infer.rules import Exact, Fuzzy, Verification
 from fsd_infer.tree import DraftTree
-from fsd_train.losses.base import DraftBatch, LMHead, weighted_mean
-from fsd_train.losses.rows import LIVE, RowFunction
+from fsd_train.losses import LMHead, Schedule, as_loss
+from fsd_train.losses.rows import LIVE
 from tests.loss_toys import (
     PLAIN,
     VARIANTS,
@@ -33,10 +34,15 @@ from tests.loss_toys import (
     overlap,
     plain_js,
     plain_kl,
+    plain_lengths,
 )
-from tests.train_toys import toy_target
+from tests.train_toys import batch_of, eagle_module, ready, toy_target
 
-HEADS: list[dict[str, Any]] = [{}, {"bias": True, "scale": 0.4}, {"cap": 2.0, "scale": 1.5}]
+# the LM head, and how many rows of logits are computed at once
+HEADS: list[tuple[dict[str, Any], int | None]] = [
+    ({}, None), ({"bias": True, "scale": 0.4}, 1), ({"cap": 2.0, "scale": 1.5}, 3 * LIVE),
+    ({"own": True}, 1), ({"own": True, "cap": 30.0, "scale": 0.9}, None),
+]  # fmt: skip
 Formula = Callable[[Grid, Tensor, Tensor], Tensor]  # batch, p [1, N, Vd], q [S, N, Vd] -> [S, N]
 
 
@@ -70,16 +76,13 @@ FORMULAS: list[tuple[str, dict[str, Any], Formula]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize(("head", "chunk_size"), HEADS, ids=str)
 @pytest.mark.parametrize(("name", "args", "rows"), FORMULAS, ids=lambda value: "" if callable(value) else str(value))
-def test_value_and_gradient_are_the_formulas(
-    name: str, args: dict[str, Any], rows: Formula, head: dict[str, Any]
-) -> None:
-    batch, estimates = make_batch(**head)
-    batch = replace(batch, feature_scale=torch.rand(H) + 0.5)
+def test_formulas(name: str, args: dict[str, Any], rows: Formula, head: dict[str, Any], chunk_size: int | None) -> None:
+    batch = replace(make_batch(**head), feature_scale=torch.rand(H) + 0.5)
     p, q = distributions(batch)
-    out = grid_loss(name, args)(batch)
-    check(batch, estimates, out.loss, mean(rows(batch, p, q), batch.weights))
+    out = grid_loss(name, {**args, "chunk_size": chunk_size})(batch)
+    check(batch, out.loss, mean(rows(batch, p, q), batch.weights))
     assert out.agreement is not None
     assert torch.equal(out.agreement, (q.argmax(-1) == p.argmax(-1)) & (batch.weights > 0))
 
@@ -93,47 +96,34 @@ def test_lm_head_is_the_targets(family: str) -> None:
     torch.testing.assert_close(LMHead.of(target, ids)(hidden), target.lm_logits(hidden)[:, ids])
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("eagel", {}, "eagle"),
-        ("reverse_kl", {}, "kl_pq is"),
-        ("eagle", {"w_feature": 0.0, "w_ce": 0.0}, "both 0"),
-        ("fsd", {"divergence": "jsd"}, "js"),
-        *(("fsd", {"threshold": wrong}, "threshold") for wrong in ([], [0.3, math.nan], -1.0)),
-    ],
-)
+WRONG = [
+    ("eagle", {"w_feature": 0.0, "w_ce": 0.0}, "both 0"),
+    ("fsd", {"divergence": "jsd"}, "js"),
+    *(("fsd", {"threshold": wrong}, "threshold") for wrong in ([], [0.3, math.nan], -1.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "message"), WRONG)
 def test_wrong_arguments_are_named(name: str, args: dict[str, Any], message: str) -> None:
-    with pytest.raises((DataError, UnknownNameError), match=message):
+    with pytest.raises(FsdError, match=message):
         build_loss(name, args)
 
 
-def plain_lengths(batch: Grid, acceptance: Tensor) -> Tensor:
-    lengths = []
-    for chain in batch.chains():
-        product, total = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        for step, row in chain:
-            product = product * acceptance[step, row]
-            total = total + product
-        lengths.append(total)
-    return torch.stack(lengths)
+FSD = [
+    {"threshold": 0.0, "anchor": 0.0},
+    {"threshold": 0.2, "anchor": 0.3},
+    {"divergence": "kl_qp", "threshold": [0.0, 0.5, math.inf], "softness": 0.3},
+    {"divergence": "top_k_tv:4", "threshold": [0.1, 0.4], "anchor": 0.0},
+    {"width": 3, "temperature": 0.7, "anchor": 0.0},
+    {"width": 2, "temperature": 0.6, "threshold": [0.0, 0.2], "anchor": 0.7},
+    {"temperature": 1.4, "threshold": [0.1, math.inf]},
+]
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"threshold": 0.0, "anchor": 0.0},
-        {"threshold": 0.2, "anchor": 0.3},
-        {"divergence": "kl_qp", "threshold": [0.0, 0.5, math.inf], "softness": 0.3},
-        {"divergence": "top_k_tv:4", "threshold": [0.1, 0.4], "anchor": 0.0},
-        {"width": 3, "temperature": 0.7, "anchor": 0.0},
-        {"width": 2, "temperature": 0.6, "threshold": [0.0, 0.2], "anchor": 0.7},
-        {"temperature": 1.4, "threshold": [0.1, math.inf]},
-    ],
-    ids=str,
-)
-def test_fsd_loss(args: dict[str, Any]) -> None:
-    batch, estimates = make_batch()
+@pytest.mark.parametrize("args", FSD, ids=str)
+@pytest.mark.parametrize(("own", "chunk_size"), [(False, None), (True, 1)])
+def test_fsd_loss(args: dict[str, Any], own: bool, chunk_size: int | None) -> None:
+    batch = make_batch(own=own)
     p, q = distributions(batch)
     p = p.expand_as(q)
     t = args.get("temperature", 1.0)
@@ -155,7 +145,7 @@ def test_fsd_loss(args: dict[str, Any]) -> None:
         gate = {0.0: torch.zeros_like(soft), math.inf: torch.ones_like(soft)}.get(threshold, soft)
         lengths = plain_lengths(batch, passed + (1 - passed) * gate)
         expected = expected - (lengths / S).log().mean() / len(thresholds)
-    check(batch, estimates, grid_loss("fsd", args)(batch).loss, expected)
+    check(batch, grid_loss("fsd", {**args, "chunk_size": chunk_size})(batch).loss, expected)
 
 
 def one_chain(batch: Grid) -> tuple[Grid, Tensor, Tensor]:
@@ -171,7 +161,7 @@ def one_chain(batch: Grid) -> tuple[Grid, Tensor, Tensor]:
 def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
     """Chains of sampled drafts before the rule that decodes: its mean accepted length."""
     generator = torch.Generator().manual_seed(7)
-    alone, p, q = one_chain(make_batch(spread=0.8, seed=3)[0])
+    alone, p, q = one_chain(make_batch(spread=0.8, seed=3))
     threshold = 0.0 if rule.name == "exact" else float(plain_js(p, q).sort().values[1:].mean())  # opens at two of three
     parts = grid_loss("fsd", {"threshold": threshold, "softness": 1e-6})(alone).parts
     draws = 8_000
@@ -187,9 +177,9 @@ def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
 
 
 def test_fsd_stays_finite_where_q_is_certain() -> None:
-    batch, estimates = make_batch(spread=60.0)
+    batch = make_batch(spread=60.0)
     loss = grid_loss("fsd", {"width": 4, "temperature": 0.5})(batch).loss
-    (slope,) = torch.autograd.grad(loss, estimates)
+    (slope,) = torch.autograd.grad(loss, batch.estimates)
     assert bool(loss.isfinite()) and bool(slope.isfinite().all())
 
 
@@ -214,24 +204,21 @@ def peak_memory(run: Any) -> int:
 KEPT = {"chunk_size": 4 * LIVE}
 
 
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [
-        *((name, {**args, **KEPT}) for name, args in VARIANTS),
-        ("adaspec", {"reference": "first", "loss_args": KEPT, **KEPT}),
-        ([{"name": name, "args": KEPT} for name in ("lk", "fsd")], {}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("cap", "own"), [(None, False), (5.0, True)])
-def test_memory_bound(name: Any, args: dict[str, Any], cap: float | None, own: bool) -> None:
+BOUNDED = [
+    *((name, {**args, **KEPT}) for name, args in VARIANTS),
+    ("adaspec", {"reference": "first", "loss_args": KEPT, **KEPT}),
+    ([{"name": name, "args": KEPT} for name in ("lk", "fsd")], {}),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), BOUNDED, ids=str)
+def test_memory_bound(name: Any, args: dict[str, Any]) -> None:
     """Forward and backward stay within 1.3 times the logits of chunk_size rows, however many rows there are."""
     vocab, rows, width = 4096, 3 * LIVE, 4
     weight = torch.randn(vocab, width)
     batch = Grid(
         torch.randn(2, rows, width, requires_grad=True), torch.randn(rows, width), torch.ones(2, rows),
-        torch.arange(rows), LMHead(weight, cap=cap),
-        own_head=LMHead(weight.clone().requires_grad_(), cap=cap) if own else None,
+        torch.arange(rows), LMHead(weight, cap=5.0), own_head=LMHead(weight.clone().requires_grad_(), cap=5.0),
         reference=torch.randn(2, rows, width) if name == "adaspec" else None,
     ).batch()  # fmt: skip
     loss = build_loss(name, args)
@@ -240,7 +227,7 @@ def test_memory_bound(name: Any, args: dict[str, Any], cap: float | None, own: b
 
 
 def test_no_gradient_asked_and_low_precision() -> None:
-    batch, _ = make_batch()
+    batch = make_batch()
     low = replace(
         batch,
         estimates=batch.estimates.detach().bfloat16().requires_grad_(),
@@ -258,45 +245,116 @@ def test_no_gradient_asked_and_low_precision() -> None:
         torch.testing.assert_close(loss.detach(), exact, atol=0.02, rtol=0.05)
 
 
-def plain_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
-    """What :func:`chunked_rows` computes, by autograd over everything at once."""
-    log_p = batch.head(batch.features).log_softmax(-1)[batch.rows.feature]
-    log_q = batch.draft_head(batch.estimates).log_softmax(-1)
-    values = function.values(log_p.exp() if function.of_p else log_p, log_q)
-    return values, log_q.argmax(-1) == log_p.argmax(-1)
+# schedules
 
 
-def plain_mean(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
-    values, agree = plain_rows(function, batch, chunk_size)
-    return weighted_mean(values[0], batch.weights), agree
-
-
-REPLACED: list[tuple[str, Any]] = [
-    *((f"{module}.mean_of_rows", plain_mean) for module in ("eagle", "divergences")),
-    *((f"{module}.chunked_rows", plain_rows) for module in ("lk", "fsd", "adaspec")),
+SCHEDULES = [
+    ({"start": 1.0, "end": 0.0, "kind": "linear"}, [1.0, 0.75, 0.5, 0.0, 0.0]),
+    ({"start": 1.0, "end": 0.0, "kind": "cosine"}, [1.0, 0.5 + 0.5 * math.cos(math.pi / 4), 0.5, 0.0, 0.0]),
+    ({"start": 1.0, "end": 0.0, "kind": "constant"}, [1.0, 1.0, 1.0, 0.0, 0.0]),
+    (0.3, [0.3] * 5),
 ]
 
 
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize(("name", "args"), [*VARIANTS, ("eagle", {"w_feature": 0.0, "w_ce": 0.7})], ids=str)
-def test_rows_in_chunks_are_rows_at_once(
-    name: str, args: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Values and gradients, also of an LM head of the drafter's own, in any chunks, are those of plain autograd."""
-    if own and name == "eagle" and not args:
-        return  # its features are the target's, which another LM head does not read
-    batch, estimates = make_batch()
-    weight = (batch.head.weight + 0.3 * torch.randn_like(batch.head.weight)).requires_grad_()
-    batch = replace(batch, own_head=LMHead(weight, scale=0.9, cap=30.0)) if own else batch
+@pytest.mark.parametrize(("schedule", "expected"), SCHEDULES)
+def test_shares_and_steps_follow_one_shape(schedule: Any, expected: list[float]) -> None:
+    share, steps = (
+        Schedule(**schedule, over=over) if isinstance(schedule, dict) else Schedule.of(schedule) for over in (0.5, 200)
+    )
+    assert share.moves == isinstance(schedule, dict)
+    assert [share.at(progress, 0) for progress in (0.0, 0.125, 0.25, 0.5, 0.9)] == pytest.approx(expected)
+    assert [steps.at(0.0, step) for step in (0, 50, 100, 200, math.inf)] == pytest.approx(expected)
 
-    def measure(chunk_size: int) -> list[Tensor]:
-        out = grid_loss(name, {**args, "chunk_size": chunk_size})(batch)
-        assert out.agreement is not None
-        return [out.loss.detach(), out.agreement, *torch.autograd.grad(2 * out.loss, [estimates, weight][: 1 + own])]
 
-    found = [measure(chunk_size) for chunk_size in (1, 3 * LIVE, 1000 * LIVE)]
-    assert all(bool(each[-1].any()) for each in found)
-    for module, function in REPLACED:
-        monkeypatch.setattr(f"fsd_train.losses.{module}", function)
-    for ours in found:
-        torch.testing.assert_close(ours, measure(1), atol=1e-6, rtol=1e-4)
+# mixes
+
+FADING: list[dict[str, Any]] = [
+    {"name": "kl_pq", "weight": Schedule(start=1.0, end=0.0, over=0.5)},
+    {"name": "lk", "weight": 0.5, "args": {"form": "log"}},
+    {"name": "lk", "weight": Schedule(start=0.0, end=2.0)},
+    {"name": "js", "weight": Schedule(start=1.0, end=0.0, over=10)},
+]
+
+
+@pytest.mark.parametrize(("progress", "step"), [(0.0, 0), (0.25, 4), (1.0, math.inf)])
+def test_a_mix_is_the_weighted_sum_of_its_parts(progress: float, step: float) -> None:
+    batch = make_batch()
+    batch = replace(batch, progress=progress, step=step)
+    weights = [max(1 - 2 * progress, 0.0), 0.5, 2 * progress, max(1 - step / 10, 0.0)]
+    singles = [grid_loss(part["name"], part.get("args")) for part in FADING]
+    values = [single(batch).loss for single in singles]
+    out = grid_loss(FADING)(batch)
+    check(batch, out.loss, sum(weight * value for weight, value in zip(weights, values)))
+    for label, weight, value in zip(("kl_pq", "lk", "lk_2", "js"), weights, values):
+        if weight:
+            torch.testing.assert_close(out.parts[f"{label}/loss"], value.detach())
+        else:  # not computed
+            assert f"{label}/loss" not in out.parts
+    assert float(out.parts["kl_pq/weight"]) == pytest.approx(weights[0])
+    assert "lk/weight" not in out.parts  # it never changes
+    assert out.agreement is not None and out.agreement.shape == (S, N)
+
+
+MALFORMED = [
+    ([], None, "parts is empty"),
+    ([{"name": "kl_qp", "weight": 0}], None, "all weights are 0 at the beginning"),
+    ([{"name": "kl_qp", "weight": Schedule(start=1.0, end=0.0)}], None, "all weights are 0 at the end"),
+    ([{"name": "adaspec", "args": {"reference": name}} for name in "ab"], None, "two references, a, b"),
+    ("adaspec", {"reference": ""}, "directory of an exported head"),
+    ("adaspec", {"reference": "a", "keep": 0}, "above 0 and up to 1"),
+    ("adaspec", {"reference": "a", "keep": Schedule(1.0, 1.5)}, "above 0 and up to 1"),
+    ("adaspec", {"reference": "a", "loss": [{"name": "fsd"}]}, "whole chains"),
+    ("adaspec", {"reference": "a", "loss": "adaspec", "loss_args": {"reference": "b"}}, "inner loss is adaspec"),
+]
+
+
+@pytest.mark.parametrize(("parts", "args", "problem"), MALFORMED)
+def test_malformed_mixes_are_refused(parts: Any, args: dict[str, Any] | None, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        build_loss(parts, args)
+    with pytest.raises(DataError, match="'adaspec' needs reference: give it as class_path"):
+        as_loss("adaspec")
+
+
+# selection
+
+
+@pytest.mark.parametrize("keep", [0.25, 1.0])
+def test_adaspec_trains_on_the_largest_gaps_alone(keep: float) -> None:
+    batch = make_batch()
+    other = torch.randn(S, N, H, generator=torch.Generator().manual_seed(9))
+    p, q = distributions(batch)
+    rows = plain_kl(p, q)
+    gap = (rows - plain_kl(*distributions(replace(batch, estimates=other)))).detach()
+    counted = torch.zeros(S, N)
+    for step in range(S):
+        supervised = [row for row in range(N) if batch.weights[step, row] > 0]
+        supervised.sort(key=lambda row: -float(gap[step, row]))
+        for row in supervised[: math.ceil(keep * len(supervised))]:
+            counted[step, row] = batch.weights[step, row]
+    out = grid_loss("adaspec", {"reference": "first", "keep": keep})(replace(batch, reference=other))
+    check(replace(batch, weights=counted), out.loss, (rows * counted).sum() / counted.sum())
+    for name, weights in (("gap", batch.weights), ("gap_kept", counted)):
+        expected = ((gap * weights).sum() / weights.sum()).float()
+        torch.testing.assert_close(out.parts[name], expected, atol=1e-5, rtol=1e-5)
+
+
+# in training
+
+
+def test_reference_estimates_are_what_that_head_would_train_on(toys: Path, tmp_path: Path) -> None:
+    """A module whose own head has the reference's weights estimates the same features."""
+    first = ready(eagle_module(toys, head={"final_norm": True}))
+    torch.nn.init.normal_(first.head.fc.weight, std=0.1)
+    first.export(tmp_path / "first")
+    args = {"reference": str(tmp_path / "first")}
+    module = ready(eagle_module(toys, head={"final_norm": True}, unroll_steps=3, loss="adaspec", loss_args=args))
+    batch = batch_of(toys, 1)
+    drafts = module.draft(batch, 3)
+    assert not torch.allclose(drafts.reference, drafts.estimates, atol=1e-2)
+    module.head.load_state_dict(module._frozen.reference.state_dict())
+    again = module.draft(batch, 3)
+    torch.testing.assert_close(again.estimates.detach(), again.reference)
+    torch.testing.assert_close(again.reference, drafts.reference)
+    module.eval()
+    assert module.draft(batch, 3).reference is None  # validation

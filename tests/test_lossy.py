@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +33,7 @@ def in_phase(text: list[int], opening: int, closing: int) -> bool:
     return bool(seen) and seen[-1] == opening
 
 
-@pytest.mark.parametrize("rule", ["draft-only", "fuzzy:js:inf", "typical:0:0", "tilted:0.2:novel=0:floor=0"])
+@pytest.mark.parametrize("rule", ["draft-only", "tilted:0.2:novel=0:floor=0"])
 def test_outside_the_phase_each_token_is_the_targets_own(rule: str) -> None:
     """At temperature 0 by the target's argmax after the very text that was emitted; phases begin and end in it."""
     model, prompt = tiny_model("llama"), [5, 9, 11]
@@ -96,8 +94,7 @@ LOSSY = [
 ]
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("kind", ["lm", "graft"])
+@pytest.mark.parametrize(("kind", "greedy"), [("lm", False), ("graft", True)])
 @pytest.mark.parametrize("rule", ["exact", *(f"{rule}:budget=0.5" for rule in LOSSY)])
 @pytest.mark.filterwarnings("ignore:lm samples its drafts")
 def test_every_row_gets_its_answer_within_its_budget(rule: str, kind: str, greedy: bool) -> None:
@@ -122,15 +119,13 @@ def test_every_row_gets_its_answer_within_its_budget(rule: str, kind: str, greed
             assert bool((logits.amax(1) - emitted <= 4 * STEP * logits.abs().amax(1)).all())
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("rule", [Exact(), Tilted(0.5, 0.0)])
+@pytest.mark.parametrize(("rule", "sampled"), [(Exact(), False), (Tilted(0.5, 0.0), False), (Exact(), True)])
 def test_requests_report_what_the_drafter_and_the_target_say_of_the_answer(rule: Rule, sampled: bool) -> None:
     model = tiny_model("llama")
     target, small = Target(model), Target(tiny_model("llama", seed=3))
-    chance: dict[str, Any] = dict(temperature=0.7, do_sample=True) if sampled else dict(do_sample=False)
     prompts = [[1, 2, 3, 4], [5, 6, 7, 8, 9, 3]]
     made = FuzzyDecoder(target, LMDrafter(small, target, TreeShape.chain(3))).generate(
-        prompts, rule, max_new_tokens=12, seed=1, eos_token_id=None, **chance
+        prompts, rule, max_new_tokens=12, seed=1, eos_token_id=None, do_sample=sampled
     )
     for prompt, answer, row, record in zip(prompts, made.sequences, made.stats.rows, made.records, strict=True):
         found = [(*emission.first_choice, emission.depth) for emission in record.emissions if emission.first_choice]
@@ -156,26 +151,6 @@ def test_requests_report_what_the_drafter_and_the_target_say_of_the_answer(rule:
         torch.testing.assert_close(
             [nats for _, nats, _ in found], [nats for _, nats, _ in regrets], rtol=1e-4, atol=1e-5
         )
-
-
-DATA = Path(__file__).parents[1] / "data" / "spec_bench_dev.jsonl"
-
-
-@pytest.mark.slow
-def test_the_default_neither_echoes_nor_loops() -> None:
-    """100 prompts of several kinds: copied and repeated 4-grams within 2 points of exact's."""
-    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
-    prompts = [row["turns"][0] for row in rows[:: len(rows) // 100]][:100]
-    assert len({row["category"] for row in rows}) > 5 and len(prompts) == 100
-    decoder = FuzzyDecoder.from_pretrained("smollm2-135m", "shipped+lookup", tree=TreeShape(10, 2, 16, 0.1))
-    shares = {}
-    for rule in ("exact", "tilted"):
-        rows_ = [decoder.generate(text, rule, max_new_tokens=128, do_sample=False).stats.rows[0] for text in prompts]
-        shares[rule] = [
-            sum(getattr(row, name) or 0.0 for row in rows_) for name in ("copied_4grams", "repeated_4grams")
-        ]
-    for exact, lossy in zip(*shares.values(), strict=True):
-        assert lossy <= exact + 2.0, shares
 
 
 @pytest.mark.parametrize(

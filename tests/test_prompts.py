@@ -16,7 +16,7 @@ from fsd_infer.chat.conversations import row_conversation, row_messages
 from fsd_infer.chat.encoding import encode_chat, encode_conversation, end_of_turn, read_prompts
 from fsd_infer.errors import DataError
 from fsd_train.data import read_answers
-from tests.text_toys import CHATML, FORGETFUL, OTHERWISE, THINKING, tiny_tokenizer, write_rows
+from tests.text_toys import CHATML, OTHERWISE, THINKING, tiny_tokenizer, write_rows
 
 USER = {"role": "user", "content": "what is the answer"}
 BOT = {"role": "assistant", "content": "it is there"}
@@ -24,28 +24,17 @@ MORE = {"role": "user", "content": "the cat"}
 LAST = {"role": "assistant", "content": "sat on the mat"}
 
 
-def test_rows_in_lines_and_arrays(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "source": "code"}, {"turns": ["b", "later"], "category": "qa"}, "c"]
-    found = list(read_prompts(write_rows(tmp_path / "mix.jsonl", rows)))
-    assert [row.messages[-1]["content"] for row in found] == ["a", "b", "c"]
-    assert [row.source for row in found] == ["code", "qa", "mix"]
-    for name in ("mix.json", "array.jsonl"):
-        (tmp_path / name).write_text(json.dumps(rows, indent=1))
-        assert [row.messages for row in read_prompts(tmp_path / name)] == [row.messages for row in found]
-    (tmp_path / "lines.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert len(list(read_prompts(tmp_path / "lines.json"))) == 2, "lines, whatever the file is called"
+TEXTS = [
+    ("p.txt", "\ufeffa, b\r\n\r\n [c]\n"),
+    ("lines.txt", '\n{"text": "a, b"}\n{"text": " [c]"}\n'),
+    ("p.csv", '\ufeffid,prompt\n1,"a, b"\n2, [c]\n'),
+    ("p.tsv", "id\tquestion\r\n1\ta, b\r\n2\t [c]\r\n"),
+    ("p.json", '\ufeff\n["a, b", {"query": " [c]"}]'),
+    ("array.jsonl", '[\n"a, b", {"turns": [" [c]", "later"]}]'),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("p.txt", "\ufeffa, b\r\n\r\n [c]\n"),
-        ("lines.txt", '\n{"text": "a, b"}\n{"text": " [c]"}\n'),
-        ("p.csv", '\ufeffid,prompt\n1,"a, b"\n2, [c]\n'),
-        ("p.tsv", "id\tquestion\r\n1\ta, b\r\n2\t [c]\r\n"),
-        ("p.json", '\ufeff\n["a, b", {"query": " [c]"}]'),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), TEXTS)
 def test_texts_and_tables(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_bytes(text.encode())
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
@@ -57,26 +46,15 @@ def test_texts_and_tables(tmp_path: Path, name: str, text: str) -> None:
     writer.join()
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (b'{"prompt": "a"', "not JSON"), (b"[1, 2]", "expected a JSON object"), (b'{"body": "a"}', "no prompt"),
-        (b'{"prompt": 3}', "must hold text"), (b'{"prompt": "  "}', "is empty"), (b'{"turns": []}', "must hold text"),
-        (b'{"messages": []}', "at least one turn"),
-        (b'{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'"),
-        (b'{"messages": [{"role": "user", "content": ["x"]}]}', "of type text"),
-        (b'{"messages": [{"role": "assistant", "content": "x"}]}', "no turn to answer"),
-        (b'{"prompt": "\xff"}', "not UTF-8"),
-    ],
-)  # fmt: skip
-def test_malformed_row_names_file_and_line(tmp_path: Path, line: bytes, problem: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=problem) as caught:
-        list(read_prompts(path))
-    assert f"{path}:2" in str(caught.value)
-
-
+MALFORMED = {
+    b'{"prompt": "a"': "not JSON", b"[1, 2]": "expected a JSON object", b'{"body": "a"}': "no prompt",
+    b'{"prompt": 3}': "must hold text", b'{"prompt": "  "}': "is empty", b'{"turns": []}': "must hold text",
+    b'{"messages": []}': "at least one turn",
+    b'{"messages": [{"role": "robot", "content": "x"}]}': "role 'robot'",
+    b'{"messages": [{"role": "user", "content": ["x"]}]}': "of type text",
+    b'{"messages": [{"role": "assistant", "content": "x"}]}': "no turn to answer",
+    b'{"prompt": "\xff"}': "not UTF-8",
+}  # fmt: skip
 # what is read, the files that are there, and what is said of them
 UNREADABLE: list[tuple[str, dict[str, bytes], str]] = [
     ("none.jsonl", {}, "no such file"),
@@ -89,6 +67,7 @@ UNREADABLE: list[tuple[str, dict[str, bytes], str]] = [
     ("cut.parquet", {"": b"PAR1 and then nothing"}, r"cut\.parquet: unreadable after row 0"),
     ("other", {"a.jsonl": b"{}"}, r"neither \.parquet files nor a dataset"),
     ("splits", {"test-0.parquet": b"", "validation-0.parquet": b""}, "none called train"),
+    *(("bad.jsonl", {"": b'"fine"\n' + line}, f"bad.jsonl:2.*{problem}") for line, problem in MALFORMED.items()),
 ]
 
 
@@ -117,13 +96,12 @@ def test_training_and_decoding_see_identical_ids() -> None:
 
 
 @pytest.mark.parametrize("complete", [True, False])
-@pytest.mark.parametrize("template", [THINKING, FORGETFUL])
-def test_templates_that_change_earlier_turns_give_a_sequence_per_answer(template: str, complete: bool) -> None:
-    tokenizer = tiny_tokenizer(template)
+def test_templates_that_change_earlier_turns_give_a_sequence_per_answer(complete: bool) -> None:
+    tokenizer = tiny_tokenizer(THINKING)
     assert len(encode_conversation(tokenizer, [USER, BOT])) == 1  # one answer: no turn is an earlier one
     turns = [USER, BOT, MORE, LAST]
     found = encode_conversation(tokenizer, turns, complete)
-    thought = "<think>\n\n</think>\n\n" if template == THINKING else ""
+    thought = "<think>\n\n</think>\n\n"
     said = [thought + BOT["content"] + "<|end|>", thought + LAST["content"] + ("<|end|>" if complete else "")]
     for (ids, mask), before, answer in zip(found, (turns[:1], turns[:3]), said, strict=True):
         prompt = encode_chat(tokenizer, before)  # what decoding sees at that turn
@@ -138,18 +116,20 @@ def test_answers_that_do_not_continue_their_prompt_are_refused() -> None:
     assert len(tokenizer("\n\n")["input_ids"]) == 1
     with pytest.raises(DataError, match="not a prefix"):
         encode_conversation(tokenizer, [USER, {"role": "assistant", "content": "\n\nthe"}])
+    with pytest.raises(DataError, match="not begin with one"):
+        encode_conversation(tokenizer, [BOT, USER, LAST])
 
 
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [
-        (CHATML, "<|end|>"),
-        (CHATML.replace("<|end|>", "<|pad|>"), "<|pad|>"),
-        (CHATML.replace("<|end|>", "<|pad|>") + "{{ eos_token }}", "<|pad|>"),  # the turn's end, then the text's
-        (CHATML.replace("<|end|>", ""), "<|end|>"),  # no end: the tokenizer's eos
-        (None, "<|end|>"),
-    ],
-)
+ENDS = [
+    (CHATML, "<|end|>"),
+    (CHATML.replace("<|end|>", "<|pad|>"), "<|pad|>"),
+    (CHATML.replace("<|end|>", "<|pad|>") + "{{ eos_token }}", "<|pad|>"),  # the turn's end, then the text's
+    (CHATML.replace("<|end|>", ""), "<|end|>"),  # no end: the tokenizer's eos
+    (None, "<|end|>"),
+]
+
+
+@pytest.mark.parametrize(("template", "end"), ENDS)
 def test_the_end_of_a_turn_is_what_the_template_writes_behind_an_answer(template: str | None, end: str) -> None:
     tokenizer = tiny_tokenizer(template)
     assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(end)
@@ -206,21 +186,14 @@ FORMS: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]] | N
     ({"messages": TURNS[:-1], "response": LAST["content"]}, TURNS[:-1], TURNS),
     ({"messages": TURNS, "response": "it"}, TURNS[:-1], [*TURNS[:-1], IT]),
     ({"prompt": USER["content"], "response": BOT["content"]}, [USER], [USER, BOT]),
-    ({"prompt": USER["content"], "completion": BOT["content"]}, [USER], [USER, BOT]),
     ({"prompt": TURNS[:-1], "completion": [LAST]}, TURNS[:-1], TURNS),
-    (
-        {"messages": None, "prompt": USER["content"], "response": None, "completion": BOT["content"]},
-        [USER],
-        [USER, BOT],
-    ),
+    ({"messages": None, "prompt": USER["content"], "completion": BOT["content"]}, [USER], [USER, BOT]),
     ({"conversations": [SHAREGPT[2], *SHAREGPT[1:3]]}, [USER], [USER, BOT]),  # an answer to nothing
     ({"messages": [*TURNS, MORE]}, [*TURNS, MORE], TURNS),  # a question without an answer
 ]
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt", "whole"), FORMS, ids=lambda value: ",".join(value) if isinstance(value, dict) else ""
-)
+@pytest.mark.parametrize(("row", "prompt", "whole"), FORMS)
 def test_forms(row: dict[str, Any], prompt: list[dict[str, str]], whole: list[dict[str, str]] | None) -> None:
     assert row_messages(row) == prompt
     assert whole is None or row_conversation(row) == whole
@@ -235,34 +208,25 @@ ROWS: list[dict[str, Any]] = [
 
 
 def write(kind: str, folder: Path) -> Path:
-    """The rows as a file or directory of that kind; returns what a user would name."""
-    folder.mkdir(exist_ok=True)
-    if kind == "jsonl.gz":
-        path = folder / "a.jsonl.gz"
-        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
-        return path
-    if kind.startswith("parquet"):
-        import pyarrow
-        from pyarrow import parquet
-
-        names = {
-            "parquet": ["a.parquet"],
-            "parquet folder": ["part-0.parquet", "part-1.parquet"],
-            "parquet hub folder": ["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
-        }[kind]
-        for number, name in enumerate(names):
-            (folder / name).parent.mkdir(exist_ok=True)
-            rows = ROWS if kind != "parquet folder" else ROWS[number : number + 1]
-            parquet.write_table(pyarrow.Table.from_pylist(rows), folder / name)
-        return folder / names[0] if kind == "parquet" else folder
+    """Write the rows as a file or directory of that kind; return what a user would name."""
     from datasets import Dataset, DatasetDict
 
-    saved = Dataset.from_list(ROWS)
-    (saved if kind == "saved" else DatasetDict({"train": saved, "test": saved})).save_to_disk(str(folder / "set"))
-    return folder / "set"
+    rows = Dataset.from_list(ROWS)
+    (folder / "data").mkdir(parents=True)
+    if kind == "saved":
+        rows.save_to_disk(str(folder))
+    elif kind == "saved splits":
+        DatasetDict({"train": rows, "test": rows}).save_to_disk(str(folder))
+    elif kind == "parquet folder":
+        for number in range(2):
+            rows.select([number]).to_parquet(folder / f"part-{number}.parquet")
+    else:
+        for split in ("train", "test"):
+            rows.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
+    return folder / "data" / "train-00000-of-00001.parquet" if kind == "parquet" else folder
 
 
-KINDS = ["jsonl.gz", "parquet", "parquet folder", "parquet hub folder", "saved", "saved splits"]
+KINDS = ["parquet", "parquet folder", "parquet hub folder", "saved", "saved splits"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -287,13 +251,11 @@ OPEN, CLOSE = "{% generation %}", "{% endgeneration %}"
 
 def marked(answer: str) -> str:
     """CHATML with a block for assistant turns; it is written as in the `answer` given."""
-    return (
-        "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-        + answer
-        + "{% else %}"
-        "{{ m['content'] + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-    )
+    return CHATML.replace(
+        "{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}",
+        "{{ '<|start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}" + answer
+        + "{% else %}{{ m['content'] + '<|end|>' }}{% endif %}{{ '\n' }}",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -309,21 +271,20 @@ def test_generation_markers_give_the_mask_of_the_exact_method(complete: bool) ->
     assert sum(b > a for a, b in zip(mask, mask[1:])) == 2 and len(with_tools[0][0]) > len(ids)
 
 
-@pytest.mark.parametrize(
-    ("answer", "kept"),
-    [
-        # the block also holds what the template puts after the end
-        (OPEN + "{{ m['content'] + '<|end|>\n' }}" + CLOSE, "it is <|start|> there<|end|>sat on the mat<|end|>"),
-        # earlier answers are shortened
-        (
-            OPEN + "{{ (m['content'] if loop.last else m['content'].split()[-1]) + '<|end|>' }}" + CLOSE,
-            "there<|end|>sat on the mat<|end|>",
-        ),
-        # without the end it is taken as it is
-        (OPEN + "{{ m['content'] }}" + CLOSE + "{{ '<|end|>' }}", "it is <|start|> theresat on the mat"),
-    ],
-    ids=["newline", "shortened", "no end"],
-)
+BLOCKS = [
+    # the block also holds what the template puts after the end
+    (OPEN + "{{ m['content'] + '<|end|>\n' }}" + CLOSE, "it is <|start|> there<|end|>sat on the mat<|end|>"),
+    # earlier answers are shortened
+    (
+        OPEN + "{{ (m['content'] if loop.last else m['content'].split()[-1]) + '<|end|>' }}" + CLOSE,
+        "there<|end|>sat on the mat<|end|>",
+    ),
+    # without the end it is taken as it is
+    (OPEN + "{{ m['content'] }}" + CLOSE + "{{ '<|end|>' }}", "it is <|start|> theresat on the mat"),
+]
+
+
+@pytest.mark.parametrize(("answer", "kept"), BLOCKS)
 def test_blocks_are_taken_up_to_the_end(answer: str, kept: str) -> None:
     tokenizer = tiny_tokenizer(marked(answer))
     inside = {"role": "assistant", "content": "it is <|start|> there"}  # a special token within the answer
@@ -339,8 +300,3 @@ def test_markers_that_leave_out_a_turn_are_refused() -> None:
     encode_conversation(tiny_tokenizer(only_last), [USER, BOT])
     with pytest.raises(DataError, match="mark 1 of 2 assistant turns"):
         encode_conversation(tiny_tokenizer(only_last), [USER, BOT, MORE, LAST])
-
-
-def test_a_conversation_does_not_begin_with_an_answer() -> None:
-    with pytest.raises(DataError, match="not begin with one"):
-        encode_conversation(tiny_tokenizer(), [BOT, USER, LAST])

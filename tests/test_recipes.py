@@ -30,11 +30,12 @@ FAMILY = {
     "smollm2-135m": "llama", "template": "llama", "tinyllama-1.1b": "llama", "tinyllama-1.1b-cpu": "llama",
 }  # fmt: skip
 FSD = ("smollm2-135m", "tinyllama-1.1b-cpu")  # recipes for two CPU cores
+Targets = Callable[[str], Path]
 ANSWERS = ["the cat sat on the mat", "it is there", "that is the answer to the end", "what is on the mat there"]
 
 
 @pytest.fixture(scope="session")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
     """Directory of a tiny fp32 model of a family with the tiny tokenizer, made when first asked for."""
     root = tmp_path_factory.mktemp("families")
     tokenizer = tiny_tokenizer()
@@ -108,7 +109,7 @@ def check_decoding(target: Path, head: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_trains_exports_and_decodes(
-    recipe: Path, targets: Callable[[str], Path], answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, targets: Targets, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = targets(FAMILY[recipe.stem])
     monkeypatch.chdir(tmp_path)  # recipes write to runs/
@@ -127,7 +128,7 @@ def test_recipe_trains_exports_and_decodes(
 
 
 def test_the_recipe_for_stories_trains_a_small_lm(
-    targets: Callable[[str], Path], answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    targets: Targets, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = yaml.safe_load(STORIES.read_text())
     target = targets("llama")
@@ -138,9 +139,9 @@ def test_the_recipe_for_stories_trains_a_small_lm(
     check_decoding(target, tmp_path / "runs" / "stories" / "head")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
 def test_new_recipe_can_be_trained(
-    family: str, targets: Callable[[str], Path], answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, targets: Targets, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = targets(family)
     monkeypatch.chdir(tmp_path)
@@ -150,7 +151,7 @@ def test_new_recipe_can_be_trained(
     config = yaml.safe_load(recipe.read_text())
     assert config["model"]["target"] == str(target) and config["data"]["train_files"] == [str(answers)]
     assert config["model"]["head"]["feature_scale"] is (family != "gpt2")  # which calls its final norm otherwise
-    assert config["model"]["head"].get("layer") == (None if family in ("llama", "gpt2") else "llama")
+    assert config["model"]["head"].get("layer") == (None if family == "gpt2" else "llama")
     train(shortened(config, tmp_path), steps=1)
     (head,) = tmp_path.glob("runs/*/head")
     assert logged(tmp_path, "decoded_tau/exact")
@@ -164,15 +165,14 @@ LLAMA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "mamba has layers"),
-        ({**LLAMA, "layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
-        ({"model_type": "t5"}, "no model can be planned"),
-    ],
-    ids=["mamba", "chunked", "t5"],
-)
+UNSUPPORTED = [
+    ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "mamba has layers"),
+    ({**LLAMA, "layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+    ({"model_type": "t5"}, "no model can be planned"),
+]
+
+
+@pytest.mark.parametrize(("config", "problem"), UNSUPPORTED, ids=["mamba", "chunked", "t5"])
 def test_unsupported_targets_are_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
     save_file({name: torch.zeros(1) for name in "ab"}, tmp_path / "model.safetensors")  # one for each layer
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -57,9 +57,8 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return by_id
 
 
-@pytest.mark.parametrize("drafter", ["none", "lookup"])
-def test_answers_are_the_targets_own(tmp_path: Path, target: Path, drafter: str) -> None:
-    argv = command(target, prompts_file(tmp_path / "p.jsonl", 9), tmp_path / "out", "--drafter", drafter)
+def test_answers_are_the_targets_own(tmp_path: Path, target: Path) -> None:
+    argv = command(target, prompts_file(tmp_path / "p.jsonl", 9), tmp_path / "out", "--drafter", "lookup")
     assert main(argv) == 0
     rows = read(tmp_path / "out" / "answers.jsonl")
     assert len(rows) == 9
@@ -73,7 +72,7 @@ def test_answers_are_the_targets_own(tmp_path: Path, target: Path, drafter: str)
         assert row["finish_reason"] == ("stop" if alone[-1] == tokenizer.eos_token_id else "length")
     assert (row["temperature"], row["source"], row["ids_from"]) == (0.0, "p", "target")
     settings = json.loads((tmp_path / "out" / "answers.meta.json").read_text())
-    assert (settings["rule"], settings["drafter"]) == ("exact", drafter)
+    assert (settings["rule"], settings["drafter"]) == ("exact", "lookup")
 
 
 def test_raw_text_is_continued_and_features_are_stored_on_the_way(tmp_path: Path, target: Path) -> None:
@@ -93,12 +92,10 @@ def test_raw_text_is_continued_and_features_are_stored_on_the_way(tmp_path: Path
             torch.testing.assert_close(found[:-1], expected[:-1], rtol=1e-2, atol=1e-2)
     # a killed run's texts are added by the other command, which finds what is there
     assert cli(["cache-features", "--target", str(target), "--data", str(output), "--output", str(again)]) == 0
-    assert (
-        len(FeatureStore(again)) == len(store) == len({sequence_key(r["prompt_ids"] + r["response_ids"]) for r in rows})
-    )
-    chat = write_rows(
-        tmp_path / "chat.jsonl", [{"messages": [{"role": "system", "content": "a"}, *rows[0]["messages"]]}]
-    )
+    keys = {sequence_key(row["prompt_ids"] + row["response_ids"]) for row in rows}
+    assert len(FeatureStore(again)) == len(store) == len(keys)
+    turns = [{"role": "system", "content": "a"}, *rows[0]["messages"]]
+    chat = write_rows(tmp_path / "chat.jsonl", [{"messages": turns}])
     assert main(command(target, chat, tmp_path / "chat-answers.jsonl", "--raw")) == 2
 
 
@@ -133,9 +130,7 @@ def test_resumes_exactly_from_any_cut(tmp_path: Path, target: Path, monkeypatch:
         assert read(part) == expected
 
 
-def test_a_file_is_continued_as_it_was_begun_or_left_alone(
-    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_files_are_left_alone(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
     first, second = prompts_file(tmp_path / "a" / "p.jsonl", 3), prompts_file(tmp_path / "b" / "p.jsonl", 2)
@@ -164,16 +159,16 @@ def test_a_file_is_continued_as_it_was_begun_or_left_alone(
     refused("no a.meta.json")
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ("--prompts bad.jsonl", "bad.jsonl:2: not JSON"),
-        ("--max-new-tokens 250 --max-prompt-tokens 100", "exceed the target's context of 256"),
-        ("--target=", "no target was given. Give --target"),
-        ("--config bad.yaml", "bad.yaml is no recipe: "),
-        ("--target bare", "bare has no tokenizer"),
-    ],
-)
+REFUSED = [
+    ("--prompts bad.jsonl", "bad.jsonl:2: not JSON"),
+    ("--max-new-tokens 250 --max-prompt-tokens 100", "exceed the target's context of 256"),
+    ("--target=", "no target was given. Give --target"),
+    ("--config bad.yaml", "bad.yaml is no recipe: "),
+    ("--target bare", "bare has no tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("options", "problem"), REFUSED)
 def test_bad_input_is_named_before_anything_is_written(
     options: str, problem: str, tmp_path: Path, target: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,20 +262,20 @@ def test_endpoints_share_requests_of_ids(tmp_path: Path, target: Path) -> None:
         assert row["response_ids"] == [5 + row["prompt_ids"][-7] % 50, 60, 0] and row["ids_from"] == "target"
 
 
-@pytest.mark.parametrize(
-    ("reply", "expected"),
-    [
-        ({"token_ids": [50, 51, 2]}, [50, 51, 2]),  # the template's end of turn
-        ({"token_ids": [50, 51, 60]}, [50, 51, 60]),  # one of the generation config's
-        ({"token_ids": [50, 51, 0]}, [50, 51, 0]),  # the tokenizer's eos
-        ({"token_ids": [50, 51, 61], "stop_reason": 61}, [50, 51, 61]),  # one that the server alone knows
-        ({"token_ids": [50, 51], "matched_stop": 60}, [50, 51, 60]),
-        ({"token_ids": [50, 51], "stop_reason": "text"}, [50, 51, 2]),
-        ({"token_ids": []}, [2]),
-        ({"token_ids": [50, 51], "stop_reason": 60, "finish_reason": "length"}, [50, 51]),
-        ({"token_ids": None}, [*tiny_tokenizer()("it is")["input_ids"], 2]),
-    ],
-)
+ENDINGS = [
+    ({"token_ids": [50, 51, 2]}, [50, 51, 2]),  # the template's end of turn
+    ({"token_ids": [50, 51, 60]}, [50, 51, 60]),  # one of the generation config's
+    ({"token_ids": [50, 51, 0]}, [50, 51, 0]),  # the tokenizer's eos
+    ({"token_ids": [50, 51, 61], "stop_reason": 61}, [50, 51, 61]),  # one that the server alone knows
+    ({"token_ids": [50, 51], "matched_stop": 60}, [50, 51, 60]),
+    ({"token_ids": [50, 51], "stop_reason": "text"}, [50, 51, 2]),
+    ({"token_ids": []}, [2]),
+    ({"token_ids": [50, 51], "stop_reason": 60, "finish_reason": "length"}, [50, 51]),
+    ({"token_ids": None}, [*tiny_tokenizer()("it is")["input_ids"], 2]),
+]
+
+
+@pytest.mark.parametrize(("reply", "expected"), ENDINGS)
 def test_endpoint_answers_end_with_the_token_that_ended_them(reply: dict[str, Any], expected: list[int]) -> None:
     # as under Gemma's, a turn ends by another token (2) than the tokenizer's eos (0)
     template, config = CHATML.replace("<|end|>", "<|pad|>"), GenerationConfig(eos_token_id=[0, 60])
@@ -292,15 +287,15 @@ def test_endpoint_answers_end_with_the_token_that_ended_them(reply: dict[str, An
     )
 
 
-@pytest.mark.parametrize(
-    ("failure", "tries", "problem"),
-    [
-        ((404, {"error": "no such model"}), 1, "no such model"),
-        ((500, {"error": "out of memory"}), 3, "status 500: .*out of memory.* after 3 tries. Finished"),
-        ((200, {"result": 1}), 1, "sent no completion"),
-        (completion({"prompt": [5] * 9}, prompt_token_ids=[1]), 1, "changed the prompt's token ids"),
-    ],
-)
+FAILURES = [
+    ((404, {"error": "no such model"}), 1, "no such model"),
+    ((500, {"error": "out of memory"}), 3, "status 500: .*out of memory.* after 3 tries. Finished"),
+    ((200, {"result": 1}), 1, "sent no completion"),
+    (completion({"prompt": [5] * 9}, prompt_token_ids=[1]), 1, "changed the prompt's token ids"),
+]
+
+
+@pytest.mark.parametrize(("failure", "tries", "problem"), FAILURES)
 def test_endpoint_keeps_answers_that_come_with_a_failure(
     failure: tuple[int, Any], tries: int, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

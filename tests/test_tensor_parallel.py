@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_infer import FuzzyDecoder, Target
@@ -17,7 +14,7 @@ from fsd_infer.drafters import EagleDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.drafters.loading import choose_trees
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from tests.train_toys import SIZES, VOCAB, toy_model
+from tests.train_toys import SIZES, VOCAB, join_group, run_group, toy_model
 
 RANKS = 4  # of as many attention heads
 PROMPTS = [[5, 6, 7, 5, 6], [9, 10, 11, 30, 40, 21]]
@@ -48,9 +45,7 @@ def found_with(target: Target, directory: str) -> dict[str, Any]:
 
 
 def _one_rank(rank: int, port: int, directory: str, out: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(RANKS), TORCHELASTIC_USE_AGENT_STORE="True")  # the test serves the port
-    torch.set_num_threads(1)
+    join_group(rank, port, RANK=rank, WORLD_SIZE=RANKS)
     target = Target(AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto"))
     held = target.layers([0])[0].mlp.down_proj.weight
     facts = {"share": held.to_local().numel() / held.numel(), "sharded": target.is_sharded}
@@ -71,18 +66,9 @@ def test_four_processes_decode_as_one(tmp_path: Path) -> None:
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=0.2)
     model.save_pretrained(tmp_path / "target")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.test_tensor_parallel"])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     target, out = str(tmp_path / "target"), str(tmp_path)
-    ranks = [context.Process(target=_one_rank, args=(rank, store.port, target, out)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
     expected = found_with(Target(AutoModelForCausalLM.from_pretrained(target)), target)
-    for process in ranks:
-        process.join(180)
-        process.kill()
-    assert [process.exitcode for process in ranks] == [0] * RANKS
+    assert run_group(_one_rank, [(target, out)] * RANKS) == [0] * RANKS
     for rank in range(RANKS):
         made = torch.load(tmp_path / f"rank{rank}.pt")
         assert made["found"] == expected

@@ -1,10 +1,12 @@
-"""Training of a toy head: it learns, it resumes, its checkpoints hold the head and nothing of the target."""
+"""Training of a toy head: it learns and resumes, checkpoints hold the head alone, metrics are those of decoding."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,22 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fsd_infer.errors import DataError
-from fsd_infer.targets.target import Target
-from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
+from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
+from fsd_infer.divergence import divergence, expand_draft
+from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
+from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
-from fsd_train.models.eagle import EagleModule
+from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput
+from fsd_train.losses.metrics import ValidationMetrics, compare
+from fsd_train.models import EagleModule
 from tests import train_toys
 from tests.families import load_head
+from tests.loss_toys import make_batch, plain_lengths
 from tests.train_toys import assert_same, fit_command, in_bf16, in_recipe, logged, save_toy_target, started
 
 STEPS = 24
+Whole = tuple[EagleModule, Trainer, Path]
 AVERAGING = {
     "class_path": "lightning.pytorch.callbacks.EMAWeightAveraging",
     "init_args": {"decay": 0.9, "use_buffers": False},
@@ -51,30 +58,19 @@ def fit(
 
 
 @pytest.fixture(scope="module")
-def whole(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[EagleModule, Trainer, Path]:
+def whole(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """An uninterrupted run."""
     out = tmp_path_factory.mktemp("whole")
     return *fit(toys, out), out
 
 
-def test_the_loss_falls(toys: Path, tmp_path: Path) -> None:
-    module, trainer = fit(toys, tmp_path, steps=80, lr=1e-2)
-    losses = logged(trainer.log_dir, "loss")
-    assert len(losses) == 80
-    assert sum(losses[-8:]) < 0.88 * sum(losses[:8])  # the target's own entropy is most of what remains
-    agreement = logged(trainer.log_dir, "agreement_0")
-    assert sum(agreement[-8:]) > sum(agreement[:8]) + 0.4
-    assert all(0 <= share <= 1 for share in logged(trainer.log_dir, "val_agreement_0"))
-    assert all(1 <= tau <= 4 for tau in logged(trainer.log_dir, "val_tau"))
-    assert min(logged(trainer.log_dir, "tokens_per_s")) > 0
-
-
-def test_a_run_leaves_checkpoints_of_the_head_alone_and_curves(
-    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path
-) -> None:
+def test_a_run_leaves_heads_and_curves(whole: Whole, toys: Path, tmp_path: Path) -> None:
     module, trainer, out = whole
     logs, checkpoint = Path(trainer.log_dir or ""), out / "ckpt" / "step=20.ckpt"
     assert (logs / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    losses, agreement = logged(logs, "loss"), logged(logs, "agreement_0")
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5]) and sum(agreement[-5:]) > sum(agreement[:5])
+    assert all(1 <= tau <= 4 for tau in logged(logs, "val_tau")) and min(logged(logs, "tokens_per_s")) > 0
     record = json.loads((logs / "head" / "config.json").read_text())["training"]
     assert record["steps"] == STEPS and record["hyperparameters"]["unroll_steps"] == 2
     state = torch.load(checkpoint, weights_only=False)["state_dict"]
@@ -88,28 +84,14 @@ def test_a_run_leaves_checkpoints_of_the_head_alone_and_curves(
         assert_same(found, {name: in_bf16(weights[f"head.{name}"]) for name in found})
 
 
-def test_muon_learns_and_resumes(toys: Path, tmp_path: Path) -> None:
-    whole, trainer = fit(toys, tmp_path / "whole", optimizer="muon", lr=1e-2)
-    losses = logged(trainer.log_dir, "loss")
-    assert sum(losses[-5:]) < sum(losses[:5])
-    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == pytest.approx([0.0, 0.0], abs=1e-6)
-    half = tmp_path / "whole" / "ckpt" / "step=10.ckpt"
-    again, _ = fit(toys, tmp_path / "again", optimizer="muon", lr=1e-2, ckpt=half)
-    assert_same(again.state_dict(), whole.state_dict())
-
-
-def test_cached_and_online_features_train_alike(
-    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path
-) -> None:
+def test_cached_features_train_alike(whole: Whole, toys: Path, tmp_path: Path) -> None:
     module, trainer = fit(toys, tmp_path, cached=False)
     online, cached = logged(trainer.log_dir, "loss"), logged(whole[1].log_dir, "loss")
     assert online[:5] == pytest.approx(cached[:5], rel=0.02)
     assert online != cached  # bf16 rounding
 
 
-def test_export_with_another_draft_vocabulary(
-    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path
-) -> None:
+def test_export_with_other_draft_ids(whole: Whole, toys: Path, tmp_path: Path) -> None:
     checkpoint = str(whole[2] / "ckpt" / "step=20.ckpt")
     target = Target.from_pretrained(str(toys / "target"))
     answers = str(toys / "answers.jsonl")
@@ -122,9 +104,7 @@ def test_export_with_another_draft_vocabulary(
     assert cli(["export", checkpoint, str(tmp_path / "other"), "--draft-vocab-size", str(size)]) == 2
 
 
-def test_time_limit_ends_the_run_with_its_schedule_done(
-    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_limit_ends_the_schedule(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10_000))  # every look at the clock takes a second
     monkeypatch.setattr("lightning.pytorch.callbacks.timer.time.monotonic", lambda: float(next(clock)))
     _, trainer = fit(toys, tmp_path, steps=1000, max_time="00:00:01:00")
@@ -143,14 +123,14 @@ def test_another_targets_features_are_refused(toys: Path, tmp_path: Path) -> Non
 def command(toys: Path, out: Path, *more: str) -> list[str]:
     checkpoints = in_recipe("ModelCheckpoint", dirpath=out / "ckpt", every_n_train_steps=5, save_last=True)
     callbacks = [checkpoints, in_recipe("ExportHead", directory=out / "head")]
-    trainer = {"max_steps": 30, "log_every_n_steps": 1, "limit_val_batches": 0, "callbacks": callbacks}
+    trainer = {"max_steps": 16, "log_every_n_steps": 1, "limit_val_batches": 0, "callbacks": callbacks}
     model = {"target": toys / "target", "draft_vocab_size": 40, "noise": 0.1}
     data = {"train_files": [toys / "answers.jsonl"], "features": toys / "features", "batch_tokens": 128}
     return [*fit_command(out, trainer, model, data), *more]
 
 
-def test_a_recipe_for_another_target_cannot_resume(
-    whole: tuple[EagleModule, Trainer, Path], toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_another_target_cannot_resume(
+    whole: Whole, toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its own model section counts, not the checkpoint's."""
     other = save_toy_target(tmp_path / "other", seed=1)
@@ -161,10 +141,10 @@ def test_a_recipe_for_another_target_cannot_resume(
 
 
 class Kill(Callback):
-    """Ends the process after twelve steps, between the batches of the next one."""
+    """Ends the process after seven steps, between the batches of the next one."""
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step == 12:
+        if trainer.global_step == 7:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -187,3 +167,196 @@ def test_killed_run_resumes(toys: Path, tmp_path: Path) -> None:
         assert_same(resumed[part], straight[part])
     heads = [load_head(tmp_path / name / "head").state_dict() for name in ("killed", "straight")]
     assert_same(*heads)
+
+
+# callbacks and validation
+
+
+def trainer(out: Path, *callbacks: Any, steps: int = 6, **options: Any) -> Trainer:
+    return train_toys.trainer(out, steps, *callbacks, val_check_interval=3, **options)
+
+
+def prompts_of(data: AnswersDataModule, count: int) -> list[list[int]]:
+    rows = data.validation_set
+    assert rows is not None and len(rows) >= count
+    prompts = [rows[i]["input_ids"][: int(rows[i]["loss_mask"].argmax())].tolist() for i in range(len(rows))]
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def test_decoded_tau_is_that_of_a_direct_run(toys: Path, tmp_path: Path) -> None:
+    module, data = make(toys)
+    rules = ["exact", "fuzzy:js:0.4"]
+    callback = DecodedTau(rules, every_n_train_steps=4, prompts=3, max_new_tokens=10, tree=TreeShape(3, 2, 6))
+    trained = trainer(tmp_path, callback, TokenRate(window=2), LossCurve(every_n_train_steps=1))
+    trained.fit(module, data)
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    decoder = FuzzyDecoder(target, EagleDrafter(copy.deepcopy(module.head), target, callback.tree))
+    for rule in rules:
+        made = decoder.generate(prompts_of(data, 3), rule, max_new_tokens=10, do_sample=False, seed=0)
+        values = {name: callback.points[f"decoded_{name}/{rule}"] for name in ("tau", "gate_open", "spent", "length")}
+        assert all(list(points) == [4, 6] for points in values.values())
+        assert values["tau"][6] == pytest.approx(made.stats.tau)
+        assert values["gate_open"][6] == pytest.approx(made.stats.gate_open_fraction)
+        assert values["spent"][6] == pytest.approx(made.stats.divergence_spent / made.stats.new_tokens)
+        assert values["length"][6] == pytest.approx(made.stats.new_tokens / 3)
+        assert logged(trained.log_dir, f"decoded_tau/{rule}") == pytest.approx(list(values["tau"].values()))
+        assert "decoded_tau/" + rule in trained.callback_metrics  # a checkpoint may be chosen by it
+    assert callback._full is not None  # training on cached features needs part of the target only
+    assert (Path(trained.log_dir or "") / "curves.png").is_file()
+
+
+def test_decoding_leaves_training_alone(toys: Path, tmp_path: Path) -> None:
+    weights = []
+    for name, callbacks in {
+        "plain": [],
+        "decoding": [DecodedTau(["draft-only"], 2, prompts=2, max_new_tokens=6, temperature=1.0)],
+    }.items():
+        module, data = make(toys, cached=False)
+        trainer(tmp_path / name, *callbacks).fit(module, data)
+        weights.append(module.head.fc.weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_decoded_tau_refuses_what_it_cannot_do(toys: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="no-such-rule"):
+        DecodedTau(["no-such-rule"])
+    module, data = make(toys)
+    with pytest.raises(DataError, match="room for 127 tokens"):  # of 128 positions; said before the first step
+        trainer(tmp_path, DecodedTau(max_new_tokens=127)).fit(module, data)
+    assert module.global_step == 0
+    module, data = make(toys)
+    data.validation_fraction = 0.0
+    with pytest.raises(DataError, match="validation"):
+        trainer(tmp_path, DecodedTau()).fit(module, data)
+
+
+class Failing(Loss):
+    """A loss that is NaN from its n-th call on."""
+
+    def __init__(self, loss: Loss, good: int) -> None:
+        self.parts, self.left = [loss], good
+
+    def __call__(self, batch: DraftBatch) -> LossOutput:
+        out = self.parts[0](batch)
+        self.left -= 1
+        return out if self.left >= 0 else LossOutput(out.loss * torch.nan, out.parts)
+
+
+def test_nan_loss_stops_and_names_the_rows(toys: Path, tmp_path: Path) -> None:
+    module, data = make(toys)
+    module.loss = Failing(module.loss, good=2)
+    with pytest.raises(NonFiniteLossError) as caught:
+        trainer(tmp_path, limit_val_batches=0).fit(module, data)
+    last = tmp_path / "ckpt" / "step=2.ckpt"
+    assert str(last) in str(caught.value)
+    assert sorted(file.name for file in last.parent.iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
+    state = torch.load(last, weights_only=True)["state_dict"]
+    assert all(bool(value.isfinite().all()) for value in state.values())
+    assert torch.equal(state["head.fc.weight"], module.head.fc.weight)  # the bad step was not taken
+    (file,) = tmp_path.rglob("non-finite-step-2-rank-0.json")
+    assert str(file) in str(caught.value)
+    report = json.loads(file.read_text())
+    assert report["step"] == 2 and report["batches"][0]["loss"] == "nan"
+    batches = [batch["ids"] for batch in data.train_dataloader()]
+    assert report["batches"][0]["ids"] == batches[2]
+
+
+def test_rows_of_another_vocabulary_are_refused_before_training(toys: Path, tmp_path: Path) -> None:
+    """In training and validation files."""
+    good = (toys / "answers.jsonl").read_text().splitlines(keepends=True)
+    other = tmp_path / "other.jsonl"
+    other.write_text(good[0] + json.dumps({"prompt_ids": [5], "response_ids": [6, 64, 7]}) + "\n" + good[2])
+    module = make(toys, draft_vocab_size=None)[0]
+    for train, held in [(other, []), (toys / "answers.jsonl", [str(other)])]:
+        run = trainer(tmp_path / "run")
+        with pytest.raises(DataError, match=f"^{other}:2: token id 64 .* vocabulary of 64. Regenerate"):
+            run.fit(module, AnswersDataModule([str(train)], held, batch_tokens=128))
+        assert run.global_step == 0
+
+
+def resumed(toys: Path, out: Path, ckpt: Path, data: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    """A run that goes on from a checkpoint, with these attributes of the data module and options of the module."""
+    module, rows = make(toys, **options)
+    for name, value in (data or {}).items():
+        setattr(rows, name, value)
+    run = trainer(out, limit_val_batches=0)
+    run.fit(module, rows, ckpt_path=ckpt, weights_only=True)
+    return run
+
+
+@pytest.fixture(scope="module")
+def checkpoint(toys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the first step."""
+    out = tmp_path_factory.mktemp("run")
+    trainer(out, steps=1, limit_val_batches=0).fit(*make(toys))
+    return out / "ckpt" / "step=1.ckpt"
+
+
+def test_bad_checkpoints_are_refused_before_training(toys: Path, checkpoint: Path, tmp_path: Path) -> None:
+    state = torch.load(checkpoint, weights_only=True)
+    names = ("cut", "text", "foreign", "weights", "none", "directory")
+    cut, text, foreign, weights, none, directory = (tmp_path / name for name in names)
+    cut.write_bytes(checkpoint.read_bytes()[:3000])
+    text.write_text("no checkpoint at all")
+    torch.save({"model": {}}, foreign)
+    torch.save({name: value for name, value in state.items() if name != "optimizer_states"}, weights)
+    directory.mkdir()
+    for path, words, options in [
+        (cut, "truncated", {}),
+        (text, "truncated or no Lightning checkpoint", {}),
+        (foreign, "did not write it", {}),
+        (weights, "only weights", {}),
+        (none, "no such checkpoint", {}),
+        (directory, "directory, but no sharded", {}),
+        (checkpoint, "other settings.*draft_ids", {"draft_vocab_size": 50}),
+    ]:
+        with pytest.raises(CheckpointError, match=f"{path}.*{words}"):
+            resumed(toys, tmp_path / "again", path, **options)
+
+
+def test_a_checkpoint_is_not_continued_in_another_order(toys: Path, checkpoint: Path, tmp_path: Path) -> None:
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join((toys / "answers.jsonl").read_text().splitlines(keepends=True)[1:]))
+    for words, change in {
+        "rows": {"train_files": [str(fewer)]},
+        r"batch_tokens \(256, now 96\)": {"batch_tokens": 96},
+        r"seed \(0, now 1\)": {"seed": 1},
+    }.items():
+        with pytest.raises(CheckpointError, match=f"{checkpoint} belongs to another order.*by {words}.*initial_head"):
+            resumed(toys, tmp_path / "run", checkpoint, change)
+    other = make(toys)[1]
+    other.batch_tokens = 96
+    trainer(tmp_path / "run").validate(make(toys)[0], other, ckpt_path=checkpoint, weights_only=True)
+
+
+def test_rule_metrics_against_the_plain_formulas() -> None:
+    made, draft_ids = make_batch(), torch.tensor([0, 2, 3, 7, 8])
+    full, grid = made.head, replace(made, estimates=made.estimates.detach(), head=LMHead(made.head.weight[draft_ids]))
+    batch, steps = grid.batch(), len(grid.weights)
+    seen = compare(batch, full, draft_ids, ["js", "top_k_tv:2"], chunk_size=2)
+    p = full(grid.features).log_softmax(-1).expand(steps, -1, -1)
+    q = expand_draft(grid.head(grid.estimates), draft_ids, len(full.weight)).log_softmax(-1)
+    counted = grid.weights > 0
+    overlap = torch.minimum(p.exp(), q.exp()).sum(-1) * counted
+    torch.testing.assert_close(grid.dense(seen.overlap), overlap)
+    assert torch.equal(grid.dense(seen.agree), (p.argmax(-1) == q.argmax(-1)) & counted)
+    for name, values in seen.distances.items():
+        torch.testing.assert_close(grid.dense(values), divergence(name)(p, q, log_probs=True) * counted)
+
+    js = grid.dense(seen.distances["js"])
+    threshold = float(js[0].median())  # opens at some rows and not at others
+    rule = f"fuzzy:js:{threshold!r}"
+    metrics = ValidationMetrics(["exact", rule, "fuzzy:js:0"], steps)
+    metrics.update(compare(batch, full, draft_ids, metrics.divergences), batch.rows, torch.zeros(()))
+    values = metrics.compute()
+    gate = (js <= threshold).float()
+    for step in range(steps):
+        assert float(values[f"divergence_js_{step}"]) == pytest.approx(float(js[step][counted[step]].mean()), rel=1e-5)
+        assert float(values[f"gate_open_{step}/{rule}"]) == pytest.approx(float(gate[step][counted[step]].mean()))
+    assert 0 < float(values[f"gate_open_0/{rule}"]) < 1
+    for name, chances in {"exact": overlap, rule: overlap + (1 - overlap) * gate, "fuzzy:js:0": overlap}.items():
+        expected = 1 + float(plain_lengths(grid, chances).mean())
+        assert float(values[f"expected_tau/{name}"]) == pytest.approx(expected, rel=1e-5)
+    assert bool(metrics.compute()["expected_tau/exact"].isnan())  # a clean slate
+    with pytest.raises(DataError, match="random"):
+        ValidationMetrics(["random:0.5"], steps)

@@ -1,10 +1,12 @@
-"""Training on the simulated device: its losses are the CPU's, and no step waits.
+"""Training on the simulated device and on CUDA: losses are the CPU's, and no step waits.
 
-One wait is transformers': it looks for packed sequences in position ids before the first layer of each model.
+`make test-gpu` runs those on CUDA. One wait is transformers': it looks for packed sequences in position ids before the
+first layer of each model.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from fsd_infer import Target
+from fsd_infer import EagleDrafter, FuzzyDecoder, Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.losses import Schedule
 from fsd_train.models import DistillationModule, EagleModule, LMModule
-from tests.families import load_head
+from tests import train_toys
+from tests.families import load_head, reference
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.train_toys import TRAINER, answers_of, batch_of, eagle_module, ready, save_toy_target
 
@@ -79,15 +82,11 @@ def check_steps(module: Any, toys: Path, device: SimulatedDevice, watch: list[in
 
 
 @pytest.mark.parametrize(("loss", "args"), LOSSES, ids=str)
-def test_steps_of_a_head_are_the_cpus_and_do_not_wait(
-    toys: Path, loss: Any, args: dict[str, Any], device: SimulatedDevice
-) -> None:
+def test_steps_of_a_head_do_not_wait(toys: Path, loss: Any, args: dict[str, Any], device: SimulatedDevice) -> None:
     check_steps(lambda: eagle(toys, loss, args, head={"fused_layers": [0]}), toys, device, [0])
 
 
-def test_steps_of_a_small_model_are_the_cpus_and_do_not_wait(
-    toys: Path, tmp_path: Path, device: SimulatedDevice
-) -> None:
+def test_steps_of_a_small_model_do_not_wait(toys: Path, tmp_path: Path, device: SimulatedDevice) -> None:
     drafter = save_toy_target(tmp_path / "small", seed=1)
     check_steps(lambda: LMModule(str(toys / "target"), str(drafter)), toys, device)
 
@@ -126,7 +125,7 @@ def moved(target: Target, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_run_trains_validates_exports_and_decodes(
+def test_a_run(
     toys: Path, tmp_path: Path, cached: bool, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fsd_train.models.distillation.move", moved)
@@ -144,3 +143,57 @@ def test_a_run_trains_validates_exports_and_decodes(
     assert float(trainer.callback_metrics["val_tau"]) >= 1
     head = load_head(tmp_path / "head")
     torch.testing.assert_close(head.fc.weight, module.head.fc.weight.detach().cpu(), atol=1e-3, rtol=1e-2)  # bf16
+
+
+# on CUDA
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cached", "loss"), [(True, "eagle"), (False, "eagle"), (False, "fsd")])
+def test_a_run_on_cuda(toys: Path, tmp_path: Path, cached: bool, loss: str) -> None:
+    callbacks = [ExportHead(str(tmp_path / "head")), DecodedTau(prompts=2, max_new_tokens=8)]
+    made = train_toys.trainer(
+        tmp_path, 60, *callbacks, every=60, accelerator="gpu", precision="bf16-mixed", val_check_interval=20,
+        gradient_clip_val=1.0,
+    )  # fmt: skip
+    features = str(toys / "features") if cached else None
+    made.fit(eagle(toys, loss, lr=1e-2, warmup_steps=4), answers_of(toys, batch_tokens=512, features=features))
+    losses = train_toys.logged(tmp_path, "loss")
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    target = Target.from_pretrained(str(toys / "target"), device=DEVICE)
+    decoder = FuzzyDecoder(target, EagleDrafter(load_head(tmp_path / "head", target).to(DEVICE), target))
+    prompt = json.loads((toys / "answers.jsonl").read_text().splitlines()[0])["prompt_ids"]
+    made = decoder.generate([prompt], max_new_tokens=12, do_sample=False)
+    assert made.sequences == reference(target.model, [prompt], max_new_tokens=12, pad_token_id=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("loss", "args"), LOSSES, ids=str)
+def test_three_steps_are_those_of_the_cpu(toys: Path, loss: Any, args: dict[str, Any]) -> None:
+    steps = [
+        step_of(eagle(toys, loss, args, noise=0.0, head={"fused_layers": [0]}), toys, device, [0])
+        for device in (DEVICE, torch.device("cpu"))
+    ]
+    for _ in range(3):
+        there, here = (step().cpu() for step in steps)
+        torch.testing.assert_close(there, here, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize(("loss", "args"), LOSSES, ids=str)
+def test_no_wait(toys: Path, loss: Any, args: dict[str, Any], half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever waits raises, by torch's own account; transformers' look at the positions is left out."""
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+    step = step_of(eagle(toys, loss, args, head={"fused_layers": [0]}), toys, DEVICE, [0])
+    with torch.autocast("cuda", torch.bfloat16, enabled=half):
+        for _ in range(2):
+            step()  # what happens once may wait
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss_value = step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert bool(loss_value.isfinite())

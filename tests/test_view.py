@@ -7,10 +7,8 @@ import hashlib
 import json
 import re
 import shutil
-import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ import torch
 import uvicorn
 
 from fsd_infer import FuzzyDecoder, TreeShape
-from fsd_infer.cli.main import main
 from fsd_infer.request.guide import Guide
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.page import Trace, answers_page, server_page
@@ -82,18 +79,6 @@ def test_a_page_runs_its_own_script_and_shows_text_as_text() -> None:
     assert len(page.splitlines()) < 600
 
 
-def test_generate_writes_a_page(toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    models = ["--target", str(toy.target), "--drafter", str(toy.drafter), "--dtype", "fp32"]
-    asked = ["generate", "--prompt", "the cat sat", "--max-new-tokens", "8", *models]
-    assert main([*asked, "--html", str(tmp_path / "new" / "answer.html")]) == 0
-    text = capsys.readouterr().out.strip()
-    (data,) = re.findall(r'id="data">(.*?)</script>', (tmp_path / "new" / "answer.html").read_text(), re.DOTALL)
-    (answer,) = json.loads(data)["answers"]
-    shown = "".join(token["text"] for round in answer["rounds"] for token in round["tokens"])
-    assert answer["title"] == "exact" and shown.strip("\ufffd\n ") == text.strip("\ufffd\n ")
-    assert main([*asked, "--html", str(tmp_path)]) == 2 and "--html" in capsys.readouterr().err
-
-
 # in a browser ----------------------------------------------------------------------------------------------------
 
 
@@ -108,60 +93,45 @@ def browser() -> Iterator[Any]:
         opened.close()
 
 
-class Serving:
-    """The application on the loopback, in a thread."""
-
-    def __init__(self, decoder: FuzzyDecoder) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        app = make_app(decoder, "tilted", Limits(max_new_tokens=64))
-        self.server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="error"))
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        while not self.server.started:
-            self.thread.join(0.02)
-
-    def stop(self) -> None:
-        self.server.should_exit = self.server.force_exit = True
-        self.thread.join()
-
-
 @pytest.fixture
-def page(browser: Any, decoder: FuzzyDecoder) -> Iterator[tuple[Any, Serving]]:
-    """The server's page; no error in its console is expected."""
-    serving = Serving(decoder)
+def page(browser: Any, decoder: FuzzyDecoder) -> Iterator[Any]:
+    """The page of a server on the loopback; no error in its console is expected."""
+    app = make_app(decoder, "tilted", Limits(max_new_tokens=64))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.02)
     opened = browser.new_page(viewport={"width": 390, "height": 800})  # a phone
     errors: list[str] = []
     opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.goto(f"http://127.0.0.1:{serving.port}/")
-    yield opened, serving
+    opened.goto(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/")
+    yield opened
     opened.close()
-    serving.stop()
+    server.should_exit = server.force_exit = True
+    thread.join()
     assert not errors
 
 
-def test_load_stream_click_compare(page: tuple[Any, Serving], decoder: FuzzyDecoder) -> None:
-    opened, _ = page
-    wide = opened.evaluate("document.documentElement.scrollWidth")
-    assert wide <= 390, "the page is wider than a phone"
-    opened.fill("#prompt", "the cat sat on the mat")
-    opened.select_option("#rule", "tilted")
-    opened.fill("#spec", "tilted:0.5:novel=0")
-    opened.fill("#tokens", "16")
-    opened.click("#go")
-    opened.locator("#go:enabled").wait_for()
-    answers = opened.locator(".answer")
-    assert answers.count() == 2 and not opened.locator("#message").is_visible()
+def test_load_stream_click_compare(page: Any, decoder: FuzzyDecoder) -> None:
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390, "the page is wider than a phone"
+    page.fill("#prompt", "the cat sat on the mat")
+    page.select_option("#rule", "tilted")
+    page.fill("#spec", "tilted:0.5:novel=0")
+    page.fill("#tokens", "16")
+    page.click("#go")
+    page.locator("#go:enabled").wait_for()
+    answers = page.locator(".answer")
+    assert answers.count() == 2 and not page.locator("#message").is_visible()
     for place, rule in enumerate(("exact", "tilted:0.5:novel=0")):
         wanted = decoder.generate("the cat sat on the mat", rule, max_new_tokens=16, temperature=0)
         if rule == "exact":
             assert answers.nth(place).text_content().rstrip("\ufffd") == wanted.texts[0].rstrip("\ufffd")
-        assert re.search(r"τ\s*\d", opened.locator(".numbers").nth(place).inner_text())
+        assert re.search(r"τ\s*\d", page.locator(".numbers").nth(place).inner_text())
     answers.nth(1).focus()
-    opened.keyboard.press("ArrowDown")
-    assert re.match("Round [12] of tilted", opened.locator("#tree-title").inner_text())
-    assert opened.locator("#tree svg .node").count() > 1 and "rank under the target" in opened.inner_text("#facts")
-    opened.locator(".answer").nth(0).locator(".token").nth(0).click()
-    assert "Round 0 of exact" in opened.inner_text("#tree-title")
-    assert opened.locator("#time svg").count() == 2
+    page.keyboard.press("ArrowDown")
+    assert re.match("Round [12] of tilted", page.locator("#tree-title").inner_text())
+    assert page.locator("#tree svg .node").count() > 1 and "rank under the target" in page.inner_text("#facts")
+    page.locator(".answer").nth(0).locator(".token").nth(0).click()
+    assert "Round 0 of exact" in page.inner_text("#tree-title")
+    assert page.locator("#time svg").count() == 2

@@ -14,12 +14,6 @@ CHATML = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
-# drops the text of earlier answers, as templates of reasoning models do with earlier thoughts
-FORGETFUL = (
-    "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' }}"
-    "{% if m['role'] != 'assistant' or loop.last %}{{ m['content'] }}{% endif %}{{ '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
 # shows an empty thought in the last answer only, as Qwen3's does
 THINKING = CHATML.replace(
     "{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}",

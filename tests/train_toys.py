@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch.distributed import TCPStore
 from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,6 +29,7 @@ from fsd_train.losses import LOSSES
 from fsd_train.models import EagleModule, HeadOptions, MuonAdamW, WarmupCosine
 from tests.families import reference
 from tests.loss_toys import build_loss
+from tests.text_toys import write_rows
 
 VOCAB = 64
 SIZES: dict[str, Any] = {
@@ -66,22 +70,6 @@ def save_toy_target(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def write_answers(path: Path, target: Target, rows: int = 48, seed: int = 0) -> Path:
-    """Answers JSONL whose answers the target really gave, greedily, to random prompts."""
-    rng = random.Random(seed)
-    with open(path, "w") as file:
-        for number in range(rows):
-            prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(3, 8))]
-            (answer,) = reference(target.model, [prompt], max_new_tokens=rng.randint(12, 24))
-            row = {
-                "id": f"toy-{number}", "messages": [{"role": "user", "content": f"prompt {number}"}], "response": "",
-                "prompt_ids": prompt, "response_ids": answer, "finish_reason": "length", "temperature": 0.0,
-                "source": "toy",
-            }  # fmt: skip
-            file.write(json.dumps(row) + "\n")
-    return path
-
-
 def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     """The same weights, bit by bit."""
     torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
@@ -98,6 +86,38 @@ def started(argv: list[str], cwd: Path, timeout: float | None = None) -> subproc
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "fsd_train.cli", *argv]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def run_group(rank: Callable[..., None], arguments: Sequence[tuple[Any, ...]], patience: float = 180.0) -> list[Any]:
+    """The exit codes of ``rank(number, port, *arguments[number])`` in processes that form one group.
+
+    Where one fails, or none ends within so many seconds, the others are killed: they would wait for it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([rank.__module__])  # the imports are paid for once
+    # this process holds the port from before the ranks begin until they are done, so no other can take it
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [context.Process(target=rank, args=(n, store.port, *more)) for n, more in enumerate(arguments)]
+    for process in ranks:
+        process.start()
+    running = [process.sentinel for process in ranks]
+    while running and not any(process.exitcode for process in ranks):
+        ended = wait(running, patience)
+        if not ended:
+            break
+        running = [sentinel for sentinel in running if sentinel not in ended]
+    for process in ranks:
+        process.kill()
+        process.join()
+    return [process.exitcode for process in ranks]
+
+
+def join_group(rank: int, port: int, **more: int) -> None:
+    """What a cluster's launcher does for each process."""
+    names = {"MASTER_PORT": port, "LOCAL_RANK": rank, **more}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the launcher serves the port
+    torch.set_num_threads(1)
 
 
 def options(**given: Any) -> dict[str, Any]:
@@ -197,11 +217,16 @@ def logged(directory: str | Path | None, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(lines) if row.get(name)]
 
 
-def make_toys(root: Path, rows: int = 48, dtype: torch.dtype | None = None) -> Path:
-    """Fills ``root`` with target/, answers.jsonl and features/ of all answers, computed in ``dtype``."""
-    target = Target.from_pretrained(str(save_toy_target(root / "target")), dtype=dtype)
-    write_answers(root / "answers.jsonl", target, rows=rows)
-    data = AnswersDataModule([str(root / "answers.jsonl")], validation_fraction=0.0)
+def make_toys(root: Path) -> Path:
+    """Fill ``root`` with target/, its greedy answers to random prompts as answers.jsonl, and their features/."""
+    target = Target.from_pretrained(str(save_toy_target(root / "target")))
+    rng, rows = random.Random(0), []
+    for number in range(48):
+        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(3, 8))]
+        (answer,) = reference(target.model, [prompt], max_new_tokens=rng.randint(12, 24))
+        messages = [{"role": "user", "content": f"prompt {number}"}]
+        rows.append({"id": f"toy-{number}", "messages": messages, "prompt_ids": prompt, "response_ids": answer})
+    data = AnswersDataModule([str(write_rows(root / "answers.jsonl", rows))], validation_fraction=0.0)
     data.setup()
     assert data.train_set is not None
     cache_features(target, [item["input_ids"] for item in data.train_set], root / "features", progress=False)
