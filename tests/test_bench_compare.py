@@ -283,33 +283,30 @@ def test_losses_are_compared_over_seeds_on_the_best_chain() -> None:
 def test_a_ladder_compares_rules_on_every_rung(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fsd_bench.worth.forecasts.RULES", ())
-    words = f"--target {toy.target} --rungs {toy.drafter} noise:0.02 --prompts {toy.prompts} --rules draft-only alone "
-    words += "--batch 2 --depth 4 --max-new-tokens 8 --forecast --work work --json ladder.json --figure ladder.png"
+    words = f"--target {toy.target} --rungs noise:0.02 --prompts {toy.prompts} --rules draft-only alone --batch 2"
+    words += " --depth 4 --max-new-tokens 8 --forecast --work work --json ladder.json --figure ladder.png"
     assert ladder.main(words.split()) == 0
     record = json.loads((tmp_path / "ladder.json").read_text())
     assert record["settings"]["target"] == "target" and str(tmp_path) not in json.dumps(record["rungs"])
-    assert list(record["rungs"]) == ["drafter", "noise:0.02"] and (tmp_path / "ladder.png").stat().st_size > 1000
-    for rung in record["rungs"].values():
-        exact, lossy, alone = (rung["rules"][rule] for rule in ("exact", "draft-only", "alone"))
-        assert lossy["gain"]["ratio"] == pytest.approx(lossy["tau"] / exact["tau"], rel=1e-4) and lossy["tau"] > 1
-        assert alone["gain"] is None and alone["differences"].keys() == lossy["differences"].keys()
-        assert rung["forecast"]["exact"]["tau"] == pytest.approx(exact["tau"], rel=0.2)
-        assert rung["drafts"]["count"] > 0
-    assert record["forecast_error"]["cases"] == 2 and record["forecast_error"]["mean_error"] < 0.3
-    kept = [tmp_path / "work" / name for name in ("drafter.json", "drafter.forecast.json")]
+    rung = record["rungs"]["noise:0.02"]
+    exact, lossy, alone = (rung["rules"][rule] for rule in ("exact", "draft-only", "alone"))
+    assert lossy["gain"]["ratio"] == pytest.approx(lossy["tau"] / exact["tau"], rel=1e-4) and lossy["tau"] > 1
+    assert alone["gain"] is None and alone["differences"].keys() == lossy["differences"].keys()
+    assert rung["forecast"]["exact"]["tau"] == pytest.approx(exact["tau"], rel=0.2) and rung["drafts"]["count"] > 0
+    assert record["forecast_error"]["cases"] == 1 and record["forecast_error"]["mean_error"] < 0.3
+    kept = list((tmp_path / "work").glob("*.json"))
     before = [file.stat().st_mtime_ns for file in kept]
-    old = {f"old {name}": rung for name, rung in record["rungs"].items()}
-    for ratio, rung in zip((20.0, 10.0), old.values(), strict=True):
-        rung["rules"]["draft-only"]["gain"]["ratio"] = ratio
+    old = {name: json.loads(json.dumps(rung)) for name in ("first", "second", "third")}
+    agreement, gains = [0.2, 0.1, 0.3, rung["drafts"]["agreement"]], [10.0, 20.0, 30.0, lossy["gain"]["ratio"]]
+    for other, share, gain in zip(old.values(), agreement[:3], gains[:3], strict=True):
+        other["drafts"]["agreement"], other["rules"]["draft-only"]["gain"]["ratio"] = share, gain
     (tmp_path / "old.json").write_text(json.dumps({"rungs": old}))
     monkeypatch.chdir(tmp_path)
     assert ladder.main([*words.split(), "--join", "old.json"]) == 0
-    assert [file.stat().st_mtime_ns for file in kept] == before, "a finished rung is kept"
+    assert len(before) == 2 and [file.stat().st_mtime_ns for file in kept] == before, "a finished rung is kept"
+    assert (tmp_path / "ladder.png").stat().st_size > 1000
     joined = json.loads((tmp_path / "ladder.json").read_text())
-    assert list(joined["rungs"]) == ["old drafter", "old noise:0.02", "drafter", "noise:0.02"]
-    assert joined["rungs"]["old drafter"] == old["old drafter"]
-    agreement = [rung["drafts"]["agreement"] for rung in joined["rungs"].values()]
-    gains = [rung["rules"]["draft-only"]["gain"]["ratio"] for rung in joined["rungs"].values()]
+    assert joined["rungs"] == {**old, "noise:0.02": rung}
     ranked = joined["correlations"]["gain of draft-only"]
     assert ranked["rungs"] == 4 and ranked["agreement"] == pytest.approx(spearmanr(agreement, gains).statistic)
 

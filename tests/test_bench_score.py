@@ -24,26 +24,26 @@ from tests.text_toys import tiny_tokenizer, write_rows
 FORMAT = "Please choose the answer.\n\nAnswer1: a Answer2: b\n\nAnswer format: answer1/answer2/answer3"
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("She makes 9 * 2 = $18 every day.", 18), ("so 333.0", 333), ("1,450,000 in all", 1450000), ("16-3", 3),
-        ("x = -10.", -10), ("that is \N{MINUS SIGN}2.50 euros", -2.5), ("(4)-1", 1), ("1, 2,3", 3), ("**42**", 42),
-        ("12,5000", 5000), ("none", None), ("", None),
-    ],
-)  # fmt: skip
+NUMBERS = [
+    ("She makes 9 * 2 = $18 every day.", 18), ("so 333.0", 333), ("1,450,000 in all", 1450000), ("16-3", 3),
+    ("x = -10.", -10), ("that is \N{MINUS SIGN}2.50 euros", -2.5), ("(4)-1", 1), ("1, 2,3", 3), ("**42**", 42),
+    ("12,5000", 5000), ("none", None), ("", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "number"), NUMBERS)
 def test_the_last_number(text: str, number: float | None) -> None:
     found = last_number(text)
     assert (None if found is None else float(found)) == number
 
 
-@pytest.mark.parametrize(
-    ("text", "option"),
-    [
-        ("The correct answer is answer3, not answer1.", "answer3"), ("Answer 2", "answer2"), ("answer12", None),
-        ("I think that answer1answer2", None), ("**ANSWER2**", "answer2"), ("a case of B.", "B"),
-    ],
-)  # fmt: skip
+OPTIONS = [
+    ("The correct answer is answer3, not answer1.", "answer3"), ("Answer 2", "answer2"), ("answer12", None),
+    ("I think that answer1answer2", None), ("**ANSWER2**", "answer2"), ("a case of B.", "B"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "option"), OPTIONS)
 def test_the_first_option_named(text: str, option: str | None) -> None:
     """In any letters, but that options of one letter keep theirs."""
     assert first_option(text, ("answer1", "answer2", "answer3", "A", "B")) == option

@@ -115,14 +115,14 @@ def test_wrong_sha_is_refused(index: FakeIndex, monkeypatch: pytest.MonkeyPatch,
     assert not index.final.exists() and index.leftovers() == []
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("model.safetensors", lambda content: content[:-1]), ("tokenizer.json", None), (builtin.MANIFEST, None),
-        (builtin.MANIFEST, lambda content: content[:20]), (builtin.MANIFEST, lambda content: b"[]"),
-        (builtin.MANIFEST, lambda content: json.dumps(json.loads(content) | {"version": 0}).encode()),
-    ],
-)  # fmt: skip
+SPOILT = [
+    ("model.safetensors", lambda content: content[:-1]), ("tokenizer.json", None), (builtin.MANIFEST, None),
+    (builtin.MANIFEST, lambda content: content[:20]), (builtin.MANIFEST, lambda content: b"[]"),
+    (builtin.MANIFEST, lambda content: json.dumps(json.loads(content) | {"version": 0}).encode()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "damage"), SPOILT)
 def test_a_damaged_cache_is_made_again(index: FakeIndex, name: str, damage: Callable[[bytes], bytes] | None) -> None:
     whole = {path.name: path.read_bytes() for path in builtin.builtin_dir("fake").iterdir()}
     if damage is None:

@@ -84,21 +84,18 @@ def enlarge(stored: dict[str, Any]) -> None:
     stored["fc.weight"] *= 1e5
 
 
-@pytest.mark.parametrize(
-    ("check", "head", "tensors", "config", "options", "says", "fix"),
-    [
-        ("feature layers", "eagle3", None, {"fused_layers": [2, 3]}, {}, "layers [1, 2] instead",
-         "fused_layers [1, 2]"),
-        ("vocabulary map", "eagle3", permute, {}, {}, "under other ids", "order"),
-        ("norms", "fsd", strip, {"final_norm": False}, {"rows": "40"}, "final norm", "final_norm"),
-        ("dtype", "eagle3", enlarge, {}, {"dtype": "float16"}, "overflows in float16", "bfloat16"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_a_planted_fault_is_named(
-    check: str, head: str, tensors: Any, config: dict[str, Any], options: dict[str, str], says: str, fix: str,
-    world: Path, tmp_path: Path,
-) -> None:  # fmt: skip
+# check: head, changes of its tensors and config, options of the command, what is said
+FAULTS: dict[str, tuple[Any, ...]] = {
+    "feature layers": ("eagle3", None, {"fused_layers": [2, 3]}, {}, "layers [1, 2] instead", "fused_layers [1, 2]"),
+    "vocabulary map": ("eagle3", permute, {}, {}, "under other ids", "order"),
+    "norms": ("fsd", strip, {"final_norm": False}, {"rows": "40"}, "final norm", "final_norm"),
+    "dtype": ("eagle3", enlarge, {}, {"dtype": "float16"}, "overflows in float16", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("check", FAULTS)
+def test_a_planted_fault_is_named(check: str, world: Path, tmp_path: Path) -> None:
+    head, tensors, config, options, says, fix = FAULTS[check]
     found = examine(world, edited(world / head, tmp_path / "head", tensors, **config), tmp_path, **options)
     # numbers that overflow are wrong in other ways, too
     assert check == wrong(found)[0] or (check == "dtype" and check in wrong(found)), found

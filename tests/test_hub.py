@@ -281,15 +281,15 @@ def test_rows_come_from_the_hub(data_hub: Hub) -> None:
     assert len(digests) == 5 and {len(digest) for digest in digests} == {64}
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("hf:me/nothing", "hf:me/nothing"), ("hf:me/shares@v9", "hf:me/shares@v9"),
-        ("hf:me/chat?split=valid", "valid"), ("hf:me/shares?prompt=text", "no column 'text'"),
-        ("hf:me/chat?split=train_sft", "hf:me/chat: unreadable"),
-        *((name, "hf:") for name in ("hf:me", "hf:me/x?limit=0", "hf:me/x?colour=red", "hf:me/x?split=", "hf:a/b/c")),
-    ],
-)  # fmt: skip
+DATA_FAULTS = [
+    ("hf:me/nothing", "hf:me/nothing"), ("hf:me/shares@v9", "hf:me/shares@v9"),
+    ("hf:me/chat?split=valid", "valid"), ("hf:me/shares?prompt=text", "no column 'text'"),
+    ("hf:me/chat?split=train_sft", "hf:me/chat: unreadable"),
+    *((name, "hf:") for name in ("hf:me", "hf:me/x?limit=0", "hf:me/x?colour=red", "hf:me/x?split=", "hf:a/b/c")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "words"), DATA_FAULTS)
 def test_faults_of_a_data_set(name: str, words: str, data_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     if "unreadable" in words:
         data_hub.repositories["datasets", "me/chat"].fault = "500 Broken"

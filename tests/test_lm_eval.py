@@ -72,15 +72,15 @@ def test_tasks_end_to_end_in_this_process(toy: Toy, model: FsdLM) -> None:
         lm_eval.simple_evaluate(model=model, tasks=["fsd_humaneval"], task_manager=manager)
 
 
-@pytest.mark.parametrize(
-    ("body", "right"),
-    [
-        ("    return x\n", 0.0), ("    return 2 *\n", 0.0), ("    while True: pass\n", 0.0),
-        ("    open('big', 'wb').write(b'0' * 2**22)\n    return 2 * x\n", 0.0),
-        ("    import os; assert 'HOME' not in os.environ and not os.listdir('.')\n    return 2 * x\n", 1.0),
-        ("    y = bytearray(2**33)\n    return 2 * x\n", 0.0), ("    return 2 * x\0\n", 0.0),
-    ],
-)  # fmt: skip
+PROGRAMS = [
+    ("    return x\n", 0.0), ("    return 2 *\n", 0.0), ("    while True: pass\n", 0.0),
+    ("    open('big', 'wb').write(b'0' * 2**22)\n    return 2 * x\n", 0.0),
+    ("    import os; assert 'HOME' not in os.environ and not os.listdir('.')\n    return 2 * x\n", 1.0),
+    ("    y = bytearray(2**33)\n    return 2 * x\n", 0.0), ("    return 2 * x\0\n", 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "right"), PROGRAMS)
 def test_programs_are_run_within_limits(body: str, right: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "SECONDS", 2)
     assert scoring.passes({"row": json.dumps(PROGRAM)}, [body]) == {"score": right}

@@ -153,13 +153,13 @@ def test_requests_report_what_the_drafter_and_the_target_say_of_the_answer(rule:
         )
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer", "copied", "repeated", "labels"),
-    [
-        ("abcdefg", "abcdx", 1 / 2, 0.0, "nnncn"), ("xyz", "ababab", 0.0, 1 / 3, "nnnnnr"),
-        ("abab", "ababab", 2 / 3, 1 / 3, "nnncnc"), ("abc", "abc", None, None, "nnn"), ("", "", None, None, ""),
-    ],
-)  # fmt: skip
+SHARES = [
+    ("abcdefg", "abcdx", 1 / 2, 0.0, "nnncn"), ("xyz", "ababab", 0.0, 1 / 3, "nnnnnr"),
+    ("abab", "ababab", 2 / 3, 1 / 3, "nnncnc"), ("abc", "abc", None, None, "nnn"), ("", "", None, None, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompt", "answer", "copied", "repeated", "labels"), SHARES)
 def test_shares_and_kinds(prompt: str, answer: str, copied: float | None, repeated: float | None, labels: str) -> None:
     assert copied_ngrams(prompt, answer) == (None if copied is None else pytest.approx(copied))
     assert repeated_ngrams(answer) == (None if repeated is None else pytest.approx(repeated))

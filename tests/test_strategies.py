@@ -212,14 +212,14 @@ def test_two_ranks_train_as_one(
         assert rank["target_share"] == rank["head_share"] == rank["moment_share"] == share
 
 
+RESUMED = [
+    ("fsdp", 2, "fsdp", 2), ("fsdp", 2, "ddp", 1), ("fsdp", 2, "fsdp", 1), ("fsdp", 1, "fsdp", 2),
+    ("ddp", 1, "ddp", 2),
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "first, ranks, second, others",
-    [
-        ("fsdp", 2, "fsdp", 2), ("fsdp", 2, "ddp", 1), ("fsdp", 2, "fsdp", 1), ("fsdp", 1, "fsdp", 2),
-        ("ddp", 1, "ddp", 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("first, ranks, second, others", RESUMED)
 def test_resume(
     first: str, ranks: int, second: str, others: int, toys: Path, single: dict[str, Any], tmp_path: Path
 ) -> None:
