@@ -180,12 +180,12 @@ def toys(directory: Path) -> Sizes:
     from fsd_train.commands.new_recipe import render
     from fsd_train.commands.sizing import choose, facts_of
     from tests.bench_toys import save_toy
-    from tests.train_toys import write_answers
+    from tests.head_toys import write_answers
 
     home = directory / "toys"
     home.mkdir(exist_ok=True)
     toy = save_toy(home)
-    answers = write_answers(home / "answers.jsonl", Target.from_pretrained(str(toy.target)))
+    answers = write_answers(home / "answers.jsonl", Target.from_pretrained(str(toy.target)), 48)
     facts = facts_of(str(toy.target))
     write_text(directory / "recipe.yaml", render(facts, choose(facts), [str(answers)], run=f"{directory}/tinyllama"))
     small = ["--device", "cpu", "--max-new-tokens", "16"]

@@ -10,6 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,16 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.train_toys import make_toys  # loads Lightning, which few tests need
 
     return make_toys(tmp_path_factory.mktemp("toys"))
+
+
+@pytest.fixture(scope="module")
+def client(toy_decoder: FuzzyDecoder) -> Iterator[Any]:
+    """A client of a server of the toy."""
+    from fsd_infer.serving.app import make_app  # loads FastAPI, which few tests need
+    from tests.serve_toys import LIMITS, TestClient
+
+    with TestClient(make_app(toy_decoder, "tilted:2", LIMITS)) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

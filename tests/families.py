@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
 
-from fsd_infer import Drafter, EagleDrafter, Target, TreeShape
-from fsd_infer.drafters import DraftRequest, DraftSession
+from fsd_infer import Drafter, EagleDrafter, LMDrafter, NoDrafter, Target, TreeShape
+from fsd_infer.drafters import DraftRequest, DraftSession, GraftedDrafter, LookupDrafter, MemoryDrafter, RecycleDrafter
 from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import attention_for
-from fsd_infer.tree import DraftTree
+from fsd_infer.tree import DraftTree, Nodes
 
 VOCAB = 97
 WINDOW = 8  # shorter than every tested sequence
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)  # a device; `make test-gpu` runs these
 
 _COMMON: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -75,13 +79,21 @@ def tiny_model(family: str, seed: int = 0, scale: float = 4.0, **options: Any) -
     return model
 
 
-def noisy_model(family: str) -> Any:
+def noisy_model(family: str, **options: Any) -> Any:
     """The same model with perturbed weights: as a drafter it is often, not always, right."""
-    noisy = tiny_model(family)
+    noisy, generator = tiny_model(family, **options), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in noisy.parameters():
-            parameter.add_(0.1 * parameter.std(unbiased=False) * torch.randn_like(parameter))
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.1 * parameter.std(unbiased=False) * noise)
     return noisy
+
+
+@cache
+def doubled(family: str) -> Any:
+    """A random model in fp64: no two ways to compute its logits put nearly equal candidates in another order."""
+    model = tiny_model(family)
+    return model if family in ("qwen3_moe", "mixtral", "gpt_oss") else model.double()  # torch has no grouped product
 
 
 def circling_model() -> Any:
@@ -113,6 +125,16 @@ def reference(model: Any, prompts: list[list[int]], **options: Any) -> list[list
     return [model.generate(row, **options)[0, row.shape[1] :].tolist() for row in ids]
 
 
+class EndsIn(StoppingCriteria):
+    """Stops where the last token is one of these."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
 class OracleDrafter(Drafter):
     """Random trees in which the target's own greedy continuation hides among wrong siblings.
 
@@ -121,23 +143,39 @@ class OracleDrafter(Drafter):
     """
 
     name = "oracle"
-    max_nodes = 12
+    max_nodes = 13
     max_depth = 4
 
     def __init__(self, target: Target, seed: int = 0) -> None:
         self.target = target
         self.seed = seed
         self.generator = torch.Generator()
+        self.known: dict[tuple[int, ...], list[int]] = {}  # the greedy continuations of texts
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
         self.generator.manual_seed(self.seed)  # the same trees for the same texts
         return _OracleSession(self, first_tokens)
+
+    def tree(self, text: list[int], path: list[int]) -> Nodes:
+        """Three siblings at each depth, below the last of those above, which is the right token as far as they go."""
+        right = int(torch.randint(0, len(path) + 1, (1,), generator=self.generator))
+        tokens, parents, scores = [text[-1]], [0], [0.0]
+        for depth in range(self.max_depth):
+            drawn = torch.randperm(VOCAB - 1, generator=self.generator)[:4] + 1
+            siblings = [token for token in drawn.tolist() if token not in path[depth : depth + 1]][:3]
+            if depth < right:
+                siblings[-1] = path[depth]
+            parents += [len(tokens) - 1] * 3
+            tokens += siblings
+            scores += [-1.0 - depth] * 3
+        return tokens, parents, scores
 
 
 class _OracleSession(DraftSession):
     def __init__(self, drafter: OracleDrafter, first_tokens: Tensor) -> None:
         self.drafter = drafter
         self.texts = [[token] for token in first_tokens.tolist()]
+        self.ahead = 28
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         for text, row, count in zip(self.texts, tokens.tolist(), counts.tolist(), strict=True):
@@ -148,56 +186,63 @@ class _OracleSession(DraftSession):
 
     def draft(self, roots: Tensor) -> DraftTree:
         assert [text[-1] for text in self.texts] == roots.tolist()
-        trees = [self._tree(text, path) for text, path in zip(self.texts, self._continuations(), strict=True)]
-        parents = torch.tensor([parent for _, parent, _ in trees])
-        q_logits = torch.randn(len(trees), self.drafter.max_nodes, VOCAB, generator=self.drafter.generator)
-        inner = torch.zeros_like(parents, dtype=torch.bool).scatter_(1, parents[:, 1:], True)
-        device = self.drafter.target.device
-        return DraftTree(
-            tokens=torch.tensor([tokens for tokens, _, _ in trees]).to(device),
-            parents=parents.to(device),
-            scores=-torch.tensor([depths for _, _, depths in trees]).float().to(device),
-            q_logits=q_logits.to(device),
-            q_index=torch.where(inner, torch.arange(self.drafter.max_nodes), -1).to(device),
-        )
+        rows = [self.drafter.tree(text, path) for text, path in zip(self.texts, self._continuations(), strict=True)]
+        tree = DraftTree.of_lists(rows, VOCAB, self.drafter.target.device)
+        q_logits = torch.randn(*tree.tokens.shape, VOCAB, generator=self.drafter.generator).to(tree.tokens.device)
+        nodes = torch.arange(tree.tokens.shape[1], device=q_logits.device)
+        return replace(tree, q_logits=q_logits, q_index=torch.where(tree.inner, nodes, -1))
 
     def _continuations(self) -> list[list[int]]:
-        """The greedy continuation of each text, texts of one length together: one by one they take most of a test."""
-        target = self.drafter.target
-        found: dict[int, list[int]] = {}
-        for length in {len(text) for text in self.texts}:
-            rows = [row for row, text in enumerate(self.texts) if len(text) == length]
-            room = min(self.drafter.max_depth, (target.max_positions or 10**6) - length)
-            ids = torch.tensor([self.texts[row] for row in rows], device=target.device)
+        """The greedy continuation of each text. It is read far ahead at first, and once: this takes most of a test."""
+        target, known, depth = self.drafter.target, self.drafter.known, self.drafter.max_depth
+        unknown = sorted({tuple(text) for text in self.texts} - known.keys(), key=len)
+        for length, texts in groupby(unknown, key=len):
+            ids = torch.tensor(list(texts), device=target.device)
+            room = min(self.ahead, (target.max_positions or 10**6) - length)
             if room > 0:
                 ids = target.model.generate(ids, max_new_tokens=room, do_sample=False)
-            found.update(zip(rows, ids[:, length:].tolist(), strict=True))
-        return [found[row] for row in range(len(self.texts))]
+            for text in ids.tolist():
+                for end in range(length, max(length, len(text) - depth) + 1):
+                    known[tuple(text[:end])] = text[end : end + depth]
+        self.ahead = depth
+        return [known[tuple(text)] for text in self.texts]
 
-    def _tree(self, text: list[int], path: list[int]) -> tuple[list[int], list[int], list[int]]:
-        generator = self.drafter.generator
-        path = path[: int(torch.randint(0, self.drafter.max_depth + 1, (1,), generator=generator))]
-        right = len(path)
-        tokens, parents, depths = [text[-1]], [0], [0]
-        on_path = 0  # the node that the right path has reached
-        for step in range(self.drafter.max_depth):
-            last = step + 1 == self.drafter.max_depth
-            room = self.drafter.max_nodes - len(tokens)
-            wrong = room if last else min(2, room)
-            follow = step < right
-            choices = [t for t in range(1, VOCAB) if step >= len(path) or t != path[step]]
-            siblings = [
-                choices[int(i)]
-                for i in torch.randperm(len(choices), generator=generator)[: wrong - int(last and follow)]
-            ]
-            if follow:
-                siblings.append(path[step])
-            for token in siblings:
-                tokens.append(token)
-                parents.append(on_path)
-                depths.append(depths[on_path] + 1)
-            on_path = len(tokens) - 1
-        return tokens, parents, depths
+
+FREE: dict[str, Callable[[int], Drafter]] = {
+    "none": NoDrafter, "lookup": LookupDrafter, "memory": MemoryDrafter, "recycle": RecycleDrafter,
+    "forgetful": partial(RecycleDrafter, keep=False),
+}  # fmt: skip
+HEADS: dict[str, dict[str, Any]] = {
+    "head": {}, "reduced": {"draft_vocab_size": 64}, "fused": {"fused_layers": [1, 0], "final_norm": True},
+}  # fmt: skip
+
+
+def drafter_of(
+    name: str, target: Target, shape: TreeShape | None = None, nodes: int | None = None, **options: Any
+) -> Any:
+    """A drafter by name: of FREE, of HEADS, "oracle", "lm" that is often right, "self", or "A+B", a graft of B onto A.
+
+    Args:
+        shape: of the trees of a head or a small LM.
+        nodes: of a graft.
+        options: of a head.
+    """
+    main, plus, side = name.rpartition("+")
+    if plus:
+        return GraftedDrafter(drafter_of(main, target, shape, nodes, **options), drafter_of(side, target), nodes)
+    if name in FREE:
+        return FREE[name](target.vocab_size)
+    if name in HEADS:
+        return tiny_head(target, shape, **{**HEADS[name], **options})
+    if name == "oracle":
+        return OracleDrafter(target)
+    small = target if name == "self" else noisy_copy(target)
+    return LMDrafter(small, target, shape)
+
+
+def noisy_copy(target: Target) -> Target:
+    model = noisy_model(target.config.model_type, vocab_size=target.vocab_size)
+    return Target(model.to(target.device, target.dtype))
 
 
 def recorded_drafts(

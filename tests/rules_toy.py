@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsd_infer.rules import Rule, Texts, Verification, parse_rule
 from fsd_infer.tree import DraftTree
-from tests.tree_rounds import masked, take
+from tests.tree_rounds import masked
 
 V = 4
 LENGTH = 3  # emitted tokens that are compared
@@ -129,23 +129,6 @@ class Toy:
         whole = torch.full((*tree.q_logits.shape[:2], V), -math.inf)
         whole[..., self.draft_ids] = tree.q_logits
         return self.scores(whole)
-
-
-@dataclass(frozen=True)
-class TextToy(Toy):
-    """A toy whose trees follow from the text. Each is made once for all rows with that text."""
-
-    def trees(self, contexts: Tensor) -> DraftTree:
-        """Return the trees under roots at different contexts [B]."""
-        raise NotImplementedError
-
-    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
-        different, row = contexts.unique(return_inverse=True)
-        tree, where = self.trees(different), [different]
-        for node in range(1, tree.tokens.shape[1]):
-            above = torch.stack(where, 1).gather(1, tree.parents[:, node : node + 1])[:, 0]
-            where.append(child_of(above, tree.tokens[:, node]))
-        return take(tree, row), torch.stack(where, 1)[row]
 
 
 TOYS = {

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi.testclient import TestClient
 
+from fsd_infer import FuzzyDecoder, parse_rule
 from fsd_infer.serving.app import Limits
+from fsd_infer.serving.batcher import Job
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMITS = Limits(max_batch=4, max_queue=400, max_new_tokens=24, max_bytes=4096)
@@ -16,6 +20,13 @@ LIMITS = Limits(max_batch=4, max_queue=400, max_new_tokens=24, max_bytes=4096)
 def asked(text: str = "the cat sat on the mat", **more: Any) -> dict[str, Any]:
     """The body of a chat completion."""
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0, **more}
+
+
+def make_job(decoder: FuzzyDecoder, new: int, tell: Callable[[str, Job | None], None], **more: Any) -> Job:
+    """An exact greedy answer of ``new`` tokens."""
+    options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    ids = decoder.encode("the cat sat on the mat")
+    return Job(ids, parse_rule("exact"), options, new, [], time.monotonic() + 60, tell, **more)
 
 
 def events(client: TestClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

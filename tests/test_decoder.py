@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_infer import FuzzyDecoder, NoDrafter, Target, load_drafter
+from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape, load_drafter
 from fsd_infer.chat.encoding import encode_chat, read_prompts
-from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, VocabularyMismatchError
+from fsd_infer.errors import CheckpointError, FsdError, VocabularyMismatchError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import load_target
 from tests.families import save_head, tiny_model, tiny_prompts
@@ -93,20 +93,49 @@ def target() -> Target:
     return Target(tiny_model("llama"), name="tiny")
 
 
-def _save(target: Target, directory: Path, **fingerprint: object) -> Path:
+@pytest.mark.parametrize(
+    ("fact", "error", "message"),
+    [
+        ({"model_type": "qwen2"}, CheckpointError, "model_type.*qwen2"),
+        ({"hidden_size": 64}, CheckpointError, "hidden_size 64"),
+        ({"vocab_size": 98}, VocabularyMismatchError, "vocabulary"),
+    ],
+)
+def test_heads_that_do_not_fit_are_named(
+    fact: dict[str, Any], error: type[FsdError], message: str, target: Target, tmp_path: Path
+) -> None:
     head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=32))
-    return save_head(directory, head, {**target.fingerprint(), **fingerprint})
+    with pytest.raises(error, match=message):
+        load_drafter(save_head(tmp_path, head, {**target.fingerprint(), **fact}), target)
 
 
-def test_drafters_that_do_not_fit_are_named(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="model_type.*qwen2"):
-        load_drafter(_save(target, tmp_path / "family", model_type="qwen2"), target)
-    with pytest.raises(CheckpointError, match="hidden_size 64"):
-        load_drafter(_save(target, tmp_path / "size", hidden_size=64), target)
-    with pytest.raises(VocabularyMismatchError, match="vocabulary"):
-        load_drafter(_save(target, tmp_path / "vocabulary", vocab_size=98), target)
-    with pytest.raises(ModelLoadError, match="no drafter is shipped for tiny"):
-        load_drafter("shipped", target)
+def test_names_that_load(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "a+b.jsonl").write_text('{"prompt_ids": [1, 2], "response_ids": [3, 4, 5, 6]}\n')
+    both = load_drafter(f"recycle+memory:{tmp_path / 'a+b.jsonl'}", target)
+    assert both.name == "recycle+memory" and both.describe()["side"]["corpus"] > 5
     assert load_drafter(None, target).name == "lookup+recycle"
-    with pytest.raises(FsdError):
-        load_drafter(tmp_path / "nowhere", target)
+    assert load_drafter("self:layers=0+lookup", target).auto is not None
+    for name in ("self:layers=0-1", "self:bits=4:layers=1"):
+        drafter = load_drafter(name, target, TreeShape.chain(3))
+        assert drafter.describe()["model"] == name
+
+
+NAMES: dict[str, str] = {
+    "shipped": "no drafter is shipped for tiny", "shipped+lookup": "no drafter is shipped for tiny",
+    "nowhere": "unknown drafter 'nowhere'", "nowhere+lookup": "unknown drafter 'nowhere'",
+    "+lookup": "names no drafter", "lookup:keep": "lookup takes no option", "recycle:x": "recycle takes no option",
+    "memory:": "no name", "memory:nowhere.jsonl": "nowhere.jsonl: No such file",
+    "recycle+memory+memory:keep": "memory twice", "self:": "cannot use", "self:bits": "cannot use",
+    "self:bits=": "cannot use", "self:bits=1": "2 to 8", "self:bits=9": "2 to 8", "self:bits=x": "2 to 8",
+    "self:bits=3:bits=3": "cannot use", "self:a=3": "a=3", "self:layers=": "cannot use",
+    "self:layers=2-1": "nor a range", "self:layers=a": "'a' is neither a layer", "self:layers=1-2-3": "nor a range",
+    "self:layers=1,1": "once", "self:layers=1,0": "ascending", "self:layers=0-3": "has no layer 2",
+    "self:layers=0-99999": "nor a range",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_mean_nothing(name: str, target: Target) -> None:
+    with pytest.raises(FsdError, match=NAMES[name]) as refused:
+        load_drafter(name, target)
+    assert "\n" not in str(refused.value)

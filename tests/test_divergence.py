@@ -20,7 +20,7 @@ from fsd_infer.rules import parse_rule
 INF = math.inf
 PLAIN = ["kl_qp", "kl_pq", "js", "ag", "tv"]
 NAMES = [*PLAIN, *(f"top_k_{name}:3" for name in PLAIN)]
-FULL_SUPPORT = settings(max_examples=40, deadline=None, derandomize=True)
+FULL_SUPPORT = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 def reference(name: str, p: np.ndarray, q: np.ndarray) -> float:

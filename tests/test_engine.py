@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,16 +10,26 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats as scipy_stats
-from transformers import StoppingCriteria, StoppingCriteriaList, SynthIDTextWatermarkingConfig
+from transformers import StoppingCriteriaList, SynthIDTextWatermarkingConfig
 
 import fsd_infer
 from fsd_infer import Exact, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target, TreeShape
-from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter
+from fsd_infer.drafters import GraftedDrafter
 from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.rules import Source, parse_rule
 from fsd_infer.targets.token_ids import left_pad
-from fsd_infer.tree import DraftTree
-from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_head, tiny_model, tiny_prompts
+from fsd_infer.tree import Nodes
+from tests.families import (
+    CUDA,
+    VOCAB,
+    EndsIn,
+    OracleDrafter,
+    drafter_of,
+    reference,
+    tiny_head,
+    tiny_model,
+    tiny_prompts,
+)  # fmt: skip
 
 CPU = torch.device("cpu")
 
@@ -68,52 +79,31 @@ def test_processors_that_know_the_row_are_given_the_requests(model: Any, oracle:
 def test_a_row_that_leaps_at_its_neighbours_end_stays_within_the_caches(kind: str, depth: int, target: Target) -> None:
     """What a row emits less than another is padded after its text: by more than its own drafter's depth in a graft."""
     first, second, length = [5, 6, 7, 8, 9, 10, 11, 12], [9, 10, 11], 24
-    texts = [prompt + reference(target.model, [prompt])[0] for prompt in (first, second)]
-    shape, small = TreeShape(depth, 1, depth + 1), Target(tiny_model("llama", seed=5))
-    main = LMDrafter(small, target, shape) if kind == "lm" else tiny_head(target, shape)
+    expected = reference(target.model, [first, second])
+    main = drafter_of(kind, target, TreeShape(depth, 1, depth + 1))
     # the first row gets ahead by ten tokens at once, the second follows as the first has four left
-    leaps = _Leaps(texts, {0: 10, 1: len(second) + length - 12})
+    leaps = Leaps(target, {first[0]: 10, second[0]: len(second) + length - 12})
     out = FuzzyDecoder(target, GraftedDrafter(main, leaps, nodes=16)).generate(
         [first, second], max_new_tokens=length, do_sample=False
     )
-    assert out.sequences == [text[-length:] for text in texts]
-    assert leaps.taken == [0, 1]
+    assert out.sequences == expected and not leaps.at
 
 
-class _Leaps(Drafter):
-    """Silent but for ten right drafts in each row where its text has the length given for it."""
+class Leaps(OracleDrafter):
+    """Silent but for ten right drafts in each text once it is as long as ``at`` has it for its first token."""
 
     name, max_nodes, max_depth = "leaps", 11, 10
 
-    def __init__(self, texts: list[list[int]], at: dict[int, int]) -> None:
-        self.texts, self.at = texts, at
-        self.taken: list[int] = []
+    def __init__(self, target: Target, at: dict[int, int]) -> None:
+        super().__init__(target)
+        self.at = at
 
-    def start(self, first_tokens: torch.Tensor, request: DraftRequest) -> _LeapsSession:
-        return _LeapsSession(self)
-
-
-class _LeapsSession(DraftSession):
-    def __init__(self, drafter: _Leaps) -> None:
-        self.drafter, self.rows, self.lengths = drafter, [0, 1], [1, 1]
-
-    def extend(self, tokens: torch.Tensor, features: torch.Tensor, counts: torch.Tensor) -> None:
-        self.lengths = [length + count for length, count in zip(self.lengths, counts.tolist(), strict=True)]
-
-    def draft(self, roots: torch.Tensor) -> DraftTree:
-        made = []
-        for row, length, root in zip(self.rows, self.lengths, roots.tolist(), strict=True):
-            drafts = []
-            if row not in self.drafter.taken and length >= self.drafter.at[row]:
-                self.drafter.taken.append(row)
-                drafts = self.drafter.texts[row][length : length + 10]
-            count = len(drafts) + 1
-            scores = [-0.01 * depth for depth in range(count)]
-            made.append(([root, *drafts], [max(0, node - 1) for node in range(count)], scores))
-        return DraftTree.of_lists(made, VOCAB, roots.device)
-
-    def select(self, rows: torch.Tensor) -> None:
-        self.rows, self.lengths = ([values[i] for i in rows.tolist()] for values in (self.rows, self.lengths))
+    def tree(self, text: list[int], path: list[int]) -> Nodes:
+        drafts = path if len(text) >= self.at.get(text[0], 999) else []
+        if drafts:
+            del self.at[text[0]]
+        count = len(drafts) + 1
+        return [text[-1], *drafts], [max(0, node - 1) for node in range(count)], [-0.01 * node for node in range(count)]
 
 
 def test_custom_generate_hook_returns_what_generate_returns(model: Any, target: Target) -> None:
@@ -161,54 +151,44 @@ SAMPLED_REQUESTS: dict[str, dict[str, Any]] = {
     "top_p": dict(temperature=1.5, top_p=0.8),
     "penalty": dict(temperature=1.5, repetition_penalty=1.5, top_k=20),
 }
-SAMPLES = 1200
+SAMPLES = 800
 
 
-@pytest.fixture(scope="module", params=SAMPLED_REQUESTS)
-def sampled(request: pytest.FixtureRequest, model: Any) -> tuple[dict[str, Any], np.ndarray]:
-    """A request, and the answers that transformers samples to it."""
-    options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **SAMPLED_REQUESTS[request.param]}
-    prompt = tiny_prompts((7,))[0]
+@cache
+def sampled_by_generate(name: str, device: str) -> tuple[Target, list[list[int]]]:
+    """A target, and the answers that transformers samples from it."""
+    model = tiny_model("llama").to(device)
+    ids = torch.tensor(tiny_prompts((7,)) * SAMPLES, device=device)
     torch.manual_seed(1)
-    return options, model.generate(torch.tensor([prompt] * SAMPLES), **options)[:, len(prompt) :].numpy()
+    answers = model.generate(ids, attention_mask=torch.ones_like(ids), **sampling(name))
+    return Target(model), answers[:, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["oracle", "lm", "lm that stops"])
-def test_sampled_law_equals_generate(kind: str, sampled: tuple[dict[str, Any], np.ndarray], target: Target) -> None:
-    """Law of the third token given the prompt, ours against ``generate``: a two-sample chi-square test.
+def sampling(name: str) -> dict[str, Any]:
+    return {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **SAMPLED_REQUESTS[name]}
 
-    False-alarm probability 1e-5 per case with fixed seeds; nine cases.
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("stop", [None, 0.0, 0.03])
+@pytest.mark.parametrize("name", SAMPLED_REQUESTS)
+def test_sampled_law_equals_generate(name: str, stop: float | None, device: str) -> None:
+    """The tokens' laws given the prompt, ours against ``generate``: two-sample chi-square tests with fixed seeds.
+
+    stop: of a small LM's chains. At 0.03 they end after one draft or after two, so flat are these models. None: trees.
     """
-    options, theirs = sampled
-    stop = 0.03 if kind == "lm that stops" else 0.0  # so flat are these models: after one draft or after two
-    drafter = (
-        OracleDrafter(target)
-        if kind == "oracle"
-        else LMDrafter(Target(noisy_model("llama")), target, TreeShape.chain(3, stop))
-    )
-    out = FuzzyDecoder(target, drafter).generate(tiny_prompts((7,)) * SAMPLES, seed=2, **options)
+    target, theirs = sampled_by_generate(name, device)
+    drafter = drafter_of("oracle", target) if stop is None else drafter_of("lm", target, TreeShape.chain(3, stop))
+    decoder = FuzzyDecoder(target, drafter)
+    if device == "cuda":
+        decoder.use_graphs()
+    out = decoder.generate(tiny_prompts((7,)) * SAMPLES, seed=2, **sampling(name))
     assert out.stats.target_forwards < 3 * SAMPLES, "no draft was ever accepted: the test would be hollow"
-    assert_one_law(np.array(out.sequences), theirs)
-
-
-def assert_one_law(ours: np.ndarray, theirs: np.ndarray) -> None:
-    """Ids [samples, 4] of two decoders: a chi-square test of each position but the first, 1e-5 false alarms in all."""
-    for position in range(1, 4):
-        table = np.stack([np.bincount(ids[:, position], minlength=VOCAB) for ids in (ours, theirs)])
+    for position in range(1, 4):  # 1e-5 false alarms in all
+        table = np.stack([np.bincount(np.array(ids)[:, position], minlength=VOCAB) for ids in (out.sequences, theirs)])
         common = table[:, table.sum(0) >= 10]
         rest = table.sum(1, keepdims=True) - common.sum(1, keepdims=True)
         table = np.concatenate([common, rest + 1], axis=1)
         assert scipy_stats.chi2_contingency(table).pvalue > 1e-5 / 3
-
-
-class _Tokens(StoppingCriteria):
-    """Stops once the text ends with a given token."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -1] == self.token
 
 
 def test_stopping_criteria_emit_no_token_too_many(model: Any, oracle: FuzzyDecoder) -> None:
@@ -216,7 +196,7 @@ def test_stopping_criteria_emit_no_token_too_many(model: Any, oracle: FuzzyDecod
         plain = reference(model, [prompt])[0]
         for stop in {plain[3], plain[10], plain[20]}:
             expected = plain[: plain.index(stop) + 1]
-            criteria = StoppingCriteriaList([_Tokens(stop)])
+            criteria = StoppingCriteriaList([EndsIn([stop])])
             out = oracle.generate([prompt], max_new_tokens=24, do_sample=False, stopping_criteria=criteria)
             assert out.sequences == [expected]
             assert out.stats.rows[0].finish_reason == "stop"

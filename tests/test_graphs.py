@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.cli.main import main
 from fsd_infer.device.cuda_graphs import SLOTS
-from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, TreeShape
-from tests.families import VOCAB, OracleDrafter, reference, tiny_head, tiny_model, tiny_prompts
+from fsd_infer.drafters import TreeShape
+from tests.families import drafter_of, reference, tiny_model, tiny_prompts
 
 GREEDY: dict[str, Any] = dict(max_new_tokens=14, do_sample=False)
 
@@ -39,20 +39,9 @@ class Traces:
         return outputs, replay
 
 
-def drafter_of(kind: str, target: Target) -> Drafter:
-    if kind == "none":
-        return NoDrafter(VOCAB)
-    if kind == "oracle":
-        return OracleDrafter(target)
-    if kind == "lm":
-        return LMDrafter(Target(tiny_model("llama")), target, TreeShape.chain(3))
-    eagle = tiny_head(target, draft_vocab_size=VOCAB // 2 if kind == "reduced" else None)
-    return GraftedDrafter(eagle, LookupDrafter(VOCAB)) if kind == "graft" else eagle
-
-
-def decoder_of(kind: str, family: str = "llama") -> FuzzyDecoder:
-    target = Target(tiny_model(family))
-    return FuzzyDecoder(target, drafter_of(kind, target))
+def decoder_of(kind: str, family: str = "llama", device: str = "cpu") -> FuzzyDecoder:
+    target = Target(tiny_model(family).to(device))
+    return FuzzyDecoder(target, drafter_of(kind, target, TreeShape.chain(3) if kind == "lm" else None))
 
 
 def recorded(kind: str, family: str = "llama") -> tuple[FuzzyDecoder, Traces]:
@@ -61,11 +50,12 @@ def recorded(kind: str, family: str = "llama") -> tuple[FuzzyDecoder, Traces]:
     return decoder, traces
 
 
-KINDS = ["none", "eagle", "reduced", "graft", "lm"]
+KINDS = ["none", "head", "reduced", "head+lookup", "lm"]
 FAMILIES = ["llama", "gemma2", "gemma3_text", "mistral", "gpt2"]
+CASES = [*((kind, "llama") for kind in KINDS), *(("oracle", family) for family in FAMILIES)]
 
 
-@pytest.mark.parametrize("kind, family", [*((kind, "llama") for kind in KINDS), *(("oracle", f) for f in FAMILIES)])
+@pytest.mark.parametrize("kind, family", CASES)
 def test_greedy_tokens_are_those_of_generate(kind: str, family: str) -> None:
     decoder, traces = recorded(kind, family)
     prompts = tiny_prompts((5, 13, 9))
@@ -79,6 +69,20 @@ def test_greedy_tokens_are_those_of_generate(kind: str, family: str) -> None:
         recordings.append(traces.recorded)
     assert 0 < recordings[2] == recordings[3] < traces.replayed  # what came twice is recorded, once
     assert decoder.generate(prompts[:1], **GREEDY).sequences == expected[:1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind, family", CASES)
+def test_a_gpu_replays_its_own_recordings(kind: str, family: str) -> None:
+    decoder = decoder_of(kind, family, "cuda")
+    target = decoder.target
+    decoder.use_graphs()
+    for length in (24, 180):  # other memory, hence other recordings
+        expected = reference(target.model, tiny_prompts(), max_new_tokens=length)
+        for prompts in (tiny_prompts(), tiny_prompts(), tiny_prompts(), tiny_prompts()[:1]):
+            made = decoder.generate(prompts, max_new_tokens=length, do_sample=False)
+            assert made.sequences == expected[: len(prompts)]
+    assert target.graphs is not None and target.graphs.refused is None
 
 
 @pytest.mark.parametrize("rule", ["exact", "fuzzy-strict:tv:0.4"])
@@ -111,7 +115,7 @@ def test_what_cannot_be_recorded_runs_as_ever(caplog: pytest.LogCaptureFixture) 
         run()
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    decoder = decoder_of("eagle")
+    decoder = decoder_of("head")
     decoder.use_graphs(refuses)
     with caplog.at_level(logging.WARNING):
         found = decoder.generate(tiny_prompts(), **GREEDY).sequences

@@ -68,7 +68,7 @@ def loads(directory: Path, target: Target) -> bool:
     return errors[1] is None and errors[2] is None
 
 
-@settings(FUZZ, max_examples=150)
+@settings(FUZZ, max_examples=80)
 @given(data=st.data())
 def test_any_option_of_a_config_may_be_anything(
     data: st.DataObject, heads: Path, target: Target, tmp_path_factory: pytest.TempPathFactory
@@ -153,14 +153,10 @@ def test_faults_are_named(
     assert not loads(directory, target)
 
 
-def test_more_faults(heads: Path, target: Target, tmp_path: Path) -> None:
+def test_without_a_target_the_fused_layers_have_to_be_named(heads: Path, tmp_path: Path) -> None:
     without = altered(heads / "eagle3", tmp_path / "bare", {LAYER_IDS: None, "eagle_config": None})
     with pytest.raises(CheckpointError, match="does not say which layers it fuses"):
         load_head(without)
-    directory = altered(heads / "ours", tmp_path / "directory", {}, None)
-    (directory / "model.safetensors").mkdir()
-    with pytest.raises(CheckpointError, match="has no model.safetensors"):
-        load_head(directory, target)
 
 
 def test_the_old_format_is_the_same_head(heads: Path, target: Target, tmp_path: Path) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -18,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fsd_bench.engine import EngineMethod
 from fsd_infer import FsdError, FuzzyDecoder, Target
@@ -26,20 +22,17 @@ from fsd_infer.cli.main import main
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, MemoryDrafter
 from fsd_infer.drafters import corpus as corpora
 from fsd_infer.drafters.corpus import SUFFIX, open_corpus
-from fsd_infer.drafters.free import best_first
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.drafters.memory import Recall
 from fsd_infer.drafters.prefixes import END, LEAST_MATCH, SORTED, Prefixes, Store, sorted_prefixes
 from fsd_infer.rules import parse_rule
-from fsd_infer.serving.batcher import Batcher, Job
+from fsd_infer.serving.batcher import Batcher
 from fsd_infer.tree import DraftTree
 from tests.families import VOCAB, circling_model, tiny_head, tiny_model, tiny_prompts
-from tests.rules_enumeration import Enumeration
-from tests.rules_toy import ALARM, ROWS, TextToy, Toy, V, p_value, simulate
+from tests.serve_toys import make_job
 from tests.test_free import drafted
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=50), min_size=1, max_size=6)
-GREEDY: dict[str, Any] = dict(max_new_tokens=48, do_sample=False)
+GREEDY: dict[str, Any] = dict(max_new_tokens=32, do_sample=False)
 
 
 def matches(texts: list[list[int]], context: list[int]) -> list[tuple[int, int]]:
@@ -55,7 +48,7 @@ def matches(texts: list[list[int]], context: list[int]) -> list[tuple[int, int]]
     return sorted(found)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(TEXTS, st.lists(st.integers(0, 2), min_size=2, max_size=50))
 def test_sorted_prefixes_find_all_matches(texts: list[list[int]], context: list[int]) -> None:
     """Sorted at once, as a corpus is, or text by text, as a store is; the longest first."""
@@ -73,15 +66,15 @@ def test_sorted_prefixes_find_all_matches(texts: list[list[int]], context: list[
 
 
 def test_a_store_keeps_its_bound_and_what_is_used() -> None:
-    """10,000 requests: never more than the bound, the texts in use stay, and what stayed is found by what it says."""
-    draws, bound = Random(0), 1 << 18
+    """2,500 requests: never more than the bound, the texts in use stay, and what stayed is found by what it says."""
+    draws, bound = Random(0), 1 << 16
     store, used = Store(bound), [7, 7, 7, *range(100, 140)]
     store.add([used])
     most = 0
-    for request in range(10_000):
+    for request in range(2_500):
         prompt, answer = ([draws.randrange(1000, 50_000) for _ in range(size)] for size in (5, 20))
         store.add([prompt, [*prompt, *answer]])
-        if request % 100 == 0:
+        if request % 25 == 0:
             ((size, _, tokens, at),) = store.near(used[:20], 1)
             assert size == 20 and tokens[at] == used[20]
             store.use(tokens, at)
@@ -103,53 +96,10 @@ def test_the_bound_holds_over_all_keys() -> None:
     assert [*drafter.stores][-1] == "user 39" and 3 < len(drafter.stores) < 40
 
 
-def text_of(context: int) -> list[int]:
-    """The tokens that lead to a context."""
-    tokens: list[int] = []
-    while context:
-        context, token = divmod(context - 1, V)
-        tokens.append(token)
-    return tokens[::-1]
-
-
-@dataclass(frozen=True)
-class MemoryToy(TextToy):
-    """Drafts from remembered texts, a corpus, and what the context says was emitted."""
-
-    def trees(self, contexts: Tensor) -> DraftTree:
-        store, array = Store(1 << 16), np.array([0, 1, 2, 3, 0, 2, 1, 3, END], np.int32)
-        store.add([[0, 0, 1, 3, 2, 2, 1], [3, 1, 2, 0, 0, 1, 2]])
-        stores = [store, Prefixes(array, sorted_prefixes(array))]
-        rows = []
-        for context in contexts.tolist():
-            recall, text = Recall(stores), [0, 0, *text_of(context)]
-            for token in text:
-                recall.append(token)
-            rows.append(best_first(recall, recall.look(), text[-1], 7, 3, 0.01))
-        return DraftTree.of_lists(rows, V, contexts.device)
-
-
-@pytest.mark.parametrize("spec", ["exact", "fuzzy:js:inf", "random:1.0"])
-def test_laws_with_a_memory_are_the_targets(spec: str) -> None:
-    plain = Toy.make(22)
-    toy = MemoryToy(plain.p, plain.q)
-    got = simulate(toy, parse_rule(spec), ROWS // 4, seed=6)
-    assert p_value(got.codes, Enumeration(toy, "exact").target_law()) > ALARM
-
-
-def test_a_replay_is_drafted_from_the_store_and_answers_stay() -> None:
-    model = tiny_model("llama")
-    plain = FuzzyDecoder(Target(model), LookupDrafter(VOCAB)).generate(tiny_prompts(), **GREEDY)
-    decoder = FuzzyDecoder(Target(model), MemoryDrafter(VOCAB))
-    first, again = (decoder.generate(tiny_prompts(), **GREEDY) for _ in range(2))
-    assert first.sequences == again.sequences == plain.sequences
-    assert again.stats.tau > 6 > 2 * first.stats.tau
-    decoder.drafter.forget()
-    assert decoder.generate(tiny_prompts(), **GREEDY).stats.tau == first.stats.tau
-
-
-def test_beams_draft_from_the_store_and_stay_the_same() -> None:
-    target, options = Target(tiny_model("llama")), dict(max_new_tokens=24, num_beams=3, do_sample=False)
+@pytest.mark.parametrize(("beams", "saved"), [(1, 0.5), (3, 0.0)])
+def test_a_replay_is_drafted_from_the_store_and_answers_stay(beams: int, saved: float) -> None:
+    """saved: the least share of the first answers' forwards."""
+    target, options = Target(tiny_model("llama")), {**GREEDY, "num_beams": beams}
     plain = FuzzyDecoder(target, LookupDrafter(VOCAB)).generate(tiny_prompts(), **options)
     drafter = MemoryDrafter(VOCAB)
     decoder = FuzzyDecoder(target, drafter)
@@ -157,11 +107,12 @@ def test_beams_draft_from_the_store_and_stay_the_same() -> None:
     assert not drafter.stores, "a request with a seed leaves nothing"
     first, again = (decoder.generate(tiny_prompts(), **options) for _ in range(2))
     assert first.sequences == again.sequences == plain.sequences
-    assert again.stats.target_forwards < first.stats.target_forwards
+    assert again.stats.target_forwards < (1 - saved) * first.stats.target_forwards
+    drafter.forget()
+    assert decoder.generate(tiny_prompts(), **options).stats.target_forwards == first.stats.target_forwards
 
 
-@pytest.mark.parametrize("rule", ["exact", "tilted:0.5:novel=0"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("rule", "temperature"), [("exact", 0.0), ("tilted:0.5:novel=0", 0.8)])
 def test_a_request_with_a_seed_comes_again(rule: str, temperature: float) -> None:
     """Whatever was answered before: the store is neither read nor filled. A lossy answer depends on the trees."""
     target = Target(tiny_model("llama"))
@@ -199,20 +150,6 @@ def test_rows_of_a_batch_see_each_other_if_they_may() -> None:
     assert trees_of(LookupDrafter(VOCAB), texts, None) == [[], []]
 
 
-def test_texts_of_another_key_are_never_seen() -> None:
-    """Requests of one key learn from each other alone; with an empty key nothing is kept."""
-    decoder = FuzzyDecoder(Target(tiny_model("llama")), MemoryDrafter(VOCAB))
-
-    def tau(key: str) -> float:
-        return decoder.generate(tiny_prompts((9,)), cache_keys=[key], **GREEDY).stats.tau
-
-    nobody = tau("")
-    assert tau("") == nobody and not decoder.drafter.stores  # type: ignore[attr-defined]
-    assert tau("me") == nobody and tau("me") > 2 * nobody
-    assert tau("you") == nobody and tau("") == nobody
-    assert set(decoder.drafter.stores) == {"me", "you"}  # type: ignore[attr-defined]
-
-
 def test_a_server_remembers_for_users_that_name_themselves(toy_decoder: FuzzyDecoder) -> None:
     """`serve` passes every request's ``user``, by default none: then a request drafts from its own text."""
     drafter = MemoryDrafter(toy_decoder.target.vocab_size)
@@ -220,13 +157,7 @@ def test_a_server_remembers_for_users_that_name_themselves(toy_decoder: FuzzyDec
 
     def forwards(*users: str) -> list[int]:
         """Of requests in one batch."""
-        jobs = [
-            Job(
-                toy_decoder.encode("the cat sat on the mat"), parse_rule("exact"), {"do_sample": False}, 24, [],
-                time.monotonic() + 60, lambda text, done: None, **({"user": user} if user else {}),
-            )
-            for user in users
-        ]  # fmt: skip
+        jobs = [make_job(toy_decoder, 24, lambda *_: None, **({"user": user} if user else {})) for user in users]
         batcher.submit(jobs)
         while any(job.reason is None or job.stats is None for job in jobs):
             time.sleep(0.01)
@@ -281,8 +212,11 @@ def test_a_corpus_is_indexed_once_and_mapped(
     said = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     rows = [{"prompt_ids": ids[:3], "response_ids": ids[3:]}, {"text": "the cat sat on the mat"}, {"messages": said}]
     file = save_rows(tmp_path / "said.jsonl", rows)
+    leftover = tmp_path / f".said.jsonl{SUFFIX}.1-1.partial"
+    leftover.write_bytes(b"half an index, as a kill leaves it")
     made = open_corpus(file, target)
     assert "indexing" in capsys.readouterr().err and made.tokens[:9].tolist() == [*ids, END]
+    assert not leftover.exists()
     monkeypatch.setattr(corpora, "_build", None)
     again = open_corpus(str(file), target)
     assert np.array_equal(made.array, again.array) and np.array_equal(made.order, again.order)
@@ -322,44 +256,6 @@ def test_an_index_that_is_not_right_is_refused_in_a_line(tmp_path: Path, target:
         open_corpus(tmp_path / "none.jsonl", target)
 
 
-def test_a_killed_indexing_begins_again(tmp_path: Path, toy: Any, target: Target) -> None:
-    """The process is killed while it writes the index: none is there, and the next call makes it."""
-    file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}] * 5)
-    code = f"""
-import os, signal
-from fsd_infer import Target
-from fsd_infer.drafters import corpus
-def killed(tensors, draft, facts):
-    draft.write_bytes(b"half an index")
-    os.kill(os.getpid(), signal.SIGKILL)
-corpus.save_file = killed
-corpus.open_corpus({str(file)!r}, Target.from_pretrained({str(toy.target)!r}))
-"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -9
-    index = tmp_path / f"said.jsonl{SUFFIX}"
-    assert not index.exists() and list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))
-    assert len(open_corpus(file, target)) > 5
-    assert index.exists() and not list(tmp_path.glob(".*.partial"))
-
-
-def test_names(tmp_path: Path, target: Target) -> None:
-    file = save_rows(tmp_path / "a+b.jsonl", [{"text": "the cat sat on the mat"}])
-    both = load_drafter(f"recycle+memory:{file}", target)
-    assert isinstance(both, GraftedDrafter) and isinstance(both.side, MemoryDrafter)
-    assert both.name == "recycle+memory" and both.describe()["side"]["corpus"] > 5
-    kept = load_drafter("memory:keep", target)
-    assert isinstance(kept, MemoryDrafter) and kept.keep
-    for name, message in {
-        "lookup:keep": "lookup takes no option",
-        "recycle:x": "recycle takes no option",
-        "memory:": "no name",
-        "memory:nowhere.jsonl": "nowhere.jsonl: No such file",
-        "recycle+memory+memory:keep": "memory twice",
-    }.items():
-        with pytest.raises(FsdError, match=message):
-            load_drafter(name, target)
-
-
 def test_the_command_line_names_a_corpus(tmp_path: Path, toy: Any, capsys: pytest.CaptureFixture[str]) -> None:
     file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}])
     words = ["generate", "--target", str(toy.target), "--prompt", "the cat", "--max-new-tokens", "4", "--json"]
@@ -373,7 +269,7 @@ def test_the_command_line_names_a_corpus(tmp_path: Path, toy: Any, capsys: pytes
 
 def test_benchmarks_forget_unless_the_name_says_keep() -> None:
     target = Target(circling_model(), name="tiny")
-    for name, learns in (("memory", False), ("memory:keep", True)):
+    for name, learns in (("memory", False), ("memory:keep", True), ("lookup+recycle", False)):
         drafter = load_drafter(name, target)
         method = EngineMethod(name, FuzzyDecoder(target, drafter), parse_rule("exact"), drafter)
         first, again = (method.answer(tiny_prompts((9,)), GREEDY, seed=1).answers[0].target_forwards for _ in range(2))

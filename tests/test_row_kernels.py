@@ -125,14 +125,14 @@ def test_some_rows_are_compared_where_they_lie(name: str, p_type: torch.dtype, q
     for wrong in ((rows[0] + 1, rows[1]), (rows[0], rows[1] - 4)):
         with pytest.raises(IndexError):
             measure.with_reduced_drafter(p, q, ids, wrong)
-    p, ids = torch.randn(3, 20), torch.tensor([4, 5, 19])
-    expected = divergence("js").with_reduced_drafter(p, p[:, :3], ids)
-    torch.testing.assert_close(divergence("js").with_reduced_drafter(p, p[:, :3], ids.int()), expected)
 
 
 @needs_kernels
-def test_tokens_that_are_not_there_are_refused() -> None:
-    p = torch.randn(3, 20)
+def test_ids_of_any_integer_type_and_none_that_are_not_there() -> None:
+    p, measure = torch.randn(3, 20), divergence("js")
+    expected = measure.with_reduced_drafter(p, p[:, :3], torch.tensor([4, 5, 19]))
+    found = measure.with_reduced_drafter(p, p[:, :3], torch.tensor([4, 5, 19], dtype=torch.int32))
+    torch.testing.assert_close(found, expected)
     for unknown in (-1, 20):
         with pytest.raises(IndexError, match="20 columns"):
-            divergence("js").with_reduced_drafter(p, p[:, :3], torch.tensor([4, 5, unknown]))
+            measure.with_reduced_drafter(p, p[:, :3], torch.tensor([4, 5, unknown]))

@@ -16,10 +16,10 @@ from fsd_infer import FsdError
 from fsd_infer.rules import Evidence, Exact, Fly, Verification, parse_rule
 from fsd_infer.tree import DraftTree
 from tests.rules_enumeration import RULES, check_law
-from tests.rules_toy import TOYS, Toy, V, plain_rule, simulate
+from tests.rules_toy import TOYS, Toy, V
 from tests.tree_rounds import tree_round
 
-# Each rule on each toy, but colder ones, reduced vocabularies and the options of `tilted` only where they may matter.
+# Each rule on each toy, but colder ones, reduced vocabularies and options only where they may matter.
 CASES = [
     (spec, toy)
     for spec in RULES
@@ -27,6 +27,7 @@ CASES = [
     if ("cold" not in toy or spec in ("exact", "fuzzy:js:0.08", "tilted:1"))
     and ("reduced" not in toy or spec.startswith("fuzzy") or spec in ("draft-only", "tilted:1"))
     and ("block" not in spec or "chain" in toy)
+    and (not any(option in spec for option in ("novel", "only_in")) or toy in ("tree", "chain", "long-chain"))
     and (spec.count(":") < 2 or not spec.startswith("tilted") or toy in ("tree", "tree-processed", "long-chain"))
 ]
 
@@ -34,12 +35,6 @@ CASES = [
 @pytest.mark.parametrize(("spec", "toy"), CASES)
 def test_sequence_law_and_spent_divergence(spec: str, toy: str) -> None:
     check_law(spec, TOYS[toy], follows=not toy.startswith("chain"))
-
-
-@pytest.mark.parametrize("toy", ["tree", "chain"])
-@pytest.mark.parametrize("spec", [spec for spec in RULES if not spec.startswith("exact")])
-def test_every_rule_opens_gates(spec: str, toy: str) -> None:
-    assert simulate(TOYS[toy], plain_rule(spec), 50, seed=11).gates.sum() > 0
 
 
 # References take p, q and the children, or None where a draft was sampled from q, and return the law.
@@ -268,7 +263,6 @@ def test_block_verification_has_the_targets_law_and_accepts_more(toy: str, lengt
         return np.concatenate([p[context, y] * continued(V * context + 1 + y, steps - 1) for y in range(V)])
 
     law = np.zeros(V ** (length + 1))
-    accepted = 0.0
     for row in range(rows):
         code, here = 0, weight[row]
         for i in range(length + 1):
@@ -281,21 +275,10 @@ def test_block_verification_has_the_targets_law_and_accepts_more(toy: str, lengt
                 law[start : start + span] += stops * left[y] * continued(V * context + 1 + y, length - i)
             if i < length:
                 here *= chance[row, i]
-                accepted += here
                 code = code * V + int(round.tree.tokens[row, i + 1])
     np.testing.assert_allclose(law, continued(0, length + 1), atol=1e-6)
     q = softmax(models.scores(models.full_q()).double().numpy(), axis=-1)
-    one_by_one = 0.0
-    reached = {0: 1.0}  # the chance that token by token a context is accepted
-    for _ in range(length):
-        reached = {
-            V * context + 1 + x: chance * min(p[context, x], q[context, x])
-            for context, chance in reached.items()
-            for x in range(V)
-        }
-        one_by_one += sum(reached.values())
-    assert accepted >= one_by_one - 1e-6
-    if length > 1:
-        assert accepted > one_by_one + 0.005
-    else:
-        assert accepted == pytest.approx(one_by_one, abs=1e-6)
+    places = contexts[:, :-1], round.tree.tokens[:, 1:].numpy()
+    one_by_one = np.minimum(p[places] / q[places], 1)  # each draft's chance, token by token
+    accepted, fewer = ((weight * each.cumprod(1).sum(1)).sum() for each in (chance, one_by_one))
+    assert accepted > fewer + 0.005 if length > 1 else accepted == pytest.approx(fewer, abs=1e-6)

@@ -320,13 +320,3 @@ def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temper
     assert cool < warm
     if not temperature:  # above 0 draws depend on trees, which are chosen for the rule
         assert answer("tilted:heat=0.2:budget=0")[0] == exact
-
-
-def test_heat_is_for_learned_prices() -> None:
-    with pytest.raises(FsdError, match="heat is for a learned price"):
-        parse_rule("tilted:2:heat=0.3")
-    rule = parse_rule("tilted")
-    assert isinstance(rule, Tilted) and rule.learned_heat == 0.3
-    assert rule.least_share == pytest.approx(0.25, abs=2e-3)  # what the floor of a given price is by default
-    assert Tilted(2.0).least_share == 0.25 and Tilted(2.0).learned_heat is None
-    assert Tilted(heat=0.6).least_share == pytest.approx(100**-0.6)

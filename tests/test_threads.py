@@ -12,10 +12,9 @@ import torch
 from transformers import TextIteratorStreamer
 
 import fsd_infer
-from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
-from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
+from fsd_infer import Drafter, FsdError, FuzzyDecoder, NoDrafter, Target
 from fsd_infer.targets.prefixes import LEAST, Prefix, PrefixCache
-from tests.families import tiny_head, tiny_model, tiny_prompts
+from tests.families import drafter_of, tiny_head, tiny_model, tiny_prompts
 from tests.text_toys import tiny_tokenizer
 
 RULES = ["exact", "fuzzy:js:0.3", "fuzzy:js:0.3:budget=2", "fuzzy-strict:tv:0.2", "random:0.3", "draft-only"]
@@ -31,15 +30,9 @@ def decoder() -> FuzzyDecoder:
 @pytest.fixture(scope="module")
 def drafters(decoder: FuzzyDecoder) -> dict[str, Drafter]:
     """One of each kind; heads that read different layers of the target, one of them over a part of the vocabulary."""
-    target = decoder.target
-    small = Target(tiny_model("llama", seed=1, vocab_size=target.vocab_size), target.tokenizer)
-    lookup, whole = LookupDrafter(target.vocab_size), tiny_head(target)
-    made: list[Drafter] = [
-        *(NoDrafter(target.vocab_size), whole, lookup, RecycleDrafter(target.vocab_size, keep=False)),
-        *(LMDrafter(small, target), GraftedDrafter(whole, lookup)),
-    ]
-    fused = tiny_head(target, draft_vocab_size=50, fused_layers=[0, 1])
-    return {**{drafter.name: drafter for drafter in made}, "fused": fused}
+    names = ["none", "head", "lookup", "forgetful", "lm", "head+lookup"]
+    made = {name: drafter_of(name, decoder.target) for name in names}
+    return {**made, "fused": drafter_of("fused", decoder.target, draft_vocab_size=50)}
 
 
 def answer(decoder: FuzzyDecoder, drafter: Drafter, case: tuple[Any, ...], stream: bool = False) -> Any:

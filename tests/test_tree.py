@@ -84,9 +84,7 @@ def test_visits_are_those_of_the_tilted_law(tilt: float) -> None:
     assert found.exp()[0].tolist() == pytest.approx(by_enumeration(STEPS, PARENTS, tilt))
 
 
-SESSIONS = [
-    (shape, tilt, lm) for shape in ("1,3,9", "3,1,4", "4,3,8", "5,6,16") for tilt in (0.0, 1.0, 9.0) for lm in (0, 1)
-]
+SESSIONS = [(shape, tilt, lm) for shape in ("1,3,9", "3,1,4", "5,6,16") for tilt in (0.0, 9.0) for lm in (0, 1)]
 
 
 @pytest.mark.parametrize(("shape", "tilt", "lm"), SESSIONS)

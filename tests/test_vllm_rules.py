@@ -210,57 +210,47 @@ def test_which_drafts_are_favoured(
     assert server.step(logits, [0]).argmax(-1).tolist() == choices
 
 
+@pytest.mark.parametrize("options", ["heat=0.4", "price=0.3:budget=2"])
 @pytest.mark.parametrize("seed", range(3))
-def test_budgets_are_kept_as_by_the_walk(seed: int) -> None:
-    """At temperature 0: a context that is too dear is exact, and cheaper ones after it are not."""
-    generator, rule = torch.Generator().manual_seed(seed), "tilted:0.3:novel=0:floor=0:budget=1"
-    text, drafts = [1, 2], torch.randint(0, V, (5,), generator=generator).tolist()
-    logits = torch.rand(6, V, generator=generator)
-    server = Server()
-    server.add(0, Params(0.0, {"rule": rule}), text, drafts)
-    assert_same_walk(server.step(logits, [0]), law_of(rule, 0.0, text, drafts, logits), drafts)
-
-
-def test_budgets_live_in_slots() -> None:
-    """What was emitted is charged, what was not is not; a slot's next request starts with its own budget."""
-    server, logits = Server(), torch.zeros(3, V)
-    logits[:, 7] = 0.5  # the target's choice; drafts have a regret of 0.5
-    params = Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0:budget=1.2"})
-    for turn in range(2):
-        text = [1, 2]
-        server.add(3, params, text, [3, 4])
-        for step, (emitted, choices) in enumerate([([3], [3, 4, 7]), ([3], [3, 7, 7]), ([7], [7, 7, 7])]):
-            assert server.step(logits, [3]).argmax(-1).tolist() == choices, (turn, step)
-            text = text + emitted
-            server.grow(3, text, [3, 4])
-    server.add(3, params, [1, 2], [3, 4], resumed=2)
-    assert torch.equal(server.step(logits, [3]), logits), "after a preemption nothing is left"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_learned_price_follows_what_its_slot_has_spent(seed: int) -> None:
-    """As in the engine: step by step the same tokens, and the same nats beyond what is allowed."""
-    generator, asked = torch.Generator().manual_seed(seed), Params(0.0, {"rule": "tilted:novel=0:floor=0:heat=0.4"})
+def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
+    """As in the engine: step by step the same tokens, under a learned price and under a budget."""
+    generator, asked = torch.Generator().manual_seed(seed), Params(0.0, {"rule": f"tilted:novel=0:floor=0:{options}"})
     rule = RuleRequest.of(asked).rule
-    server, text, overspent = Server(), [1, 2], torch.zeros(1)
-    for step in range(12):
+    server, text, overspent, spent = Server(), [1, 2], torch.zeros(1), torch.zeros(1)
+    for step in range(10):
         drafts = torch.randint(0, V, (5,), generator=generator).tolist()
         logits = torch.rand(6, V, generator=generator) * 2
         if step == 0:
             server.add(3, asked, text, drafts)
         server.grow(3, text, drafts)
-        verdict = rule(text_round(text, drafts, logits, True, overspent=overspent))
+        left = torch.full((1,), torch.inf if rule.budget is None else rule.budget) - spent
+        verdict = rule(text_round(text, drafts, logits, True, overspent=overspent, budget_left=left))
         count = int(verdict.accepted[0]) + 1
         assert server.step(logits, [3]).argmax(-1).tolist()[:count] == verdict.tokens[0, :count].tolist()
         text = text + verdict.tokens[0, :count].tolist()
-        assert verdict.allowed is not None
-        overspent = (overspent + verdict.spent.sum(1) - verdict.allowed).clamp_min(-FIRST_PRICE)
+        spent = spent + verdict.spent.sum(1)
         server.grow(3, text, [])
         server.step(logits[:1], [3])  # accounts for the step before
-        torch.testing.assert_close(server.rules.overspent[3:4], overspent.float(), atol=1e-4, rtol=1e-4)
-    assert float(overspent) != 0
+        if verdict.allowed is not None:
+            overspent = (overspent + verdict.spent.sum(1) - verdict.allowed).clamp_min(-FIRST_PRICE)
+            torch.testing.assert_close(server.rules.overspent[3:4], overspent.float(), atol=1e-4, rtol=1e-4)
+    assert float(spent) > (0 if rule.budget is None else 0.5 * rule.budget)
     server.add(3, asked, [1, 2], [3])
     assert float(server.rules.overspent[3]) == 0, "of the request before"
+
+
+def test_a_budget_is_each_requests_own() -> None:
+    """A slot's next request starts with its own; after a preemption, which forgets what was spent, none is left."""
+    server, logits = Server(), torch.zeros(3, V)
+    logits[:, 7] = 0.5  # the target's choice; drafts have a regret of 0.5
+    params = Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0:budget=1.2"})
+    for _ in range(2):
+        server.add(3, params, [1, 2], [3, 4])
+        assert server.step(logits, [3]).argmax(-1).tolist() == [3, 4, 7]
+        server.grow(3, [1, 2, 3, 4], [3, 4])
+        assert server.step(logits, [3]).argmax(-1).tolist() == [7, 7, 7]
+    server.add(3, params, [1, 2], [3, 4], resumed=2)
+    assert torch.equal(server.step(logits, [3]), logits)
 
 
 @pytest.mark.parametrize(
