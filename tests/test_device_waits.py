@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import fsd_infer.device.transfer
+import fsd_infer.rules._walk
 from fsd_infer import Target, parse_rule
 from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter, TreeShape
 from fsd_infer.engine import Request, decode, loop
-from tests.families import VOCAB, tiny_head, tiny_model
+from tests.families import VOCAB, drafter_of, tiny_head, tiny_model
 from tests.simulated_device import SIM, SimulatedDevice
 
 CPU = torch.device("cpu")
@@ -110,3 +113,41 @@ def test_a_round_waits_as_often_as_the_table_says(
         assert [len(answer) for answer in outcome.sequences] == [NEW] * len(PROMPTS)
         if greedy:
             assert outcome.sequences == run(kind, rule, greedy, CPU).sequences
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("kind", ["eagle", "lm"])
+@pytest.mark.parametrize("rule", ["exact", "fuzzy:js:0.4"])
+def test_a_round_waits_for_a_gpu_once(
+    rule: str, kind: str, greedy: bool, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else waits raises, by torch's own account."""
+    target = Target(tiny_model("llama").to("cuda"))
+    drafter = drafter_of(kind, target, TreeShape.chain(3))
+    waits = 0
+    transfer = fsd_infer.device.transfer.on_host
+
+    def on_host(*tensors: Tensor) -> Any:
+        nonlocal waits
+        waits += 1
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return transfer(*tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def run() -> int:
+        outcome = decode(target, drafter, parse_rule(rule), Request(PROMPTS[:batch], max_new_tokens=12, greedy=greedy))
+        return max(row.target_forwards for row in outcome.stats.rows)
+
+    run()  # what happens once may wait
+    for module in (fsd_infer.device.transfer, fsd_infer.rules._walk):
+        monkeypatch.setattr(module, "on_host", on_host)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rounds = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits == 1 + rounds

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from random import Random
@@ -226,6 +228,26 @@ def test_a_corpus_is_indexed_once_and_mapped(
     save_rows(file, [{"text": "the dog"}])
     os.utime(file, ns=(1, 1))
     assert len(open_corpus(file, target)) < 9, "a corpus that changed is indexed again"
+
+
+def test_a_killed_indexing_begins_again(tmp_path: Path, toy: Any, target: Target) -> None:
+    """The process is killed while it writes the index: none is there, and the next call makes it."""
+    file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}] * 5)
+    code = f"""
+import os, signal
+from fsd_infer import Target
+from fsd_infer.drafters import corpus
+def killed(tensors, draft, facts):
+    draft.write_bytes(b"half an index")
+    os.kill(os.getpid(), signal.SIGKILL)
+corpus.save_file = killed
+corpus.open_corpus({str(file)!r}, Target.from_pretrained({str(toy.target)!r}))
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -9
+    index = tmp_path / f"said.jsonl{SUFFIX}"
+    assert not index.exists() and list(tmp_path.glob(".*.partial"))
+    assert len(open_corpus(file, target)) > 5
+    assert index.exists() and not list(tmp_path.glob(".*.partial"))
 
 
 def test_an_index_that_is_not_right_is_refused_in_a_line(tmp_path: Path, target: Target) -> None:
