@@ -297,7 +297,7 @@ def test_a_ladder_compares_rules_on_every_rung(toy: Toy, tmp_path: Path, monkeyp
     kept = list((tmp_path / "work").glob("*.json"))
     before = [file.stat().st_mtime_ns for file in kept]
     old = {name: json.loads(json.dumps(rung)) for name in ("first", "second", "third")}
-    agreement, gains = [0.2, 0.1, 0.3, rung["drafts"]["agreement"]], [10.0, 20.0, 30.0, lossy["gain"]["ratio"]]
+    agreement, gains = [0.1, 0.2, 0.3, rung["drafts"]["agreement"]], [10.0, 20.0, 30.0, lossy["gain"]["ratio"]]
     for other, share, gain in zip(old.values(), agreement[:3], gains[:3], strict=True):
         other["drafts"]["agreement"], other["rules"]["draft-only"]["gain"]["ratio"] = share, gain
     (tmp_path / "old.json").write_text(json.dumps({"rungs": old}))

@@ -285,7 +285,9 @@ DATA_FAULTS = [
     ("hf:me/nothing", "hf:me/nothing"), ("hf:me/shares@v9", "hf:me/shares@v9"),
     ("hf:me/chat?split=valid", "valid"), ("hf:me/shares?prompt=text", "no column 'text'"),
     ("hf:me/chat?split=train_sft", "hf:me/chat: unreadable"),
-    *((name, "hf:") for name in ("hf:me", "hf:me/x?limit=0", "hf:me/x?colour=red", "hf:me/x?split=", "hf:a/b/c")),
+    ("hf:me", "is named hf:OWNER/NAME"), ("hf:a/b/c", "is named hf:OWNER/NAME"),
+    ("hf:me/x?limit=0", "limit must be a whole number"), ("hf:me/x?colour=red", "cannot use 'colour=red'"),
+    ("hf:me/x?split=", "cannot use 'split='"),
 ]  # fmt: skip
 
 
