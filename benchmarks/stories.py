@@ -124,6 +124,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         target=args.target, raw=True, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
         log_likelihood=True, baselines=list(methods)[:1],
     )  # fmt: skip
+    named = {path: name for name, path in drafters.items()}
+    for facts in found["methods"].values():
+        facts["drafter"]["model"] = named[facts["drafter"]["model"]]
     found["settings"] |= {"target": Path(args.target).name, "methods": list(methods), "steps": args.steps}
     found["losses"] = {
         loss: {

@@ -93,22 +93,25 @@ def test_tables_of_rules_are_what_their_records_say(repo_root: Path) -> None:
 
 def test_the_table_of_a_small_lms_losses_is_its_record(repo_root: Path) -> None:
     page = (repo_root / "docs" / "losses.md").read_text("utf-8").partition("| loss | first draft")[2]
-    drafters = record(repo_root, "stories-training")["drafters"]
-    per_cost = {
-        arm: max(tau / (1 + 0.06 * int(n)) for n, tau in facts["exact"]["tau"].items())
-        for arm, facts in drafters.items()
-    }
-    rows = [line.split(" | ") for line in page.partition("\n\n")[0].splitlines()[2:]]
-    assert len(rows) >= 4
-    for cell, *shown in rows:
-        name = cell.strip("| `")
-        arm = {"none (public weights)": "public", "kl_pq": "reverse_kl 0"}.get(name, f"{name} 0")
-        exact, rule = drafters[arm]["exact"], drafters[arm]["tilted:1:floor=0 at 0"]["8"]
-        numbers = [f"{exact['first_draft_agreement']:.0%}", f"{exact['regret_median']:.2f}"]
-        numbers += [f"{exact['regret_below_1']:.0%}", f"{per_cost[arm]:.2f}"]
-        numbers += [f"{per_cost[arm] / per_cost['public']:.2f}", f"{rule['tau'] / 1.48:.2f}"]
-        found = [text.replace(" %", "%").strip("| ") for text in shown]
-        assert found == [*numbers, f"{rule['nats_per_token']:.3f}"], name
+    losses = record(repo_root, "stories-training-seeds")["losses"]
+
+    def span(facts: dict[str, float]) -> str:
+        return (
+            "1" if facts["low"] == facts["high"] else f"{facts['ratio']:.2f} ({facts['low']:.2f}–{facts['high']:.2f})"
+        )
+
+    rows = [line.strip("| ").split(" | ") for line in page.partition("\n\n")[0].splitlines()[2:]]
+    for loss, row in zip(losses, rows, strict=True):
+        exact, rule = losses[loss]["exact"], losses[loss]["tilted:1:floor=0"]
+        assert row[0].strip("`").startswith({"public": "none"}.get(loss, loss.replace("-", ":")))
+        assert row[1:4] == [
+            f"{exact['agreement']:.0%}".replace("%", " %"),
+            f"{exact['regret_median']:.2f}",
+            f"{exact['regret_below_1']:.0%}".replace("%", " %"),
+        ]
+        assert row[4:6] == [f"{exact['tokens_per_cost']:.2f}", span(exact["x_public"])]
+        assert row[6:8] == [f"{rule['tokens_per_cost']:.2f}", span(rule["x_first"])]
+        assert row[8:] == [f"{rule['nats_per_token']:.3f}", f"{rule['repeated_4grams']:.2f}"], loss
 
 
 def test_the_table_of_engines_is_its_record(repo_root: Path) -> None:
