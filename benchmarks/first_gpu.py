@@ -191,7 +191,7 @@ def toys(directory: Path) -> Sizes:
     small = ["--device", "cpu", "--max-new-tokens", "16"]
     return Sizes(
         ["--prompts", str(toy.prompts), *small], toy.models, ["--target", str(toy.target), "--dtype", "fp32"], [], 0.1,
-        ["tests/test_engine.py", "-k", "law and oracle and top_k"],
+        ["tests/test_engine.py", "-k", "law and top_k and cpu"],
     )  # fmt: skip
 
 
