@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -54,6 +55,7 @@ def _fsd(threshold: float) -> dict[str, Any]:
     return {"class_path": "fsd_train.losses.FsdLoss", "init_args": {"threshold": threshold}}
 
 
+PUBLIC = "public"  # name of the drafter as it was published
 DRAFT_COST = 0.06  # forwards of the target per drafted token
 _VALUE = {"class_path": "benchmarks.stories.ValueLoss", "init_args": {"price": 0.7}}
 LOSSES: dict[str, dict[str, Any]] = {  # arguments of the module by name
@@ -97,7 +99,7 @@ def write_recipe(args: argparse.Namespace, loss: str, seed: int, directory: Path
 
 def trained(args: argparse.Namespace, loss: str, seed: int) -> Path:
     """Return the directory of the drafter that the loss trained."""
-    directory = args.work / f"{loss}-{seed}"
+    directory = args.work / name_of(loss, seed)
     command = ["fit", "--config", str(write_recipe(args, loss, seed, directory)), "--ckpt_path", "auto"]
     if not (directory / "done").exists():
         if fsd_train(command):
@@ -111,8 +113,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     args.work = Workplace(args.work).directory.resolve()
     make_answers(args)
     write_text(args.work / "judge.jsonl", rows("judge", args.prompts_judged, seed=1))
-    made = {f"{loss}-{seed}": str(trained(args, loss, seed)) for seed in args.seeds for loss in args.losses}
-    drafters = {"public": args.drafter, **made}
+    made = {name_of(loss, seed): str(trained(args, loss, seed)) for seed in args.seeds for loss in args.losses}
+    drafters = {PUBLIC: args.drafter, **made}
     methods = {
         label(name, rule, chain): f"{rule}@{drafter}@{TreeShape.chain(chain).text}"
         for rule in args.rules
@@ -124,18 +126,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         target=args.target, raw=True, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
         log_likelihood=True, baselines=list(methods)[:1],
     )  # fmt: skip
-    named = {path: name for name, path in drafters.items()}
-    for facts in found["methods"].values():
-        facts["drafter"]["model"] = named[facts["drafter"]["model"]]
+    for name, rule, chain in product(drafters, args.rules, args.chains):
+        found["methods"][label(name, rule, chain)]["drafter"]["model"] = name  # instead of its path
     found["settings"] |= {"target": Path(args.target).name, "methods": list(methods), "steps": args.steps}
     found["losses"] = {
-        loss: {
-            rule: over_seeds(found, [f"{loss}-{seed}" for seed in args.seeds] if loss in LOSSES else [loss], rule, args)
-            for rule in args.rules
-        }
-        for loss in ("public", *args.losses)
+        loss: {rule: over_seeds(found, loss, rule, args) for rule in args.rules} for loss in (PUBLIC, *args.losses)
     }
     return {part: facts for part, facts in found.items() if part != "environment"}  # whose command has paths
+
+
+def name_of(loss: str, seed: int) -> str:
+    """Return the name of the drafter that a loss trained."""
+    return f"{loss}-{seed}"
 
 
 def label(name: str, rule: str, chain: int) -> str:
@@ -143,28 +145,35 @@ def label(name: str, rule: str, chain: int) -> str:
     return f"{name} {rule.replace(':', ' ').replace('=', ' ')} {chain}"
 
 
-def over_seeds(record: dict[str, Any], names: Sequence[str], rule: str, args: argparse.Namespace) -> dict[str, Any]:
+def over_seeds(record: dict[str, Any], loss: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return means over a loss's drafters with the rule, on the chain length with the most tokens per cost.
 
     A round costs 1 + :data:`DRAFT_COST` · drafts. ``x_public`` and ``x_first`` are ratios of tokens per cost to the
     public drafter's and to those of the first loss, with intervals over prompts.
     """
 
-    def pairs(names: Sequence[str], chain: int) -> list[tuple[float, float]]:
-        rows = [[answers[label(name, rule, chain)][0] for name in names] for answers in answered]
-        forwards = [[row["target_forwards"] for row in one] for one in rows]
-        emitted = [sum(row["tau"] * row["target_forwards"] for row in one) for one in rows]
-        return [(sum_, (1 + DRAFT_COST * chain) * sum(own)) for sum_, own in zip(emitted, forwards)]
+    def names(loss: str) -> list[str]:
+        return [PUBLIC] if loss == PUBLIC else [name_of(loss, seed) for seed in args.seeds]
 
-    def best(names: Sequence[str]) -> tuple[float, int]:
-        return max((sum(a for a, _ in pairs(names, n)) / sum(b for _, b in pairs(names, n)), n) for n in args.chains)
+    def pairs(loss: str, chain: int) -> list[tuple[float, float]]:
+        """Return tokens and cost by prompt."""
+        rows = [
+            [prompt["methods"][label(name, rule, chain)][0] for name in names(loss)] for prompt in record["prompts"]
+        ]
+        emitted = [sum(row["tau"] * row["target_forwards"] for row in of_prompt) for of_prompt in rows]
+        rounds = [sum(row["target_forwards"] for row in of_prompt) for of_prompt in rows]
+        return [(tokens, (1 + DRAFT_COST * chain) * count) for tokens, count in zip(emitted, rounds)]
 
-    answered = [prompt["methods"] for prompt in record["prompts"]]
-    rate, chain = best(names)
-    own = [record["methods"][label(name, rule, chain)] for name in names]
+    def best(loss: str) -> tuple[float, int, list[tuple[float, float]]]:
+        """Return tokens per cost, chain length, and pairs."""
+        by_chain = {chain: pairs(loss, chain) for chain in args.chains}
+        return max((sum(a for a, _ in found) / sum(b for _, b in found), n, found) for n, found in by_chain.items())
+
+    rate, chain, found = best(loss)
+    own = [record["methods"][label(name, rule, chain)] for name in names(loss)]
     facts: dict[str, Any] = {"chain": chain, "tokens_per_cost": rate}
-    for key, others in (("x_public", ["public"]), ("x_first", [f"{args.losses[0]}-{seed}" for seed in args.seeds])):
-        facts[key] = ratio_interval(pairs(names, chain), pairs(others, best(others)[1]))
+    for key, other in (("x_public", PUBLIC), ("x_first", args.losses[0])):
+        facts[key] = ratio_interval(found, best(other)[2])
     for key in ("tau", "log_likelihood_per_token", "repeated_4grams"):
         facts[key] = fmean(one[key] for one in own)
     spent = sum(one["divergence_spent"] or 0.0 for one in own)

@@ -16,7 +16,6 @@ from scipy.stats import chisquare
 from torch import nn
 from transformers import GenerationConfig
 
-from benchmarks.quantised_checkpoints import AT_LOAD, STORED, load, write
 from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import ops
 from fsd_infer.cpu.packing import can_pack, packed_of
@@ -30,6 +29,7 @@ from fsd_train.models.start import initialise_from
 from tests.families import reference, save_head, tiny_model
 from tests.gguf_toys import FITTING
 from tests.loopback_hub import loopback_hub
+from tests.quantised_checkpoints import AT_LOAD, STORED, load, write
 from tests.train_toys import fit_command
 
 NEEDED = {

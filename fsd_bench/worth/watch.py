@@ -63,13 +63,11 @@ class Watching(Drafter):
 class _Session(DraftSession):
     def __init__(self, session: DraftSession, watch: Watch, first_tokens: Tensor) -> None:
         self.session, self.watch, self.text, self.emitted = session, watch, first_tokens.tolist(), 0
+        self.parts = [session]
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.text += tokens[0, : int(counts[0])].tolist()
-        self.session.extend(tokens, features, counts)
-
-    def select(self, rows: Tensor) -> None:
-        self.session.select(rows)
+        super().extend(tokens, features, counts)
 
     def draft(self, roots: Tensor) -> DraftTree:
         _wait(roots.device)
@@ -96,7 +94,7 @@ class _Session(DraftSession):
                 Evidence(tree, logits, scores, greedy, watch.temperature, [*self.text], room, watch.generator)
             )
         self.emitted += count
-        self.session.observe(tree, logits, path, tokens, accepted)
+        super().observe(tree, logits, path, tokens, accepted)
 
 
 def _wait(device: torch.device) -> None:

@@ -67,26 +67,18 @@ class ForcedSession(DraftSession):
     def __init__(self, drafter: ForcedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.device, self.auto = drafter, request.device, request.auto
         self.main = drafter.main.start(first_tokens, request)
+        self.parts = [self.main]
         self.rows = list(range(request.batch))
         self.answers: list[list[int]] = [[] for _ in self.rows]
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        self.main.extend(tokens, features, counts)
+        super().extend(tokens, features, counts)
         for answer, row, count in zip(self.answers, tokens.tolist(), counts.tolist()):
             # the first tokens are the prompt's, and the answer's first one
             answer += row[:count] if answer else row[count - 1 : count]
 
-    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
-        self.main.observe(tree, logits, path, tokens, accepted)
-
-    def copies(self, tree: DraftTree, n: int) -> Tensor | None:
-        return self.main.copies(tree, n)
-
-    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
-        self.main.finish(row, prompt, answer)
-
     def select(self, rows: Tensor) -> None:
-        self.main.select(rows)
+        super().select(rows)
         kept = rows.tolist()
         self.rows, self.answers = [self.rows[row] for row in kept], [self.answers[row] for row in kept]
 
