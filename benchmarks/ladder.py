@@ -7,7 +7,8 @@ A rung is a drafter's name as `--drafter` takes it, or ``noise:0.08``: a copy of
 multiplied entry by entry with 1 + 0.08 · N(0, 1). Every rung drafts chains of ``--depth`` tokens and is one run of
 `fsd-infer bench` in batches, so its seconds say nothing. The rule ``alone`` is a small LM answering by itself.
 ``--forecast`` adds what `fsd-infer worth` forecasts for the rung. Finished rungs stay in ``--work``, where the same
-command continues. ``--join`` takes the rungs of an earlier record into the new one.
+command continues. ``--join`` takes the rungs of an earlier record into the new one; one that is named again gains a
+forecast only.
 
 The record ranks the rungs: by four numbers of the drafter, and by what the rules gain and spend. Its ``correlations``
 are Spearman's between the two.
@@ -76,7 +77,7 @@ def is_model(drafter: str) -> bool:
 
 
 def measure_rung(args: argparse.Namespace, target: str, drafter: str, prompts: str, file: Path) -> dict[str, Any]:
-    """Return the rung's facts, from its finished record if there is one."""
+    """Return the rung's facts without a forecast, from its finished record if there is one."""
     shape = TreeShape.chain(args.depth)
     methods = [f"{EXACT}={EXACT}@{drafter}@{shape.text}"]
     methods += [f"{rule}@{drafter}@{shape.text}" for rule in args.rules if rule not in (EXACT, ALONE)]
@@ -97,8 +98,6 @@ def measure_rung(args: argparse.Namespace, target: str, drafter: str, prompts: s
         trained = json.loads(training.read_text(encoding="utf-8"))
         options = trained["hyperparameters"]
         rung["training"] = {"from": options.get("drafter"), "loss": options.get("loss"), "steps": trained["steps"]}
-    if args.forecast:
-        rung["forecast"] = forecast_of(args, target, drafter, prompts, file.with_suffix(".forecast.json"))
     return rung
 
 
@@ -126,6 +125,7 @@ def within(differences: dict[str, Any]) -> bool:
 
 def forecast_of(args: argparse.Namespace, target: str, drafter: str, prompts: str, file: Path) -> dict[str, Any]:
     """Return by rule: τ and nats forecast for the rung's chain, and tokens per cost / exact's best."""
+    file = file.with_suffix(".forecast.json")
     if file.exists():
         kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return kept
@@ -201,10 +201,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     target, prompts = work.link(args.target), work.link(args.prompts)
     drafters = {rung: drafter_of(rung, args, work) for rung in args.rungs}
     os.chdir(work.directory)
-    rungs = joined | {
-        Path(rung).name: measure_rung(args, target, drafter, prompts, Path(f"{Path(drafter).name}.json"))
-        for rung, drafter in drafters.items()
-    }
+    rungs = dict(joined)
+    for rung, drafter in drafters.items():
+        asked = target, drafter, prompts, Path(f"{Path(drafter).name}.json")
+        name = Path(rung).name
+        rungs[name] = joined.get(name) or measure_rung(args, *asked)
+        if args.forecast:
+            rungs[name]["forecast"] = forecast_of(args, *asked)
     if figure is not None:
         write_figure(rungs, figure)
     found = {"correlations": correlations_of(rungs), "forecast_error": forecast_error(rungs)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -13,7 +13,6 @@ from fsd_bench.base import Method, TimedRun, Turn
 from fsd_bench.runs import Job, RunFile
 
 WARMUP_TOKENS = 16
-UNSHAPED: dict[str, Any] = dict(top_p=None, top_k=None)  # nothing but temperature and rule shapes the law
 _T = TypeVar("_T")
 
 
@@ -35,26 +34,26 @@ class Asked:
         max_new_tokens: new tokens per answer.
         seed: with group and repeat it determines the seed of a run.
         warmup: each method first gives a short answer that is not counted.
-        sampling: arguments of ``generate`` above temperature 0.
     """
 
     groups: Sequence[list[list[int]]]
     max_new_tokens: int
     seed: int = 0
     warmup: bool = True
-    sampling: dict[str, Any] = field(default_factory=dict)
 
     def answer(self, method: Method, job: Job, most: int | None = None) -> TimedRun:
         """Return one run, of at most ``most`` tokens."""
-        options = decoding(job.temperature, min(self.max_new_tokens, most or self.max_new_tokens), **self.sampling)
+        options = decoding(job.temperature, min(self.max_new_tokens, most or self.max_new_tokens))
         return method.answer(self.groups[job.group], options, self.seed + 1000 * job.group + job.repeat)
 
 
-def decoding(temperature: float, max_new_tokens: int, **sampling: Any) -> dict[str, Any]:
-    """Return the arguments of ``generate``, the same for every method."""
-    if temperature == 0:
-        return dict(max_new_tokens=max_new_tokens, do_sample=False, temperature=None, top_p=None, top_k=None)
-    return dict(max_new_tokens=max_new_tokens, do_sample=True, temperature=temperature, **sampling)
+def decoding(temperature: float, max_new_tokens: int) -> dict[str, Any]:
+    """Return the arguments of ``generate``, the same for every method.
+
+    Nothing but temperature and rule shapes the law, whatever the model's generation config says.
+    """
+    drawn = dict(do_sample=True, temperature=temperature) if temperature else dict(do_sample=False, temperature=None)
+    return dict(max_new_tokens=max_new_tokens, **drawn, top_p=None, top_k=None, min_p=None, repetition_penalty=1.0)
 
 
 def in_turns(names: Sequence[str], groups: int, repeats: Mapping[float, int]) -> list[Job]:

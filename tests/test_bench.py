@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fsd_bench import Answer, ServerError, TimedRun, build_record, likelihood, parse_methods, run
 from fsd_bench.base import Turn
@@ -187,6 +188,21 @@ def test_server_takes_batches_and_sampling(toy: Toy) -> None:
     assert len({row["methods"]["s"][0]["tokens_sha256"] for row in rows}) == len(rows)
     assert all(len(body["prompt"]) == 2 and body["temperature"] == 0.7 for body in behaviour.requests)
     assert behaviour.requests[0]["seed"] == 3
+
+
+def test_a_models_generation_config_shapes_no_methods_law(toy: Toy, tmp_path: Path) -> None:
+    """With top_k 1 each sample would be the likeliest token; a penalty of 9 would change the greedy answers."""
+    target = tmp_path / "target"
+    shutil.copytree(toy.target, target)
+    config = GenerationConfig.from_pretrained(target)
+    config.update(do_sample=True, top_k=1, repetition_penalty=9.0)
+    config.save_pretrained(target)
+    methods = ["plain", "exact", "hf-generate"]
+    shaped = toy_run(toy, methods, target=str(target), temperature=3.0, repeat=2)
+    for row in shaped["prompts"]:
+        assert all(len({run["tokens_sha256"] for run in row["methods"][name]}) == 2 for name in methods)
+    for greedy, usual in zip(*(toy_run(toy, methods[:1], target=str(t))["prompts"] for t in (target, toy.target))):
+        assert greedy["methods"]["plain"][0]["tokens_sha256"] == usual["methods"]["plain"][0]["tokens_sha256"]
 
 
 def test_absent_server(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

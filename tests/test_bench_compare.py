@@ -307,6 +307,9 @@ def test_a_ladder_compares_rules_on_every_rung(toy: Toy, tmp_path: Path, monkeyp
     assert (tmp_path / "ladder.png").stat().st_size > 1000
     joined = json.loads((tmp_path / "ladder.json").read_text())
     assert joined["rungs"] == {**old, "noise:0.02": rung}
+    monkeypatch.chdir(tmp_path)
+    assert ladder.main([*words.split(), "--join", "ladder.json"]) == 0, "a joined rung only gains its forecast"
+    assert json.loads((tmp_path / "ladder.json").read_text())["rungs"] == joined["rungs"]
     ranked = joined["correlations"]["gain of draft-only"]
     assert ranked["rungs"] == 4 and ranked["agreement"] == pytest.approx(spearmanr(agreement, gains).statistic)
 

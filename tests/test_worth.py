@@ -11,7 +11,7 @@ import torch
 
 from fsd_bench.evidence.candidates import forecast_rules
 from fsd_bench.evidence.settings import SweepOptions
-from fsd_bench.jobs import UNSHAPED, decoding
+from fsd_bench.jobs import decoding
 from fsd_bench.worth import Forecast, forecast
 from fsd_bench.worth.forecasts import Shaped, learned
 from fsd_bench.worth.replay import Evidence, Replay, walk
@@ -24,10 +24,6 @@ from tests.families import noisy_model, tiny_head, tiny_model
 
 PROMPTS = [[5, 17, 3, 44], [60, 2, 9], [33, 8, 71, 71, 15], [90, 12]]
 NEW = 20
-
-
-def request_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
-    return decoding(temperature, max_new_tokens, **UNSHAPED)
 
 
 FEW = ("exact", "tilted:2", "tilted:1:floor=0", "typical:novel=3", "fuzzy:js:0.3:novel=3", "fly:2:0.1", "draft-only")
@@ -52,7 +48,7 @@ def decoded(decoder: FuzzyDecoder, drafter: Drafter, rule: str | Rule, temperatu
     """(tokens per forward, forwards) of decoding."""
     emitted = forwards = 0
     for number, prompt in enumerate(PROMPTS):
-        made = decoder.generate([prompt], rule, drafter=drafter, seed=number, **request_options(temperature, NEW)).stats
+        made = decoder.generate([prompt], rule, drafter=drafter, seed=number, **decoding(temperature, NEW)).stats
         emitted, forwards = emitted + made.new_tokens - 1, forwards + made.target_forwards
     return emitted / forwards, forwards
 
@@ -77,7 +73,7 @@ def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decode
 def seen_rounds(decoder: FuzzyDecoder, prompt: list[int]) -> list[Evidence]:
     rounds: list[Evidence] = []
     watch = Watch(rounds.append, 0.0, NEW, torch.Generator().manual_seed(0))
-    decoder.generate([prompt], drafter=Watching(decoder.drafter, watch), **request_options(0.0, NEW))
+    decoder.generate([prompt], drafter=Watching(decoder.drafter, watch), **decoding(0.0, NEW))
     return rounds
 
 
@@ -92,7 +88,7 @@ def test_a_replayed_first_round_is_decodings(spec: str, length: int, decoders: d
         steps = Replay([rule], [shape], frozenset()).steps(seen, nodes, walk(seen, [part])[part])
         drafter = decoder.drafter.reshaped(shape)
         made, longer = (
-            decoder.generate([prompt], rule, drafter=drafter, **request_options(0.0, len(steps) + more))
+            decoder.generate([prompt], rule, drafter=drafter, **decoding(0.0, len(steps) + more))
             for more in (1, 2)
         )
         assert made.stats.target_forwards == 1 and len(made.sequences[0]) == len(steps) + 1

@@ -11,7 +11,7 @@ from fsd_bench.base import Answer, TimedRun, Turn
 from fsd_bench.engine import EngineMethod
 from fsd_bench.environment import environment
 from fsd_bench.evidence.settings import SweepOptions
-from fsd_bench.jobs import UNSHAPED, Asked, Session, in_turns, run_jobs, turns_of
+from fsd_bench.jobs import Asked, Session, in_turns, run_jobs, turns_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.models import Models
 from fsd_bench.prompts import encode_rows, rows_digest
@@ -82,7 +82,7 @@ def _run(
     models.first_drafter = options.drafter
     decoder, settings = models.decoder, options.settings()
     prompts = encode_rows(rows, options.target, decoder.tokenizer, decoder.target.max_positions, options.raw)
-    asked = Asked([[ids] for ids in prompts], options.max_new_tokens, options.seed, sampling=UNSHAPED)
+    asked = Asked([[ids] for ids in prompts], options.max_new_tokens, options.seed)
 
     def start() -> list[EngineMethod]:
         return [EngineMethod(one.name, decoder, one.rule, models.load(None, one.tree), traced=True) for one in settings]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fsd_bench.jobs import UNSHAPED, decoding
+from fsd_bench.jobs import decoding
 from fsd_bench.worth.replay import Cell, Replay, Tally
 from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch, Watching
 from fsd_infer.decoder import FuzzyDecoder
@@ -195,7 +195,7 @@ def forecast(
     eos = decoder.target.model.generation_config.eos_token_id
     replay = Replay(replayed, shapes, frozenset([eos] if isinstance(eos, int) else eos or ()))
     watch = Watch(replay.add, temperature, max_new_tokens, torch.Generator().manual_seed(seed))
-    options = decoding(temperature, max_new_tokens, **UNSHAPED)
+    options = decoding(temperature, max_new_tokens)
     drafts, emitted, rounds, rest, length = Drafts(), 0, 0, 0.0, 0
     for number, prompt in enumerate(tqdm(prompts, desc="worth", unit="answer", disable=not progress)):
         made = decoder.generate([prompt], drafter=Watching(deep, watch), seed=seed + number, chat=chat, **options)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fsd_bench.jobs import UNSHAPED, decoding
+from fsd_bench.jobs import decoding
 from fsd_infer.cpu.ops import speed_up
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
@@ -149,7 +149,7 @@ class DecodedTau(Curves):
         target = self._target(pl_module)
         decoder = FuzzyDecoder(target, pl_module.make_drafter(target, self.tree))  # type: ignore[operator]
         prompts = self._prompts(trainer, target)
-        options = decoding(self.temperature, self.max_new_tokens, **UNSHAPED)
+        options = decoding(self.temperature, self.max_new_tokens)
         values = {}
         for rule in self.rules:
             with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
