@@ -212,23 +212,18 @@ class Adversary:
         return self.now
 
 
-def drafter_for(kind: str) -> Any:
-    return drafter_of(kind, Target(tiny_model("llama")))
-
-
 CHEAP = Prior((1e-3,) * len(KNOTS), (1e-3, 1e-4), (1e-3, 1e-3))  # so that even what a toy drafts is worth it
 
 
-@pytest.mark.parametrize("kind", ["head", "head+lookup", "lm", "lm+lookup"])
+@pytest.mark.parametrize("kind", ["head", "head+lookup", "lm", "lm+lookup", "lookup", "lookup+recycle"])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: int | None) -> None:
-    drafter = drafter_for(kind)
-    assert main_of(drafter) is not None and drafter.target is not None
-    choose_trees(drafter)
-    assert drafter.auto is not None
+    target = Target(tiny_model("llama"))
+    drafter = choose_trees(drafter_of(kind, target), target)
+    assert main_of(drafter) is not None and drafter.auto is not None
     drafter.auto.clock, drafter.auto.prior = (clock := Adversary()), CHEAP
-    decoder, prompts = FuzzyDecoder(drafter.target, drafter), tiny_prompts((5, 13, 9, 21))
-    expected = reference(drafter.target.model, prompts)
+    decoder, prompts = FuzzyDecoder(target, drafter), tiny_prompts((5, 13, 9, 21))
+    expected = reference(target.model, prompts)
     sizes: set[int] = set()
     for count in (1, 4, 2, 1, 4):
         out = decoder.generate(prompts[:count], max_new_tokens=24, do_sample=False, seed=seed)
@@ -241,10 +236,11 @@ def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: in
 
 @pytest.mark.parametrize("kind", ["head", "lm"])
 def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
-    drafter = choose_trees(drafter_for(kind))
-    assert drafter.target is not None and drafter.auto is not None
+    target = Target(tiny_model("llama"))
+    drafter = choose_trees(drafter_of(kind, target), target)
+    assert drafter.auto is not None
     drafter.auto.clock, drafter.auto.prior = Adversary(), CHEAP
-    decoder = FuzzyDecoder(drafter.target, drafter)
+    decoder = FuzzyDecoder(target, drafter)
     options: dict[str, Any] = dict(rule="tilted:2", max_new_tokens=24, temperature=1.0, do_sample=True, seed=3)
     first = decoder.generate(tiny_prompts((7,)), **options).sequences
     decoder.generate(tiny_prompts((19,)), "tilted:2", max_new_tokens=24)  # what this one teaches is not used
@@ -257,7 +253,7 @@ def test_the_law_stays_the_targets_whatever_the_clock_says() -> None:
     The length of a small LM's chain depends on a clock, on earlier acceptances and on its own draws.
     """
     target, prompt = Target(tiny_model("llama", scale=2.0, vocab_size=8)), [1, 2, 3, 4, 5, 6, 7]
-    drafter = choose_trees(drafter_of("lm", target))
+    drafter = choose_trees(drafter_of("lm", target), target)
     drafter.auto.clock, drafter.auto.prior = Adversary(), CHEAP
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.7, "top_k": 0}
     seen, nodes = torch.zeros(8, dtype=torch.float64), set[int]()
@@ -280,14 +276,15 @@ def test_the_law_stays_the_targets_whatever_the_clock_says() -> None:
 
 
 def test_names() -> None:
-    drafter = drafter_for("head")
+    target = Target(tiny_model("llama"))
+    drafter = drafter_of("head", target)
     twice = GraftedDrafter(GraftedDrafter(drafter, LookupDrafter(VOCAB)), RecycleDrafter(VOCAB))
-    assert main_of(twice) is drafter and choose_trees(twice) is twice and twice.auto is not None, "one choice for all"
-    assert isinstance(drafter, EagleDrafter) and drafter.auto is None and drafter.target is not None
-    plain = FuzzyDecoder(drafter.target, NoDrafter(VOCAB))
+    assert main_of(twice) is drafter and choose_trees(twice, target) is twice, "one choice for all"
+    assert isinstance(drafter, EagleDrafter) and twice.auto is not None and drafter.auto is None
+    plain = FuzzyDecoder(target, NoDrafter(VOCAB))
     assert parse_tree("2,2,4,0.5") == TreeShape(2, 2, 4, stop_below=0.5)
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: choose_trees(NoDrafter(VOCAB)), "auto"),
+        (lambda: choose_trees(NoDrafter(VOCAB), target), "auto"),
         (lambda: plain.load_drafter("lookup", "automatic"), "automatic"),
         (lambda: parse_tree("2,2,4,high"), "stop_below"),
         (lambda: TreeShape(2, 2, 4, stop_below=1.0), "stop_below"),

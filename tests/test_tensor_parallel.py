@@ -32,7 +32,7 @@ def found_with(target: Target, directory: str) -> dict[str, Any]:
     requests: dict[str, tuple[Any, str, dict[str, Any]]] = {
         "lookup": (LookupDrafter(VOCAB), "exact", {"do_sample": False}),
         "reduced head": (head(draft_vocab_size=VOCAB // 2), "fuzzy:js:0.4", {"do_sample": False}),
-        "chosen trees": (choose_trees(head()), "exact", {"do_sample": False}),
+        "chosen trees": (choose_trees(head(), target), "exact", {"do_sample": False}),
         "eagle3, drawn": (head(**eagle3), "fuzzy:js:0.4", {"do_sample": True, "seed": 4}),
         "small model, drawn": (small, "exact", {"do_sample": True, "seed": 5}),
     }

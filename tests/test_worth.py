@@ -13,12 +13,13 @@ from fsd_bench.evidence.candidates import forecast_rules
 from fsd_bench.evidence.settings import SweepOptions
 from fsd_bench.jobs import decoding
 from fsd_bench.worth import Forecast, forecast
-from fsd_bench.worth.forecasts import Shaped, learned
+from fsd_bench.worth.forecasts import Shaped, fixed_prices, learned
 from fsd_bench.worth.replay import Evidence, Replay, walk
 from fsd_bench.worth.run import verdict, worth_text
 from fsd_bench.worth.watch import Watch, Watching
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, Rule, Target, TreeShape, parse_rule
 from fsd_infer.cli.main import main
+from fsd_infer.rules import Tilted
 from tests.bench_toys import Toy
 from tests.families import noisy_model, tiny_head, tiny_model
 
@@ -42,6 +43,7 @@ def decoders() -> dict[str, FuzzyDecoder]:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer rules, for speed."""
     monkeypatch.setattr("fsd_bench.worth.forecasts.RULES", FEW[1:-1])
+    monkeypatch.setattr("fsd_bench.worth.forecasts.HEATED", ("tilted:heat=0.5",))
 
 
 def decoded(decoder: FuzzyDecoder, drafter: Drafter, rule: str | Rule, temperature: float = 0.0) -> tuple[float, int]:
@@ -72,7 +74,7 @@ def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decode
 
 def seen_rounds(decoder: FuzzyDecoder, prompt: list[int]) -> list[Evidence]:
     rounds: list[Evidence] = []
-    watch = Watch(rounds.append, 0.0, NEW, torch.Generator().manual_seed(0))
+    watch = Watch(rounds.append, 0.0, NEW, torch.Generator().manual_seed(0), {})
     decoder.generate([prompt], drafter=Watching(decoder.drafter, watch), **decoding(0.0, NEW))
     return rounds
 
@@ -88,8 +90,7 @@ def test_a_replayed_first_round_is_decodings(spec: str, length: int, decoders: d
         steps = Replay([rule], [shape], frozenset()).steps(seen, nodes, walk(seen, [part])[part])
         drafter = decoder.drafter.reshaped(shape)
         made, longer = (
-            decoder.generate([prompt], rule, drafter=drafter, **decoding(0.0, len(steps) + more))
-            for more in (1, 2)
+            decoder.generate([prompt], rule, drafter=drafter, **decoding(0.0, len(steps) + more)) for more in (1, 2)
         )
         assert made.stats.target_forwards == 1 and len(made.sequences[0]) == len(steps) + 1
         assert made.stats.divergence_spent == pytest.approx(sum(nats for nats, _ in steps), abs=1e-4)
@@ -158,7 +159,10 @@ def test_a_learned_price_lies_between_fixed_ones() -> None:
     def shaped(nats: float, tau: float) -> Shaped:
         return Shaped(TreeShape.chain(4), tau, nats, nats, 4.0, 5.0, 1.0)
 
-    points = {"exact": shaped(0.0, 2.0), "tilted:4": shaped(0.02, 2.4), "tilted:1": shaped(0.1, 3.2)}
-    found = {parse_rule(rule): [point] for rule, point in points.items()}
-    for allowed, tau in ((0.0, 2.0), (0.01, 2.2), (0.06, 2.8), (0.5, 3.2)):
-        assert learned(0.3, allowed, 1, found)[0].tau == pytest.approx(tau)
+    rule = parse_rule("tilted:heat=0.5")
+    assert isinstance(rule, Tilted)
+    exact, *fixed = fixed_prices(rule)
+    assert exact == parse_rule("exact") and fixed[0] == parse_rule("tilted:8:floor=0.1"), "with the rule's own floor"
+    found = {each: [shaped(0.1 * n, 2.0 + 0.4 * n)] for n, each in enumerate([exact, *fixed])}
+    for allowed, tau in ((0.0, 2.0), (0.05, 2.2), (0.15, 2.6), (9.0, 4.8)):
+        assert learned(rule, allowed, found)[0].tau == pytest.approx(tau)

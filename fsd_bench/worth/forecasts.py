@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from fsd_bench.jobs import decoding
-from fsd_bench.worth.replay import Cell, Replay, Tally
+from fsd_bench.worth.replay import Replay, Tally
 from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch, Watching
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.errors import FsdError
-from fsd_infer.rules import Exact, Fly, Rule, parse_rule
-from fsd_infer.rules.tilted import HEAT
+from fsd_infer.rules import Exact, Fly, Rule, Tilted, parse_rule
 
 PRICES = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (
@@ -27,7 +27,7 @@ RULES = (
     *("typical:novel=3", "relaxed:novel=3", "fuzzy:js:0.2:novel=3", "fuzzy:js:0.3:novel=3", "fuzzy:js:0.4:novel=3"),
     *("fly:novel=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
 )
-HEATS = {"tilted:heat=0.2": 0.2, "tilted": 0.3, "tilted:heat=0.5": 0.5, "tilted:heat=0.8": 0.8}
+HEATED = ("tilted:heat=0.2", "tilted", "tilted:heat=0.5", "tilted:heat=0.8")  # at temperature 0
 COSTS = (0.05, 0.1, 0.2, 0.4, 1.0)  # of a drafted token, in target forwards
 DEPTH = 12  # of the chain that is decoded with
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12)
@@ -189,12 +189,13 @@ def forecast(
         raise FsdError("no prompts: give at least one.")
     deep = deep_drafter(decoder.drafter if drafter is None else drafter)
     shapes = _shapes(deep.shape)
-    tried = dict.fromkeys([Exact(), *map(parse_rule, RULES), *map(parse_rule, rules)])
-    replayed = [rule for rule in tried if temperature == 0 or not isinstance(rule, Fly)]
-    names = {parse_rule(text): text for text in ["exact", *RULES, *rules] if isinstance(text, str)}
+    tried = _rules(rules, temperature)
+    heats = {} if temperature else _heats(tried)
+    fixed = dict.fromkeys([*(rule for rule in tried if rule not in heats), *chain(*map(fixed_prices, heats))])
     eos = decoder.target.model.generation_config.eos_token_id
-    replay = Replay(replayed, shapes, frozenset([eos] if isinstance(eos, int) else eos or ()))
-    watch = Watch(replay.add, temperature, max_new_tokens, torch.Generator().manual_seed(seed))
+    replay = Replay(list(fixed), shapes, frozenset([eos] if isinstance(eos, int) else eos or ()))
+    temperatures = dict.fromkeys([*YARDSTICKS, *heats.values()], 0.0)
+    watch = Watch(replay.add, temperature, max_new_tokens, torch.Generator().manual_seed(seed), temperatures)
     options = decoding(temperature, max_new_tokens)
     drafts, emitted, rounds, rest, length = Drafts(), 0, 0, 0.0, 0
     for number, prompt in enumerate(tqdm(prompts, desc="worth", unit="answer", disable=not progress)):
@@ -209,13 +210,29 @@ def forecast(
         raise FsdError("every answer ended with its first token: give other prompts.")
     forwards = Forwards(decoder.target, length // len(prompts), deep.max_nodes)
     step, rest = watch.draft_seconds / max(watch.steps, 1), rest / rounds
-    shaped = {cell: _shaped(cell[1], tally, forwards, step, rest) for cell, tally in replay.tallies.items()}
-    yardsticks = {f"{t:g}": watch.spent[t] / watch.contexts for t in YARDSTICKS}
+    spent = {t: nats / watch.contexts for t, nats in watch.spent.items()}
+    found: dict[Rule, list[Shaped]] = {}
+    for (rule, shape), tally in replay.tallies.items():
+        found.setdefault(rule, []).append(_shaped(shape, tally, forwards, step, rest))
+    cells = {rule: found[rule] for rule in tried if rule in found}
+    cells |= {rule: learned(rule, spent[heat], found) for rule, heat in heats.items()}
     return Forecast(
-        _rows(replayed, shapes, shaped, names, {} if temperature else yardsticks), drafts.summary(), yardsticks,
-        deep.shape, emitted / rounds, rounds, temperature,
+        _rows({tried[rule]: shaped for rule, shaped in cells.items()}), drafts.summary(),
+        {f"{t:g}": spent[t] for t in YARDSTICKS}, deep.shape, emitted / rounds, rounds, temperature,
         {str(count): seconds for count, seconds in zip(forwards.counts, forwards.seconds)}, step, rest,
     )  # fmt: skip
+
+
+def _rules(rules: Sequence[str | Rule], temperature: float) -> dict[Rule, str]:
+    """Return the rules to forecast and their names: exact, those of this module, and the given ones."""
+    asked = ["exact", *RULES, *(HEATED if temperature == 0 else ()), *rules]
+    made = {parse_rule(rule): rule if isinstance(rule, str) else rule.name for rule in asked}
+    return {rule: name for rule, name in made.items() if temperature == 0 or not isinstance(rule, Fly)}
+
+
+def _heats(rules: Iterable[Rule]) -> dict[Tilted, float]:
+    """Return the rules with a learned price and their heats."""
+    return {rule: rule.learned_heat for rule in rules if isinstance(rule, Tilted) and rule.learned_heat is not None}
 
 
 def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, rest: float) -> Shaped:
@@ -226,20 +243,22 @@ def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, res
     )  # fmt: skip
 
 
-def learned(heat: float, allowed: float, shapes: int, found: dict[Rule, list[Shaped]]) -> list[Shaped]:
-    """Interpolate `tilted` with a learned price between the fixed prices that spend more and less.
+def fixed_prices(rule: Tilted) -> list[Rule]:
+    """Return rules of fixed prices between which one with a learned price lies."""
+    return [Exact(), *(replace(rule, price=price, heat=None, floor=rule.least_share) for price in PRICES)]
+
+
+def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[Shaped]]) -> list[Shaped]:
+    """Interpolate a rule with a learned price between the fixed prices that spend more and less.
 
     Args:
-        heat: above the default the floor is 0.
+        rule: with a learned price.
         allowed: nats per token to spend; at most what the cheapest price spends.
-        shapes: number of shapes.
         found: by rule, a forecast for each shape.
     """
-    floor = ":floor=0" if heat > HEAT else ""
-    tried = [Exact(), *(parse_rule(f"tilted:{price:g}{floor}") for price in PRICES)]
     made = []
-    for place in range(shapes):
-        points = sorted((found[rule][place] for rule in tried if rule in found), key=lambda point: point.nats)
+    for shaped in zip(*(found[fixed] for fixed in fixed_prices(rule))):
+        points = sorted(shaped, key=lambda point: point.nats)
         above = next((number for number, point in enumerate(points) if point.nats > allowed), None)
         made.append(points[-1] if above is None else _between(points[above - 1], points[above], allowed))
     return made
@@ -255,18 +274,8 @@ def _between(less: Shaped, more: Shaped, nats: float) -> Shaped:
     return replace(less, **numbers)
 
 
-def _rows(
-    rules: Sequence[Rule],
-    shapes: Sequence[TreeShape],
-    shaped: dict[Cell, Shaped],
-    names: dict[Rule, str],
-    allowed: dict[str, float],
-) -> list[Row]:
-    """``allowed``: nats per token by heat; empty where learned prices are not forecast."""
-    by_rule = {rule: [shaped[rule, shape] for shape in shapes] for rule in rules}
-    found = {names.get(rule, rule.name): cells for rule, cells in by_rule.items()}
-    for name, heat in HEATS.items() if allowed else ():
-        found[name] = learned(heat, allowed[f"{heat:g}"], len(shapes), by_rule)
+def _rows(found: dict[str, list[Shaped]]) -> list[Row]:
+    """``found``: a forecast for each shape, by the rule's name; exact first."""
     fastest = {name: max(cells, key=lambda cell: cell.tokens_per_second) for name, cells in found.items()}
     base = next(iter(fastest.values()))
     rows = [

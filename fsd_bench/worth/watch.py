@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,19 +28,19 @@ class Watch:
         on_round: called with each round's evidence.
         temperature, limit: temperature and new tokens of the request.
         generator: of the replay's draws.
+        spent: by temperature, Σ E[ln p(y*) - ln p(y)] in nats over the contexts of emitted tokens, with y drawn at
+            that temperature.
         steps, draft_seconds: drafted depths, and the seconds they took.
-        spent: by temperature of :data:`YARDSTICKS`, Σ E[ln p(y*) - ln p(y)] in nats over the contexts of emitted
-            tokens, with y drawn at that temperature.
-        contexts: number of these contexts.
+        contexts: number of contexts of emitted tokens.
     """
 
     on_round: Callable[[Evidence], None]
     temperature: float
     limit: int
     generator: torch.Generator
+    spent: dict[float, float]
     steps: int = 0
     draft_seconds: float = 0.0
-    spent: dict[float, float] = field(default_factory=lambda: dict.fromkeys(YARDSTICKS, 0.0))
     contexts: int = 0
 
 
@@ -82,7 +82,7 @@ class _Session(DraftSession):
         watch, count = self.watch, int(accepted[0]) + 1
         log_p = logits[0, path[0, :count]].float().log_softmax(-1)
         watch.contexts += count
-        for temperature in YARDSTICKS:
+        for temperature in watch.spent:
             sampled = (log_p / temperature).softmax(-1)
             mean = (sampled * log_p.nan_to_num(neginf=0.0)).sum(-1)
             watch.spent[temperature] += float((log_p.amax(-1) - mean).sum())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.drafters import Drafter, TreeShape
-from fsd_infer.drafters.loading import main_of
+from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.errors import CheckpointError, FsdError
 from fsd_infer.files import read_json, writable, write_json
 from fsd_infer.rules import Rule, parse_rule
@@ -85,9 +85,8 @@ def calibrated(drafter: Drafter, target: Target, temperature: float) -> tuple[Ru
         shape = None if tree is None else TreeShape(**tree)
     except (KeyError, TypeError, FsdError) as error:
         raise CheckpointError(f"{file}: damaged ({error}). {_ADVICE}") from error
-    main = main_of(drafter)
-    if shape is not None and main is drafter:
-        drafter = main.reshaped(shape)
+    if shape is not None and isinstance(drafter, TreeDrafter):
+        drafter = drafter.reshaped(shape)
     return rule, drafter
 
 

@@ -12,9 +12,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fsd_infer.drafters.shape import of_device
 from fsd_infer.drafters.visits import MOST_TILT
+
+if TYPE_CHECKING:
+    from fsd_infer.targets.target import Target
 
 KNOTS = (1, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
 NOISE = 0.1  # relative standard deviation of a measured cost
@@ -51,6 +55,10 @@ class Prior:
         a_node = share * self.slopes[2]
         return Prior(self.slopes, (STARTING + share, max(a_node, 0.0005)), (self.rest[0], 0.01))
 
+    def without_model(self) -> Prior:
+        """Return the prior for a drafter without a model."""
+        return Prior(self.slopes, (0.001, 0.0005), (self.rest[0], 0.01))
+
 
 PRIORS = {
     # weights in blocks: a forward over one token is short, and more tokens are bound by arithmetic
@@ -58,6 +66,11 @@ PRIORS = {
     "cpu": Prior((0.01, 0.25, 0.05, *[0.09] * (len(KNOTS) - 3)), (0.06, 0.008), (0.04, 0.14)),
     "cuda": Prior((*[0.001] * 4, *[0.003] * (len(KNOTS) - 4)), (0.05, 0.0005), (0.03, 0.05)),
 }
+
+
+def prior_for(target: Target) -> Prior:
+    """Return the costs of a round with a head that are assumed before anything was timed."""
+    return PRIORS["blocks"] if target.has_blocks else of_device(PRIORS, target.device)
 
 
 class Slopes:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
-from fsd_infer.drafters.base import DRAFTERS, Drafter
-from fsd_infer.drafters.shape import TreeShape, check_tree
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.shape import LARGEST_OF_LM, TreeShape, check_tree
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Nodes
@@ -103,6 +102,7 @@ class FreeDrafter(Drafter):
         width: most children per context, for the check of the shape.
 
     Attributes:
+        largest: by device, the largest shape within which trees are chosen round by round.
         reach: tokens of a context that its tables read.
         most_chosen: nodes that it drafts at least under ``tree="auto"``, which then chooses the nodes to verify.
 
@@ -110,6 +110,7 @@ class FreeDrafter(Drafter):
         FsdError: an option out of range.
     """
 
+    largest: ClassVar[Mapping[str, TreeShape]] = LARGEST_OF_LM
     reach: ClassVar[int]
     most_chosen: ClassVar[int] = 0
 
@@ -142,11 +143,27 @@ class FreeDrafter(Drafter):
         """Return the arguments that "NAME:TEXT" stands for. Raises FsdError if TEXT is not an option."""
         raise FsdError(f"drafter {cls.name} takes no option, got {cls.name}:{text!s:.80}. Name {cls.name} alone.")
 
-    def trees(self, tables: Sequence[Table], places: Sequence[Any], roots: Tensor, device: torch.device) -> DraftTree:
-        """Return a tree per text, grown from its table under its last token. ``roots`` [B] is on the CPU."""
-        limits = self.nodes, self.depth, self.least
-        rows = [best_first(*row, *limits) for row in zip(tables, places, roots.tolist(), strict=True)]
-        return DraftTree.of_lists(rows, self.vocab_size, device)
+
+class FreeSession(DraftSession):
+    """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text."""
+
+    drafter: FreeDrafter
+
+    def __init__(self, request: DraftRequest) -> None:
+        self.device, self.auto = request.device, request.auto
+
+    @abstractmethod
+    def places(self, roots: Sequence[int]) -> list[tuple[Table, Any]]:
+        """Return the table of each text and the text's place in it. ``roots`` are the last tokens of the texts."""
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        drafter, ends = self.drafter, roots.tolist()
+        rows = [
+            best_first(table, place, root, drafter.nodes, drafter.depth, drafter.least)
+            for (table, place), root in zip(self.places(ends), ends, strict=True)
+        ]
+        tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device)
+        return tree if self.auto is None else tree.keep(self.auto.keep(tree))
 
 
 def free_drafters() -> dict[str, type[FreeDrafter]]:

@@ -103,7 +103,9 @@ class GraftedSession(DraftSession):
 
     def __init__(self, drafter: GraftedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.tilt, self.auto = drafter, request.tilt, request.auto
-        self.main, self.side = self.parts = [part.start(first_tokens, request) for part in drafter.parts]
+        self.main = drafter.main.start(first_tokens, request)
+        self.side = drafter.side.start(first_tokens, replace(request, auto=None))  # whose nodes are chosen here
+        self.parts = [self.main, self.side]
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, side = self.drafter, self.side.draft(roots)

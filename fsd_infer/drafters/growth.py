@@ -26,8 +26,8 @@ from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.device.rows import at_nodes, visible_slots
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
-from fsd_infer.drafters.estimates import PRIORS, Prior
-from fsd_infer.drafters.shape import LARGEST, TreeShape, default_shape, of_device
+from fsd_infer.drafters.estimates import Prior, prior_for
+from fsd_infer.drafters.shape import LARGEST, TreeShape, default_shape
 from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
@@ -80,7 +80,7 @@ class TreeDrafter(Drafter):
     @property
     def prior(self) -> Prior:
         """Costs of a round that are assumed before anything was timed."""
-        return PRIORS["blocks"] if self.target.has_blocks else of_device(PRIORS, self.target.device)
+        return prior_for(self.target)
 
     def slots(self, longest: int) -> int:
         """Return the cache slots per row for texts of up to ``longest`` tokens and the nodes expanded after them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
-from fsd_infer.drafters.estimates import AutoMemory
+from fsd_infer.drafters.estimates import AutoMemory, prior_for
 from fsd_infer.drafters.free import FreeDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.growth import TreeDrafter
@@ -66,34 +66,35 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         name = default if drafter is None else usable_name(drafter, "drafter")
         made = _load(name, target, None if isinstance(tree, str) else tree)
         chosen = tree == AUTO or tree is None and target.device.type == "cpu"
-    return choose_trees(made) if chosen and main_of(made) is not None else made
+    return choose_trees(made, target) if chosen and main_of(made) is not None else made
 
 
-def main_of(drafter: Drafter) -> TreeDrafter | None:
+def main_of(drafter: Drafter) -> TreeDrafter | FreeDrafter | None:
     """Return the drafter whose trees ``tree="auto"`` can choose: the main part of a graft, or None."""
     while isinstance(drafter, GraftedDrafter):
         drafter = drafter.main
-    return drafter if isinstance(drafter, TreeDrafter) else None
+    return drafter if isinstance(drafter, (TreeDrafter, FreeDrafter)) else None
 
 
-def choose_trees(drafter: Drafter) -> Drafter:
+def choose_trees(drafter: Drafter, target: Target) -> Drafter:
     """Choose a drafter's trees round by round from now on (:mod:`fsd_infer.drafters.auto`). Return the drafter.
 
     Args:
-        drafter: a head or small LM, or a graft onto one. It is changed in place.
+        drafter: any but ``NoDrafter``. It is changed in place.
+        target: the model to draft for, whose costs are learned.
 
     Raises:
         FsdError: the drafter grows no trees.
     """
     main = main_of(drafter)
     if main is None:
-        raise FsdError(
-            f"drafter {drafter.name!r} has no trees to choose. Leave --tree {AUTO} out, or draft with a head or a "
-            "small LM."
-        )
-    largest = of_device(main.largest, main.target.device)
-    main.shape, main.by_default = main.reshaped(largest).shape, False
-    drafter.auto = AutoMemory(main.target.device.type, prior=main.prior)
+        raise FsdError(f"drafter {drafter.name!r} has no trees to choose. Leave --tree {AUTO} out, or name a drafter.")
+    largest = of_device(main.largest, target.device)
+    if isinstance(main, FreeDrafter):
+        main.nodes, prior = max(main.nodes, largest.nodes), prior_for(target).without_model()
+    else:
+        main.shape, main.by_default, prior = main.reshaped(largest).shape, False, main.prior
+    drafter.auto = AutoMemory(target.device.type, prior=prior)
     part = drafter
     while isinstance(part, GraftedDrafter):
         if isinstance(part.side, FreeDrafter):

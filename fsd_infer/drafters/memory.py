@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.corpus import open_corpus
-from fsd_infer.drafters.free import Chance, FreeDrafter, Options
+from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
 from fsd_infer.drafters.prefixes import END, SORTED, Occurrence, Prefixes, Source, Store, match_size
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
@@ -247,11 +247,12 @@ class LookupDrafter(MemoryDrafter):
         super().__init__(vocab_size, depth, nodes, least, store_bytes=0)
 
 
-class MemorySession(DraftSession):
+class MemorySession(FreeSession):
     """A session with the :class:`Recall` of each row."""
 
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        self.drafter, self.device = drafter, request.device
+        super().__init__(request)
+        self.drafter: MemoryDrafter = drafter
         keys = [None] * len(first_tokens) if request.keys is None else request.keys
         self.recalls = drafter.recalls(keys, request.generator is not None)
         indexes = {id(recall.index) for recall in self.recalls}
@@ -264,9 +265,8 @@ class MemorySession(DraftSession):
             for token in row[:count]:
                 recall.append(token)
 
-    def draft(self, roots: Tensor) -> DraftTree:
-        places = [recall.look() for recall in self.recalls]
-        return self.drafter.trees(self.recalls, places, roots, self.device)
+    def places(self, roots: Sequence[int]) -> list[tuple[Table, Any]]:
+        return [(recall, recall.look()) for recall in self.recalls]
 
     def copies(self, tree: DraftTree, n: int) -> Tensor | None:
         if not self.remembers:

@@ -17,8 +17,8 @@ from torch import Tensor
 from fsd_infer.cpu import ops
 from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import lists
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest, DraftSession
-from fsd_infer.drafters.free import Chance, FreeDrafter, Options
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest
+from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
 from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
@@ -161,7 +161,7 @@ class RecycleDrafter(FreeDrafter):
         return {**super().describe(), **options}
 
 
-class RecycleSession(DraftSession):
+class RecycleSession(FreeSession):
     """A session with the last tokens of each row and their tables.
 
     Attributes:
@@ -170,7 +170,8 @@ class RecycleSession(DraftSession):
     """
 
     def __init__(self, drafter: RecycleDrafter, request: DraftRequest) -> None:
-        self.drafter, self.device = drafter, request.device
+        super().__init__(request)
+        self.drafter: RecycleDrafter = drafter
         self.last: list[list[int]] = [[] for _ in range(request.batch)]
         self.recycled = drafter.tables(request.batch, request.keys is None)
 
@@ -197,9 +198,9 @@ class RecycleSession(DraftSession):
                 these = slice(place * width, (place + 1) * width)
                 recycled.remember(contexts[seen[place]], ids[these], chances[these])
 
-    def draft(self, roots: Tensor) -> DraftTree:
-        contexts = [(*last[-2:-1], root) for last, root in zip(self.last, roots.tolist(), strict=True)]
-        return self.drafter.trees(self.recycled, contexts, roots, self.device)
+    def places(self, roots: Sequence[int]) -> list[tuple[Table, Any]]:
+        rows = zip(self.recycled, self.last, roots, strict=True)
+        return [(recycled, (*last[-2:-1], root)) for recycled, last, root in rows]
 
     def select(self, rows: Tensor) -> None:
         kept = rows.tolist()
