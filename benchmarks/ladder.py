@@ -11,7 +11,8 @@ command continues. ``--join`` takes the rungs of an earlier record into the new 
 forecast only.
 
 The record ranks the rungs: by four numbers of the drafter, and by what the rules gain and spend. Its ``correlations``
-are Spearman's between the two.
+are Spearman's between the two. ``--routing`` draws score over speed beside *routing*, which answers a share of the
+prompts by the drafter alone and the others by ``exact``. A rule is worth something where it lies above that line.
 """
 
 from __future__ import annotations
@@ -161,6 +162,23 @@ def outcomes_of(rules: dict[str, Any]) -> dict[str, float]:
     return {"gain at equal quality": max([1.0, *equal])} | {f"gain of {rule}": gains[rule] for rule in gains} | spent
 
 
+def routing_of(rules: dict[str, Any], depth: int, cost: float) -> dict[str, dict[str, float]]:
+    """Return by rule tokens per cost, score, and the score of routing at that speed; empty without ``alone``.
+
+    A round costs 1 + cost · depth target forwards, a token of the drafter alone costs ``cost``.
+    """
+    if ALONE not in rules or rules[ALONE]["score"] is None:
+        return {}
+    each = {rule: (1 + cost * depth) / facts["tau"] for rule, facts in rules.items() if facts["tau"]} | {ALONE: cost}
+    first, last = rules[EXACT]["score"], rules[ALONE]["score"]
+    found = {}
+    for rule, spent in each.items():
+        share = (each[EXACT] - spent) / (each[EXACT] - cost)
+        score = {"score": rules[rule]["score"], "routed": first + share * (last - first)}
+        found[rule] = {"tokens_per_cost": 1 / spent, **score}
+    return found
+
+
 def correlations_of(rungs: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return {outcome: {number: Spearman's rank correlation}} over the rungs that have the outcome, three or more."""
     numbers = {name: numbers_of(rung["drafts"]) for name, rung in rungs.items()}
@@ -195,7 +213,7 @@ def forecast_error(rungs: dict[str, Any]) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return bounds, rungs, correlations and the error of the forecasts. Raises FsdError."""
-    figure = args.figure and args.figure.resolve()
+    figure, routing = (path and path.resolve() for path in (args.figure, args.routing))
     joined = {} if args.join is None else json.loads(Path(args.join).read_text(encoding="utf-8"))["rungs"]
     work = Workplace(args.work)
     target, prompts = work.link(args.target), work.link(args.prompts)
@@ -210,6 +228,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             rungs[name]["forecast"] = forecast_of(args, *asked)
     if figure is not None:
         write_figure(rungs, figure)
+    for rung in rungs.values():
+        rung["routing"] = routing_of(rung["rules"], args.depth, args.cost)
+    if routing is not None:
+        write_routing(rungs, args.cost, routing)
     found = {"correlations": correlations_of(rungs), "forecast_error": forecast_error(rungs)}
     return {"bounds": BOUNDS, "rungs": rungs, **found}
 
@@ -241,6 +263,28 @@ def write_figure(rungs: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def write_routing(rungs: dict[str, Any], cost: float, path: Path) -> None:
+    """Draw score over tokens per cost for each rung with ``alone``, and the line of routing."""
+    from matplotlib.figure import Figure
+
+    drawn = {name: rung["routing"] for name, rung in rungs.items() if rung["routing"]}
+    figure = Figure(figsize=(2.9 * len(drawn), 3.4), layout="constrained")
+    rules = list(dict.fromkeys(rule for found in drawn.values() for rule in found))
+    panels = figure.subplots(1, len(drawn), squeeze=False)[0]
+    for axes, (name, found) in zip(panels, drawn.items()):
+        line = sorted((facts["tokens_per_cost"], facts["routed"]) for facts in found.values())
+        axes.plot(*zip(*line), color="grey", lw=0.8, label="routing")
+        for rule, facts in found.items():
+            axes.scatter(facts["tokens_per_cost"], facts["score"], c=f"C{rules.index(rule)}", label=rule, zorder=3)
+        axes.set_title(name, fontsize=8)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel(f"tokens per cost, c = {cost:g}")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    panels[0].set_ylabel("score")
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=7, loc="outside right upper")
+    figure.savefig(path, dpi=130)
+
+
 def report(record: dict[str, Any]) -> str:
     """Return a table with a line per rung and rule."""
     rows, ranks = [], []
@@ -265,7 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         score=("auto", "kind of reference"), every=1, limit=None, max_new_tokens=96, depth=(8, "drafts per chain"),
         batch=48, temperature=0.0, seed=1, threads=None, forecast=(False, "add the forecasts of `fsd-infer worth`"),
         join=(None, "earlier record whose rungs to add"), work=(Path("runs/ladder"), "directory of the rungs' records"),
-        figure=(None, "picture to draw"), json=...,
+        figure=(None, "picture of gain over regret"), json=...,
+        cost=(0.1, "of a drafted token, in target forwards"), routing=(None, "picture of score over speed"),
     )  # fmt: skip
     return record_main("benchmarks.ladder", parser, measure, report, argv)
 

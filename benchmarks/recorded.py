@@ -20,6 +20,7 @@ from fsd_infer.files import jsonable
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN, PROMPTS = "smollm2-135m", ROOT / "data" / "spec_bench_dev.jsonl"
 PLACES = ("json", "work", "scratch")  # options that say where files go
+PATHS = ("prompts", "figure", "routing", *PLACES)
 HELP = {
     "target": "built-in name, directory or hub id",
     "drafter": "what `--drafter` of `fsd-infer` takes",
@@ -52,9 +53,7 @@ def parser_of(module: str, text: str | None, **options: Any) -> argparse.Argumen
     for name, value in options.items():
         default, said = value if isinstance(value, tuple) else (value, HELP[name])
         flag = f"--{name.replace('_', '-')}"
-        kind: Any = (
-            Path if name in ("prompts", "figure", *PLACES) else int if name in ("limit", "every", "threads") else str
-        )
+        kind: Any = Path if name in PATHS else int if name in ("limit", "every", "threads") else str
         if default is False:
             parser.add_argument(flag, action="store_true", help=said)
         elif default is ... or default is None:

@@ -314,6 +314,23 @@ def test_a_ladder_compares_rules_on_every_rung(toy: Toy, tmp_path: Path, monkeyp
     assert ranked["rungs"] == 4 and ranked["agreement"] == pytest.approx(spearmanr(agreement, gains).statistic)
 
 
+def test_routing_mixes_the_target_with_the_drafter_alone(tmp_path: Path) -> None:
+    facts = {"exact": (2.0, 0.6), "tilted": (4.0, 0.5), "alone": (None, 0.0)}
+    rules = {rule: {"tau": tau, "score": score} for rule, (tau, score) in facts.items()}
+    found = ladder.routing_of(rules, depth=4, cost=0.1)  # rounds of 1.4 forwards: 0.7, 0.35 and 0.1 per token
+    assert {rule: row["tokens_per_cost"] for rule, row in found.items()} == pytest.approx(
+        {"exact": 1 / 0.7, "tilted": 1 / 0.35, "alone": 10.0}
+    )
+    assert {rule: row["routed"] for rule, row in found.items()} == pytest.approx(
+        {"exact": 0.6, "tilted": 0.25, "alone": 0.0}
+    )
+    half = 1 / (0.5 * 0.7 + 0.5 * 0.1)  # tokens per cost of half of the prompts by either
+    assert 1 / 0.7 < half < found["tilted"]["tokens_per_cost"], "so it routes more than half"
+    assert ladder.routing_of({**rules, "alone": {"tau": None, "score": None}}, 4, 0.1) == {}
+    ladder.write_routing({"a": {"routing": found}, "b": {"routing": {}}}, 0.1, tmp_path / "routing.png")
+    assert (tmp_path / "routing.png").stat().st_size > 1000
+
+
 def test_quality_is_equal_within_the_bounds() -> None:
     assert ladder.is_model("smollm2-135m-maths") and not ladder.is_model("shipped")
     same = {name: {"mean": 0.0} for name in ladder.BOUNDS}
