@@ -135,7 +135,7 @@ def forecast_of(args: argparse.Namespace, target: str, drafter: str, prompts: st
     asked = encode_rows(rows, target, decoder.tokenizer, decoder.target.max_positions, args.raw)
     lossy = [rule for rule in args.rules if rule not in (EXACT, ALONE)]
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
-    found = forecast(decoder, asked, lossy, seed=args.seed, progress=True, **options).to_dict()
+    found = forecast(decoder, asked, lossy, usual=False, seed=args.seed, progress=True, **options).to_dict()
     exact = found["rows"][0]["per_cost"]
     rules = {}
     for row in found["rows"]:

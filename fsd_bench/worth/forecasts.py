@@ -167,6 +167,7 @@ def forecast(
     temperature: float = 0.0,
     max_new_tokens: int = 96,
     chat: bool | None = None,
+    usual: bool = True,
     seed: int = 0,
     progress: bool = False,
 ) -> Forecast:
@@ -175,10 +176,11 @@ def forecast(
     Args:
         decoder: target and drafter.
         prompts: as for :meth:`FuzzyDecoder.generate`, one after the other.
-        rules: rules to replay besides :data:`RULES`.
+        rules: rules to replay besides exact and the usual ones.
         drafter: a head or a small LM whose shape is cut; None: the decoder's. Without a requested shape it drafts
             :data:`DEPTH` tokens, or :data:`DEEP_TREE`.
         temperature, max_new_tokens, chat: of the request.
+        usual: replay :data:`RULES` too, and at temperature 0 :data:`HEATED`.
         seed: seed of draws.
         progress: show a progress bar.
 
@@ -189,7 +191,7 @@ def forecast(
         raise FsdError("no prompts: give at least one.")
     deep = deep_drafter(decoder.drafter if drafter is None else drafter)
     shapes = _shapes(deep.shape)
-    tried = _rules(rules, temperature)
+    tried = _rules([*(RULES if usual else ()), *(HEATED if usual and not temperature else ()), *rules], temperature)
     heats = {} if temperature else _heats(tried)
     fixed = dict.fromkeys([*(rule for rule in tried if rule not in heats), *chain(*map(fixed_prices, heats))])
     eos = decoder.target.model.generation_config.eos_token_id
@@ -224,9 +226,8 @@ def forecast(
 
 
 def _rules(rules: Sequence[str | Rule], temperature: float) -> dict[Rule, str]:
-    """Return the rules to forecast and their names: exact, those of this module, and the given ones."""
-    asked = ["exact", *RULES, *(HEATED if temperature == 0 else ()), *rules]
-    made = {parse_rule(rule): rule if isinstance(rule, str) else rule.name for rule in asked}
+    """Return the names of exact and of the rules that can be forecast."""
+    made = {parse_rule(rule): rule if isinstance(rule, str) else rule.name for rule in ("exact", *rules)}
     return {rule: name for rule, name in made.items() if temperature == 0 or not isinstance(rule, Fly)}
 
 
