@@ -253,8 +253,10 @@ def write_figure(rungs: dict[str, Any], path: Path) -> None:
         x, y, equal = zip(*drawn)
         axes.plot(x, y, color=f"C{number_}", label=rule)
         axes.scatter(x, y, edgecolors=f"C{number_}", c=[f"C{number_}" if same else "white" for same in equal], zorder=3)
-    for name, regret in regrets.items():
-        axes.annotate(name, (regret, 0.98), rotation=90, fontsize=6, ha="center", va="top")
+    last = 0.0
+    for name, regret in sorted(regrets.items(), key=lambda item: item[1]):
+        last = max(regret, last * 1.11)  # names of like regrets stand side by side
+        axes.annotate(name, (last, 0.98), rotation=90, fontsize=6, ha="center", va="top")
     axes.axhline(1.0, color="grey", lw=0.8)
     axes.set_ylim(bottom=0.6)
     axes.set_xscale("log", base=2)

@@ -115,7 +115,7 @@ def test_the_table_of_a_small_lms_losses_is_its_record(repo_root: Path) -> None:
 
 
 def test_the_table_of_engines_is_its_record(repo_root: Path) -> None:
-    page, found = (repo_root / "docs" / "speed.md").read_text("utf-8"), record(repo_root, "compare-file-weights")
+    page, found = (repo_root / "docs" / "speed.md").read_text("utf-8"), record(repo_root, COMPARED)
     engines = {"llama.cpp:gguf": "llama.cpp", "openvino:gguf": "OpenVINO", "vllm": "vLLM, bf16"}
     for name, shown in {"plain": "`plain`", "exact": "`exact`", **engines}.items():
         facts, ratio = found["methods"][name], found["ratios"]["plain"].get(name, {}).get("decode_tokens_per_second")
