@@ -28,6 +28,7 @@ def test_it_runs(
     monkeypatch.setattr("sys.argv", [str(script), *small])
     monkeypatch.setattr(RULES, "_entries", dict(RULES._entries))  # a rule of an example's own
     monkeypatch.setenv("PYTHONPATH", str(repo_root))  # for a server that one starts
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with loopback_hub() as hub:
         if "hub" in script.stem:
