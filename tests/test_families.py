@@ -26,6 +26,7 @@ from tests.families import (
 OWN_LAYER = {"llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3", "olmo2", "cohere", "stablelm", "granite"}
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # of transformers, about an argument of a forward
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_generate(family: str, device: str) -> None:

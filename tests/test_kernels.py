@@ -19,7 +19,7 @@ from fsd_infer.cpu import stack as stack_module
 from fsd_infer.cpu.kernels import MOST_ROWS, Kernels
 from fsd_infer.cpu.ops import kernel_kind, packed_products, restore, speed_up, stack_of
 from fsd_infer.cpu.packing import Packed, packed_of
-from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.heads.head import EagleConfig, EagleHead
@@ -181,8 +181,8 @@ def test_the_kernels_layers_of_a_head_are_those_of_torch(first: bool) -> None:
         out, found = stack(given, positions, [visible] * 2, here, owner.norm, range(2), attended)
         there, angles, expected = cache(), owner.rotary_emb(x, positions), []
         for index, layer in enumerate(owner.layers):
-            inputs = (x,) if index else (embeds, x)
-            x = layer(*inputs, attention_mask=visible[:, None], past_key_values=there, position_embeddings=angles)
+            inputs, name = ((x,), cache_argument(type(layer))) if index else ((embeds, x), "cache")
+            x = layer(*inputs, attention_mask=visible[:, None], position_embeddings=angles, **{name: there})
             expected.append(x)
         expected[-1] = owner.norm(x)
     assert out is found[-1]

@@ -6,12 +6,23 @@ path copies that path's keys and values to their final slots. The next round ove
 
 from __future__ import annotations
 
+import inspect
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@cache
+def cache_argument(kind: type[nn.Module]) -> str:
+    """Return the name under which a model or layer of this class takes its cache.
+
+    It is ``cache`` since transformers 5.24. Earlier versions, and code from the Hub, say ``past_key_values``.
+    """
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 class _SlotLayer(CacheLayerMixin):

@@ -244,9 +244,8 @@ class EagleHead(PreTrainedModel):
         layers = list(self.layers)
         if self.eagle3:
             x = layers.pop(0)(
-                embeds, x, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
-                position_embeddings=angles,
-            )  # fmt: skip
+                embeds, x, cache, attention_mask=mask, position_ids=position_ids, position_embeddings=angles
+            )
         x = run_layers(layers, x, angles, position_ids, mask, cache)
         return x if norm is None else norm(x)
 
