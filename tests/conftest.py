@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("FSD_THREADS", "fixed")  # how busy a machine is says nothing about the code
 
 import random
 from collections.abc import Iterator

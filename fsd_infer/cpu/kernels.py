@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsd_infer.device.cores import team_size
 from fsd_infer.device.cpuinfo import cpu_flags
 
 PLAIN_DIVERGENCES = ("kl_qp", "kl_pq", "js", "ag", "tv")  # numbered as ``Kind`` in kernels.cpp
@@ -135,7 +136,7 @@ class Kernels:
         """Multiply x [..., depth] with a packed weight and add its bias: [..., columns]."""
         y = x.new_empty((*x.shape[:-1], layer.columns))
         rows, many = x.numel() // x.shape[-1], x.dim() > 1 and x.shape[-2] > FEW_TOKENS
-        self._library.fsd_linear_forward(x.data_ptr(), layer, y.data_ptr(), rows, many, torch.get_num_threads())
+        self._library.fsd_linear_forward(x.data_ptr(), layer, y.data_ptr(), rows, many, team_size())
         return y
 
     def pack_blocks(self, kind: int, rows: np.ndarray, depth: int, order: Tensor | None) -> Tensor | None:
@@ -154,7 +155,7 @@ class Kernels:
         if not size:
             return None
         panels = torch.zeros(size, dtype=torch.uint8)
-        taken = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), torch.get_num_threads()
+        taken = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), team_size()
         wrong = self._library.fsd_block_pack(kind, *taken)
         if wrong:
             raise ValueError(f"{wrong} scales that are no finite numbers")
@@ -163,7 +164,7 @@ class Kernels:
     def block_rows(self, layer: Linear, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return :meth:`rows` of a weight in blocks, in bf16 or fp32."""
         found = torch.empty(*ids.shape, layer.depth, dtype=dtype)
-        narrow, threads = dtype == torch.bfloat16, torch.get_num_threads() if ids.numel() > FEW_TOKENS else 1
+        narrow, threads = dtype == torch.bfloat16, team_size() if ids.numel() > FEW_TOKENS else 1
         if self._library.fsd_block_rows(layer, ids.data_ptr(), ids.numel(), narrow, found.data_ptr(), threads):
             raise _no_rows(ids, layer)
         return found
@@ -201,7 +202,7 @@ class Kernels:
         log_q = torch.empty(*logits.shape[:-1], count)
         where = torch.empty(log_q.shape, dtype=torch.long)
         columns = logits.shape[-1]
-        narrow, rows, threads = logits.dtype == torch.bfloat16, logits.numel() // columns, torch.get_num_threads()
+        narrow, rows, threads = logits.dtype == torch.bfloat16, logits.numel() // columns, team_size()
         self._library.fsd_likeliest(
             narrow, logits.data_ptr(), rows, columns, count, log_q.data_ptr(), where.data_ptr(), threads
         )
@@ -210,7 +211,7 @@ class Kernels:
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
         """Compute :func:`fsd_infer.cpu.ops.keep_largest` of scores [..., V] in fp32."""
         found, columns = torch.empty_like(scores), scores.shape[-1]
-        rows, threads = scores.numel() // columns, torch.get_num_threads()
+        rows, threads = scores.numel() // columns, team_size()
         self._library.fsd_keep_largest(scores.data_ptr(), rows, columns, count, other, found.data_ptr(), threads)
         return found
 
@@ -261,7 +262,7 @@ class Kernels:
         for x, which in zip((p, q), rows):
             _checked(which, x)
         out = torch.empty(p.shape[:-1] if rows[0] is None else rows[0].shape)
-        kind, threads = PLAIN_DIVERGENCES.index(name), torch.get_num_threads()
+        kind, threads = PLAIN_DIVERGENCES.index(name), team_size()
         of_p, of_q = ((*_rows(x, which), x.shape[-1]) for x, which in zip((p, q), rows, strict=True))
         self._library.fsd_divergence(kind, out.numel(), *of_p, *of_q, address_of(ids), out.data_ptr(), threads)
         return out
@@ -312,7 +313,7 @@ def _rows(logits: Tensor, rows: Tensor | None) -> tuple[bool, int, int | None]:
 
 
 def _threads(count: int, columns: int) -> int:
-    return torch.get_num_threads() if count * columns > _FEW_NUMBERS else 1
+    return team_size() if count * columns > _FEW_NUMBERS else 1
 
 
 def panels_of(weight: Tensor, packed: Tensor) -> int | None:

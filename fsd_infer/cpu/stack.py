@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsd_infer.cpu.kernels import FEW_TOKENS, MOST_ROWS, Forward, Kernels, Layer, Stack, address_of, kernels
 from fsd_infer.cpu.packing import packed_of
+from fsd_infer.device.cores import team_size
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # depend on the position alone
@@ -144,7 +145,7 @@ class DecoderStack:
             final_norm=norm.weight.data_ptr() if within else None,
             out=out.data_ptr(),
             many=count > FEW_TOKENS,
-            threads=torch.get_num_threads(),
+            threads=team_size(),
         )
         self.kernels.stack(self._stack, forward)
         if norm is not None and not within:
