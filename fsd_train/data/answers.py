@@ -135,7 +135,9 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> li
         complete = row.get("finish_reason") in (None, "stop")
         return encode_conversation(tokenizer, row_conversation(row, where), complete, template_options(row))
     except DataError as error:
-        raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
+        if str(error).startswith(where):
+            raise
+        raise DataError(f"{where}: {error}") from error
 
 
 def _token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
