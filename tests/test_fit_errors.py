@@ -24,7 +24,7 @@ from fsd_infer.errors import FsdError, causes
 from fsd_train.cli import main
 from fsd_train.commands.fit import HEAD, TrainCLI, config_errors, configured, quiet
 from tests.fuzzing import FUZZ, JUNK, called, changed, places
-from tests.text_toys import tiny_tokenizer
+from tests.text_toys import save_tiny_chat_target
 from tests.train_toys import TRAINER, in_recipe
 
 
@@ -207,8 +207,8 @@ def test_malformed_rows_end_the_command(row: dict[str, Any], toys: Path, tmp_pat
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join([*answers, json.dumps(row)]) + "\n")
     config = recipe(toys, tmp_path / "run")
-    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    config["data"].update(train_files=[str(path)], features=None, tokenizer=str(tmp_path / "tokenizer"))
+    tokenizer = str(save_tiny_chat_target(tmp_path / "target"))
+    config["data"].update(train_files=[str(path)], features=None, tokenizer=tokenizer)
     (tmp_path / "recipe.yaml").write_text(json.dumps(config))
     for command in ("fit", "validate"):
         status, _, err = call([command, "--config", str(tmp_path / "recipe.yaml")])

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 from typing_extensions import NotRequired
 
 from fsd_infer.chat.conversations import row_conversation, row_questions, template_options
-from fsd_infer.chat.encoding import encode_conversation, row_id
+from fsd_infer.chat.encoding import row_id
+from fsd_infer.chat.masks import encode_conversation
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError
 from fsd_train import MAX_LENGTH
