@@ -22,7 +22,8 @@ from transformers import GenerationConfig
 from fsd_bench.score import asked_options, read_references
 from fsd_infer import RULES, FuzzyDecoder, parse_rule
 from fsd_infer.chat.conversations import row_conversation, row_questions
-from fsd_infer.chat.encoding import encode_chat, encode_conversation, read_prompts
+from fsd_infer.chat.encoding import encode_chat, read_prompts
+from fsd_infer.chat.masks import encode_conversation
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.cli.main import build_parser, main
 from fsd_infer.cli.run import BAD_INPUT

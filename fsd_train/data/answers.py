@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 from typing_extensions import NotRequired
 
 from fsd_infer.chat.conversations import row_conversation, row_questions, template_options
-from fsd_infer.chat.encoding import encode_conversation, row_id
+from fsd_infer.chat.encoding import row_id
+from fsd_infer.chat.masks import encode_conversation
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError
 from fsd_train import MAX_LENGTH
@@ -135,7 +136,9 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> li
         complete = row.get("finish_reason") in (None, "stop")
         return encode_conversation(tokenizer, row_conversation(row, where), complete, template_options(row))
     except DataError as error:
-        raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
+        if str(error).startswith(where):
+            raise
+        raise DataError(f"{where}: {error}") from error
 
 
 def _token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
