@@ -130,11 +130,13 @@ class _Batch:
         held = target.held_bytes + drafter.held_bytes
         check_caches(self.cache_bytes, count, capacity, self.device, request.max_cache_bytes, held)
         self.cache = target.new_cache(count, capacity)
-        process = self.processors.context_free if self.processors else None
+        process = self.processors.of_drafts if self.processors else None
+        draws = not request.greedy and all(row.rule.draws_trees for row in self.rows)
         first = torch.tensor([row.prompt[0] for row in self.rows])
         drafted = DraftRequest(
-            count, reach, request.greedy, process, request.generator, self.device, tilt, self.auto, request.cache_keys
-        )
+            count, reach, request.greedy, process, request.generator, self.device, tilt, self.auto, request.cache_keys,
+            draws,
+        )  # fmt: skip
         self.session = drafter.start(first, drafted)
 
     def prefill(self) -> None:
