@@ -57,9 +57,9 @@ _STACK = "_decoder_stack"  # attribute of a module that owns decoder layers
 
 
 def kernel_kind() -> str | None:
-    """Return which kernels run here: "amx", "avx512", or None for torch alone. Compiles them if needed."""
+    """Return which set of kernels runs here: "amx", "avx512", or None for torch alone. Compiles them if needed."""
     compiled = kernels()
-    return None if compiled is None else "amx" if compiled.panel == 32 else "avx512"
+    return None if compiled is None else compiled.name
 
 
 # rows of logits ---------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from fsd_infer.device.cores import team_size
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # depend on the position alone
-# most slots that many tokens may attend to, by panel (32: AMX): above, torch is faster
-MOST_SLOTS = {64: 512, 32: 2048}
+# most slots that many tokens may attend to, by set of kernels: above, torch is faster
+MOST_SLOTS = {"avx512": 512, "amx": 2048}
 _CAPTURE = "transformers.utils.output_capturing"  # its hooks only record outputs, on request
 
 
@@ -81,7 +81,7 @@ class DecoderStack:
     def takes(self, visible: Tensor) -> bool:
         """Return whether the kernels are fastest for a mask [B, M, S]; above their limits torch is."""
         batch, count, used = visible.shape
-        return batch * count <= MOST_ROWS and (count <= FEW_TOKENS or used <= MOST_SLOTS[self.kernels.panel])
+        return batch * count <= MOST_ROWS and (count <= FEW_TOKENS or used <= MOST_SLOTS[self.kernels.name])
 
     def __call__(
         self,

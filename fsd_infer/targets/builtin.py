@@ -151,7 +151,7 @@ def gguf_of(name_or_dir: str | os.PathLike[str], keep: bool, progress: bool) -> 
     if is_gguf(name_or_dir):
         return Path(os.path.expanduser(name_or_dir))
     name = os.fspath(name_or_dir)
-    if not keep or not is_builtin(name) or builtin_adapter(name) is not None or kernel_kind() != "avx512":
+    if not keep or not is_builtin(name) or builtin_adapter(name) is not None or kernel_kind() is None:
         return None
     try:
         return builtin_file(name, progress=progress)

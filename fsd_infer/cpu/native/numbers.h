@@ -11,15 +11,7 @@ namespace {
 
 using bf16 = uint16_t;
 using fp8 = int8_t;  // see widened()
-#ifdef __AMX_BF16__
-constexpr int64_t PANEL = 32;  // output columns side by side in a packed weight
-constexpr int MOST = 32;       // rows of a product whose sums, with x and weights, fit eight tiles
-#else
-constexpr int64_t PANEL = 64;
-constexpr int MOST = 6;        // the same for 32 registers
-#endif
-constexpr int LANES = 16;      // fp32 numbers in a vector
-constexpr int V = PANEL / LANES;
+constexpr int LANES = 16;  // fp32 numbers in a vector
 
 inline __m512 load(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
