@@ -4,8 +4,9 @@
     python -m benchmarks.neighbours --before ../before --json benchmarks/results/neighbours.json
 
 Each checkout decodes in two processes of its own, with our kernels and without (FSD_KERNELS=0). They take turns, so
-that one decodes at a time. The neighbours run beside every turn, one endless loop each. A rate is new tokens per second
-after the prefill. A turn lasts ``--seconds``, in which ``plain`` and then another rule answer prompts in order.
+that one decodes at a time. The neighbours run beside every turn, one endless loop each. In a block of turns, all answer
+the same two prompts of different categories, or as much of them as ``--seconds`` allow, after a short one that does not
+count. A rate is new tokens per second after the prefill.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(rang
 
 
 def serve(checkout: str, target: str, prompts: str, threads: str) -> None:
-    """Decode for the benchmark until standard input ends: a line with rule and seconds, a line with tokens a second."""
+    """Decode for the benchmark until standard input ends: a line with rule, block and seconds, then one with a rate."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
     sys.path.insert(0, checkout)
@@ -38,15 +39,16 @@ def serve(checkout: str, target: str, prompts: str, threads: str) -> None:
     decoder = FuzzyDecoder.from_pretrained(target, dtype=torch.bfloat16, device="cpu")
     drafters = {"plain": decoder.load_drafter("none")}
     texts = [json.loads(line)["turns"][0] for line in Path(prompts).read_text(encoding="utf-8").splitlines()]
-    texts, place = texts[:: max(1, len(texts) // 12)], dict.fromkeys(("plain", "exact"), 0)
+    texts = [text for text in texts if len(text) < 500]  # a turn's seconds do not bound the prefill
 
-    def rate(rule: str, seconds: float) -> float:
+    def rate(rule: str, block: int, seconds: float) -> float:
+        decoder.generate(texts[0], "exact", drafter=drafters["plain"], max_new_tokens=16, do_sample=False)
         tokens, spent, end = 0, 0.0, time.monotonic() + seconds
-        while time.monotonic() < end:
-            place[rule] = place.get(rule, 0) + 1
+        for number in range(2):
             made = decoder.generate(
-                texts[place[rule] % len(texts)], "exact" if rule == "plain" else rule, drafter=drafters.get(rule),
-                max_new_tokens=64, do_sample=False, on_tokens=lambda *_: time.monotonic() > end,
+                texts[(17 * (2 * block + number)) % len(texts)], "exact" if rule == "plain" else rule,
+                drafter=drafters.get(rule), max_new_tokens=48, do_sample=False,
+                on_tokens=lambda *_: time.monotonic() > end,
             )  # fmt: skip
             tokens += made.stats.rows[0].new_tokens - 1
             spent += made.stats.seconds - made.stats.prefill_seconds
@@ -69,10 +71,10 @@ class Decoder:
         )  # fmt: skip
         self._read()
 
-    def rate(self, rule: str, seconds: float) -> float:
-        """Return tokens per second of a turn."""
+    def rate(self, rule: str, block: int, seconds: float) -> float:
+        """Return new tokens per second of a turn."""
         assert self._process.stdin is not None
-        print(json.dumps([rule, seconds]), file=self._process.stdin, flush=True)
+        print(json.dumps([rule, block, seconds]), file=self._process.stdin, flush=True)
         return float(self._read())
 
     def close(self) -> None:
@@ -113,11 +115,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         decoders = {}
         for name, checkout in checkouts.items():
-            for kernels in (True, False):
+            for kernels in (True,) if args.kernels_only else (True, False):
                 made = decoders[name, kernels] = Decoder(checkout, kernels, words)
                 stack.callback(made.close)
         for made in decoders.values():  # compile, learn costs
-            made.rate("exact", args.seconds / 2)
+            made.rate("exact", -1, args.seconds)
         for turn in range(args.blocks):
             for count in range(args.neighbours + 1):
                 order = list(decoders.items())[:: -1 if turn % 2 else 1]
@@ -126,7 +128,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                         for rule in args.rules.split(","):
                             case = f"{name} {rule}{'' if kernels else ' without kernels'}"
                             found = rates.setdefault(case, {}).setdefault(str(count), [])
-                            found.append(round(made.rate(rule, args.seconds), 2))
+                            found.append(round(made.rate(rule, turn, args.seconds), 2))
     return {"tokens_per_second": rates}
 
 
@@ -151,8 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = parser_of(
         "benchmarks.neighbours", __doc__, target=BUILT_IN, rules="plain,exact", prompts=PROMPTS, threads=2,
-        neighbours=(2, "most busy processes beside"), blocks=(3, "turns of each case"),
-        seconds=(3.0, "length of a turn"), json=None,
+        neighbours=(2, "most busy processes beside"), blocks=(2, "turns of each case"),
+        seconds=(5.0, "most seconds of a turn"), json=None,
+        kernels_only=(False, "leave out FSD_KERNELS=0"),
     )  # fmt: skip
     parser.add_argument("--before", type=Path, help="an earlier checkout, to compare with")
     return record_main("benchmarks.neighbours", parser, measure, report, argv)
