@@ -145,6 +145,11 @@ def check_decodable(model: Any, name: str) -> None:
             f"{kind}: its hidden states are of several streams, so no single feature enters its LM head. Use another "
             "target."
         )
+    if (getattr(config, "n_recurrent_loops", None) or 1) > 1:  # Dory
+        raise ModelLoadError(
+            f"{kind} runs layers {config.n_recurrent_loops} times over a text (n_recurrent_loops) and keeps keys and "
+            "values of each time, but a cache here has room for one. Use another target."
+        )
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1:
         raise ModelLoadError(

@@ -276,6 +276,11 @@ class Target(CachedModel):
             self.forward(zero, zero, visible, cache, keep=1)
         except Exception as error:  # the first forward: a config may hold what no model can use
             raise ModelLoadError(f"{self.name} cannot read a token ({type(error).__name__}: {error}).") from error
+        if len(cache.layers) != cache.num_layers:
+            raise ModelLoadError(
+                f"{self.name} keeps {len(cache.layers)} layers of keys and values, but has {cache.num_layers} layers. "
+                "Use another target."
+            )
 
     @torch.no_grad()
     def forward(
