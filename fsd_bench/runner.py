@@ -61,9 +61,9 @@ def run(
     """
     settings = Settings(prompts, methods, **options)
     settings.check()
-    rows = first_rows(settings.prompts, settings.limit, settings.every)
+    rows = first_rows(settings.prompts, settings.limit, settings.every, settings.strict, json_path)
     references = read_references(rows, settings.score)
-    measured = {key: value for key, value in settings.to_dict().items() if key not in ("baselines", "score")}
+    measured = {key: value for key, value in settings.to_dict().items() if key not in ("baselines", "score", "strict")}
     path = None if json_path is None else partial_path(json_path, resume)
     groups = group_prompts([category_of(row) for row in rows], settings.batch_size)
     names = [spec.name for spec in parse_methods(methods)]

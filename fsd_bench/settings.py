@@ -40,6 +40,7 @@ class Settings(ModelOptions):
         isolate: None: methods share this process and take turns prompt by prompt. A number of blocks of prompts: each
             method answers a block in its own process while no other one runs, and methods take turns by block.
         raw: continue prompts without the chat template.
+        strict: stop at the first row that cannot be used, instead of skipping a few.
     """
 
     prompts: str | Path
@@ -58,6 +59,7 @@ class Settings(ModelOptions):
     score: str = AUTO
     isolate: int | None = None
     raw: bool = False
+    strict: bool = False
 
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""

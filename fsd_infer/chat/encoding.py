@@ -167,6 +167,12 @@ def encode_rendered(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def encode_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return ids as :func:`encode_rendered` and the characters that each stands for. Needs a fast tokenizer."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return list(found["input_ids"]), [(int(start), int(end)) for start, end in found["offset_mapping"]]
+
+
 def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """Return the text that each token adds. Joined, the pieces are the decoded text without special tokens.
 

@@ -107,7 +107,8 @@ class HubRows:
         missing = sorted(set(self.columns.values()) - set(row))
         if missing:
             raise DataError(f"hf:{self.repository}: has no column {missing[0]!r}; its columns are {', '.join(row)}.")
-        return {**row, **{ours: row[theirs] for ours, theirs in self.columns.items()}}
+        others = {name: value for name, value in row.items() if name not in self.columns.values()}
+        return {**others, **{ours: row[theirs] for ours, theirs in self.columns.items()}}
 
     def digest(self, text: str) -> str:
         """Return the SHA-256 of the name and its current commit, in hexadecimal.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsd_infer.chat.conversations import WEIGHT, Message, check_messages
-from fsd_infer.chat.encoding import encode_chat, encode_rendered, refusal, render, special_ids
+from fsd_infer.chat.encoding import encode_chat, encode_rendered, encode_with_offsets, refusal, render, special_ids
 from fsd_infer.chat.templates import WORD, template_of, turns_for
 from fsd_infer.errors import DataError
 
@@ -43,9 +43,9 @@ def encode_conversation(
     template's opening of the turn nor the text after the end token. Ids after the last end token are cut off.
 
     A template with generation markers (``{% generation %}``) marks the answers itself. Under another template a turn's
-    answer is the text that it adds to its prompt's. An answer becomes a sequence of its own, as decoding sees it, if
-    the template changes it when the conversation goes on (Qwen3's shows thoughts in the last answer only), or if a
-    token of the whole conversation joins the end of its prompt to its first characters.
+    answer is the text that it adds to its prompt's. Some templates change an answer when the conversation goes on:
+    Qwen3's shows thoughts in the last one only. Then that answer becomes a sequence of its own, as decoding sees it. So
+    does one whose first characters would join the last token of its prompt.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -145,10 +145,8 @@ class _Tokens:
         self.tokenizer, self.text = tokenizer, text
         self.starts: list[int] | None = None
         if getattr(tokenizer, "is_fast", False):
-            found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            self.starts = [start for start, _ in found["offset_mapping"]]
-            self.ends = [end for _, end in found["offset_mapping"]]
-            self.ids: list[int] = list(found["input_ids"])
+            self.ids, offsets = encode_with_offsets(tokenizer, text)
+            self.starts, self.ends = [start for start, _ in offsets], [end for _, end in offsets]
         else:
             self.ids = encode_rendered(tokenizer, text)
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from fsd_infer.chat.conversations import turn_fields
+from fsd_infer.chat.conversations import ANSWERS, turn_fields
 from fsd_infer.errors import DataError
 from fsd_infer.files import write_text
 
@@ -26,16 +26,20 @@ _MOST_SAID = 5  # reasons and fields named on the terminal
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|-?\d+")  # parts of a reason that differ from row to row
 # where a row comes from and how its answer was made: no one has to read it
-PROVENANCE = frozenset({"id", "source", "category", "temperature", "top_k", "top_p", "finish_reason", "ids_from"})
+PROVENANCE = frozenset({"id", "question_id", "prompt_id", "key", "source", "category", "ids_from"}) | {
+    "temperature", "top_k", "top_p", "finish_reason",
+}  # fmt: skip
+CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", *ANSWERS)  # fields that may hold turns
 _Row = TypeVar("_Row")
 
 
 class Fields(dict[str, Any]):
-    """The values of a row by field; ``seen`` are the fields that were read."""
+    """The values of a row by field; ``seen`` are the fields that were read, ``noted`` if an account has them."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
         self.seen: set[str] = set()
+        self.noted = False
 
     def __getitem__(self, name: str) -> Any:
         self.seen.add(name)
@@ -52,18 +56,19 @@ class Fields(dict[str, Any]):
     def unread(self) -> list[str]:
         """Return the fields that hold something and were not read, except :data:`PROVENANCE`."""
         known = self.seen | PROVENANCE
-        columns = [name for name, value in super().items() if name not in known and value not in _EMPTY]
-        return [*columns, *(f"{name}[].{key}" for name in self.seen for key in _turn_fields(super().get(name)))]
+        columns = [name for name, value in dict.items(self) if name not in known and value not in _EMPTY]
+        talks = [name for name in CONVERSATIONS if name in self.seen]
+        return [*columns, *(f"{name}[].{key}" for name in talks for key in _turn_fields(dict.get(self, name)))]
 
 
-def _turn_fields(turns: Any) -> set[str]:
+def _turn_fields(turns: Any) -> list[str]:
     """Return the fields of chat turns that hold something and that no reader of conversations takes."""
     found: set[str] = set()
     for turn in turns if isinstance(turns, list) else ():
         if isinstance(turn, Mapping):
             known = turn_fields(turn)
             found |= {str(key) for key, value in turn.items() if key not in known and value not in _EMPTY}
-    return found
+    return sorted(found)
 
 
 class BadRow(NamedTuple):
@@ -130,7 +135,8 @@ class RowCheck:
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Count the fields of a row that hold something and were not read."""
-        if isinstance(values, Fields):
+        if isinstance(values, Fields) and not values.noted:
+            values.noted = True
             self.unread.update(values.unread())
 
     @property

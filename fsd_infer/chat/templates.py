@@ -62,6 +62,12 @@ def form_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> Templat
     return kept[template]
 
 
+def turn_fields_of(tokenizer: Any) -> tuple[str, ...]:
+    """Return the fields of an assistant turn that the template reads besides content and tool calls."""
+    written = getattr(tokenizer, "chat_template", None) and form_of(tokenizer).thought is not None
+    return THOUGHTS if written else ()
+
+
 def _probed(tokenizer: Any, template: str) -> TemplateForm:
     parted, dropped = set(), set()
     for role, turns in _PROBES.items():
@@ -105,6 +111,6 @@ def turns_for(
         if THOUGHT in turn or WEIGHT in turn:
             given = {name: value for name, value in turn.items() if name not in (THOUGHT, WEIGHT)}
             if form.thought is not None and THOUGHT in turn:
-                given[form.thought] = turn["reasoning_content"]  # type: ignore[index]
+                given[form.thought] = turn["reasoning_content"]
         made.append(_in_parts(given) if turn["role"] in form.parted else given)
     return made

@@ -119,7 +119,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    add(parser, "--prompts", "--raw")
+    add(parser, "--prompts", "--strict", "--raw")
     add(parser, "--limit", help="take only the first N prompts (default: all)")
     parser.add_argument(
         "--methods", default="hf-generate,plain,exact,fuzzy:js:0.3",
@@ -206,7 +206,7 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _worth_options(parser: argparse.ArgumentParser) -> None:
-    add(parser, "--prompts", "--raw", "--temperature")
+    add(parser, "--prompts", "--strict", "--raw", "--temperature")
     add(parser, "--seed", help="seed of draws")
     add(parser, "--limit", default=16, help="take N prompts, evenly spread")
     add(parser, "--max-new-tokens", default=96)
@@ -218,7 +218,7 @@ def _worth_options(parser: argparse.ArgumentParser) -> None:
 def _evidence_options(parser: argparse.ArgumentParser) -> None:
     """Add what sweep and calibrate share."""
     add(parser, "--prompts", metavar="FILE,...")
-    add(parser, "--limit", "--max-new-tokens", "--seed", "--score", "--raw")
+    add(parser, "--strict", "--limit", "--max-new-tokens", "--seed", "--score", "--raw")
     _model_options(parser)
 
 
@@ -258,6 +258,7 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
 def _skip_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "--target", "--dtype", "--device", "--threads")
     add(parser, "--prompts", help="file of prompts, as for bench; use none of them to judge the drafter")
+    add(parser, "--strict")
     parser.add_argument("--layers", type=positive, required=True, metavar="N", help="layers that the drafter keeps")
     add(parser, "--limit", default=16, help="take only the first N prompts")
     add(parser, "--max-new-tokens", default=64)

@@ -125,6 +125,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--temperature": {"type": real_number, "default": 0.0, "metavar": "T", "help": "sampling temperature, 0: greedy"},
     "--seed": {"type": seed, "default": 0, "metavar": "N", "help": "seed of draws and bootstrap intervals"},
     "--raw": {"action": "store_true", "help": "continue the prompts as they are, without the chat template"},
+    "--strict": {"action": "store_true", "help": "stop at the first row that cannot be used, not only at 5 %% of them"},
     "--score": {
         "choices": SCORES, "default": "auto", "help": "how answers are scored against the rows' references: last "
         "number, first option named, IFEval's instructions, chrF or ROUGE-L; auto: the first three, by row"

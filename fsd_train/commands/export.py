@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_infer.chat.row_check import RowCheck
 from fsd_infer.errors import DataError
 from fsd_infer.heads.export import TargetFacts, export_head
 from fsd_infer.heads.formats import read_config
@@ -20,7 +21,7 @@ from fsd_infer.heads.hub import find_head
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import read_checkpoint
-from fsd_train.data.answers import read_answers
+from fsd_train.data.answers import conclude, read_answers
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.head_options import HeadOptions
@@ -126,5 +127,7 @@ def _export_to(head: EagleHead, name: str, args: argparse.Namespace) -> int:
 
 
 def _choose_ids(head: EagleHead, target: Target, args: argparse.Namespace, always: list[int]) -> None:
-    answers, _ = read_answers(args.data, target.tokenizer, vocab_size=target.vocab_size)
+    check = RowCheck(args.strict)
+    answers, _ = read_answers(args.data, target.tokenizer, vocab_size=target.vocab_size, check=check)
+    conclude(check, target.tokenizer)
     head.set_draft_ids(choose_draft_ids(answers.answer_counts(target.vocab_size), args.draft_vocab_size, always))

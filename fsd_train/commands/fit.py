@@ -199,9 +199,10 @@ def _read(path: str | Path) -> TrainCLI:
 
 
 def with_recipes(argv: Sequence[str]) -> list[str]:
-    """Replace recipe names after --config by their paths, unless they are files here."""
+    """Replace recipe names after --config by their paths, unless they are files here, and --strict by its option."""
     words, after = [], False
     for word in argv:
+        word = "--data.strict=true" if word == "--strict" else word
         option, equals, value = word.partition("=")
         if after:
             word = str(find(word))

@@ -22,6 +22,7 @@ from typing import IO, Any
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
+from fsd_infer.chat.row_check import RowCheck, listing_of
 from fsd_infer.chat.rows import read_jsonl, rows_digest
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
@@ -151,6 +152,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
     if args.endpoint and args.features:
         raise DataError("--features needs the local target. With --endpoint, run `cache-features` afterwards.")
     backend = _endpoint(args) if args.endpoint else _local(args)
+    check = RowCheck(args.strict)
     plan = plan_jobs(
         args.prompts,
         backend.tokenizer,
@@ -161,7 +163,11 @@ def run(args: argparse.Namespace) -> Counter[str]:
         batch_size=args.batch_size,
         template=args.chat_template_args,
         raw=args.raw,
+        check=check,
     )
+    output = AnswerFile(args.output, _settings(args))
+    check.finish(listing_of(output.path))
+    check.name_unread()
     _say_what_is_left_out(plan, args)
     window = _window(args.target)
     longest = max((len(job.prompt_ids) for job in plan.jobs), default=0)
@@ -172,7 +178,6 @@ def run(args: argparse.Namespace) -> Counter[str]:
         )
     if window is not None:  # earlier answers make later turns' prompts longer
         plan = replace(plan, max_prompt_tokens=min(plan.max_prompt_tokens, window - args.max_new_tokens))
-    output = AnswerFile(args.output, _settings(args))
     counts: Counter[str] = Counter(read=plan.read, too_long=plan.too_long)
     while plan.batches:
         counts.update(regenerate(plan, backend, output, progress=not args.quiet))
