@@ -1,4 +1,4 @@
-"""Trees with drawn nodes: whatever decides their shape, the output has the target's law, and accepts as the paper says."""
+"""Trees with drawn nodes: whatever decides their shape, the output has the target's law."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from scipy.special import softmax
 from torch import Tensor
 
 from fsd_infer import FsdError
-from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing
@@ -24,11 +23,11 @@ from fsd_infer.drafters.graft import kept_of, union_of
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.visits import likeliest
-from fsd_infer.rules import Evidence, Exact, Verification, parse_rule
+from fsd_infer.rules import Evidence, Exact, parse_rule
 from fsd_infer.tree import DraftTree
 from tests.rules_toy import ALARM, LENGTH, Toy, V, child_of, p_value, simulate
 
-ROWS = 20_000
+ROWS = 10_000
 
 
 class TableSession(TreeSession):
@@ -103,7 +102,9 @@ class GrownToy(Toy):
 
     def _grafted(self, tree: DraftTree, contexts: Tensor) -> DraftTree:
         chain = torch.stack([torch.zeros_like(contexts), contexts % V, (contexts + 1) % V], 1)
-        side = DraftTree.chain(chain, torch.empty(len(chain), 0, V), scores=torch.tensor([0.0, -0.7, -1.4]).repeat(len(chain), 1))
+        side = DraftTree.chain(
+            chain, torch.empty(len(chain), 0, V), scores=torch.tensor([0.0, -0.7, -1.4]).repeat(len(chain), 1)
+        )
         union = union_of(tree, side, 3)
         return kept_of(union, tree, likeliest(union.scores, union.parents, 3, 0.0, self.shape.nodes + 2, union.held))
 
@@ -120,10 +121,11 @@ def target_law(toy: Toy) -> np.ndarray:
     return np.array(law)
 
 
-def grown(**options: Any) -> GrownToy:
-    seed, changes = options.pop("seed", 11), {name: options.pop(name) for name in ("processed", "reduced", "temperature") if name in options}
-    toy = Toy.make(seed, **changes)
-    return GrownToy(toy.p, toy.q, False, toy.processed, toy.draft_ids, toy.parents, toy.temperature, **options)
+def grown(
+    seed: int = 11, processed: bool = False, reduced: bool = False, temperature: float = 1.0, **options: Any
+) -> GrownToy:
+    toy = Toy.make(seed, processed=processed, reduced=reduced, temperature=temperature)
+    return GrownToy(toy.p, toy.q, False, processed, toy.draft_ids, toy.parents, temperature, **options)
 
 
 GROWN = {

@@ -10,9 +10,11 @@ that is a function of the text and of draws further up. What is decided after th
 when to stop, and which of the other nodes to verify. None of it changes y, and a token of C that is not verified is
 emitted by the same draw from (p - q_r)+ as one that is.
 
-**Which contexts draw.** A node is worth verifying if the chance that it is accepted reaches ``least``. A context
-keeps as fixed children the candidates that reach it. It draws another child if the rest of q, times :data:`PASSES`,
-reaches it, too. Every draw reserves places in the tree, of at most as many nodes as the tree may have.
+**Which contexts draw.** A node is worth verifying if its chance of being accepted reaches ``least``. Let ρ be the share
+of q_r that the target accepts. Measured with the shipped head, ρ hardly depends on C and grows with the largest q, as
+about 0.2 + 0.75·max q. A likely token c in C is accepted with probability p(c), about q(c). Left to the draw, it would
+add ρ·q(c). So it is fixed if (1 - ρ)·q(c), times the chance to get there, reaches ``least``. The context draws if ρ
+times the rest of q does. Where the drafter is sure, one drawn child is enough.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from torch import Tensor
 from fsd_infer.cpu import ops
 from fsd_infer.device.transfer import wide
 
-UNSURE, SURE = 0.2, 0.95
-LEAST_REST = 1e-3  # below, the rest of q is rounding
+UNSURE, SURE = 0.2, 0.95  # ρ where the largest q is 0 and 1
+LEAST_REST = 1e-3  # a smaller rest of q is rounding
 
 
 class Drawing:
