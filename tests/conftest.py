@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from fsd_infer import FuzzyDecoder
 from fsd_infer.cpu.kernels import found
+from fsd_infer.cpu.losses import say
 from fsd_infer.cpu.sets import SETS, VARIABLE
 from fsd_infer.targets.loading import builtin_dir
 from tests.bench_toys import Toy, save_toy
@@ -105,9 +106,10 @@ def several_threads() -> Iterator[None]:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The kernels are looked for again, and once more when the test is over."""
+    """The kernels are looked for again, and once more when the test is over. What was said is said again."""
     monkeypatch.delenv(VARIABLE, raising=False)
     found.cache_clear()
+    say.cache_clear()
     yield monkeypatch
     found.cache_clear()
 

@@ -24,6 +24,7 @@ from fsd_infer.cpu.kernels import SIDES, Kernels, in_panels
 from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
 from fsd_infer.cpu.packing import can_pack, fp8_panels, fp8_values, pack_linears
 from fsd_infer.cpu.sets import SETS, VARIABLE
+from fsd_infer.cpu.structs import Linear
 from fsd_infer.errors import KernelsError
 from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
 from tests.kernel_toys import logits_through_cache, need_set, needs_kernels
@@ -104,14 +105,14 @@ def test_every_set_reads_every_layout(name: str, side: int) -> None:
     assert compiled.name == name
     weight, x = torch.randn(128, 160).bfloat16(), torch.randn(3, 9, 160).bfloat16()
     panels = in_panels(weight, side)
-    layer = module.Linear(panels=panels.data_ptr(), side=side, columns=128, depth=160)
+    layer = Linear(panels=panels.data_ptr(), side=side, columns=128, depth=160)
     y = compiled.linear(x, layer)
     torch.testing.assert_close(y.double(), F.linear(x.double(), weight.double()), atol=1e-4, rtol=2**-8)
     assert torch.equal(compiled.linear(x[1, 4], layer), y[1, 4])
     ids = torch.tensor([0, 31, 32, 63, 64, 127, 5])
     assert torch.equal(compiled.rows(layer, ids), weight[ids])
     numbers, scales = fp8_panels(weight, side)
-    layer = module.Linear(panels=numbers.data_ptr(), side=side, scales=scales.data_ptr(), columns=128, depth=160)
+    layer = Linear(panels=numbers.data_ptr(), side=side, scales=scales.data_ptr(), columns=128, depth=160)
     y = compiled.linear(x, layer)
     sizes = fp8_values()[numbers.transpose(1, 2).reshape(128, 160).int() & 127] * scales[:, None]
     expected = F.linear(x.double(), torch.where(weight.signbit(), -sizes, sizes).double())
@@ -322,12 +323,19 @@ def test_a_set_that_is_asked_for_and_cannot_be_compiled_is_an_error(fresh: pytes
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_other_processors_decode_through_torch(machine: str, fresh: pytest.MonkeyPatch) -> None:
+def test_other_processors_decode_through_torch(
+    machine: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     fresh.setattr(kernel_sets, "cpu_flags", lambda: AVX2 if machine == "x86_64" else set())
     fresh.setattr(kernel_sets.platform, "machine", lambda: machine)
     model = tiny_model("llama").bfloat16()
     before = reference(model, tiny_prompts((5,)), max_new_tokens=3)
-    speed_up(model, release=True)
+    for made in (model, tiny_model("llama").bfloat16()):
+        speed_up(made, release=True)
+    if can_pack():
+        [said] = [record.message for record in caplog.records if record.name == "fsd_infer.cpu.losses"]
+        assert "Our CPU kernels need AVX512-BF16" in said
+        assert ("lacks avx512_bf16" if machine == "x86_64" else "this is aarch64") in said
     assert module.kernels() is None and stack_of(model.model) is None
     decoder = FuzzyDecoder(Target(model), NoDrafter(VOCAB))
     assert decoder.generate(tiny_prompts((5,)), max_new_tokens=3, do_sample=False).sequences == before

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from fsd_infer.cli import commands, evidence
+from fsd_infer.cli import commands, env, evidence
 from fsd_infer.cli.options import (
     MODELS,
     HelpFormatter,
@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         (evidence.estimate, _estimate_options, "compute memory and the least time of a round on GPUs from a config"),
         (evidence.skip_layers, _skip_options, "find layers that a drafter made from the target can skip"),
         (commands.serve, _serve_options, "serve the OpenAI API from one process"),
+        (env.env, _env_options, "print what a report of a fault needs: versions, machine, what runs where and why"),
         (commands.rules, None, "list rules, divergences, drafters and built-in targets"),
     ):
         name, described = command.__name__.replace("_", "-"), f"{help[0].upper()}{help[1:]}."
@@ -225,6 +226,10 @@ def _evidence_options(parser: argparse.ArgumentParser) -> None:
 def _warmup_options(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, ("--fetch-only", "only fetch a built-in target and print its directory"))
     _model_options(parser)
+
+
+def _env_options(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, ("--json", "print it as JSON"))
 
 
 def _estimate_options(parser: argparse.ArgumentParser) -> None:

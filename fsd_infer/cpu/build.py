@@ -86,6 +86,15 @@ def compiler() -> tuple[list[str], bytes]:
     return command, subprocess.run([*command, "--version"], capture_output=True, check=True, timeout=60).stdout
 
 
+def compiler_line() -> str:
+    """Return the compiler's command and the first line of its version, or why there is none."""
+    try:
+        command, version = compiler()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"none: {error}"
+    return f"{shlex.join(command)}: {version.decode(errors='replace').partition(chr(10))[0]}"
+
+
 def _whole(pattern: str) -> list[Path]:
     """Return matching cached libraries whose content has the digest in their name, and delete the others."""
     found = []

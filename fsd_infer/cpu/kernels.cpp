@@ -10,6 +10,7 @@
 // Arithmetic is in fp32. Values are rounded when they are stored: after norms, products, residuals and gates.
 
 #include "native/layers.h"
+#include "native/records.h"
 #include "native/statistics.h"
 
 #include <sys/syscall.h>

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsd_infer.cpu.codebooks import rewritten
 from fsd_infer.cpu.sets import VARIABLE, wanted
+from fsd_infer.cpu.structs import Forward, Linear, Stack, Tree
 from fsd_infer.device.cores import team_size
 from fsd_infer.errors import KernelsError
 
@@ -40,59 +42,6 @@ SIDES = (64, 32)  # columns of a packed weight's panels that the kernels know
 FEW_TOKENS = 64  # per text: forwards over at most this many agree bit by bit, whatever runs beside them
 
 TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
-
-
-class Linear(Structure):
-    """The struct ``fsd_linear`` of kernels.cpp."""
-
-    _fields_ = [
-        ("panels", c_void_p),
-        *((name, c_int64) for name in ("kind", "side")),
-        *((name, c_void_p) for name in ("scales", "bias")),
-        *((name, c_int64) for name in ("columns", "depth")),
-    ]
-
-
-class Layer(Structure):
-    """The struct ``fsd_layer`` of kernels.cpp."""
-
-    _fields_ = [
-        *((name, Linear) for name in ("query", "key", "value", "output", "gate", "up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "query_norm", "key_norm", "mlp_norm")),
-    ]
-
-
-class Stack(Structure):
-    """The struct ``fsd_stack`` of kernels.cpp."""
-
-    _fields_ = [
-        ("layers", POINTER(Layer)),
-        *((name, c_int64) for name in ("number", "hidden", "inner", "query_heads", "key_heads", "width")),
-        *((name, c_float) for name in ("epsilon", "scale")),
-    ]
-
-
-class Forward(Structure):
-    """The struct ``fsd_forward`` of kernels.cpp."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("batch", "count")),
-        *((name, c_void_p) for name in ("x", "attended", "positions", "slots", "cosine", "sine")),
-        ("angles", c_int64),
-        ("visible", POINTER(c_void_p)),
-        ("used", c_int64),
-        *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("capacity", "layer_stride", "batch_stride", "head_stride", "slot_stride")),
-        ("outputs", POINTER(c_void_p)),
-        *((name, c_void_p) for name in ("final_norm", "out", "scratch")),
-        *((name, c_int64) for name in ("many", "threads")),
-    ]
-
-
-class Tree(Structure):
-    """``fsd_tree`` of kernels.cpp."""
-
-    _fields_ = [*((name, c_void_p) for name in ("tokens", "parents", "scores", "proposers")), ("count", c_int64)]
 
 
 _ROWS = (c_int, c_void_p, c_void_p, c_int64)  # bf16 or fp32, numbers, which rows, and a length
@@ -164,6 +113,7 @@ class Kernels:
         if not size:
             return None
         panels = torch.zeros(size, dtype=torch.uint8)
+        rows = rewritten(kind, rows)
         taken = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), team_size()
         wrong = self._library.fsd_block_pack(kind, *taken)
         if wrong:
@@ -296,11 +246,13 @@ class Found:
 
     Attributes:
         forced: whether FSD_KERNELS asked for them, or for none.
+        failed: whether better ones could not be compiled or loaded.
     """
 
     kernels: Kernels | None
     why: str
     forced: bool
+    failed: bool = False
 
 
 @cache
@@ -322,7 +274,7 @@ def found() -> Found:
     if failed:
         without = "our CPU kernels" if compiled is None else "AMX"
         logger.warning("decoding runs slower, without %s: %s", without, failed)
-    return Found(compiled, failed or sets.why, sets.forced)
+    return Found(compiled, failed or sets.why, sets.forced, bool(failed))
 
 
 def kernels() -> Kernels | None:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cpu.blocks import Blocks, blocks_of
-from fsd_infer.cpu.kernels import MOST_ROWS, Linear, address_of, in_panels, kernels, panels_of
+from fsd_infer.cpu.kernels import MOST_ROWS, address_of, in_panels, kernels, panels_of
+from fsd_infer.cpu.losses import say
+from fsd_infer.cpu.structs import Linear
 from fsd_infer.device.memory import trim
 
 _COMPUTED = "_computed_weight"  # attribute of a quantised layer
@@ -205,7 +207,7 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
     holders = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
     owner: Any = module
     head = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
-    count = 0
+    count = left = 0
     for layer in module.modules():
         if packed_of(layer) is not None:
             continue
@@ -216,6 +218,13 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
             if release and holders[id(layer.weight)] == 1:
                 made.release()
             count += 1
+        elif layer is not head:
+            left += isinstance(layer, nn.Linear) and not is_plain(layer)
+    if left and kernels() is not None:
+        say(
+            f"{left} quantised layers of a {type(module).__name__} compute by their library, slower: our kernels read "
+            "8 or 4 bits with scales for rows, or for groups of 32 columns or a multiple, in models in bf16."
+        )
     if release:
         _share_embedding(module)
     return count

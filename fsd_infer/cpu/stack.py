@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu.kernels import FEW_TOKENS, MOST_ROWS, Forward, Kernels, Layer, Stack, address_of, kernels
+from fsd_infer.cpu.kernels import FEW_TOKENS, MOST_ROWS, Kernels, address_of, kernels
 from fsd_infer.cpu.packing import packed_of
+from fsd_infer.cpu.structs import Forward, Layer, Stack
 from fsd_infer.device.cores import team_size
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))

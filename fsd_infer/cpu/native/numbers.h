@@ -61,4 +61,7 @@ inline __m512 exponential(__m512 x) {
   return _mm512_mask_mov_ps(_mm512_scalef_ps(y, whole), tiny, _mm512_setzero_ps());
 }
 
+// Finish all stores before the tile instructions that follow: GCC's do not say which memory they read.
+inline void finish_stores(const void* address = nullptr) { asm volatile("" ::"r"(address) : "memory"); }
+
 }  // namespace

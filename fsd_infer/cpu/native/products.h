@@ -26,20 +26,6 @@ const bf16* widened(Interleaved& x, const fsd_linear& layer, int64_t column) {
   return x.panel.data();
 }
 
-// panel_product for BLOCK_SIDE columns of a weight in blocks. Multiplier::take has read x.
-template <class Done>
-inline void block_panel_product(const Interleaved& x, const fsd_linear& layer, int64_t column, Done done) {
-  const Tiles& tiles = tiles_of(layer.kind);
-  const int64_t size = layer.depth / tiles.span * tiles.record;
-  const uint8_t* panel = (const uint8_t*)layer.panels + column / LANES * size;
-  for (int at = 0; at < BLOCK_SIDE; at += LANES, panel += size)
-    x.groups(layer.depth, [&](int first, int count, const char* rows) {
-      alignas(64) float sums[TOGETHER * LANES];
-      tiles.of[count - 1](rows, layer.depth, panel, sums);
-      for (int m = 0; m < count; ++m) done(first + m, at, _mm512_load_ps(sums + m * LANES));
-    });
-}
-
 // A Multiplier computes products of at most most<SIDE> rows with one panel of SIDE columns. Meanwhile it prefetches part
 // `part` of `parts` of the next panel, because later groups of rows find their panel in the cache and would leave memory
 // idle.
@@ -48,13 +34,10 @@ inline void block_panel_product(const Interleaved& x, const fsd_linear& layer, i
 template <int SIDE>
 constexpr int most = 32;  // rows whose sums, with x and weights, fit eight tiles
 
-// Finish all stores before the tile instructions that follow: GCC's do not say which memory they read.
-inline void finish_stores(const void* address = nullptr) { asm volatile("" ::"r"(address) : "memory"); }
-
 // This thread's AMX tiles: four of sums (rows 0-15 and 16-31, by 16 columns each), two of x, two of the panel.
 class Multiplier : public Interleaved {
   using Interleaved::Interleaved;
-  int rows = 0;  // rows that the tiles are configured for
+  int shaped = 0;  // for what the tiles are configured; 0: nothing
 
   struct alignas(64) Shape {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -62,14 +45,19 @@ class Multiplier : public Interleaved {
     uint8_t rows[16] = {};
   };
 
+  void load(const Shape& tiles, int key) {
+    finish_stores(&tiles);
+    _tile_loadconfig(&tiles);
+    shaped = key;
+  }
+
   void shape(int count) {
+    if (shaped == count) return;
     const uint8_t low = (uint8_t)std::min(count, LANES), high = (uint8_t)std::max(count - LANES, 1);
     Shape tiles;
     const uint8_t heights[8] = {low, low, high, high, low, high, LANES, LANES};
     std::memcpy(tiles.rows, heights, sizeof heights);
-    finish_stores(&tiles);
-    _tile_loadconfig(&tiles);
-    rows = count;
+    load(tiles, count);
   }
 
   // The product with 32 of a panel's columns; panel, next and sums begin at the first of them.
@@ -124,13 +112,23 @@ class Multiplier : public Interleaved {
 
  public:
   ~Multiplier() {
-    if (rows) _tile_release();
+    if (shaped) _tile_release();
+  }
+
+  // Shape tiles 0 to 3 for sums [rows, 16], 4 and 5 for x [rows, run], 6 and 7 for codes [run / 2, 16, 2].
+  void shape_for_blocks(int rows, int run) {
+    const int key = 100 * rows + run;
+    if (shaped == key) return;
+    Shape tiles;
+    tiles.bytes[4] = tiles.bytes[5] = (uint16_t)(2 * run);
+    for (int tile = 0; tile < 8; ++tile) tiles.rows[tile] = (uint8_t)(tile < 6 ? rows : run / 2);
+    load(tiles, key);
   }
 
   // dots [2 · 16, 16] of two runs of 16 rows, `stride` numbers apart, with 16 columns [depth / 2][16][2].
   void dots(const bf16* low, const bf16* high, int64_t stride, const int32_t* columns, int64_t depth, float* low_dots,
             float* high_dots) {
-    if (rows != 2 * LANES) shape(2 * LANES);
+    shape(2 * LANES);
     finish_stores();
     _tile_zero(0);
     _tile_zero(1);
@@ -148,7 +146,7 @@ class Multiplier : public Interleaved {
   template <int SIDE, class Number>
   void operator()(int count, const bf16* x, int64_t depth, const Number* panel, const Number* next, int part, int parts,
                   float* sums) {
-    if (count != rows) shape(count);
+    shape(count);
     for (int at = 0; at < SIDE; at += 2 * LANES)
       multiply<SIDE>(count, x, depth, panel + 2 * at, next + 2 * at, part, parts, sums + at);
   }
@@ -197,6 +195,8 @@ class Multiplier : public Interleaved {
  public:
   using Interleaved::Interleaved;
 
+  void shape_for_blocks(int, int) {}
+
   template <int SIDE, class Number>
   void operator()(int count, const bf16* x, int64_t depth, const Number* panel, const Number* next, int part, int parts,
                   float* sums) const {
@@ -208,6 +208,21 @@ class Multiplier : public Interleaved {
 };
 
 #endif
+
+// panel_product for BLOCK_SIDE columns of a weight in blocks. Multiplier::take has read x.
+template <class Done>
+inline void block_panel_product(Multiplier& x, const fsd_linear& layer, int64_t column, Done done) {
+  const Tiles& tiles = tiles_of(layer.kind);
+  const int64_t size = layer.depth / tiles.span * tiles.record;
+  const uint8_t* panel = (const uint8_t*)layer.panels + column / LANES * size;
+  for (int at = 0; at < BLOCK_SIDE; at += LANES, panel += size)
+    x.groups(layer.depth, [&](int first, int count, int size, const char* rows) {
+      alignas(64) float sums[TOGETHER * LANES];
+      x.shape_for_blocks(SIZES[size], tiles.run);
+      tiles.of[size](rows, layer.depth, panel, sums);
+      for (int m = 0; m < count; ++m) done(first + m, at, _mm512_load_ps(sums + m * LANES));
+    });
+}
 
 // Multiply any number of rows with one panel, in groups of nearly equal size; calls done(row, column, 16 sums).
 template <int SIDE, class Number, class Done>
