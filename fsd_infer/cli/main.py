@@ -142,7 +142,11 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         ("--repeat", 1, "runs per prompt and method"),
         ("--batch-size", 1, "prompts decoded together"),
     )
-    add(parser, "--seed")
+    add(
+        parser, "--seed", default=None,
+        help="seed of draws and bootstrap intervals; if given, requests have it too, so answers repeat, and the trees "
+        "of auto follow the text instead of the clock (default: draws from 0, and trees as without a seed)",
+    )  # fmt: skip
     add_flags(
         parser,
         ("--no-warmup", "skip each method's untimed first run"),
