@@ -104,6 +104,18 @@ def test_the_bound_holds_over_all_keys() -> None:
     assert [*drafter.stores][-1] == "user 39" and 3 < len(drafter.stores) < 40
 
 
+def test_a_large_memory_loses_texts_and_not_all_at_once() -> None:
+    """One key with as many texts as fit, beside requests of others; keys that say nothing do not pile up."""
+    drafter = MemoryDrafter(VOCAB, store_bytes=1 << 16)
+    for request in range(300):
+        drafter.store_of("large", drafter.stores).add([[request, *range(1000, 1050)]])
+        drafter.recalls([f"user {request}"])
+        drafter.trim()
+        assert sum(store.held_bytes for store in drafter.stores.values()) <= 1 << 16
+        assert len(drafter.stores["large"].texts) >= min(request, 40)
+        assert len(drafter.stores) <= 1 << 16 >> 11
+
+
 @pytest.mark.parametrize(("beams", "saved"), [(1, 0.5), (3, 0.0)])
 def test_a_replay_is_drafted_from_the_store_and_answers_stay(beams: int, saved: float) -> None:
     """saved: the least share of the first answers' forwards."""
