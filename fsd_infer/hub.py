@@ -95,7 +95,7 @@ class _Guard:
 
     def __call__(self, request: Any, **options: Any) -> Any:
         host, path, streamed = request.url.host, unquote(request.url.path), bool(options.get("stream"))
-        if ".." in path.split("/"):
+        if ".." in path.split("/") or "//" in path.partition("/resolve/")[2]:
             raise HubError(f"{host} names {path!r:.120}, which leads out of a repository: it is not fetched.")
         asks = request.method in ("GET", "HEAD") and not streamed
         bound = max(ANSWER, constants.HF_HUB_ETAG_TIMEOUT) if asks else RECEIPT

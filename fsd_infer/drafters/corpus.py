@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -170,7 +171,7 @@ def _form(row: Row, target: Target) -> list[int] | str:
     """Return a row's token ids, or its text. A null counts as a missing field, as in exported tables."""
     given = [row.values[name] for name in IDS if row.values.get(name) is not None]
     if given:
-        tokens = [token for ids in given for token in (ids if isinstance(ids, list) else [None])]
+        tokens: list[Any] = [token for ids in given for token in (ids if isinstance(ids, list) else [None])]
         if not all(type(token) is int and 0 <= token < target.vocab_size for token in tokens):
             raise DataError(
                 f"{row.where}: {' and '.join(IDS)} are lists of whole numbers from 0 to {target.vocab_size - 1}."

@@ -124,6 +124,8 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
         directory = directory / (subfolder or "")
         check_directory(directory)
         return str(directory)
+    if name.endswith(".gguf"):
+        raise ModelLoadError(f"{name}: no such file. Give the path of a GGUF file, or another target.")
     if HUB_ID.fullmatch(name):
         return name
     raise UnknownNameError(
