@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fsd_bench.base import Answer, Method, TimedRun
 from fsd_infer.errors import FsdError
+from fsd_infer.request.options import only_stated
 from fsd_infer.targets.token_ids import eos_ids, left_pad, pad_id
 
 
@@ -43,6 +45,8 @@ class GenerateMethod(Method):
         self.name, self.model, self.arguments, self.facts = name, model, arguments or {}, facts or {}
         self.beams = self.arguments.get("num_beams", 1) > 1
         self.eos, self.pad = eos_ids(model.generation_config), pad_id(model.generation_config)
+        self.config = copy.deepcopy(model.generation_config)
+        only_stated(self.config, ())
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
         if self.arguments and not self.beams and len(prompts) > 1:
@@ -50,12 +54,16 @@ class GenerateMethod(Method):
         ids, mask = left_pad(prompts, self.pad, self.model.device)
         rounds = _Rounds()
         torch.manual_seed(seed)
-        start = time.perf_counter()
-        output = self.model.generate(
-            ids, attention_mask=mask, pad_token_id=self.pad, stopping_criteria=StoppingCriteriaList([rounds]),
-            **options, **self.arguments,
-        ).tolist()  # fmt: skip
-        seconds = time.perf_counter() - start
+        own, self.model.generation_config = self.model.generation_config, self.config
+        try:
+            start = time.perf_counter()
+            output = self.model.generate(
+                ids, attention_mask=mask, pad_token_id=self.pad, stopping_criteria=StoppingCriteriaList([rounds]),
+                **options, **self.arguments,
+            ).tolist()  # fmt: skip
+            seconds = time.perf_counter() - start
+        finally:
+            self.model.generation_config = own
         steps, emitted = len(rounds.lengths) - 1, rounds.lengths[0] - ids.shape[1]  # after and in the first round
         answers = []
         for row in output:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsd_infer.chat.control import encode_hidden, encode_marked, hidden, hidden_options, hidden_turns
 from fsd_infer.chat.conversations import Message, check_messages, check_text, row_messages
+from fsd_infer.chat.pieces import special_names
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.errors import DataError, FsdError
 
@@ -85,6 +87,8 @@ def encode_chat(
 ) -> list[int]:
     """Return the token ids of a conversation under the tokenizer's chat template.
 
+    Names of special tokens in messages and tools are text, unless :func:`.set_control_tokens` says otherwise.
+
     A tokenizer without a template encodes one user turn as plain text with its special tokens, which a base model
     continues.
 
@@ -103,7 +107,7 @@ def encode_chat(
             raise DataError("this tokenizer has no chat template. Give one user turn and nothing else.")
         if options:
             raise DataError(f"this tokenizer has no chat template. Leave out {', '.join(options)}.")
-        ids = encode_text(tokenizer, turns[0]["content"])
+        ids = encode_hidden(tokenizer, hidden(tokenizer, turns[0]["content"]), add_special_tokens=True)
     else:
         ids = _encode_rendered(tokenizer, _render(tokenizer, turns, add_generation_prompt, options))
     if not ids:
@@ -145,7 +149,7 @@ def encode_conversation(
         raise DataError("a conversation to train on must end with an assistant turn, and not begin with one.")
     if not getattr(tokenizer, "chat_template", None):
         prompt = encode_chat(tokenizer, turns[:-1], options=options)
-        answer = _encode_rendered(tokenizer, turns[-1]["content"])
+        answer = _encode_rendered(tokenizer, hidden(tokenizer, turns[-1]["content"]))
         if complete and tokenizer.eos_token_id is not None:
             answer.append(tokenizer.eos_token_id)
         return [(prompt + answer, [0] * len(prompt) + [1] * len(answer))]
@@ -202,12 +206,10 @@ def _spans_by_prefix(tokenizer: Any, turns: Sequence[Message], options: Mapping[
 def _spans_by_markers(tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None) -> _Spans:
     """Find the spans by the template's generation markers."""
     try:
-        found = tokenizer.apply_chat_template(
-            turns, **{**(options or {}), "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        )
+        ids, mask = encode_marked(tokenizer, turns, options or {})
     except Exception as error:
         raise _refusal(turns, error) from error
-    marks = [0, *found["assistant_masks"], 0]
+    marks = [0, *mask, 0]
     edges = [place for place in range(len(marks) - 1) if marks[place] != marks[place + 1]]
     spans = list(zip(edges[::2], edges[1::2]))
     wanted = sum(turn["role"] == "assistant" for turn in turns)
@@ -216,7 +218,7 @@ def _spans_by_markers(tokenizer: Any, turns: Sequence[Message], options: Mapping
             f"chat template: its generation markers mark {len(spans)} of {wanted} assistant turns. "
             "Fix the template, or remove rows with empty answers."
         )
-    return list(found["input_ids"]), spans
+    return ids, spans
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
@@ -235,19 +237,15 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 def special_ids(tokenizer: Any) -> set[int]:
     """Return the ids of the tokenizer's special tokens: named ones such as eos, and added ones."""
-    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
+    return set(special_names(tokenizer))
 
 
 def _render(
     tokenizer: Any, turns: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any] | None = None
 ) -> str:
+    given = {**hidden_options(tokenizer, options), "tokenize": False, "add_generation_prompt": add_generation_prompt}
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                turns, **{**(options or {}), "tokenize": False, "add_generation_prompt": add_generation_prompt}
-            )
-        )
+        return str(tokenizer.apply_chat_template(hidden_turns(tokenizer, turns), **given))
     except Exception as error:  # a template is a program of the model's author
         raise _refusal(turns, error) from error
 
@@ -265,19 +263,4 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 def _encode_rendered(tokenizer: Any, text: str) -> list[int]:
     # the template has written the special tokens itself
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds. Joined, the pieces are the decoded text without special tokens.
-
-    A token that ends inside a character adds nothing. The token that completes the character adds it.
-    """
-    pieces: list[str] = []
-    shown = ""
-    for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        whole = end == len(tokens) or not text.endswith("\N{REPLACEMENT CHARACTER}")
-        pieces.append(text[len(shown) :] if whole else "")
-        shown = text if whole else shown
-    return pieces
+    return encode_hidden(tokenizer, text)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError, imported
+from fsd_infer.files import STRICT_JSON
 
 MOST_TEXT = 1 << 20  # characters of a grammar
 # JSON as json.dumps writes it: a model cannot fill its answer with white space, and more tokens are forced
@@ -46,7 +47,7 @@ class Guide:
         """
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
-            json.loads(text)
+            STRICT_JSON.decode(text)
         except ValueError as error:
             raise FsdError(f"the schema is no JSON: {error}.") from error
         return cls._checked("grammar_from_json_schema", text, "schema", COMPACT)

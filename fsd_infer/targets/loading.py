@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from fsd_infer.chat.control import set_control_tokens
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_infer.files import HUB_ID, HUB_OPTIONS, usable_name
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter
@@ -155,11 +156,13 @@ def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedCo
         return AutoConfig.from_pretrained(source, **options)
 
 
-def load_tokenizer(name_or_dir: str | os.PathLike[str], **hub: Any) -> PreTrainedTokenizerBase | None:
-    """Load a target's tokenizer alone, as :func:`load_config`; None for a local directory without one."""
+def load_tokenizer(
+    name_or_dir: str | os.PathLike[str], *, allow_control_tokens: bool = False, **hub: Any
+) -> PreTrainedTokenizerBase | None:
+    """Load a target's tokenizer alone, as :func:`load_target` does; None for a local directory without one."""
     source, options = _located(name_or_dir, hub)
     with explained(name_or_dir):
-        return _tokenizer(source, **options)
+        return _tokenizer(source, allow_control_tokens, **options)
 
 
 def _located(
@@ -201,6 +204,7 @@ def load_target(
     attn_implementation: str | None = None,
     progress: bool = True,
     expand: bool = True,
+    allow_control_tokens: bool = False,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a target with transformers, unchanged, in eval mode and without gradients.
@@ -218,6 +222,7 @@ def load_target(
         progress: say on stderr when a built-in target is being fetched.
         expand: False: a GGUF file's quantised weights stay as they are where our CPU kernels compute by them, in bf16
             (:func:`fsd_infer.targets.gguf.load_gguf`). They are read-only, and ``state_dict`` lacks them.
+        allow_control_tokens: names of special tokens in messages become the tokens. By default they are text.
         model_kwargs: any other argument of transformers' ``from_pretrained``: ``quantization_config`` (an object, or a
             dict with its ``quant_method``), ``device_map``, and what says where the files lie, for config and tokenizer
             too: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``, ``subfolder``.
@@ -246,6 +251,8 @@ def load_target(
 
         with explained(name_or_dir):
             model, tokenizer = load_gguf(gguf, parse_dtype(dtype), attn_implementation, expand=not keep)
+        if tokenizer is not None:
+            set_control_tokens(tokenizer, allow_control_tokens)
         model.requires_grad_(False).eval()
         return model if keep else model.to(place), tokenizer
     source, where = _located(name_or_dir, model_kwargs, progress)
@@ -274,7 +281,7 @@ def load_target(
                 ignore_mismatched_sizes=True,  # check_loaded refuses them, by name
                 **where, **options,
             )  # fmt: skip
-        tokenizer = _tokenizer(source, **where)
+        tokenizer = _tokenizer(source, allow_control_tokens, **where)
     model = loaded[0]
     check_loaded(source, model, loaded[1])
     model.requires_grad_(False)
@@ -284,7 +291,7 @@ def load_target(
     return model.eval() if placed else model.eval().to(place), tokenizer
 
 
-def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:
+def _tokenizer(source: str, allow_control_tokens: bool, **options: Any) -> PreTrainedTokenizerBase | None:
     directory = Path(source)
     if is_gguf(source):
         from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer
@@ -293,5 +300,6 @@ def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:
     if directory.is_dir() and not any((directory / file).is_file() for file in _TOKENIZER_FILES):
         return None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
+    set_control_tokens(tokenizer, allow_control_tokens)
     tokenizer.decode(tokenizer("the")["input_ids"])  # a malformed tokenizer may load, and fail at every request
     return tokenizer
