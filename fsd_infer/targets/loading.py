@@ -296,7 +296,9 @@ def _tokenizer(source: str, allow_control_tokens: bool, **options: Any) -> PreTr
     if is_gguf(source):
         from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer
 
-        return load_gguf_tokenizer(directory)
+        loaded = load_gguf_tokenizer(directory)
+        set_control_tokens(loaded, allow_control_tokens)
+        return loaded
     if directory.is_dir() and not any((directory / file).is_file() for file in _TOKENIZER_FILES):
         return None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
