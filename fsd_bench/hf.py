@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fsd_bench.base import Answer, Method, TimedRun
 from fsd_infer.errors import FsdError
+from fsd_infer.request.options import only_stated
 from fsd_infer.targets.token_ids import eos_ids, left_pad, pad_id
 
 
@@ -53,6 +55,8 @@ class GenerateMethod(Method):
         self.name, self.model, self.arguments, self.facts = name, model, arguments or {}, facts or {}
         self.beams = self.arguments.get("num_beams", 1) > 1
         self.eos, self.pad = eos_ids(model.generation_config), pad_id(model.generation_config)
+        self.config = copy.deepcopy(model.generation_config)
+        only_stated(self.config, ())
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
         if self.arguments and not self.beams and len(prompts) > 1:
@@ -61,6 +65,7 @@ class GenerateMethod(Method):
         rounds = _Rounds()
         hook = self.model.register_forward_hook(rounds.forwarded)
         torch.manual_seed(seed)
+        own, self.model.generation_config = self.model.generation_config, self.config
         start = time.perf_counter()
         try:
             output = self.model.generate(
@@ -69,6 +74,7 @@ class GenerateMethod(Method):
             ).tolist()  # fmt: skip
         finally:
             hook.remove()
+            self.model.generation_config = own
         seconds = time.perf_counter() - start
         steps, emitted = len(rounds.lengths) - 1, rounds.lengths[0] - ids.shape[1]  # after and in the first round
         answers = []

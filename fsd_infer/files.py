@@ -160,6 +160,23 @@ def parse_text(raw: bytes, where: str, advice: str, error: type[FsdError] = Data
         raise error(f"{where}: not UTF-8 ({problem.reason} at byte {problem.start}). {advice}") from problem
 
 
+def json_text(value: Any) -> str:
+    """Return a value as JSON, whose characters stay as they are, unless UTF-8 cannot hold them."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or not _LONE.search(text) else json.dumps(value)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:60]} is no number of JSON's, or too large")
+    return value
+
+
+# JSON without NaN and infinities, which Python's own reader lets pass
+STRICT_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+_LONE = re.compile("[\ud800-\udfff]")
+
+
 def parse_json(raw: bytes, where: str, advice: str, error: type[FsdError] = DataError) -> Any:
     """Parse JSON in UTF-8. Raises ``error``, which names ``where`` and ends in ``advice``, if malformed."""
     text = parse_text(raw, where, advice, error)

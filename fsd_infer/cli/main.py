@@ -18,6 +18,7 @@ from fsd_infer.cli.options import (
     add_counts,
     add_flags,
     gibibytes,
+    json_object,
     named_directory,
     positive,
     real_number,
@@ -86,14 +87,19 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     request = parser.add_argument_group("request")
     add(request, "--max-new-tokens", "--temperature")
     request.add_argument(
-        "--top-p", type=real_number, metavar="P", help="sample from the fewest tokens of mass P (default: the target's)"
+        "--top-p", type=real_number, metavar="P", help="sample from the fewest tokens of mass P (default: all)"
     )
     add_counts(
         request,
-        ("--top-k", None, "sample from the N likeliest tokens (default: the target's)"),
+        ("--top-k", None, "sample from the N likeliest tokens (default: all)"),
         ("--num-beams", 1, "width of beam search or beam sampling, 1: no beams"),
     )
     add(request, "--seed", default=None, help="seed of draws; the answer repeats (default: a random one)")
+    request.add_argument(
+        "--options", type=json_object, metavar="JSON",
+        help="further fields of transformers' GenerationConfig, such as '{\"repetition_penalty\": 1.1}'; the model's "
+        "own generation config gives special tokens, and does not shape the answer",
+    )  # fmt: skip
     request.add_argument(
         "--beam-options", metavar="NAME=NUMBER,...",
         help="how beams are drafted (depth, spread, nodes) and sampled (confidence, min_width, join_every); see "

@@ -291,9 +291,12 @@ class _Batch:
 
     def _finish_reason(self, row: _Row) -> str | None:
         """Return why the answer ends with its newest token, or None."""
-        tokens = row.record.tokens
+        tokens, ends = row.record.tokens, self.request.ends
+        reason = None if ends is None else ends(row.number, tokens[-1])
         if tokens[-1] in self.request.eos_token_ids:
             return "stop"
+        if reason is not None:
+            return reason
         if self.request.criteria:
             text = to_device(self._text(row)[None], self.device)
             if bool(self.request.criteria(text, None)[0]):

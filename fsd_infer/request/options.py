@@ -7,7 +7,7 @@ this list names it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -47,6 +47,9 @@ _OF_SPEED = frozenset(
     """.split()
 )
 _CACHES = ("cache", "past_key_values")  # since transformers 5.24, and before
+# what answers take from the model's own configuration: its special tokens and lengths, and nothing that shapes the law
+_KEPT = frozenset("max_length max_new_tokens pad_token_id bos_token_id eos_token_id return_dict_in_generate".split())
+_INHERITED = _WITHOUT_EFFECT | _OF_SPEED | _KEPT
 _INSTEAD = {
     "prompt_lookup_num_tokens": 'use drafter="lookup"',
     "max_matching_ngram_size": 'use drafter="lookup"',
@@ -96,7 +99,7 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
         if (getattr(config, name) or 1) < 1:
             raise FsdError(f"{name} must be at least 1, got {getattr(config, name)}.")
     blank = GenerationConfig()
-    defaults = {**vars(blank), **getattr(blank, "_get_default_generation_params", dict)()}
+    defaults = {**vars(blank), **_defaults(blank)}
     for name in sorted(vars(blank).keys() - _HONOURED - _WITHOUT_EFFECT):
         value = getattr(config, name, None)
         if value is None or value is False or value == defaults[name]:
@@ -104,6 +107,32 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
         if name in _OF_SPEED and value == getattr(own, name, None):
             continue
         raise refusal(name, value)
+
+
+def only_stated(config: GenerationConfig, stated: Iterable[str]) -> None:
+    """Switch off what neither the request nor :data:`_INHERITED` names, so that answers follow the target's own law.
+
+    Args:
+        config: the configuration, with the model's values and transformers' defaults filled in; changed in place.
+        stated: fields that the request names.
+    """
+    plain = GenerationConfig()
+    defaults = {**vars(plain), **_defaults(plain), "top_k": None}  # transformers' default is 50
+    for name in vars(plain).keys() - _INHERITED - set(stated):
+        setattr(config, name, defaults[name])
+
+
+def shaping(config: GenerationConfig | None) -> dict[str, Any]:
+    """Return the fields of a model's own configuration that would shape answers, were they not left out."""
+    plain = GenerationConfig()
+    defaults, own = {**vars(plain), **_defaults(plain)}, {} if config is None else vars(config)
+    names = sorted((vars(plain).keys() & own.keys()) - _INHERITED)
+    return {name: own[name] for name in names if own[name] not in (None, False) and own[name] != defaults[name]}
+
+
+def _defaults(config: GenerationConfig) -> dict[str, Any]:
+    """What ``generate`` fills in for fields that nobody sets."""
+    return dict(getattr(config, "_get_default_generation_params", dict)())
 
 
 def split_options(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:

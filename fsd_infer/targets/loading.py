@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from fsd_infer.chat.control import set_control_tokens
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_infer.files import HUB_ID, HUB_OPTIONS, usable_name
 from fsd_infer.hub import HubError, hub_fault, load_whole
@@ -162,11 +163,13 @@ def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedCo
     return load_whole(source, load, **options)
 
 
-def load_tokenizer(name_or_dir: str | os.PathLike[str], **hub: Any) -> PreTrainedTokenizerBase | None:
-    """Load a target's tokenizer alone, as :func:`load_config`; None for a local directory without one."""
+def load_tokenizer(
+    name_or_dir: str | os.PathLike[str], *, allow_control_tokens: bool = False, **hub: Any
+) -> PreTrainedTokenizerBase | None:
+    """Load a target's tokenizer alone, as :func:`load_target` does; None for a local directory without one."""
     source, options = _located(name_or_dir, hub)
     load = explained(name_or_dir, source)(_tokenizer)
-    return load_whole(source, lambda: load(source, **options), **options)
+    return load_whole(source, lambda: load(source, allow_control_tokens, **options), **options)
 
 
 def _located(
@@ -213,6 +216,7 @@ def load_target(
     attn_implementation: str | None = None,
     progress: bool = True,
     expand: bool = True,
+    allow_control_tokens: bool = False,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a target with transformers, unchanged, in eval mode and without gradients.
@@ -230,6 +234,7 @@ def load_target(
         progress: say on stderr when a built-in target is being fetched.
         expand: False: a GGUF file's quantised weights stay as they are where our CPU kernels compute by them, in bf16
             (:func:`fsd_infer.targets.gguf.load_gguf`). They are read-only, and ``state_dict`` lacks them.
+        allow_control_tokens: names of special tokens in messages become the tokens. By default they are text.
         model_kwargs: any other argument of transformers' ``from_pretrained``: ``quantization_config`` (an object, or a
             dict with its ``quant_method``), ``device_map``, and what says where the files lie, for config and tokenizer
             too: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``, ``subfolder``.
@@ -258,6 +263,8 @@ def load_target(
 
         with explained(name_or_dir):
             model, tokenizer = load_gguf(gguf, parse_dtype(dtype), attn_implementation, expand=not keep)
+        if tokenizer is not None:
+            set_control_tokens(tokenizer, allow_control_tokens)
         model.requires_grad_(False).eval()
         return model if keep else model.to(place), tokenizer
     source, where = _located(name_or_dir, model_kwargs, progress)
@@ -265,7 +272,9 @@ def load_target(
     options = {name: value for name, value in model_kwargs.items() if name not in HUB_OPTIONS}
     options |= {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
     load = explained(name_or_dir, source)(_load)
-    model, tokenizer, quantised = load_whole(source, lambda: load(source, where, options, place), **where)
+    model, tokenizer, quantised = load_whole(
+        source, lambda: load(source, where, options, place, allow_control_tokens), **where
+    )
     model.requires_grad_(False)
     if adapter is not None:
         add_adapter(model, adapter, merge=not quantised)
@@ -274,7 +283,7 @@ def load_target(
 
 
 def _load(
-    source: str, where: dict[str, Any], options: dict[str, Any], place: torch.device
+    source: str, where: dict[str, Any], options: dict[str, Any], place: torch.device, allow_control_tokens: bool
 ) -> tuple[Any, PreTrainedTokenizerBase | None, bool]:
     """Return model, tokenizer, and whether the model is quantised.
 
@@ -283,6 +292,7 @@ def _load(
         where: options that say where it lies.
         options: others of transformers, changed in place.
         place: device to load on.
+        allow_control_tokens: as in :func:`load_target`.
     """
     config = _config(source, **where)
     check_size(source, config, where["trust_remote_code"])
@@ -305,7 +315,7 @@ def _load(
             ignore_mismatched_sizes=True,  # check_loaded refuses them, by name
             **where, **options,
         )  # fmt: skip
-    tokenizer = _tokenizer(source, **where)
+    tokenizer = _tokenizer(source, allow_control_tokens, **where)
     check_loaded(source, loaded[0], loaded[1])
     return loaded[0], tokenizer, quantised
 
@@ -316,14 +326,17 @@ def _config(source: str, **options: Any) -> PretrainedConfig:
     return config
 
 
-def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:
+def _tokenizer(source: str, allow_control_tokens: bool, **options: Any) -> PreTrainedTokenizerBase | None:
     directory = Path(source)
     if is_gguf(source):
         from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer
 
-        return load_gguf_tokenizer(directory)
+        loaded = load_gguf_tokenizer(directory)
+        set_control_tokens(loaded, allow_control_tokens)
+        return loaded
     if directory.is_dir() and not any((directory / file).is_file() for file in _TOKENIZER_FILES):
         return None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
+    set_control_tokens(tokenizer, allow_control_tokens)
     tokenizer.decode(tokenizer("the")["input_ids"])  # a malformed tokenizer may load, and fail at every request
     return tokenizer

@@ -22,6 +22,7 @@ from typing import IO, Any
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
+from fsd_infer.chat.control import set_control_tokens
 from fsd_infer.chat.row_check import RowCheck, listing_of
 from fsd_infer.chat.rows import read_jsonl, rows_digest
 from fsd_infer.decoder import FuzzyDecoder
@@ -236,6 +237,7 @@ def _endpoint(args: argparse.Namespace) -> EndpointBackend:
         says = hub_fault(error)
         fault = f"target {args.target!r} has no tokenizer ({error}). Add its files."
         raise FsdError(fault if says is None else f"{args.target} {says}") from error
+    set_control_tokens(tokenizer, bool((args.target_kwargs or {}).get("allow_control_tokens")))
     return EndpointBackend(
         args.endpoint, args.endpoint_model or args.target, tokenizer, _generation_config(directory),
         args.max_new_tokens, None if args.no_request_seeds else args.seed, args.concurrency,
