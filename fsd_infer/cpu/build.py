@@ -45,7 +45,7 @@ def build(load: Callable[[Path], _Library], names: Sequence[str]) -> tuple[_Libr
     Returns:
         What was made, or None. Second, why the sets before it, or all sets, failed: "" if none did.
     """
-    failed = []
+    failed: list[str] = []
     for name in names:
         try:
             return build_for(load, name), "; ".join(failed)

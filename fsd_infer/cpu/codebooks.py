@@ -16,7 +16,8 @@ def _grid() -> np.ndarray:
     from gguf import quants  # imported late, only for files of this type
 
     quants.IQ2_XXS.init_grid()
-    sizes = np.searchsorted(np.array([8, 25, 43]), quants.IQ2_XXS.grid.reshape(_CODES, 8))
+    grid: np.ndarray = quants.IQ2_XXS.grid  # type: ignore[assignment]
+    sizes = np.searchsorted(np.array([8, 25, 43]), grid.reshape(_CODES, 8))
     return _in_nibbles(sizes)
 
 
