@@ -92,7 +92,7 @@ def encode_marked(
     starts = [start for start, _ in marked]
     last = [
         bisect_left(starts, end) - 1 for _, end in offsets
-    ]  # the last marked part that begins before the token ends
+    ]  # the last part before its end
     return ids, [int(place >= 0 and start < marked[place][1]) for place, (start, _) in zip(last, offsets)]
 
 
