@@ -1,8 +1,9 @@
 """How many threads a request on a CPU uses: as many as there are cores that other processes leave to it.
 
 OpenMP's threads spin for each other at every barrier. Where another process takes one's core, all of them wait for it,
-and the speed falls to a fifth. With a thread less, each has a core of its own. So a request looks a few times a second
-at how busy other processes keep its cores. A look costs some 0.05 ms. FSD_THREADS=fixed leaves the threads as asked.
+and the speed falls to a fourth or less. With a thread less, each has a core of its own. So a request looks a few times
+a second at how busy other processes keep its cores. A look costs some 0.05 ms. FSD_THREADS=fixed leaves the threads as
+asked.
 """
 
 from __future__ import annotations
@@ -152,6 +153,8 @@ class Team:
         current = torch.get_num_threads()
         if current != self._now:  # a callback has set it
             self._asked = self._now = current
+            if self._set is not None:
+                self._set(current, True)
         _here.limit = self._cores.threads(self._asked)
         self._use(_here.limit)
 
