@@ -92,6 +92,7 @@ class Job:
         text: the answer so far.
         reason: "stop", "length", or the exception that made the job fail; None while it runs.
         stats: of the answer, once it has ended.
+        cached: tokens of the prompt that were read from the prefix cache.
         cancelled: set when the client no longer wants the answer.
     """
 
@@ -112,6 +113,7 @@ class Job:
     text: str = ""
     reason: str | Exception | None = None
     stats: RowStats | None = None
+    cached: int = 0
     cancelled: bool = False
 
     def grow(self, ids: list[int], tokenizer: Any) -> bool:
@@ -189,6 +191,13 @@ class Batcher:
             self.waiting.extend(jobs)
             self._changed.notify()
 
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Take jobs from the queue, and end those that run with their next tokens, unless they have ended."""
+        with self._changed:
+            for job in jobs:
+                job.cancelled = job.reason is None
+            self.waiting = deque(job for job in self.waiting if not job.cancelled)
+
     def stop(self) -> None:
         """End running answers with their next tokens and fail waiting jobs. Safe to call from a signal handler."""
         with self._changed:
@@ -251,6 +260,7 @@ class Batcher:
             for job in batch:
                 job.finish(error)
             return
-        for job, stats in zip(batch, found.stats.rows, strict=True):
-            job.stats = stats
+        known = found.stats.known or [0] * len(batch)
+        for job, stats, cached in zip(batch, found.stats.rows, known, strict=True):
+            job.stats, job.cached = stats, cached
             job.finish(stats.finish_reason, tokenizer)
