@@ -158,7 +158,8 @@ def answer_all() -> None:
     """Answer requests until standard input ends."""
     for line in sys.stdin.buffer:
         try:
-            found = tried(*json.loads(line), log_reader())
+            maker, text, options = json.loads(line)
+            found = tried(maker, text, options, log_reader())
         except RecursionError:
             found = {"problem": TOO_DEEP}
         except BaseException as error:  # panics of Rust are no Exceptions

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError, shortened
+from fsd_infer.files import STRICT_JSON
 from fsd_infer.request.grammar_child import TOO_DEEP
 from fsd_infer.request.grammars import compiled, reason, serialised
 
@@ -45,14 +46,14 @@ class Guide:
         Raises:
             FsdError: a schema that is malformed or not supported.
         """
-        if not isinstance(schema, str):
-            try:
-                schema = json.dumps(schema)
-            except RecursionError as error:
-                raise FsdError(f"the schema cannot be followed: {reason(TOO_DEEP)}") from error
-            except (TypeError, ValueError) as error:
-                raise FsdError(f"the schema is no JSON: {shortened(error)}.") from error
-        return cls._checked("grammar_from_json_schema", schema, "schema", json.dumps(COMPACT))
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            STRICT_JSON.decode(text)
+        except RecursionError as error:
+            raise FsdError(f"the schema cannot be followed: {reason(TOO_DEEP)}") from error
+        except (TypeError, ValueError) as error:
+            raise FsdError(f"the schema is no JSON: {shortened(error)}.") from error
+        return cls._checked("grammar_from_json_schema", text, "schema", json.dumps(COMPACT))
 
     @classmethod
     def json_object(cls) -> Guide:
