@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from fsd_infer import FuzzyDecoder, parse_rule
 from fsd_infer.serving.app import Limits
 from fsd_infer.serving.batcher import Job
+from fsd_infer.serving.listen import server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMITS = Limits(max_batch=4, max_queue=400, max_new_tokens=24, max_bytes=4096)
@@ -44,3 +50,49 @@ def streamed(client: TestClient, body: dict[str, Any]) -> tuple[str, str, list[d
     text = "".join(choice["delta"].get("content", "") for choice in choices)
     calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
     return text, choices[-1]["finish_reason"], calls
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[int]:
+    """Serve on the loopback, and stop as SIGTERM does. Yields the port."""
+    made, started, ports = server(app, "127.0.0.1", 0), threading.Event(), list[int]()
+    made.config.timeout_keep_alive = 0.3  # type: ignore[assignment]  # seconds until an idle connection ends
+    begin = made.startup
+
+    async def startup(sockets: Any = None) -> None:
+        await begin(sockets)
+        ports.append(made.servers[0].sockets[0].getsockname()[1])
+        started.set()
+
+    made.startup = startup  # type: ignore[method-assign]
+    thread = threading.Thread(target=made.run, daemon=True)
+    thread.start()
+    assert started.wait(60)
+    try:
+        yield ports[0]
+    finally:
+        made.handle_exit(signal.SIGTERM, None)
+        thread.join(60)
+        assert not thread.is_alive(), "the server does not end"
+
+
+@contextmanager
+def connections(port: int, sent: list[bytes]) -> Iterator[list[socket.socket]]:
+    """Connections that have sent these bytes."""
+    opened = [socket.create_connection(("127.0.0.1", port), 60) for _ in sent]
+    try:
+        for one, data in zip(opened, sent, strict=True):
+            one.sendall(data)
+        yield opened
+    finally:
+        for one in opened:
+            one.close()
+
+
+def rest(one: socket.socket) -> bytes:
+    """What a connection still brings until its other end closes it."""
+    parts = []
+    with suppress(ConnectionResetError):
+        while part := one.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)

@@ -30,11 +30,15 @@ from fsd_infer.cli.run import BAD_INPUT, run
 from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.errors import DataError
 from fsd_infer.registry import read_float
+from fsd_infer.request.guide import Guide, GuideProcessor
+from fsd_infer.serving.app import make_app
+from fsd_infer.serving.listen import Connection
 from fsd_train.commands.command_lines import PARSERS
 from fsd_train.commands.fit import quiet, run_errors
 from fsd_train.data import AnswersDataModule
 from tests.bench_toys import Toy
-from tests.fuzzing import FUZZ, JUNK, NUMERALS, called, one_line, refusal, spoilt, values
+from tests.fuzzing import FUZZ, JUNK, NUMERALS, called, grammars, half_requests, one_line, refusal, spoilt, values
+from tests.serve_toys import LIMITS, connections, listening, rest
 from tests.text_toys import CHATML, THINKING, tiny_tokenizer
 
 
@@ -263,3 +267,37 @@ def test_options_in_python(data: st.DataObject, toy_decoder: FuzzyDecoder) -> No
     given = {name: data.draw(st.sampled_from(VALUES)) for name in names}
     given = {"prompts": [5, 6, 7], "max_new_tokens": 2, "do_sample": False, **given}
     refusal(lambda: toy_decoder.generate(**given))
+
+
+@settings(FUZZ, max_examples=20)
+@given(asked=grammars())
+def test_grammars(asked: tuple[str, str], toy_decoder: FuzzyDecoder) -> None:
+    """Each is refused, or its answer is within it, or an error says that it cannot go on."""
+    maker, text = asked
+    guides: list[Guide] = []
+    answers: list[list[int]] = []
+    if refusal(lambda: guides.append(getattr(Guide, maker)(text))) is not None:
+        return
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "guide": guides[0]}
+    error = refusal(lambda: answers.extend(toy_decoder.generate("the cat", **options).sequences))
+    if error is not None:
+        assert "guide cannot go on" in str(error) or "cannot follow the guide" in str(error)
+        return
+    eos = frozenset([toy_decoder.target.model.generation_config.eos_token_id])
+    processor = GuideProcessor(guides[0], toy_decoder.tokenizer, toy_decoder.target.vocab_size, eos, 0)
+    processor.check(answers)
+
+
+@settings(FUZZ, max_examples=3)
+@given(sent=st.lists(half_requests(), min_size=60, max_size=60))
+def test_half_requests(sent: list[bytes], toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is answered or closed in time, and the server ends while others are open."""
+    monkeypatch.setattr(Connection, "request_seconds", 0.3)
+    with listening(make_app(toy_decoder, limits=LIMITS)) as port, connections(port, sent) as opened:
+        for one, data in zip(opened, sent, strict=True):
+            said = rest(one)
+            assert not said or (said.startswith(b"HTTP/1.1 ") and b" 500 " not in said), (data, said)
+        monkeypatch.setattr(Connection, "request_seconds", 60)
+        held = connections(port, sent)
+        held.__enter__()
+    held.__exit__(None, None, None)

@@ -235,12 +235,15 @@ def serve(args: argparse.Namespace) -> int:
         needed(package)
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.serving.app import Limits, make_app
-    from fsd_infer.serving.app import serve as serve_app
+    from fsd_infer.serving.gate import checked_key
+    from fsd_infer.serving.listen import serve as serve_app
 
+    key = checked_key(os.environ.get("FSD_API_KEY", ""))  # before the models load
     set_threads(args.threads)
-    decoder = FuzzyDecoder.from_pretrained(**_decoder_options(args), adapters=dict(args.adapter or ()))
+    options = {**_decoder_options(args), "prefix_cache_bytes": args.prefix_cache_gib}
+    decoder = FuzzyDecoder.from_pretrained(**options, adapters=dict(args.adapter or ()))
     limits = Limits(args.max_batch, args.max_queue, args.max_new_tokens, seconds=args.seconds)
-    app = make_app(decoder, args.rule, limits, os.environ.get("FSD_API_KEY", ""))
+    app = make_app(decoder, args.rule, limits, key, [args.host, *(args.allow_host or ())])
     serve_app(app, args.host, args.port)
     return 0
 

@@ -18,6 +18,7 @@ from fsd_infer.cli.options import (
     add_counts,
     add_flags,
     gibibytes,
+    gibibytes_or_none,
     json_object,
     named_directory,
     positive,
@@ -283,8 +284,18 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
         "--adapter", action="append", type=named_directory, metavar="NAME=DIR",
         help="LoRA adapter that answers requests for the model NAME; may be given several times",
     )  # fmt: skip
+    parser.add_argument(
+        "--allow-host", action="append", metavar="NAME",
+        help="name by which clients may reach this machine, besides its own, its addresses and localhost; '*': any; "
+        "may be given several times",
+    )  # fmt: skip
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--prefix-cache-gib", type=gibibytes_or_none, default=2**30, metavar="GIB",
+        help="memory for prompts that begin like an earlier one, 0: none (default: 1)",
+    )  # fmt: skip
     add_counts(
-        parser.add_argument_group("limits"),
+        limits,
         ("--max-batch", 8, "requests decoded together"),
         ("--max-queue", 64, "requests that may wait"),
         ("--max-new-tokens", 4096, "most tokens of an answer"),

@@ -77,6 +77,11 @@ def gibibytes(text: str) -> int:
     return int(value * 2**30)
 
 
+def gibibytes_or_none(text: str) -> int | None:
+    """Parse a number of GiB and return bytes, None for 0. Raises ArgumentTypeError for other text."""
+    return gibibytes(text) if real_number(text) else None
+
+
 TARGET_KWARGS: dict[str, Any] = {
     "type": json_object,
     "metavar": "JSON",

@@ -215,6 +215,11 @@ class FuzzyDecoder:
             raise FsdError("the prompt encodes to no tokens: give some text.")
         return ids
 
+    def check_guide(self, guide: Guide) -> None:
+        """Compile a guide before a request follows it. Raises FsdError if answers of this target cannot begin."""
+        ends = id_list("eos_token_id", getattr(self.target.model.generation_config, "eos_token_id", None))
+        self._follow(guide, [], frozenset(ends)).follower(0).masks([], [0], [0])
+
     def _follow(self, guide: Guide, prompts: list[list[int]], eos: frozenset[int]) -> GuideProcessor:
         """Return the guide's processor for answers to these prompts, which processors see padded to the longest."""
         if not eos:

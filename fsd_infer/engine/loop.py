@@ -97,7 +97,8 @@ class _Batch:
         self.team, self.clock = team, clock_of(self.device)
         self.phases: dict[str, float] = {}  # seconds by phase at the last ``on_round``
         self.prefill_seconds = 0.0
-        self.prefixes = PrefixSession(target.prefixes, target.captured_layers, request.cache_keys)
+        kept = target.prefixes if request.generator is None else None  # a seeded answer comes again, to its last bit
+        self.prefixes = PrefixSession(kept, target.captured_layers, request.cache_keys)
         self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # [B] tokens that the target has read
         markers = markers_of(rules, target.tokenizer)
         self.texts = Texts([row.record.tokens for row in self.rows], prompts, self.device, markers)
@@ -243,7 +244,7 @@ class _Batch:
             drafter=self.drafter.describe() | ({} if self.auto is None else {"tree": AUTO}),
             seconds=seconds,
             prefill_seconds=self.prefill_seconds,
-            known_tokens=self.prefixes.known_tokens,
+            known=self.prefixes.known_tokens,
             phases=self.clock.phases(),
             cache_bytes=self.cache_bytes,
             trees=None if self.auto is None else self.auto.trees,

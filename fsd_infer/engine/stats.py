@@ -80,7 +80,7 @@ class GenerationStats:
         phases: seconds of prefill, draft, target, rule and cache. On CUDA the device's clock measures them, so their
             sum may differ a little from ``seconds``.
         cache_bytes: bytes of the KV caches, the target's and the drafter's.
-        known_tokens: prompt tokens found in the prefix cache (:mod:`.targets.prefixes`).
+        known: tokens of each prompt found in the prefix cache (:mod:`.targets.prefixes`); empty without one.
         trees: the trees chosen under ``tree="auto"`` and their expected acceptance; else None.
     """
 
@@ -91,12 +91,17 @@ class GenerationStats:
     prefill_seconds: float
     phases: dict[str, float] = field(default_factory=dict)
     cache_bytes: int = 0
-    known_tokens: int = 0
+    known: list[int] = field(default_factory=list)
     trees: Trees | None = None
 
     @property
     def new_tokens(self) -> int:
         return sum(row.new_tokens for row in self.rows)
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of all prompts found in the prefix cache."""
+        return sum(self.known)
 
     @property
     def target_forwards(self) -> int:

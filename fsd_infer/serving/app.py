@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import FrameType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.stats import RowStats
@@ -27,12 +25,15 @@ from fsd_infer.rules import parse_rule
 from fsd_infer.rules.texts import markers_of
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
 from fsd_infer.serving.fields import UNSUPPORTED, ChatAsked, CompletionAsked, ViewAsked
+from fsd_infer.serving.gate import ANY_HOST, Gate, error_body, error_reply, keyed, known_hosts
 from fsd_infer.serving.jobs import Completion, Limits, make_jobs, reader_of
 from fsd_infer.serving.page import Trace, server_page
 from fsd_infer.serving.replies import Reply
 from fsd_infer.targets.adapters import adapter_names
 
 News = tuple[int, Any, bool]  # index of the answer, what it grew by, whether it ends here
+_Made = TypeVar("_Made")
+PREPARING = 4  # threads that encode prompts and try guides
 
 
 class Metrics:
@@ -62,16 +63,26 @@ class Service:
         self.adapters = adapter_names(decoder.target.model)
         self.batcher = Batcher(decoder, limits.max_batch, limits.max_queue)
         self.metrics = Metrics(self.batcher)
+        self.preparing = ThreadPoolExecutor(PREPARING, "prepare")
 
-    def routes(self) -> APIRouter:
-        """Return the routes that need a key if the server has one."""
-        router = APIRouter()
+    def close(self) -> None:
+        """End running answers with their next tokens, and wait for the threads."""
+        self.preparing.shutdown(cancel_futures=True)
+        self.batcher.close()
+
+    def routes(self, api_key: str) -> APIRouter:
+        """Return the routes that need the key, if it is not empty."""
+        router = APIRouter(route_class=keyed(api_key))
+        router.add_api_route("/openapi.json", self.description)
         router.add_api_route("/metrics", self.prometheus)
         router.add_api_route("/v1/models", self.models)
         posts = {"/v1/completions": self.completions, "/v1/chat/completions": self.chat, "/view/decode": self.view}
         for path, route in posts.items():
             router.add_api_route(path, cast(Any, route), methods=["POST"], response_model=None)
         return router
+
+    async def description(self, request: Request) -> JSONResponse:
+        return JSONResponse(request.app.openapi())
 
     async def prometheus(self) -> PlainTextResponse:
         return PlainTextResponse(generate_latest(self.metrics.registry))
@@ -93,7 +104,7 @@ class Service:
     async def view(self, asked: ViewAsked, request: Request) -> Response:
         """Stream the rounds of one answer."""
         news: asyncio.Queue[News] = asyncio.Queue()
-        (job,) = self.jobs(CompletionAsked(**asked.model_dump()), in_template=None)
+        (job,) = await self.jobs(CompletionAsked(**asked.model_dump()), in_template=None)
         trace = Trace(self.decoder.tokenizer, job.prompt, self.decoder.drafter.proposers)
         tell = self.teller(news)
         job.on_round = lambda round: tell(0, trace.add(round), None)
@@ -105,7 +116,7 @@ class Service:
                 if round is not None:
                     yield _event(round)
 
-        return StreamingResponse(_guarded(events()), media_type="text/event-stream")
+        return Stream(events(), partial(self.release, [job]))
 
     async def malformed(self, request: Request, error: Exception) -> JSONResponse:
         """Answer a body that is no valid request."""
@@ -114,15 +125,15 @@ class Service:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"][1:]))
         if first["type"] == "json_invalid":
-            return _error(400, f"the body is no JSON: {first['ctx']['error']} (at character {where}).")
+            return error_reply(400, f"the body is no JSON: {first['ctx']['error']} (at character {where}).")
         if first["type"] == UNSUPPORTED:
             message = f"{where}: this server does not support it. Leave it out; docs/serving.md lists what it supports."
-            return _error(400, message)
+            return error_reply(400, message)
         if first["type"] == "value_error":
-            return _error(400, str(first["ctx"]["error"]))
+            return error_reply(400, str(first["ctx"]["error"]))
         if not where:
-            return _error(400, "the body must be a JSON object, with the header Content-Type: application/json.")
-        return _error(400, f"{where}: {first['msg']}")
+            return error_reply(400, "the body must be a JSON object, with the header Content-Type: application/json.")
+        return error_reply(400, f"{where}: {first['msg']}")
 
     async def answer(self, asked: Completion, request: Request) -> Response:
         """Return one request's answers, streamed or whole. Raises HTTPException."""
@@ -130,33 +141,43 @@ class Service:
         if asked.model not in ("", *names):
             raise HTTPException(404, f"model {asked.model!r:.80} is not here: this server has {', '.join(names)}.")
         news: asyncio.Queue[News] = asyncio.Queue()
-        jobs = self.jobs(asked)
+        jobs = await self.jobs(asked)
         tell = self.teller(news)
         for index, job in enumerate(jobs):
             if asked.model in self.adapters:
                 job.sampling["adapter"] = asked.model
             job.tell = partial(tell, index)
+        reader = await self.beside(partial(reader_of, self.decoder, asked))
+        reply = Reply(asked.model or names[0], isinstance(asked, ChatAsked), jobs, reader)
         self.submit(jobs)
-        reply = Reply(asked.model or names[0], isinstance(asked, ChatAsked), jobs, reader_of(self.decoder, asked))
         parts = self.parts(jobs, news, request)
         if asked.stream:
             events = _events(parts, reply, asked.stream_options.include_usage)
-            return StreamingResponse(_guarded(events), media_type="text/event-stream")
+            return Stream(events, partial(self.release, jobs))
         try:
             async for _ in parts:
                 pass
         except Exception as error:
-            status = 503 if isinstance(error, UnavailableError) else 400 if isinstance(error, FsdError) else 500
-            raise HTTPException(status, _message(error)) from error
+            raise HTTPException(_status(error), _message(error)) from error
+        finally:
+            self.release(jobs)
         return JSONResponse(jsonable(reply.whole()))
 
-    def jobs(self, asked: Completion, in_template: bool | None = False) -> list[Job]:
-        """Make a job per answer, not queued yet. Raises HTTPException for a request that cannot be decoded."""
+    async def beside(self, work: Callable[[], _Made]) -> _Made:
+        """Return the result of work in another thread: encoding a prompt or trying a guide may take seconds.
+
+        Raises HTTPException for a request that cannot be decoded.
+        """
         try:
-            return make_jobs(self.decoder, asked, self.rule, self.limits, in_template)
-        except FsdError as error:
+            return await asyncio.get_running_loop().run_in_executor(self.preparing, work)
+        except (FsdError, RecursionError) as error:
             self.metrics.requests.labels("malformed").inc()
-            raise HTTPException(400, str(error)) from error
+            message = str(error) if isinstance(error, FsdError) else "the body is nested too deeply."
+            raise HTTPException(400, message) from error
+
+    async def jobs(self, asked: Completion, in_template: bool | None = False) -> list[Job]:
+        """Make a job per answer, not queued yet. Raises HTTPException as :meth:`beside` does."""
+        return await self.beside(partial(make_jobs, self.decoder, asked, self.rule, self.limits, in_template))
 
     def teller(self, news: asyncio.Queue[News]) -> Callable[[int, Any, Job | None], None]:
         """Return a function that brings news from the decoding thread into the event loop's queue."""
@@ -180,37 +201,44 @@ class Service:
     async def parts(
         self, jobs: Sequence[Job], news: asyncio.Queue[News], request: Request
     ) -> AsyncIterator[tuple[int, Any]]:
-        """Yield (index of an answer, what it grew by), and (index, None) at its end, until all answers have ended.
+        """Yield (index of an answer, what it grew by), and (index, None) at its end.
 
-        A client that disconnects cancels the jobs. Raises the exception that made a job fail.
+        Ends with the last answer, or when the client has left. Raises the exception that made a job fail.
         """
         running = len(jobs)
-        try:
-            while running:
-                try:
-                    index, new, over = await asyncio.wait_for(news.get(), 0.25)
-                except asyncio.TimeoutError:
-                    if await request.is_disconnected():
-                        return
-                    continue
-                if new:
-                    yield index, new
-                if over:
-                    reason = jobs[index].reason
-                    if isinstance(reason, Exception):
-                        raise reason
-                    running -= 1
-                    yield index, None
-                elif await request.is_disconnected():
+        while running:
+            try:
+                index, new, over = await asyncio.wait_for(news.get(), 0.25)
+            except asyncio.TimeoutError:
+                if await request.is_disconnected():
                     return
-        finally:
-            for job in jobs:
-                job.cancelled = job.reason is None
-                outcome = "aborted" if job.cancelled else "failed" if isinstance(job.reason, Exception) else "done"
-                self.metrics.requests.labels(outcome).inc()
+                continue
+            if new:
+                yield index, new
+            if over:
+                reason = jobs[index].reason
+                if isinstance(reason, Exception):
+                    raise reason
+                running -= 1
+                yield index, None
+            elif await request.is_disconnected():
+                return
+
+    def release(self, jobs: Sequence[Job]) -> None:
+        """Count the jobs of a request that is over, and cancel those that have not ended."""
+        self.batcher.cancel(jobs)
+        for job in jobs:
+            outcome = "aborted" if job.cancelled else "failed" if isinstance(job.reason, Exception) else "done"
+            self.metrics.requests.labels(outcome).inc()
 
 
-def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None = None, api_key: str = "") -> FastAPI:
+def make_app(
+    decoder: FuzzyDecoder,
+    rule: str = "exact",
+    limits: Limits | None = None,
+    api_key: str = "",
+    hosts: Sequence[str] = (ANY_HOST,),
+) -> FastAPI:
     """Make the application.
 
     Args:
@@ -218,9 +246,10 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
         rule: of requests that name none.
         limits: of requests.
         api_key: the key that requests must bring; empty: none.
+        hosts: names, besides addresses and this machine's own, that a Host header may have; "*": any.
 
     Raises:
-        FsdError: an unknown rule, or a target without a tokenizer.
+        FsdError: an unknown rule, a key that no header can carry, or a target without a tokenizer.
     """
     parse_rule(rule)
     limits = limits or Limits()
@@ -232,63 +261,32 @@ def make_app(decoder: FuzzyDecoder, rule: str = "exact", limits: Limits | None =
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.batcher.close)
+        await asyncio.to_thread(service.close)
 
-    async def check_key(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if api_key and not secrets.compare_digest(given.encode(), api_key.encode()):
-            raise HTTPException(401, "wrong or missing API key.")
-
-    app = FastAPI(title="fsd-infer serve", lifespan=lifespan)
+    # the pages that FastAPI would add load scripts from elsewhere, and need no key
+    app = FastAPI(title="fsd-infer serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.batcher = service.batcher
-    app.add_middleware(BodyLimit, most=limits.max_bytes)
+    app.add_middleware(Gate, most=limits.max_bytes, hosts=known_hosts(hosts))
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, service.malformed)
     app.add_api_route("/health", _health)
     app.add_api_route("/", service.page)
-    app.include_router(service.routes(), dependencies=[Depends(check_key)])
+    app.include_router(service.routes(api_key))
     return app
 
 
-class BodyLimit:
-    """Middleware that refuses bodies of more than ``most`` bytes, whether or not the request states its length."""
+class Stream(StreamingResponse):
+    """A stream of events that releases its jobs when it is over, also if the client leaves before the first event."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self.app, self.most = app, most
+    def __init__(self, events: AsyncIterator[str], release: Callable[[], None]) -> None:
+        super().__init__(_guarded(events), media_type="text/event-stream")
+        self.release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        count = 0
-
-        async def counted() -> Message:
-            nonlocal count
-            message = await receive()
-            count += len(message.get("body", b""))
-            if count > self.most:
-                raise HTTPException(413, f"the request has more than {self.most} bytes. Send a shorter one.")
-            return message
-
-        await self.app(scope, counted, send)
-
-
-class _Server(uvicorn.Server):
-    """A server that prints its address when it starts, and ends running answers when it is interrupted."""
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            print(f"listening on http://{self.config.host}:{self.config.port}/v1, until Ctrl-C", flush=True)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.config.app.state.batcher.stop()  # type: ignore[union-attr]
-        super().handle_exit(sig, frame)
-
-
-def serve(app: FastAPI, host: str, port: int) -> None:
-    """Serve until the process is interrupted. Running answers are then sent as far as they have come."""
-    with contextlib.suppress(KeyboardInterrupt):
-        _Server(uvicorn.Config(app, host=host, port=port, log_level="warning")).run()
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.release()
 
 
 async def _health() -> dict[str, str]:
@@ -297,8 +295,8 @@ async def _health() -> dict[str, str]:
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    headers = {"Retry-After": "1"} if error.status_code == 503 else None
-    return _error(error.status_code, str(error.detail), headers)
+    headers = {"Retry-After": "1"} if error.status_code == 503 else error.headers
+    return error_reply(error.status_code, str(error.detail), dict(headers or {}))
 
 
 async def _events(parts: AsyncIterator[tuple[int, Any]], reply: Reply, with_usage: bool) -> AsyncIterator[str]:
@@ -314,7 +312,7 @@ async def _guarded(events: AsyncIterator[str]) -> AsyncIterator[str]:
         async for event in events:
             yield event
     except Exception as error:
-        yield _event({"error": {"message": _message(error)}})
+        yield _event(error_body(_status(error), _message(error)))
     yield "data: [DONE]\n\n"
 
 
@@ -322,8 +320,8 @@ def _event(what: Any) -> str:
     return f"data: {json.dumps(jsonable(what))}\n\n"
 
 
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "code": status}}, status, headers)
+def _status(error: Exception) -> int:
+    return 503 if isinstance(error, UnavailableError) else 400 if isinstance(error, FsdError) else 500
 
 
 def _message(error: Exception) -> str:

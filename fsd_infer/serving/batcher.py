@@ -95,6 +95,7 @@ class Job:
         pieces: names the tokens of :attr:`logprobs`.
         reason: "stop", "length", or the exception that made the job fail; None while it runs.
         stats: of the answer, once it has ended.
+        cached: tokens of the prompt that were read from the prefix cache.
         cancelled: set when the client no longer wants the answer.
     """
 
@@ -117,6 +118,7 @@ class Job:
     pieces: Pieces = field(init=False)
     reason: str | Exception | None = None
     stats: RowStats | None = None
+    cached: int = 0
     cancelled: bool = False
 
     def begin(self, tokenizer: Any) -> None:
@@ -197,6 +199,13 @@ class Batcher:
             self.waiting.extend(jobs)
             self._changed.notify()
 
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Take jobs from the queue, and end those that run with their next tokens, unless they have ended."""
+        with self._changed:
+            for job in jobs:
+                job.cancelled = job.reason is None
+            self.waiting = deque(job for job in self.waiting if not job.cancelled)
+
     def stop(self) -> None:
         """End running answers with their next tokens and fail waiting jobs. Safe to call from a signal handler."""
         with self._changed:
@@ -262,6 +271,7 @@ class Batcher:
             for job in batch:
                 job.finish(error)
             return
-        for job, stats in zip(batch, found.stats.rows, strict=True):
-            job.stats = stats
+        known = found.stats.known or [0] * len(batch)
+        for job, stats, cached in zip(batch, found.stats.rows, known, strict=True):
+            job.stats, job.cached = stats, cached
             job.finish(stats.finish_reason)

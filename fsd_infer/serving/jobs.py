@@ -55,6 +55,8 @@ def make_jobs(
     Raises:
         FsdError: a request that cannot be decoded.
     """
+    if asked.n > limits.max_queue:
+        raise FsdError(f"n: this server makes at most {limits.max_queue} answers at once, got {asked.n}.")
     ids = _encode(decoder, asked, in_template)
     room = decoder.target.max_positions
     most = asked.most_tokens or limits.max_new_tokens
@@ -70,6 +72,8 @@ def make_jobs(
     if asked.logit_bias:
         sampling["sequence_bias"] = {(token,): bias for token, bias in asked.logit_bias.items()}
     guide = _guide(decoder, asked)
+    if guide is not None:
+        decoder.check_guide(guide)
     return [
         Job(
             prompt=ids,

@@ -85,9 +85,11 @@ class Reply:
         kind = ("chat.completion" + ".chunk" * chunk) if self.is_chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         prompt, answers = len(self.jobs[0].prompt), sum(len(job.ids) for job in self.jobs)
-        return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+        cached = {"cached_tokens": min(job.cached for job in self.jobs)}  # some answer's prompt read the others
+        counts = {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+        return {**counts, "prompt_tokens_details": cached}
 
     def _logprobs(self, index: int, is_over: bool) -> dict[str, Any] | None:
         """The log-probabilities that have not been sent, of tokens whose text is sent."""

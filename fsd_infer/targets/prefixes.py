@@ -103,11 +103,11 @@ class PrefixSession:
         owners: [B] owner of each text; None: one owner.
 
     Attributes:
-        known_tokens: prompt tokens found in the cache.
+        known_tokens: [B] tokens of each prompt found in the cache; empty without one.
     """
 
     def __init__(self, cache: PrefixCache | None, layers: tuple[int, ...], owners: Sequence[str] | None) -> None:
-        self.cache, self.layers, self.owners, self.known_tokens = cache, layers, owners, 0
+        self.cache, self.layers, self.owners, self.known_tokens = cache, layers, owners, list[int]()
         self._features: dict[int, list[Tensor]] = {}  # of each text, as it grows
 
     def known(self, prompts: Sequence[Sequence[int]]) -> list[Prefix | None] | None:
@@ -115,7 +115,7 @@ class PrefixSession:
         if self.cache is None:
             return None
         found = [self.cache.find(prompt, self._key(number)) for number, prompt in enumerate(prompts)]
-        self.known_tokens = sum(len(prefix.tokens) for prefix in found if prefix is not None)
+        self.known_tokens = [0 if prefix is None else len(prefix.tokens) for prefix in found]
         return found
 
     def add(self, numbers: Sequence[int], features: Tensor, counts: Tensor) -> None:

@@ -1,0 +1,112 @@
+"""Listening: connections with time limits, and an end that does not wait for clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+REQUEST_SECONDS = 30.0  # until a connection's request has come whole
+READ_SECONDS = 60.0  # that a client may leave an answer unread
+GRACE_SECONDS = 5  # for running answers once the server is asked to stop
+
+
+class Connection(H11Protocol):
+    """A connection that ends if its request does not come whole in time, or its client does not read the answer."""
+
+    request_seconds, read_seconds = REQUEST_SECONDS, READ_SECONDS
+    _late: asyncio.TimerHandle | None = None  # runs while a request comes
+    _unread: asyncio.TimerHandle | None = None  # runs while an answer waits to be read
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        self._expect()
+        super().data_received(data)
+        self._expect_no_more()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_coming():  # what remains of a body that was not read, or another request
+            self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._late, self._unread):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """End now if no whole request has come, else after its answer."""
+        if self._is_coming():
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    def pause_writing(self) -> None:
+        self._unread = self.loop.call_later(self.read_seconds, self.transport.abort)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        super().resume_writing()
+
+    def _is_coming(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY
+
+    def _expect(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(self.request_seconds, self._refuse_late)
+
+    def _expect_no_more(self) -> None:
+        if self._late is not None and self.conn.their_state is h11.DONE:
+            self._late.cancel()
+            self._late = None
+
+    def _refuse_late(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            said = f"the request did not come whole within {self.request_seconds:g} seconds.".encode()
+            headers = [("content-type", "text/plain"), ("content-length", str(len(said))), ("connection", "close")]
+            for part in (h11.Response(status_code=408, headers=headers), h11.Data(data=said), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(part) or b"")
+        self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """A server that prints its address when it starts, and ends running answers when it is interrupted."""
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            port = self.servers[0].sockets[0].getsockname()[1]
+            print(f"listening on http://{self.config.host}:{port}/v1, until Ctrl-C", flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.config.app.state.batcher.stop()  # type: ignore[union-attr]
+        super().handle_exit(sig, frame)
+
+
+def server(app: FastAPI, host: str, port: int) -> uvicorn.Server:
+    """Return a server that does not listen yet; port 0: any free one."""
+    made = uvicorn.Config(
+        app, host=host, port=port, log_level="warning", http=Connection, ws="none",
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )  # fmt: skip
+    return _Server(made)
+
+
+def serve(app: FastAPI, host: str, port: int) -> None:
+    """Serve until the process is interrupted. Running answers are then sent as far as they have come."""
+    with contextlib.suppress(KeyboardInterrupt):
+        server(app, host, port).run()

@@ -1,0 +1,267 @@
+"""`fsd-infer serve` against clients that stall, leave, bring no key or name another host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer.serving.app import Limits, make_app
+from fsd_infer.serving.batcher import Batcher, Job
+from fsd_infer.serving.gate import is_known, known_hosts
+from fsd_infer.serving.listen import Connection
+from fsd_infer.targets.prefixes import PrefixCache
+from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, asked, connections, listening, make_job, rest
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HALVES = {
+    "nothing": b"",
+    "part of a line": b"POST /v1/ch",
+    "part of the headers": HEAD,
+    "part of a body": HEAD + b"Content-Length: 100\r\n\r\n{",
+    "no body": HEAD + b"Content-Length: 100\r\n\r\n",
+    "part of a chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n50\r\n{",
+    "a request and a part": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 9\r\n\r\n{",
+    "a body that nobody reads": b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{",
+}
+
+
+def health(port: int) -> bytes:
+    with connections(port, [b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"]) as [one]:
+        return rest(one)
+
+
+def test_half_requests_end_in_time(toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "request_seconds", 0.3)
+    sent = list(HALVES.values())
+    with listening(make_app(toy_decoder)) as port, connections(port, [*sent, *sent]) as opened:
+        assert health(port).startswith(b"HTTP/1.1 200")
+        for one, name in zip(opened, [*HALVES, *HALVES]):
+            said, answered = rest(one), ("a request and a part", "a body that nobody reads")
+            assert (b" 408 " in said) == (name not in answered[1:]), (name, said)
+            assert name not in answered or said.startswith((b"HTTP/1.1 200", b"HTTP/1.1 404"))
+        assert health(port).startswith(b"HTTP/1.1 200")
+
+
+def test_half_requests_do_not_keep_the_server(toy_decoder: FuzzyDecoder) -> None:
+    """``listening`` fails if the server has not ended; nothing times out within the test."""
+    begun = time.monotonic()
+    with listening(make_app(toy_decoder)) as port:
+        held = connections(port, list(HALVES.values()))
+        opened = held.__enter__()
+        assert health(port).startswith(b"HTTP/1.1 200")
+    assert time.monotonic() - begun < 25 < Connection.request_seconds
+    assert all(b" 408 " not in rest(one) for one in opened)
+    held.__exit__(None, None, None)
+
+
+def test_a_client_that_reads_nothing_is_cut_off(toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = threading.Event()
+    end = Connection.connection_lost
+
+    def connection_lost(self: Connection, error: Exception | None) -> None:
+        end(self, error)
+        lost.set()
+
+    monkeypatch.setattr(Connection, "read_seconds", 0.1)
+    monkeypatch.setattr(Connection, "connection_lost", connection_lost)
+    with listening(make_app(toy_decoder)) as port:
+        one = socket.socket()
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.settimeout(60)
+        one.connect(("127.0.0.1", port))
+        with suppress(ConnectionError):
+            one.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+        assert lost.wait(60)
+        one.close()
+        assert health(port).startswith(b"HTTP/1.1 200")
+
+
+def test_requests_whose_clients_left_free_the_queue(toy_decoder: FuzzyDecoder) -> None:
+    started, go = threading.Event(), threading.Event()
+
+    def slow(text: str, done: Job | None) -> None:
+        started.set()
+        assert go.wait(60)
+
+    batcher = Batcher(toy_decoder, max_batch=1, max_queue=2)
+    running, *waiting = (make_job(toy_decoder, 4, slow) for _ in range(5))
+    batcher.submit([running])
+    assert started.wait(60)
+    for pair in (waiting[:2], waiting[2:]):
+        batcher.submit(pair)
+        batcher.cancel(pair)
+        assert not batcher.waiting
+    go.set()
+    batcher.close()
+    assert running.stats is not None and not any(job.ids for job in waiting)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, "/view/decode"])
+def test_clients_that_leave_at_once_leave_nothing_behind(toy_decoder: FuzzyDecoder, path: str, stream: bool) -> None:
+    app = make_app(toy_decoder, "exact", LIMITS)
+    batcher: Batcher = app.state.batcher
+    started, go = threading.Event(), threading.Event()
+
+    def slow(text: str, done: Job | None) -> None:
+        started.set()
+        assert go.wait(60)
+
+    batcher.submit([make_job(toy_decoder, 4, slow)])
+    assert started.wait(60)
+    body = asked(stream=stream) if path == CHAT else {"prompt": "the cat"}
+
+    async def several() -> None:
+        await asyncio.gather(*(ask(app, path, [json.dumps(body).encode()]) for _ in range(8)))
+
+    asyncio.run(several())
+    assert not batcher.waiting
+    go.set()
+    batcher.close()
+
+
+async def ask(app: FastAPI, path: str, parts: list[bytes], headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+    """Status and body of the answer to a POST whose client leaves after the last part of its body."""
+    said, status = b"", 0
+
+    async def receive() -> dict[str, Any]:
+        if not parts:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal said, status
+        status, said = message.get("status", status), said + message.get("body", b"")
+
+    given = {"content-type": "application/json", **(headers or {})}
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
+        "root_path": "", "scheme": "http", "query_string": b"", "client": ("127.0.0.1", 1), "server": ("x", 8000),
+        "headers": [(name.encode(), text.encode()) for name, text in given.items()], "asgi": {"version": "3.0"},
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return status, said
+
+
+def test_more_answers_than_the_queue_holds_are_malformed(toy_decoder: FuzzyDecoder) -> None:
+    with TestClient(make_app(toy_decoder, limits=Limits(max_queue=2))) as client:
+        found = client.post(CHAT, json=asked(n=3))
+        assert found.status_code == 400 and "at most 2 answers at once" in found.json()["error"]["message"]
+        assert client.post(CHAT, json=asked(n=2)).status_code == 200
+
+
+def test_the_key_comes_before_the_body(toy_decoder: FuzzyDecoder) -> None:
+    app = make_app(toy_decoder, api_key="sesame")
+    parts = [b"{", b"}"]
+    for path in (CHAT, COMPLETIONS, "/view/decode"):
+        for header in ("", "sesame", "Bearer", "Bearer x", "Basic sesame", "Bearer sésame", "Bearersesame"):
+            status, said = asyncio.run(ask(app, path, parts, {"authorization": header}))
+            assert (status, len(parts)) == (401, 2) and b"API key" in said
+    with TestClient(app) as client:
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            key = {"Authorization": f"{scheme} sesame"}
+            assert client.post(CHAT, json=asked(max_tokens=2), headers=key).status_code == 200
+            described = client.get("/openapi.json", headers=key).json()
+            assert CHAT in described["paths"] and "ChatAsked" in described["components"]["schemas"]
+        assert client.get("/openapi.json").status_code == 401
+        assert client.get("/openapi.json").headers["WWW-Authenticate"] == "Bearer"
+        assert {client.get(path).status_code for path in ("/docs", "/redoc", "/docs/oauth2-redirect")} == {404}
+    for key in ("sésame", "two words", "x\n", "\x7f"):
+        with pytest.raises(FsdError, match="FSD_API_KEY"):
+            make_app(toy_decoder, api_key=key)
+
+
+@pytest.mark.parametrize(
+    ("host", "known"),
+    [
+        ("localhost:8000", True), ("LOCALHOST", True), ("a.localhost:1", True), ("127.0.0.1:8000", True), ("", True),
+        ("[::1]:8000", True), ("10.0.0.7", True), ("mine.example:80", True), ("Mine.Example.", True),
+        (socket.gethostname(), True), ("evil.example:8000", False), ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False), ("[evil]", False), ("mine.example.evil", False), ("::1", False),
+    ],
+)  # fmt: skip
+def test_pages_of_other_sites_cannot_ask(host: str, known: bool) -> None:
+    """A name that an attacker resolves to this machine is refused, unless every name is allowed."""
+    assert is_known(host, known_hosts(["127.0.0.1", "mine.example"])) == known
+    assert is_known(host, known_hosts(["*"]))
+
+
+def test_another_host_is_refused_before_its_body(toy_decoder: FuzzyDecoder) -> None:
+    app, parts = make_app(toy_decoder, hosts=["127.0.0.1"]), [b"{", b"}"]
+    status, said = asyncio.run(ask(app, CHAT, parts, {"host": "evil.example"}))
+    assert (status, len(parts)) == (403, 2) and b"--allow-host" in said
+    app.state.batcher.close()
+
+
+DEEP = "[" * 900 + "]" * 900
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"rule": "' + "x" * 3000 + '"', '"' + "y" * 3000 + '": 1', '"rule": "\\ud800"', '"model": "\\ud800"',
+        '"guided_regex": "(' + "\\ud800" * 300 + '"', f'"guided_json": {{"const": {DEEP}}}', f'"rule": {DEEP}',
+        '"seed": 1' + "0" * 3000, '"guided_json": {"minimum": 1' + "0" * 3000 + "}", '"seed": 1e999', '"stop": ' + DEEP,
+        '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": ' + DEEP + "}}}]",
+        '"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": '
+        + DEEP + "}}}]",
+        f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {{"items": {DEEP}}}}}}}',
+        '"\\ud800": 1', "[" * 3000, '"a": ' + '{"a": ' * 600,
+    ],
+)  # fmt: skip
+def test_errors_are_short_whatever_they_quote(client: TestClient, fields: str) -> None:
+    body = '{"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 2, ' + fields + "}"
+    found = client.post(CHAT, content=body.encode(), headers={"Content-Type": "application/json"})
+    assert found.status_code in (400, 404) and len(found.content) < 1500, found.text
+    assert found.json()["error"]["message"]
+
+
+def test_prompts_are_encoded_beside_the_event_loop(toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, begun, go, found = toy_decoder.encode, threading.Event(), threading.Event(), list[int]()
+
+    def slow(prompt: Any, chat: bool | None = None) -> list[int]:
+        begun.set()
+        assert go.wait(60)
+        return encode(prompt, chat)
+
+    monkeypatch.setattr(toy_decoder, "encode", slow)
+    with TestClient(make_app(toy_decoder)) as client:
+        body = {"prompt": "the cat", "max_tokens": 2}
+        thread = threading.Thread(target=lambda: found.append(client.post(COMPLETIONS, json=body).status_code))
+        thread.start()
+        assert begun.wait(60)
+        assert client.get("/health").status_code == 200
+        go.set()
+        thread.join(60)
+    assert found == [200]
+
+
+def test_prompts_that_begin_alike_are_read_once(toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one user, and not for requests with a seed, whose answers come again to the last bit."""
+    monkeypatch.setattr(toy_decoder.target, "prefixes", PrefixCache(1 << 24))
+    prompt = list(range(5, 45))
+
+    def usage(**more: Any) -> Any:
+        body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, **more}
+        return client.post(COMPLETIONS, json=body).json()["usage"]
+
+    with TestClient(make_app(toy_decoder)) as client:
+        first = usage()
+        assert first["prompt_tokens"] == 40 and first["prompt_tokens_details"] == {"cached_tokens": 0}
+        cached = [usage(**more)["prompt_tokens_details"]["cached_tokens"] for more in ({}, {"user": "me"}, {"n": 2})]
+        assert cached == [39, 0, 39]
+        again = [{"user": "me"}, {"user": "you"}, {"seed": 1}, {"seed": 1, "user": "me"}]
+        assert [usage(**more)["prompt_tokens_details"]["cached_tokens"] for more in again] == [39, 0, 0, 0]
+        body = {"prompt": prompt, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+        last = json.loads(client.post(COMPLETIONS, json=body).text.split("data: ")[-2])
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 39}
