@@ -17,15 +17,25 @@ from fsd_infer.targets.token_ids import eos_ids, left_pad, pad_id
 
 
 class _Rounds(StoppingCriteria):
-    """Notes when the first round ended and how long the text was after each one. It never stops decoding."""
+    """Notes when the first round ended and how long the text was after each one. It never stops decoding.
+
+    A round is a forward of the model, see :meth:`forwarded`: transformers 5.16 also asks about an assistant's drafts.
+    """
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.first = 0.0
+        self._verified = False
+
+    def forwarded(self, *_: Any) -> None:
+        """Note a forward of the model; a hook."""
+        self._verified = True
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.first = self.first or time.perf_counter()
-        self.lengths.append(input_ids.shape[1])
+        if self._verified:
+            self.first = self.first or time.perf_counter()
+            self.lengths.append(input_ids.shape[1])
+            self._verified = False
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -53,17 +63,19 @@ class GenerateMethod(Method):
             raise FsdError(f"{self.name}: transformers speculates on one prompt at a time. Use --batch-size 1.")
         ids, mask = left_pad(prompts, self.pad, self.model.device)
         rounds = _Rounds()
+        hook = self.model.register_forward_hook(rounds.forwarded)
         torch.manual_seed(seed)
         own, self.model.generation_config = self.model.generation_config, self.config
+        start = time.perf_counter()
         try:
-            start = time.perf_counter()
             output = self.model.generate(
                 ids, attention_mask=mask, pad_token_id=self.pad, stopping_criteria=StoppingCriteriaList([rounds]),
                 **options, **self.arguments,
             ).tolist()  # fmt: skip
-            seconds = time.perf_counter() - start
         finally:
+            hook.remove()
             self.model.generation_config = own
+        seconds = time.perf_counter() - start
         steps, emitted = len(rounds.lengths) - 1, rounds.lengths[0] - ids.shape[1]  # after and in the first round
         answers = []
         for row in output:

@@ -7,18 +7,21 @@ import json
 import math
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from fsd_infer.errors import CheckpointError, DataError, FsdError
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+QUIET = 2.0  # seconds that one process waits for another without a word
 MOST_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
 
 
@@ -103,6 +106,21 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock file between processes, and say on stderr, as ``what``, that another process holds it."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=QUIET)
+    except Timeout:
+        print(f"[{what}] waiting for the process that holds {path}", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def writable(name: str | os.PathLike[str], what: str) -> Path:

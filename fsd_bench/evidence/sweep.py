@@ -40,7 +40,7 @@ def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, ro
             are kept.
     """
     options.check()
-    rows = list(rows) or options.read()
+    rows = list(rows) or options.read(path)
     references = read_references(rows, options.score)
     settings = options.settings()
     names = [setting.name for setting in settings]

@@ -84,11 +84,16 @@ def encode_marked(
     """
     template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
     given = {**tokenizer.special_tokens_map, **hidden_options(tokenizer, options), "chat_template": template}
-    (text,), (marked,) = render_jinja_template(
+    rendered: Any = render_jinja_template(
         conversations=[hidden_turns(tokenizer, turns)], return_assistant_tokens_mask=True, **given
     )
+    (text,), (marked,) = rendered
     ids, offsets = encode_with_offsets(tokenizer, text)
-    return ids, [int(any(a < end and start < b for start, end in marked)) for a, b in offsets]
+    starts = [start for start, _ in marked]
+    last = [
+        bisect_left(starts, end) - 1 for _, end in offsets
+    ]  # the last part before its end
+    return ids, [int(place >= 0 and start < marked[place][1]) for place, (start, _) in zip(last, offsets)]
 
 
 def hidden_turns(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -183,7 +183,8 @@ def bench(args: argparse.Namespace) -> int:
     if args.resume and args.json is None:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
     names = (
-        "limit every max_new_tokens temperature repeat seed batch_size threads log_likelihood score isolate raw resume"
+        "limit every max_new_tokens temperature repeat seed batch_size threads log_likelihood score isolate raw "
+        "strict resume"
     )
     record = fsd_bench.run(
         args.prompts, words(args.methods), json_path=args.json, progress=True, warmup=not args.no_warmup,

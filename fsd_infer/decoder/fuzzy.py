@@ -293,8 +293,8 @@ class FuzzyDecoder:
             if schema is not None and guide is not None:
                 raise FsdError("schema is short for a guide: give one of the two.")
             guide = guide if schema is None else Guide.json_schema(schema)
-            if guide is not None:
-                followed = self._follow(guide, ids, closing)
+            followed = None if guide is None else self._follow(guide, ids, closing)
+            if followed is not None:
                 overrides["logits_processor"] = [*(overrides.get("logits_processor") or []), followed]
                 beams = overrides.get("num_beams") or getattr(generation_config, "num_beams", None) or 1
                 if isinstance(drafter, Drafter) and beams == 1:
@@ -305,6 +305,8 @@ class FuzzyDecoder:
             request.measure_log_likelihood, request.max_cache_bytes = measure_log_likelihood, max_cache_bytes
             options: dict[str, Any] = dict(streamer=streamer, seed=seed, beam_options=beam_options)
             outcome = decode_request(self.target, drafter, rule, request, config, **options)
+            if followed is not None:
+                followed.check(outcome.sequences)
             tokenizer = self.target.tokenizer
             texts = [tokenizer.decode(s, skip_special_tokens=True) if tokenizer else "" for s in outcome.sequences]
         return Generation(**vars(outcome), texts=texts)

@@ -46,6 +46,7 @@ _OF_SPEED = frozenset(
     prompt_lookup_num_tokens speculation_type use_mtp
     """.split()
 )
+_CACHES = ("cache", "past_key_values")  # since transformers 5.24, and before
 # what answers take from the model's own configuration: its special tokens and lengths, and nothing that shapes the law
 _KEPT = frozenset("max_length max_new_tokens pad_token_id bos_token_id eos_token_id return_dict_in_generate".split())
 _INHERITED = _WITHOUT_EFFECT | _OF_SPEED | _KEPT
@@ -57,7 +58,7 @@ _INSTEAD = {
     "input_ids": "give the ids as prompts",
     "attention_mask": "give what the tokenizer returns as prompts",
     "tokenizer": "give it to from_pretrained",
-    "past_key_values": "give the whole text as ids",
+    **dict.fromkeys(_CACHES, "give the whole text as ids"),
     "streamer": "give it as stream_to",
 }
 # whole numbers and their upper bounds: transformers loops that often before it checks
@@ -76,7 +77,7 @@ _READ_PROMPTS = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "
 _LISTS = ("logits_processor", "stopping_criteria")
 _ARGUMENTS = {*_LISTS, "prefix_allowed_tokens_fn"}
 # inputs that ``generate`` prepares for any loop
-_PREPARED = frozenset("attention_mask position_ids past_key_values cache_position logits_to_keep use_cache".split())
+_PREPARED = frozenset({*"attention_mask position_ids cache_position logits_to_keep use_cache".split(), *_CACHES})
 
 
 def refusal(name: str, value: Any) -> FsdError:
@@ -183,9 +184,10 @@ def check_inputs(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> Tensor:
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape:
         raise FsdError(f"attention_mask has shape {list(mask.shape)}, but the ids have {list(input_ids.shape)}.")
-    past = model_inputs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
-        raise refusal("past_key_values", past)
+    for name in _CACHES:
+        past = model_inputs.get(name)
+        if past is not None and past.get_seq_length() > 0:
+            raise refusal(name, past)
     positions = model_inputs.get("position_ids")
     if positions is not None and positions.shape == input_ids.shape:
         counted = mask.long().cumsum(-1) - 1

@@ -23,9 +23,10 @@ from transformers import (
 from fsd_infer.chat.control import set_control_tokens
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_infer.files import HUB_ID, HUB_OPTIONS, usable_name
+from fsd_infer.hub import HubError, hub_fault, load_whole
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, gguf_of, is_builtin, is_gguf
-from fsd_infer.targets.checks import check_directory, check_loaded, check_size
+from fsd_infer.targets.checks import check_directory, check_loaded, check_numbers, check_size
 from fsd_infer.targets.gptq import METHODS, load_expanded
 from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
 
@@ -124,6 +125,8 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
         directory = directory / (subfolder or "")
         check_directory(directory)
         return str(directory)
+    if name.endswith(".gguf"):
+        raise ModelLoadError(f"{name}: no such file. Give the path of a GGUF file, or another target.")
     if HUB_ID.fullmatch(name):
         return name
     raise UnknownNameError(
@@ -148,12 +151,16 @@ def _resolve_base(adapter: Path, progress: bool) -> str:
 def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
     """Load a target's config alone; names, options of the hub and errors as in :func:`load_target`."""
     source, options = _located(name_or_dir, hub)
-    with explained(name_or_dir):
+
+    @explained(name_or_dir, source)
+    def load() -> PretrainedConfig:
         if is_gguf(source):
             from fsd_infer.targets.gguf import load_gguf_config
 
             return load_gguf_config(Path(source))
-        return AutoConfig.from_pretrained(source, **options)
+        return _config(source, **options)
+
+    return load_whole(source, load, **options)
 
 
 def load_tokenizer(
@@ -161,8 +168,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Load a target's tokenizer alone, as :func:`load_target` does; None for a local directory without one."""
     source, options = _located(name_or_dir, hub)
-    with explained(name_or_dir):
-        return _tokenizer(source, allow_control_tokens, **options)
+    load = explained(name_or_dir, source)(_tokenizer)
+    return load_whole(source, lambda: load(source, allow_control_tokens, **options), **options)
 
 
 def _located(
@@ -177,8 +184,8 @@ def _located(
 
 
 @contextmanager
-def explained(name_or_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert any error of transformers about a model's files to one of ours."""
+def explained(name_or_dir: str | os.PathLike[str], source: str = "") -> Iterator[None]:
+    """Convert any error of transformers about a model's files, or of the Hub about ``source``, to one of ours."""
     name = os.fspath(name_or_dir)
     try:
         yield
@@ -189,6 +196,11 @@ def explained(name_or_dir: str | os.PathLike[str]) -> Iterator[None]:
     except (FsdError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:  # a bad config can make any part of transformers fail, and its Rust parts panic
+        says = hub_fault(error)
+        if isinstance(says, FsdError):  # transformers takes it for a ValueError of its own
+            raise says from error
+        if says is not None:
+            raise HubError(f"{source or name} {says}") from error
         raise ModelLoadError(
             f"target {name!r} cannot be loaded: {shortened(error)} "
             f"A target is a built-in name ({', '.join(BUILTIN_TARGETS.names())}), a local model directory or a hub id."
@@ -258,37 +270,60 @@ def load_target(
     source, where = _located(name_or_dir, model_kwargs, progress)
     where |= {"trust_remote_code": trust_remote_code, "revision": where.get("revision", "main")}
     options = {name: value for name, value in model_kwargs.items() if name not in HUB_OPTIONS}
-    with explained(name_or_dir):
-        config = AutoConfig.from_pretrained(source, **where)
-        check_size(source, config, trust_remote_code)
-        if "quantization_config" in options:
-            options["quantization_config"] = quantization_config(options["quantization_config"])
-        stored = method_of(config) is not None
-        quantised = stored or method_of(options.get("quantization_config")) is not None
-        expanded = place.type == "cpu" and method_of(config) in METHODS
-        if quantised:
-            check_quantization(config if stored else options["quantization_config"], place, stored)
-        if quantised and not expanded:
-            options.setdefault("device_map", {"": str(place)})
-        options["dtype"] = parse_dtype(dtype)
-        options["attn_implementation"] = attn_implementation or attention_for(config)
-        loaded: Any
-        if expanded:
-            loaded = load_expanded(source, config, where, **options)
-        else:
-            loaded = AutoModelForCausalLM.from_pretrained(
-                source, config=config, use_safetensors=True, output_loading_info=True,
-                ignore_mismatched_sizes=True,  # check_loaded refuses them, by name
-                **where, **options,
-            )  # fmt: skip
-        tokenizer = _tokenizer(source, allow_control_tokens, **where)
-    model = loaded[0]
-    check_loaded(source, model, loaded[1])
+    options |= {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
+    load = explained(name_or_dir, source)(_load)
+    model, tokenizer, quantised = load_whole(
+        source, lambda: load(source, where, options, place, allow_control_tokens), **where
+    )
     model.requires_grad_(False)
     if adapter is not None:
         add_adapter(model, adapter, merge=not quantised)
     placed = "device_map" in options or "tp_plan" in options
     return model.eval() if placed else model.eval().to(place), tokenizer
+
+
+def _load(
+    source: str, where: dict[str, Any], options: dict[str, Any], place: torch.device, allow_control_tokens: bool
+) -> tuple[Any, PreTrainedTokenizerBase | None, bool]:
+    """Return model, tokenizer, and whether the model is quantised.
+
+    Args:
+        source: what transformers loads.
+        where: options that say where it lies.
+        options: others of transformers, changed in place.
+        place: device to load on.
+        allow_control_tokens: as in :func:`load_target`.
+    """
+    config = _config(source, **where)
+    check_size(source, config, where["trust_remote_code"])
+    if "quantization_config" in options:
+        options["quantization_config"] = quantization_config(options["quantization_config"])
+    stored = method_of(config) is not None
+    quantised = stored or method_of(options.get("quantization_config")) is not None
+    expanded = place.type == "cpu" and method_of(config) in METHODS
+    if quantised:
+        check_quantization(config if stored else options["quantization_config"], place, stored)
+    if quantised and not expanded:
+        options.setdefault("device_map", {"": str(place)})
+    options["attn_implementation"] = options["attn_implementation"] or attention_for(config)
+    loaded: Any
+    if expanded:
+        loaded = load_expanded(source, config, where, **options)
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source, config=config, use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # check_loaded refuses them, by name
+            **where, **options,
+        )  # fmt: skip
+    tokenizer = _tokenizer(source, allow_control_tokens, **where)
+    check_loaded(source, loaded[0], loaded[1])
+    return loaded[0], tokenizer, quantised
+
+
+def _config(source: str, **options: Any) -> PretrainedConfig:
+    config: PretrainedConfig = AutoConfig.from_pretrained(source, **options)
+    check_numbers(config.to_dict(), source)
+    return config
 
 
 def _tokenizer(source: str, allow_control_tokens: bool, **options: Any) -> PreTrainedTokenizerBase | None:
