@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fsd_infer import FuzzyDecoder
 from fsd_infer.chat.control import encode_with_offsets, hidden, set_control_tokens
-from fsd_infer.chat.encoding import encode_chat, encode_conversation, special_ids
+from fsd_infer.chat.encoding import encode_chat, special_ids
+from fsd_infer.chat.masks import encode_conversation
 from fsd_infer.chat.pieces import Pieces, token_pieces
 from fsd_infer.serving.app import make_app
 from fsd_infer.serving.batcher import Logprob

@@ -64,23 +64,26 @@ def turn_fields(turn: Mapping[str, Any]) -> set[str]:
     return own | ({"from", "value"} if named else {"role", "content"})
 
 
-def check_messages(messages: Any, where: str = "messages", field: str = "messages") -> list[Message]:
+def check_messages(
+    messages: Any, where: str = "messages", field: str = "messages", blank: bool = False
+) -> list[Message]:
     """Return ``messages`` as plain turns with role, content and the fields of tool calls.
 
     Args:
         messages: a list of turns, unchecked.
         where: names the row in errors, "file:line".
         field: names the row's field in errors.
+        blank: whether a user turn may be white space alone, as in a request; in a row that is a fault.
 
     Raises:
         DataError: not a list of chat turns.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise DataError(f"{where}: {field} must be a list of at least one turn.")
-    return [_turn(turn, f"{where}: turn {number}") for number, turn in enumerate(messages)]
+    return [_turn(turn, f"{where}: turn {number}", blank) for number, turn in enumerate(messages)]
 
 
-def _turn(turn: Any, where: str) -> Message:
+def _turn(turn: Any, where: str, blank: bool) -> Message:
     """Return one turn as a plain dict. ``where`` names the turn in errors."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{where} must be an object with `role` and `content`.")
@@ -96,7 +99,7 @@ def _turn(turn: Any, where: str) -> Message:
     if not isinstance(content, str):
         raise DataError(f"{where} must have `content` of type text.")
     check_text(content, where)
-    if role == "user" and not content:
+    if role == "user" and not (content if blank else content.strip()):
         raise DataError(f"{where} is empty. Give it some text or remove the row.")
     made: Message = {"role": role, "content": content}
     if calls:

@@ -92,6 +92,7 @@ def encode_chat(
     messages: Sequence[Mapping[str, object]],
     add_generation_prompt: bool = True,
     options: Mapping[str, Any] | None = None,
+    blank: bool = False,
 ) -> list[int]:
     """Return the token ids of a conversation under the tokenizer's chat template.
 
@@ -105,11 +106,12 @@ def encode_chat(
         messages: the turns.
         add_generation_prompt: whether to end with the template's opening of an assistant turn.
         options: further arguments of the template, such as ``tools`` or ``enable_thinking``.
+        blank: whether a user turn may be white space alone, as in a request.
 
     Raises:
         DataError: an empty text, turns that the template rejects, or several turns or options without a template.
     """
-    turns = check_messages(messages)
+    turns = check_messages(messages, blank=blank)
     if not getattr(tokenizer, "chat_template", None):
         if [turn["role"] for turn in turns] != ["user"]:
             raise DataError("this tokenizer has no chat template. Give one user turn and nothing else.")

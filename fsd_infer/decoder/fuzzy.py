@@ -194,7 +194,8 @@ class FuzzyDecoder:
         if not items:
             raise FsdError("the prompt is empty: give at least one token.")
         if isinstance(items[0], Mapping):
-            return encode_chat(need_tokenizer(self.target.tokenizer, self.target.name), items)  # type: ignore[arg-type]
+            tokenizer = need_tokenizer(self.target.tokenizer, self.target.name)
+            return encode_chat(tokenizer, items, blank=True)  # type: ignore[arg-type]
         size = self.target.vocab_size
         for token in items:
             if not is_whole(token, 0, size - 1):
@@ -209,7 +210,7 @@ class FuzzyDecoder:
         if not text:
             raise FsdError("the prompt is empty: give some text.")
         if chat or (chat is None and tokenizer.chat_template):
-            return encode_chat(tokenizer, [{"role": "user", "content": text}])
+            return encode_chat(tokenizer, [{"role": "user", "content": text}], blank=True)
         ids = encode_text(tokenizer, text)
         if not ids:
             raise FsdError("the prompt encodes to no tokens: give some text.")

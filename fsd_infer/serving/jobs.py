@@ -121,7 +121,8 @@ def _encode(decoder: FuzzyDecoder, asked: Completion, in_template: bool | None) 
     if asked.offered:
         _format(decoder, asked)  # an unknown format is the request's fault, not the template's
     options = {"tools": _for_template(asked)} if asked.offered else None
-    return encode_chat(decoder.tokenizer, [turn.message() for turn in asked.messages], options=options)
+    turns = [turn.message() for turn in asked.messages]
+    return encode_chat(decoder.tokenizer, turns, options=options, blank=True)
 
 
 def _guide(decoder: FuzzyDecoder, asked: Completion) -> Guide | None:
