@@ -117,7 +117,7 @@ class LocalBackend:
         self.rule = parse_rule(RULE)
         self.max_new_tokens = max_new_tokens
         self.seed = seed
-        self.eos_ids = frozenset(end_ids(self.tokenizer, decoder.target.model.generation_config))
+        self.eos_ids = frozenset(decoder.target.eos_token_ids)  # those at which decoding ends
 
     def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
         for batch in batches:
