@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import requests
 from requests.adapters import HTTPAdapter
 
-from fsd_infer.errors import FsdError
+from fsd_infer.errors import FsdError, causes
 
 API_KEY = "OPENAI_API_KEY"  # the environment variable
 LONGEST_PAUSE = 30.0  # seconds
@@ -210,9 +210,9 @@ def _bearer(key: str | None) -> Callable[[requests.PreparedRequest], requests.Pr
 
 def _root(error: BaseException) -> BaseException:
     """Return the first error below the libraries. An FsdError in the chain belongs to the caller."""
-    while (cause := error.__cause__ or error.__context__) is not None and not isinstance(cause, FsdError):
-        error = cause
-    return error
+    chain = list(causes(error, implicit=True))
+    end = next((place for place, cause in enumerate(chain) if place and isinstance(cause, FsdError)), len(chain))
+    return chain[end - 1]
 
 
 def _reason(error: Exception) -> str:

@@ -10,29 +10,47 @@ from typing import Any
 
 from fsd_infer.chat.conversations import template_options
 from fsd_infer.chat.encoding import PromptRow, encode_chat, encode_text, need_tokenizer, read_prompts
+from fsd_infer.chat.row_check import RowCheck, listing_of
+from fsd_infer.chat.templates import turn_fields_of
 from fsd_infer.errors import ContextLengthError, DataError
 
+REFERENCES = ("answer", "reference")  # fields that answers are scored against
 
-def first_rows(file: str | Path, limit: int | None = None, every: int = 1) -> list[PromptRow]:
+
+def first_rows(
+    file: str | Path, limit: int | None = None, every: int = 1, strict: bool = False, output: str | Path | None = None
+) -> list[PromptRow]:
     """Return every ``every``-th row of a file, at most ``limit``. Later rows are not read.
 
-    Raises:
-        DataError: a malformed row among them, or no rows.
-    """
-    return _some(file, list(islice(islice(read_prompts(file), 0, None, every), limit)))
-
-
-def spread_rows(files: Sequence[str | Path], limit: int | None = None) -> list[PromptRow]:
-    """Return at most ``limit`` rows of each file, evenly spread over it.
+    Args:
+        file: the prompts.
+        limit: most rows.
+        every: the step between rows.
+        strict: see :class:`.RowCheck`.
+        output: file of results, beside which skipped rows are listed.
 
     Raises:
-        DataError: a malformed row, or a file without rows.
+        DataError: no rows, or too many malformed ones among them.
     """
-    chosen = []
+    check = RowCheck(strict)
+    rows = check.first(islice(read_prompts(file, check), 0, None, every), limit)
+    check.finish(listing_of(output))
+    return _some(file, rows)
+
+
+def spread_rows(
+    files: Sequence[str | Path], limit: int | None = None, strict: bool = False, output: str | Path | None = None
+) -> list[PromptRow]:
+    """Return at most ``limit`` rows of each file, evenly spread over it. Arguments and errors as :func:`first_rows`."""
+    chosen, check = [], RowCheck(strict)
     for file in files:
-        rows = _some(file, list(read_prompts(file)))
+        before = len(check.bad)
+        rows = list(read_prompts(file, check))
+        if len(check.bad) == before:
+            _some(file, rows)
         count = min(limit or len(rows), len(rows))
         chosen += [rows[index * len(rows) // count] for index in range(count)]
+    check.finish(listing_of(output))
     return chosen
 
 
@@ -65,7 +83,7 @@ def group_prompts(categories: Sequence[str], size: int) -> list[list[int]]:
 def encode_rows(
     rows: Sequence[PromptRow], target: str, tokenizer: Any, positions: int | None, raw: bool = False
 ) -> list[list[int]]:
-    """Return the token ids of each prompt.
+    """Return the token ids of each prompt, and say which fields of the rows nothing has read.
 
     Args:
         rows: prompts.
@@ -79,18 +97,22 @@ def encode_rows(
         DataError: a conversation that the template refuses, or that ``raw`` does not support.
         ContextLengthError: a prompt fills the context.
     """
-    tokenizer, prompts = need_tokenizer(tokenizer, target), []
+    tokenizer, prompts, check = need_tokenizer(tokenizer, target), [], RowCheck()
     for row in rows:
         try:
             ids = _encode(row, tokenizer, raw)
         except DataError as error:
-            raise DataError(f"{row.file}:{row.line}: {error}") from error
+            raise DataError(f"{row.where}: {error}") from error
         if positions is not None and len(ids) >= positions:
             raise ContextLengthError(
-                f"{row.file}:{row.line}: the prompt has {len(ids)} tokens, but {target} has a context of {positions} "
+                f"{row.where}: the prompt has {len(ids)} tokens, but {target} has a context of {positions} "
                 "tokens: shorten or remove it."
             )
         prompts.append(ids)
+        for name in REFERENCES:
+            row.row.get(name)  # a score may need none
+        check.note(row.row)
+    check.name_unread(turn_fields_of(tokenizer))
     return prompts
 
 

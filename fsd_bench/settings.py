@@ -13,6 +13,7 @@ from fsd_bench.methods import parse_methods
 from fsd_bench.models import ModelOptions
 from fsd_bench.record import choose_baselines
 from fsd_bench.score import AUTO, check_score
+from fsd_infer.errors import FsdError
 
 
 @dataclass
@@ -28,7 +29,8 @@ class Settings(ModelOptions):
         max_new_tokens: new tokens per answer.
         temperature: 0 is greedy.
         repeat: answers of each method per prompt.
-        seed: seed of draws and of the bootstrap.
+        seed: seed of draws and of the bootstrap (None: 0). If it is given, each request has a seed, too. Then answers
+            repeat, because trees follow the text alone. Otherwise they may follow the clock, as a user's do.
         batch_size: prompts that are decoded together. Batches never mix categories.
         threads: torch threads; None leaves them unchanged.
         warmup: run every method once, uncounted, before anything is timed.
@@ -38,6 +40,7 @@ class Settings(ModelOptions):
         isolate: None: methods share this process and take turns prompt by prompt. A number of blocks of prompts: each
             method answers a block in its own process while no other one runs, and methods take turns by block.
         raw: continue prompts without the chat template.
+        strict: stop at the first row that cannot be used, instead of skipping a few.
     """
 
     prompts: str | Path
@@ -47,7 +50,7 @@ class Settings(ModelOptions):
     max_new_tokens: int = 128
     temperature: float = 0.0
     repeat: int = 1
-    seed: int = 0
+    seed: int | None = None
     batch_size: int = 1
     threads: int | None = None
     warmup: bool = True
@@ -56,12 +59,15 @@ class Settings(ModelOptions):
     score: str = AUTO
     isolate: int | None = None
     raw: bool = False
+    strict: bool = False
 
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
         super().check()
         choose_baselines([spec.name for spec in parse_methods(self.methods)], self.baselines)
         check_score(self.score)
+        if self.seed is not None and any(spec.text.endswith(":keep") for spec in parse_methods(self.methods)):
+            raise FsdError('"memory:keep" learns nothing from requests with a seed: leave out the one or the other.')
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as JSON values."""

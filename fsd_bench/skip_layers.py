@@ -30,7 +30,9 @@ class Step:
     agreement: float
 
 
-def answers(decoder: FuzzyDecoder, path: str | Path, limit: int, max_new_tokens: int) -> list[Pair]:
+def answers(
+    decoder: FuzzyDecoder, path: str | Path, limit: int, max_new_tokens: int, strict: bool = False
+) -> list[Pair]:
     """Return the first ``limit`` prompts of a file with the target's greedy answers.
 
     Raises:
@@ -38,7 +40,9 @@ def answers(decoder: FuzzyDecoder, path: str | Path, limit: int, max_new_tokens:
     """
     target, tokenizer = decoder.target, decoder.tokenizer
     chat = bool(getattr(tokenizer, "chat_template", None))
-    prompts = encode_rows(first_rows(path, limit), target.name, tokenizer, target.max_positions, raw=not chat)
+    prompts = encode_rows(
+        first_rows(path, limit, strict=strict), target.name, tokenizer, target.max_positions, raw=not chat
+    )
     made = (decoder.generate(ids, max_new_tokens=max_new_tokens, temperature=0.0).sequences[0] for ids in prompts)
     return list(zip(prompts, made))
 

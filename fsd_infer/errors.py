@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -45,8 +46,27 @@ class DataError(FsdError):
     """A malformed row in a data file. The message names file and line."""
 
 
+class KernelsError(FsdError):
+    """CPU kernels that FSD_KERNELS asks for and that do not exist or cannot run here."""
+
+
 class NonFiniteLossError(FsdError):
     """Training produced a NaN or infinite loss or gradient."""
+
+
+def causes(error: BaseException, implicit: bool = False) -> Iterator[BaseException]:
+    """Yield ``error`` and what caused it, outermost first, each exception once: a chain may lead back into itself.
+
+    Args:
+        error: the outermost exception.
+        implicit: also follow exceptions that were being handled when the next one was raised.
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (current.__context__ if implicit else None)
 
 
 def imported(module: str, what: str, extra: str, error: type[FsdError] = FsdError) -> Any:

@@ -22,16 +22,20 @@ from transformers import GenerationConfig
 from fsd_bench.score import asked_options, read_references
 from fsd_infer import RULES, FuzzyDecoder, parse_rule
 from fsd_infer.chat.conversations import row_conversation, row_questions
-from fsd_infer.chat.encoding import encode_chat, encode_conversation, read_prompts
+from fsd_infer.chat.encoding import encode_chat, read_prompts
+from fsd_infer.chat.masks import encode_conversation
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.cli.main import build_parser, main
-from fsd_infer.cli.run import BAD_INPUT
+from fsd_infer.cli.run import BAD_INPUT, run
 from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.errors import DataError
 from fsd_infer.registry import read_float
 from fsd_train.commands.command_lines import PARSERS
+from fsd_train.commands.fit import quiet, run_errors
+from fsd_train.data import AnswersDataModule
 from tests.bench_toys import Toy
-from tests.fuzzing import FUZZ, JUNK, NUMERALS, one_line, refusal, spoilt, values
+from tests.fuzzing import FUZZ, JUNK, NUMERALS, called, one_line, refusal, spoilt, values
+from tests.text_toys import CHATML, THINKING, tiny_tokenizer
 
 
 @st.composite
@@ -195,6 +199,54 @@ def test_prompt_files(data: st.DataObject, toy_decoder: FuzzyDecoder, tmp_path: 
     for read in (prompts, conversations):
         error = refusal(read)
         assert error is None or isinstance(error, DataError)
+
+
+TURNS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "thinking": "t"}]},
+    {"conversations": [{"from": "human", "value": "the"}, {"from": "gpt", "value": "cat", "weight": 0}], "system": "s"},
+    {"prompt": [{"role": "user", "content": "the cat"}], "completion": "\n\nsat", "tools": "[]", "id": 3},
+    {"data": ["the", "cat", "sat", "on"], "chat_template_kwargs": {"loud": True}, "finish_reason": "length"},
+    {"prompt_ids": [1, 2, 299], "response_ids": [3, 4], "messages": None, "response": "x"},
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "t"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "content": "1", "tool_call_id": "c"},
+            {"role": "assistant", "content": "<|start|>"},
+        ]
+    },
+]
+
+
+@pytest.mark.parametrize("command", ["fit", "validate"])
+@settings(FUZZ, max_examples=60)
+@given(data=st.data())
+def test_rows_of_answers(data: st.DataObject, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `fit` and `validate` read before they train: each row is used, or skipped with its reason."""
+    tokenizer = tiny_tokenizer(data.draw(st.sampled_from([CHATML, THINKING])))
+    monkeypatch.setattr("fsd_train.data.module.load_tokenizer", lambda name: tokenizer)
+    rows: list[Any] = data.draw(st.lists(st.sampled_from(TURNS), min_size=1, max_size=3))
+    for _ in range(data.draw(st.integers(0, 2))):
+        rows = spoilt(rows, data.draw) or [None]
+    many = data.draw(st.booleans())
+    lines = [json.dumps(row).encode("utf-8", "surrogatepass") for row in rows]
+    lines[len(lines) // 2 : 0] = [json.dumps(TURNS[0]).encode()] * (80 if many else 1)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\n".join(lines) + b"\n")
+
+    def begin() -> None:
+        with quiet(), run_errors():
+            found = AnswersDataModule([str(file)], [str(file)], tokenizer="toy", strict=not many and len(rows) > 1)
+            found.setup(command)
+            found.check(300, None)
+            assert found.train_set is not None and all(found.train_set[n]["loss_mask"].any() for n in range(len(rows)))
+
+    status, _, said = called(lambda _: run(f"fsd-train {command}", begin), [])
+    assert status in (0, BAD_INPUT), said
+    assert status == 0 or not many, said  # at most 3 of 83
+    if status:
+        assert said.splitlines()[-1].startswith(f"fsd-train {command}: {file}:"), said
+        one_line(said.splitlines()[-1])
 
 
 ARGUMENTS = ("seed", "chat", "max_cache_bytes", "streamer", "drafter", "prompts", "rule", "beam_options")

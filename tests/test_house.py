@@ -46,7 +46,7 @@ def test_decoding_needs_nothing_of_training_or_of_the_bench(repo_root: Path) -> 
         for name in imports_of(file):
             users.get(name.partition(".")[0], set()).add(str(file.relative_to(here)))
     lm_eval = {f"integrations/lm_eval/{name}.py" for name in ("model", "scoring")}
-    users_of_bench = {f"cli/{name}.py" for name in ("commands", "evidence")} | lm_eval
+    users_of_bench = {f"cli/{name}.py" for name in ("commands", "env", "evidence")} | lm_eval
     assert users == {"fsd_train": set(), "fsd_bench": users_of_bench}
 
 
@@ -68,3 +68,15 @@ print([name for name in {MODELS!r} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[]", "[]"]
+
+
+def test_no_exception_is_raised_as_its_own_cause(repo_root: Path) -> None:
+    """``raise A if ... else B from error`` is ``raise (A if ... else B) from error``, and A may be the error itself."""
+    files = [file for package in PACKAGES for file in (repo_root / package).rglob("*.py")]
+    found = [
+        f"{file.relative_to(repo_root)}:{node.lineno}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise) and node.cause is not None and isinstance(node.exc, (ast.IfExp, ast.BoolOp))
+    ]
+    assert not found

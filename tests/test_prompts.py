@@ -13,7 +13,8 @@ import pytest
 
 from fsd_bench.prompts import encode_rows
 from fsd_infer.chat.conversations import row_conversation, row_messages
-from fsd_infer.chat.encoding import encode_chat, encode_conversation, end_of_turn, read_prompts
+from fsd_infer.chat.encoding import encode_chat, end_of_turn, read_prompts
+from fsd_infer.chat.masks import encode_conversation
 from fsd_infer.errors import DataError
 from fsd_train.data import read_answers
 from tests.text_toys import CHATML, OTHERWISE, THINKING, tiny_tokenizer, write_rows
@@ -112,12 +113,27 @@ def test_templates_that_change_earlier_turns_give_a_sequence_per_answer(complete
 def test_answers_that_do_not_continue_their_prompt_are_refused() -> None:
     with pytest.raises(DataError, match="prompt before assistant turn 1 are not a prefix"):
         encode_conversation(tiny_tokenizer(OTHERWISE), [USER, BOT, MORE, LAST])
-    tokenizer = tiny_tokenizer()  # the template's newline and the answer's own become one token
-    assert len(tokenizer("\n\n")["input_ids"]) == 1
-    with pytest.raises(DataError, match="not a prefix"):
-        encode_conversation(tokenizer, [USER, {"role": "assistant", "content": "\n\nthe"}])
+    tokenizer = tiny_tokenizer()
     with pytest.raises(DataError, match="not begin with one"):
         encode_conversation(tokenizer, [BOT, USER, LAST])
+
+
+def test_an_answer_whose_first_characters_join_its_prompt_is_trained_as_decoding_sees_it() -> None:
+    tokenizer = tiny_tokenizer()  # the template's newline and the answer's own become one token
+    assert len(tokenizer("\n\n")["input_ids"]) == 1
+    joined = {"role": "assistant", "content": "\n\nthe"}
+    prompt = encode_chat(tokenizer, [USER])
+    [(ids, mask)] = encode_conversation(tokenizer, [USER, joined])
+    assert ids[: len(prompt)] == prompt and mask == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+    assert tokenizer.decode(ids[len(prompt) :]) == "\n\nthe<|end|>"
+    # in a conversation it is a sequence of its own, and the other answers share one
+    turns = [USER, BOT, MORE, joined, MORE, LAST]
+    alone, shared = encode_conversation(tokenizer, turns)
+    prompt = encode_chat(tokenizer, turns[:3])
+    assert alone[0] == [*prompt, *ids[-3:]] or tokenizer.decode(alone[0][len(prompt) :]) == "\n\nthe<|end|>"
+    assert alone[0][: len(prompt)] == prompt and alone[1].index(1) == len(prompt)
+    said = [token for token, wanted in zip(*shared) if wanted]
+    assert tokenizer.decode(said) == "it is there<|end|>sat on the mat<|end|>"
 
 
 ENDS = [

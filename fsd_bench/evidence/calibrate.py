@@ -118,9 +118,9 @@ def calibrate(
     if len(options.temperatures) != 1:
         raise FsdError("calibrate for one temperature at a time: a setting holds for the temperature it was tested at.")
     directory, target = _home(options)
-    calibration, verification = split(options, verify, needs_score=promise.kind == SCORE)
-    options = _with_candidates(options, promise, progress)
     folder = writable(Path(usable_name(output, "the output folder")) / "record.json", "the record").parent
+    calibration, verification = split(options, verify, needs_score=promise.kind == SCORE, folder=folder)
+    options = _with_candidates(options, promise, progress)
     turns = _sweep(options, calibration, folder / "calibration.jsonl", progress)
     settings = options.settings()
     facts = summarise(turns, [setting.name for setting in settings], options.seed)
@@ -175,12 +175,12 @@ def _with_budget(rule: str, nats: float) -> str:
 
 
 def split(
-    options: SweepOptions, verify: Sequence[str | Path], needs_score: bool
+    options: SweepOptions, verify: Sequence[str | Path], needs_score: bool, folder: Path | None = None
 ) -> tuple[list[PromptRow], list[PromptRow]]:
     """Return prompts to calibrate on and prompts to verify on, without common texts. Raises as :func:`calibrate`."""
-    rows = options.read()
+    rows = options.read(None if folder is None else folder / "calibration")
     if verify:
-        halves = [rows, replace(options, prompts=verify).read()]
+        halves = [rows, replace(options, prompts=verify).read(None if folder is None else folder / "verification")]
         texts = {_text(row) for row in rows}
         both = next((row for row in halves[1] if _text(row) in texts), None)
         if both is not None:

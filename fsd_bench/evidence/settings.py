@@ -79,6 +79,7 @@ class SweepOptions(ModelOptions):
         examples: number of prompts whose answers the report shows.
         controls: add random gates if none is named.
         raw: continue prompts without the chat template.
+        strict: stop at the first row that cannot be used, instead of skipping a few.
     """
 
     prompts: Sequence[str | Path]
@@ -92,6 +93,7 @@ class SweepOptions(ModelOptions):
     examples: int = 4
     controls: bool = True
     raw: bool = False
+    strict: bool = False
 
     def settings(self) -> list[Setting]:
         """Return the settings. Raises as :func:`parse_settings`."""
@@ -108,12 +110,13 @@ class SweepOptions(ModelOptions):
         if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
             raise FsdError("give at least one temperature, and none twice.")
 
-    def read(self) -> list[PromptRow]:
-        """Return the prompts. Raises DataError for a malformed row, or a file without prompts."""
-        return spread_rows(self.prompts, self.limit)
+    def read(self, output: str | Path | None = None) -> list[PromptRow]:
+        """Return the prompts. Raises DataError as :func:`.spread_rows`; skipped rows are listed beside ``output``."""
+        return spread_rows(self.prompts, self.limit, self.strict, output)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as JSON values. ``rules`` are the settings' names."""
         names = [setting.name for setting in self.settings()]
         lists = {"prompts": [Path(file).name for file in self.prompts], "temperatures": list(self.temperatures)}
-        return {**asdict(self), **lists, "rules": names}
+        values = {name: value for name, value in asdict(self).items() if name != "strict"}
+        return {**values, **lists, "rules": names}

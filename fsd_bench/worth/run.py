@@ -31,6 +31,7 @@ class WorthOptions(ModelOptions):
         max_new_tokens: new tokens per answer.
         raw: continue prompts without the chat template.
         seed: seed of draws.
+        strict: stop at the first row that cannot be used, instead of skipping a few.
     """
 
     prompts: str | Path
@@ -40,6 +41,7 @@ class WorthOptions(ModelOptions):
     max_new_tokens: int = 96
     raw: bool = False
     seed: int = 0
+    strict: bool = False
 
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
@@ -51,7 +53,7 @@ class WorthOptions(ModelOptions):
 
     def encoded(self, decoder: FuzzyDecoder) -> list[list[int]]:
         """Return the prompts' token ids. Raises DataError for a malformed row, or a file without prompts."""
-        target, rows = decoder.target, spread_rows([self.prompts], self.limit)
+        target, rows = decoder.target, spread_rows([self.prompts], self.limit, self.strict)
         return encode_rows(rows, target.name, decoder.tokenizer, target.max_positions, self.raw)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import NotRequired, TypedDict
 
 from fsd_infer.errors import DataError
+from fsd_infer.files import STRICT_JSON
 
 ROLES = ("system", "user", "assistant", "tool")
 # role of each speaker in ShareGPT's `conversations`
@@ -20,17 +21,27 @@ SPEAKERS = {
 }
 ANSWERS = ("response", "completion")
 TEXTS = ("prompt", "question", "turns", "instruction", "problem", "query", "input", "text")  # of one user turn
-PROMPT_FIELDS = ("messages", "conversations", "conversation", "data", *TEXTS, *ANSWERS)
+SYSTEMS = ("system", "system_prompt")  # of a system turn before a conversation without one
+PROMPT_FIELDS = ("messages", "conversations", "conversation", "data", *SYSTEMS, *TEXTS, *ANSWERS)
+THOUGHT = "reasoning_content"  # of an assistant turn
+THOUGHTS = (THOUGHT, "reasoning", "thinking")  # how rows and chat templates call it
+WEIGHT = "weight"  # 0: training leaves an assistant turn out
 
 
 class Message(TypedDict):
-    """One turn of a conversation. An assistant turn may call tools. A tool turn may name the call that it answers."""
+    """One turn of a conversation.
+
+    An assistant turn may call tools, have a thought before its content, and have weight 0, which keeps it out of
+    training. A tool turn may name the call that it answers.
+    """
 
     role: str
     content: str
     tool_calls: NotRequired[list[dict[str, Any]]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    weight: NotRequired[int]
 
 
 def check_text(text: str, where: str) -> str:
@@ -43,6 +54,14 @@ def check_text(text: str, where: str) -> str:
             "this is no Unicode text. Write it again in UTF-8."
         ) from None
     return text
+
+
+def turn_fields(turn: Mapping[str, Any]) -> set[str]:
+    """Return the fields of a turn that :func:`check_messages` reads: of ShareGPT's form if it has ``from``."""
+    named = turn.get("from") is not None
+    role = SPEAKERS.get(str(turn["from"])) if named else turn.get("role")
+    own = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}.get(str(role), set())
+    return own | ({"from", "value"} if named else {"role", "content"})
 
 
 def check_messages(messages: Any, where: str = "messages", field: str = "messages") -> list[Message]:
@@ -77,16 +96,28 @@ def _turn(turn: Any, where: str) -> Message:
     if not isinstance(content, str):
         raise DataError(f"{where} must have `content` of type text.")
     check_text(content, where)
-    if role == "user" and not content.strip():
+    if role == "user" and not content:
         raise DataError(f"{where} is empty. Give it some text or remove the row.")
     made: Message = {"role": role, "content": content}
     if calls:
         made["tool_calls"] = calls
+    if role == "assistant":
+        thought = next((name for name in THOUGHTS if turn.get(name)), None)
+        if thought is not None:
+            made["reasoning_content"] = check_text(_text(turn[thought], where, thought), where)
+        if turn.get(WEIGHT) is not None and _weight(turn[WEIGHT], where) == 0:
+            made["weight"] = 0
     if role == "tool":
         for name in ("tool_call_id", "name"):
             if turn.get(name) is not None:
                 made[name] = check_text(_text(turn[name], where, name), where)
     return made
+
+
+def _weight(value: Any, where: str) -> int:
+    if not isinstance(value, int | float) or value not in (0, 1):
+        raise DataError(f"{where} has weight {value!r:.40}. Give 1, or 0 for an answer that is not trained on.")
+    return int(value)
 
 
 def _joined(content: Any) -> Any:
@@ -102,8 +133,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except ValueError:
+            arguments = STRICT_JSON.decode(arguments)
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise DataError(
@@ -128,6 +159,8 @@ def row_messages(row: Mapping[str, Any], where: str = "row") -> list[Message]:
     - ``turns``, a list of user texts, of which the first is the prompt;
     - ``instruction``, followed by ``input`` and ``context``;
     - ``problem``, ``query``, ``input`` or ``text``.
+
+    ``system`` or ``system_prompt`` goes before a conversation that has no system turn.
 
     A final assistant turn is a reference answer and is dropped. Earlier answers stay. Assistant turns before the first
     user turn answer nothing and are dropped.
@@ -161,7 +194,7 @@ def row_exchanges(row: Mapping[str, Any], where: str = "row") -> list[tuple[list
     """
     exchanges: list[tuple[list[Message], list[Message]]]
     first = row_messages(row, where)  # checks the fields
-    before = PROMPT_FIELDS[: PROMPT_FIELDS.index("turns")]
+    before = [name for name in PROMPT_FIELDS[: PROMPT_FIELDS.index("turns")] if name not in SYSTEMS]
     if all(row.get(name) is None for name in before) and row.get("turns"):
         exchanges = [(first, [])]
         for text in row["turns"][1:]:
@@ -261,15 +294,20 @@ def _named(turns: Any, where: str) -> Any:
             raise DataError(f"{where}: turn {number} is from {speaker!r}; known are {', '.join(SPEAKERS)}.")
         if not isinstance(turn.get("value"), str):
             raise DataError(f"{where}: turn {number} (from {speaker}) must have `value` of type text.")
-        named.append({"role": SPEAKERS[speaker], "content": turn["value"]})
+        others = {name: value for name, value in turn.items() if name not in ("from", "value", "role", "content")}
+        named.append({**others, "role": SPEAKERS[speaker], "content": turn["value"]})
     return named
 
 
 def _asked(row: Mapping[str, Any], where: str) -> list[Message]:
-    """Return the turns of the row's prompt field, without answers before the first question."""
+    """Return the system prompt and the turns of the row's prompt field, without answers before the first question."""
     turns = _turns(row, where)
     if turns is None:
         turns = _prompt(row, where)
+    if turns[0]["role"] != "system":
+        field = next((name for name in SYSTEMS if row.get(name)), None)
+        if field is not None:
+            turns = [{"role": "system", "content": _text(row[field], where, field)}, *turns]
     first = next((number for number, turn in enumerate(turns) if turn["role"] == "user"), len(turns))
     return [turn for number, turn in enumerate(turns) if turn["role"] != "assistant" or number > first]
 

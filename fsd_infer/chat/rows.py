@@ -12,12 +12,14 @@ import hashlib
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsd_infer.chat.hub_rows import HubRows, is_hub_name
+from fsd_infer.chat.row_check import Fields, RowCheck
 from fsd_infer.errors import DataError, imported
 from fsd_infer.files import parse_json, parse_text
 
@@ -38,7 +40,7 @@ class Row(NamedTuple):
 
     file: Path
     number: int
-    values: dict[str, Any]
+    values: Fields
 
     @property
     def where(self) -> str:
@@ -46,7 +48,7 @@ class Row(NamedTuple):
         return f"{self.file}:{self.number}"
 
 
-def read_rows(path: str | Path) -> Iterator[Row]:
+def read_rows(path: str | Path, check: RowCheck | None = None) -> Iterator[Row]:
     """Yield the rows of a data file or directory.
 
     A file that begins with "[" is a JSON array. The first row of a .csv or .tsv table names the fields. Each line of a
@@ -56,28 +58,50 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     Args:
         path: a file, "-" (standard input), a dataset's name on the Hub (:mod:`fsd_infer.chat.hub_rows`), a directory
             of `Dataset.save_to_disk`, or a directory with .parquet files in it or in its subdirectory ``data``.
+        check: takes account of the rows, also of lines that are no row, which are skipped. None: those are errors.
 
     Raises:
-        DataError: a missing or unreadable file, a line that is no JSON object, several splits without ``train``, or a
-            missing package.
+        DataError: a missing file, or one that cannot be read to its end, several splits without ``train``, a missing
+            package, or what ``check`` raises.
     """
-    path = Path(path)
+    check = check or RowCheck(strict=True)
+    for file, number, parsed in _items(Path(path)):
+        where, values = f"{file}:{number}", None
+        with check.reading(where):
+            values = Fields(_object(parsed(), where))
+        if values is not None:
+            yield Row(file, number, values)
+
+
+# file, number, and what parses the row; that one may raise DataError, and the next row can be read all the same
+_Item = tuple[Path, int, Callable[[], Any]]
+
+
+def _items(path: Path) -> Iterator[_Item]:
     if is_hub_name(path):
-        for number, values in enumerate(HubRows.parse(str(path)).rows(), start=1):
-            yield Row(path, number, values)
+        yield from _parsed(path, HubRows.parse(str(path)).rows())
     elif os.path.isdir(path):  # unlike Path.is_dir, False for names that are too long
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            yield from _saved_rows(path)
+            yield from _parsed(path, _saved_rows(path))
             return
         for file in _parquet_files(path):
-            yield from _parquet_rows(file)
+            yield from _parsed(file, _parquet_rows(file))
     elif path.suffix == ".parquet":
-        yield from _parquet_rows(path)
+        yield from _parsed(path, _parquet_rows(path))
     else:
         yield from _text_rows(path)
 
 
-def _text_rows(path: Path) -> Iterator[Row]:
+def _parsed(path: Path, rows: Iterable[Any]) -> Iterator[_Item]:
+    for number, values in enumerate(rows, start=1):
+        yield path, number, partial(_same, values)
+
+
+def _same(values: Any) -> Any:
+    return values
+
+
+def _text_rows(path: Path) -> Iterator[_Item]:
     """Yield the rows of a file of text, which is read once, because it may be a pipe."""
     suffix, lines = Path(path.name.removesuffix(".gz")).suffix, _lines(path)
     begun = []
@@ -88,17 +112,17 @@ def _text_rows(path: Path) -> Iterator[Row]:
     opening, lines = begun[-1][1].lstrip()[:1] if begun else b"", chain(begun, lines)
     if suffix in _DELIMITERS:
         yield from _table_rows(path, lines, _DELIMITERS[suffix])
-    elif suffix == ".txt" and opening != b"{":
+    elif opening == b"[" and suffix != ".txt":
+        yield from _parsed(path, parse_json(b"".join(raw for _, raw in lines), str(path), _ADVICE))
+    else:
+        parse = _parse_line if suffix == ".txt" and opening != b"{" else parse_json
         for line, raw in lines:
             if raw.strip():
-                yield Row(path, line, {"text": parse_text(raw, f"{path}:{line}", _ADVICE).rstrip("\r\n")})
-    elif opening == b"[":
-        whole = b"".join(raw for _, raw in lines)
-        for number, item in enumerate(parse_json(whole, str(path), _ADVICE), start=1):
-            yield Row(path, number, _object(item, f"{path}:{number}"))
-    else:
-        for line, values in _objects(path, lines):
-            yield Row(path, line, values)
+                yield path, line, partial(parse, raw, f"{path}:{line}", _ADVICE)
+
+
+def _parse_line(raw: bytes, where: str, advice: str) -> str:
+    return parse_text(raw, where, advice).rstrip("\r\n")
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -110,11 +134,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         DataError: an unreadable file, or a line that is no JSON object in UTF-8. The error names file and line.
     """
-    yield from _objects(Path(path), _lines(Path(path)))
-
-
-def _objects(path: Path, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for line, raw in lines:
+    for line, raw in _lines(Path(path)):
         if raw.strip():
             yield line, _object(parse_json(raw, f"{path}:{line}", _ADVICE), f"{path}:{line}")
 
@@ -141,17 +161,23 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"{path}: unreadable after line {line} ({error}). Fetch or write the file again.") from error
 
 
-def _table_rows(path: Path, lines: Iterable[tuple[int, bytes]], delimiter: str) -> Iterator[Row]:
+def _table_rows(path: Path, lines: Iterable[tuple[int, bytes]], delimiter: str) -> Iterator[_Item]:
     csv.field_size_limit(LONGEST_LINE)
-    texts = (parse_text(raw, f"{path}:{line}", "Write the table in UTF-8.") for line, raw in lines)
+    texts = (raw.decode("utf-8-sig", "surrogateescape") for _, raw in lines)
     rows = csv.DictReader(texts, delimiter=delimiter, strict=True)
     try:
         for values in rows:
-            if None in values:
-                raise DataError(f"{path}:{rows.line_num}: more cells than the first row has names. Quote the cells.")
-            yield Row(path, rows.line_num, values)
+            yield path, rows.line_num, partial(_table_row, values, f"{path}:{rows.line_num}")
     except csv.Error as error:
         raise DataError(f"{path}:{rows.line_num}: no table row ({error}). Quote cells as in RFC 4180.") from error
+
+
+def _table_row(values: dict[Any, Any], where: str) -> dict[Any, Any]:
+    if None in values:
+        raise DataError(f"{where}: more cells than the first row has names. Quote the cells.")
+    if any(re.search("[\udc80-\udcff]", cell) for cell in values.values() if cell):
+        raise DataError(f"{where}: not UTF-8. Write the table in UTF-8.")
+    return values
 
 
 def rows_digest(path: str | Path) -> str:
@@ -197,7 +223,7 @@ def _parquet_files(directory: Path) -> list[Path]:
     return chosen
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     arrow, parquet = (imported(name, f"reading {path}", "train", DataError) for name in ("pyarrow", "pyarrow.parquet"))
     number = 0
     try:
@@ -205,14 +231,14 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches(batch_size=1024):
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(path, number, values)
+                    yield values
     except (OSError, ValueError, OverflowError, arrow.ArrowException) as error:
         if not os.path.exists(path):
             raise DataError(f"{path}: no such file. Give the path of a .parquet file.") from error
         raise DataError(f"{path}: unreadable after row {number} ({error}). Fetch or write the file again.") from error
 
 
-def _saved_rows(directory: Path) -> Iterator[Row]:
+def _saved_rows(directory: Path) -> Iterator[dict[str, Any]]:
     datasets = imported("datasets", f"reading {directory}", "train", DataError)
     number = 0
     try:
@@ -223,8 +249,9 @@ def _saved_rows(directory: Path) -> Iterator[Row]:
                     f"{directory}: its splits are {', '.join(found)}, none is called train. Give {directory}/SPLIT."
                 )
             found = found["train"]
-        for number, values in enumerate(found.with_format(None), start=1):
-            yield Row(directory, number, dict(values))
+        for values in found.with_format(None):
+            number += 1
+            yield dict(values)
     except DataError:
         raise
     except Exception as error:  # `datasets` checks little of what it reads

@@ -63,7 +63,7 @@ def worth(args: argparse.Namespace) -> int:
 
     record = None if args.json is None else writable(args.json, "the record")
     set_threads(args.threads)
-    named = picked(args, "prompts temperature limit max_new_tokens raw seed")
+    named = picked(args, "prompts temperature limit max_new_tokens raw seed strict")
     options = WorthOptions(rules=words(args.rules), **named, **model_options(args))
     found, facts = run_worth(options, progress=True)
     print(worth_text(found))
@@ -114,7 +114,7 @@ def skip_layers(args: argparse.Namespace) -> int:
 
     set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(args.target, dtype=parse_dtype(args.dtype), device=parse_device(args.device))
-    texts = answers(decoder, args.prompts, args.limit, args.max_new_tokens)
+    texts = answers(decoder, args.prompts, args.limit, args.max_new_tokens, args.strict)
     for step in search(decoder.target, texts, args.layers):
         print(f"{len(step.layers)} layers, agreement {step.agreement:.3f}: {spelled(step.layers)}", flush=True)
     return 0
@@ -123,7 +123,7 @@ def skip_layers(args: argparse.Namespace) -> int:
 def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords that sweep and calibrate share."""
     files = {"prompts": words(args.prompts), "rules": words(args.rules)}
-    return {**files, **model_options(args), **picked(args, "limit max_new_tokens seed score raw")}
+    return {**files, **model_options(args), **picked(args, "limit max_new_tokens seed score raw strict")}
 
 
 def _temperatures(text: str) -> list[float]:

@@ -96,8 +96,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "--memory": {
         "metavar": "FILE",
-        "help": "draft from these texts too (X+memory:FILE): JSON lines with `text`, token ids or conversations, "
-        "indexed once beside the file",
+        "help": "draft from these texts too (X+memory:FILE): rows with `text`, token ids or conversations, in any "
+        "form that --prompts takes, indexed once beside the file",
     },
     "--dtype": {"metavar": "TYPE", "default": "bf16", "help": "data type of the models: bf16, fp16 or fp32"},
     "--device": {"metavar": "NAME", "help": "such as cpu or cuda:1 (default: CUDA if available, else cpu)"},
@@ -125,6 +125,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--temperature": {"type": real_number, "default": 0.0, "metavar": "T", "help": "sampling temperature, 0: greedy"},
     "--seed": {"type": seed, "default": 0, "metavar": "N", "help": "seed of draws and bootstrap intervals"},
     "--raw": {"action": "store_true", "help": "continue the prompts as they are, without the chat template"},
+    "--strict": {"action": "store_true", "help": "stop at the first row that cannot be used, not only at 5 %% of them"},
     "--score": {
         "choices": SCORES, "default": "auto", "help": "how answers are scored against the rows' references: last "
         "number, first option named, IFEval's instructions, chrF or ROUGE-L; auto: the first three, by row"

@@ -41,7 +41,8 @@ class ExportHead(Callback):
                 self.write(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.write(trainer, pl_module)
+        if trainer.global_step:  # a head without a step of training is no result
+            self.write(trainer, pl_module)
 
     def write(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_finite(trainer)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 
+from fsd_infer.chat.row_check import LISTING, RowCheck
 from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
 from fsd_train.commands.fit import read_recipe
-from fsd_train.data.answers import read_answers
+from fsd_train.data.answers import conclude, read_answers
 from fsd_train.data.features import cache_features, token_bytes
 from fsd_train.models.head_options import HeadOptions
 
@@ -39,7 +41,11 @@ def main(args: argparse.Namespace) -> int:
     target = Target.from_pretrained(args.target, dtype=getattr(torch, args.dtype), **args.target_kwargs)
     target.capture_layers(args.layers or args.head.capture_layers(target))
     target.check_lm_head()  # training on cached features has no layers for this check
-    rows, _ = read_answers(args.data, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size)
+    check = RowCheck(args.strict)
+    rows, _ = read_answers(
+        args.data, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size, check=check
+    )
+    conclude(check, target.tokenizer, Path(args.output) / LISTING)
     rows.check_lengths(target.max_positions)
     items = [rows[number] for number in range(len(rows))]
     sequences = [

@@ -40,6 +40,7 @@ def _count(default: int | None, what: str) -> dict[str, Any]:
 _TARGET = {"help": "target: built-in name, directory or hub id"}
 _NAMED = {"help": "target: built-in name, directory or hub id (default: the one that the head names)"}
 _HUB_ID: dict[str, Any] = {"type": _hub_id, "metavar": "OWNER/NAME"}
+_STRICT = {"action": "store_true", "help": "stop at the first row that cannot be used, not only at 5 %% of them"}
 Options = dict[str, dict[str, Any]]
 
 _REGENERATE: Options = {
@@ -81,6 +82,7 @@ _REGENERATE: Options = {
     "--endpoint-model": {"metavar": "NAME", "help": "the server's name for the target (default: --target)"},
     "--concurrency": _count(64, "requests in flight at the endpoint"),
     "--no-request-seeds": {"action": "store_true", "help": "send no seeds, for servers that refuse them"},
+    "--strict": _STRICT,
     "--quiet": {"action": "store_true", "help": "show no progress bar"},
 }  # fmt: skip
 
@@ -102,6 +104,7 @@ _CACHE_FEATURES: Options = {
     },
     "--batch-tokens": _count(2048, "padded tokens per forward"),
     "--dtype": {"default": "bfloat16", "choices": ["bfloat16", "float32"], "help": "data type of the target"},
+    "--strict": _STRICT,
 }  # fmt: skip
 
 _EXPORT: Options = {
@@ -115,6 +118,7 @@ _EXPORT: Options = {
         "cover more text at the price of slower drafts (default: the trained ids)",
     ),
     "--data": {"nargs": "+", "metavar": "FILE", "help": "answers in which --draft-vocab-size counts ids"},
+    "--strict": _STRICT,
 }
 
 _PUBLISH: Options = {
@@ -129,6 +133,7 @@ _PUBLISH: Options = {
         "default": "data/quickstart_prompts.jsonl", "metavar": "FILE",
         "help": "prompts for measuring the acceptance length",
     },
+    "--strict": _STRICT,
     "--limit": _count(8, "number of prompts"),
     "--max-new-tokens": _count(64, "tokens of each answer"),
     "--tree": {"default": "5,6,16", "metavar": "D,W,N", "help": "depth, width and nodes of the draft tree"},
@@ -153,11 +158,13 @@ _DOCTOR: Options = {
     "--max-new-tokens": _count(48, "tokens of each decoded answer"),
     "--dtype": {"default": "bfloat16", "help": "data type that the head will run in"},
     "--url": {"help": "an OpenAI-compatible server with the same target and head to compare with"},
+    "--strict": _STRICT,
     "--json": {"metavar": "FILE", "help": "also write the findings to this file"},
 }
 
 _ESTIMATE: Options = {
     "--config": {"required": True, "metavar": "RECIPE", "help": "recipe of a head"},
+    "--strict": _STRICT,
     "--on-paper": {"action": "store_true", "help": "read only the target's config: memory, and the least time on GPUs"},
     "--target": {"metavar": "NAME", "help": "another target, on paper: llama-3.1-8b, llama-3.1-70b, a directory"},
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from fsd_bench.openai_client import Server
 from fsd_infer.chat.conversations import template_options
 from fsd_infer.chat.encoding import encode_chat
+from fsd_infer.chat.row_check import RowCheck, listing_of
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
@@ -33,7 +34,7 @@ from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
 from fsd_train.commands.comparisons import check_engine, compare_targets
 from fsd_train.commands.feeding import Feeding, Finding, Row, at_step
-from fsd_train.data.answers import check_id, encode_row
+from fsd_train.data.answers import check_id, conclude, encode_row
 from fsd_train.data.features import FeatureStore, sequence_key
 from fsd_train.models.unroll import supervised
 
@@ -243,13 +244,7 @@ def main(args: argparse.Namespace) -> int:
     record = None if args.json is None else writable(args.json, "the findings' file")
     target = Target.from_pretrained(args.target, dtype=torch.float32, **(args.target_kwargs or {}))
     head = EagleHead.from_pretrained(args.head, target, dtype=torch.float32)
-    rows = []
-    for row in read_rows(args.data):
-        ids = [row.values.get(name) for name in ("prompt_ids", "response_ids")]
-        if sum(len(one) for one in ids if isinstance(one, list)) <= args.max_length:
-            rows.append(row.values)
-        if len(rows) == args.rows:
-            break
+    rows = some_rows(args, target)
     doctor = Doctor(target, head, rows, args.max_length)
     findings = [*doctor.check_rows(), *compare_targets(args, doctor, rows)]
     if args.features:
@@ -264,6 +259,25 @@ def main(args: argparse.Namespace) -> int:
     if record is not None:
         write_json(record, [asdict(finding) for finding in findings], indent=2)
     return 1 if any(finding.ok is False for finding in findings) else 0
+
+
+def some_rows(args: argparse.Namespace, target: Target) -> list[dict[str, Any]]:
+    """Return the first ``args.rows`` usable rows of up to ``args.max_length`` tokens."""
+    check = RowCheck(args.strict)
+
+    def usable() -> Iterator[dict[str, Any]]:
+        for row in read_rows(args.data, check):
+            shortest = args.max_length + 1
+            with check.using(row.where, row.values):
+                sequences = encode_row(row.values, target.tokenizer, row.where)
+                check_id(max(max(ids) for ids, _ in sequences), row.where, target.vocab_size)
+                shortest = min(len(ids) for ids, _ in sequences)
+            if shortest <= args.max_length:
+                yield row.values
+
+    rows = check.first(usable(), args.rows)
+    conclude(check, target.tokenizer, listing_of(args.json))
+    return rows
 
 
 def show(findings: Sequence[Finding]) -> str:

@@ -204,6 +204,7 @@ def main(args: argparse.Namespace) -> int:
     if args.on_paper or args.target:
         print(on_paper(recipe, args.target))
         return 0
+    recipe.data["strict"] = args.strict or recipe.data["strict"]
     lines = estimate(recipe)
     print(table(["what", "needs", "found by"], [list(line) for line in lines]))
     return 0

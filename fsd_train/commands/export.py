@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_infer.chat.row_check import RowCheck
 from fsd_infer.errors import DataError
 from fsd_infer.heads.export import TargetFacts, export_head
 from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
+from fsd_infer.hub import load_whole
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import read_checkpoint
-from fsd_train.data.answers import read_answers
+from fsd_train.data.answers import conclude, read_answers
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.head_options import HeadOptions
@@ -69,7 +71,8 @@ def main(args: argparse.Namespace) -> int:
             raise DataError(f"{args.source} is no head: it has no config.json of one. Give a head or a .ckpt file.")
         if Path(args.output).resolve() == found.resolve():
             raise DataError(f"{args.output} is the source of the export. Give another directory.")
-        return _export_head(found, args)
+        head = found
+        return load_whole(args.source, lambda: _export_head(find_head(args.source) or head, args))
     module = load_module(args.source)
     if args.data:
         if not isinstance(module, EagleModule):
@@ -126,5 +129,7 @@ def _export_to(head: EagleHead, name: str, args: argparse.Namespace) -> int:
 
 
 def _choose_ids(head: EagleHead, target: Target, args: argparse.Namespace, always: list[int]) -> None:
-    answers, _ = read_answers(args.data, target.tokenizer, vocab_size=target.vocab_size)
+    check = RowCheck(args.strict)
+    answers, _ = read_answers(args.data, target.tokenizer, vocab_size=target.vocab_size, check=check)
+    conclude(check, target.tokenizer)
     head.set_draft_ids(choose_draft_ids(answers.answer_counts(target.vocab_size), args.draft_vocab_size, always))

@@ -20,7 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fsd_infer.cli.run import one_line
-from fsd_infer.errors import DataError, FsdError
+from fsd_infer.errors import DataError, FsdError, causes
 from fsd_train.callbacks.progress import Announce, RunProgress
 from fsd_train.callbacks.runs import AUTO, RunDirectory
 from fsd_train.checkpoints import check_checkpoint
@@ -82,7 +82,10 @@ class TrainCLI(LightningCLI):
         return super().instantiate_trainer(**{**kwargs, "callbacks": [Announce(), *callbacks]})
 
     def prepare_run(self) -> str | None:
-        """Check the run's directories and return the checkpoint to resume, or None."""
+        """Check that the run trains, and its directories; return the checkpoint to resume, or None."""
+        for name in ("max_steps", "max_epochs", "limit_train_batches"):
+            if getattr(self.trainer, name) == 0:
+                raise DataError(f"trainer.{name} is 0, so no step would be trained. Raise it, or omit it.")
         check_ranks(self.trainer)
         directory = RunDirectory(self.trainer, self.config["overwrite"])
         directory.check_writable(self.trainer)
@@ -106,6 +109,8 @@ def main(argv: Sequence[str]) -> int:
             if argv[0] == "fit":
                 path = cli.prepare_run()
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=path)
+                if cli.trainer.global_step == 0:
+                    raise DataError("the run ended before its first step, so there is no head. Give it more time.")
             else:
                 _validate(cli)
     return 0
@@ -188,13 +193,16 @@ def _read(path: str | Path) -> TrainCLI:
         with _command_line(["fit", *argv]), quiet():
             return configured(argv, _Reader)
     except FsdError as error:
-        raise error if str(path) in str(error) else FsdError(f"{path}: {error}") from error
+        if str(path) in str(error):
+            raise
+        raise FsdError(f"{path}: {error}") from error
 
 
 def with_recipes(argv: Sequence[str]) -> list[str]:
-    """Replace recipe names after --config by their paths, unless they are files here."""
+    """Replace recipe names after --config by their paths, unless they are files here, and --strict by its option."""
     words, after = [], False
     for word in argv:
+        word = "--data.strict=true" if word == "--strict" else word
         option, equals, value = word.partition("=")
         if after:
             word = str(find(word))
@@ -216,7 +224,7 @@ def config_errors() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             raise  # the command line names the package to install
-        raise _innermost(error) or DataError(f"the configuration: {one_line(str(error))[:MOST_SAID]}") from error
+        raise_ours(error, DataError(f"the configuration: {one_line(str(error))[:MOST_SAID]}"))
 
 
 @contextmanager
@@ -227,24 +235,27 @@ def run_errors() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise FsdError("the device is out of memory. Lower data.batch_tokens or model.unroll_steps.") from error
     except (MisconfigurationException, ImportError, ValueError) as error:
-        raise _innermost(error) or DataError(one_line(str(error))[:MOST_SAID]) from error
+        raise_ours(error, DataError(one_line(str(error))[:MOST_SAID]))
     except Exception as error:
         if isinstance(error, torch.distributed.DistError) or any(name in str(error) for name in ("gloo", "NCCL")):
             raise FsdError(
                 f"another process of this run has ended, or did not answer in time ({one_line(str(error))[:300]}). See "
                 "its output, and resume the last checkpoint with --ckpt_path."
             ) from error
-        raise _innermost(error) or error from error.__cause__
+        raise_ours(error, None)
 
 
-def _innermost(error: BaseException) -> FsdError | None:
-    """Return the innermost FsdError, because libraries wrap exceptions."""
-    ours: FsdError | None = None
-    current: BaseException | None = error
-    while current is not None:
-        ours = current if isinstance(current, FsdError) else ours
-        current = current.__cause__
-    return ours
+def raise_ours(error: Exception, otherwise: FsdError | None) -> NoReturn:
+    """Raise the innermost FsdError that led to ``error``, because libraries wrap exceptions.
+
+    Without one, raise ``otherwise``, or ``error`` itself if that is None.
+    """
+    found = [cause for cause in causes(error) if isinstance(cause, FsdError)]
+    if found:
+        raise found[-1]  # it keeps its own cause, and must not become the cause of itself
+    if otherwise is None:
+        raise error
+    raise otherwise from error
 
 
 # what is printed ----------------------------------------------------------------------------------------------------

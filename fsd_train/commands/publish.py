@@ -6,21 +6,21 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, try_to_load_from_cache
 
 from fsd_infer.chat.encoding import read_prompts
+from fsd_infer.chat.row_check import RowCheck
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.heads.export import obstacle
 from fsd_infer.heads.formats import CONFIG, OLD, OURS, head_kind, read_config
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.heads.hub import hub_errors, is_hub_id
 from fsd_infer.heads.weights import INDEX, SINGLE
+from fsd_infer.hub import hub_errors, is_hub_id
 from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
 from fsd_infer.targets.target import Target
 from fsd_train.commands.export import record_of, target_of
@@ -83,7 +83,9 @@ def measured(head: EagleHead, target: Target, args: argparse.Namespace) -> dict[
     source = find(args.prompts)
     if not source.exists():
         raise DataError(f"{args.prompts} is missing. Give prompts for the measurement as --prompts.")
-    prompts: list[Any] = [row.messages for row in islice(read_prompts(source), args.limit)]
+    check = RowCheck(args.strict)
+    prompts: list[Any] = [row.messages for row in check.first(read_prompts(source, check), args.limit)]
+    check.finish()
     if not prompts:
         raise DataError(f"{source} holds no prompts. Give others as --prompts.")
     decoder = FuzzyDecoder(target, EagleDrafter(head, target, shape))

@@ -22,10 +22,13 @@ from typing import IO, Any
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
+from fsd_infer.chat.control import set_control_tokens
+from fsd_infer.chat.row_check import RowCheck, listing_of
 from fsd_infer.chat.rows import read_jsonl, rows_digest
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import disk_errors, read_json, write_json
+from fsd_infer.hub import guarded, hub_fault
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
 from fsd_train import LONGEST
 from fsd_train.commands.fit import read_recipe
@@ -151,6 +154,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
     if args.endpoint and args.features:
         raise DataError("--features needs the local target. With --endpoint, run `cache-features` afterwards.")
     backend = _endpoint(args) if args.endpoint else _local(args)
+    check = RowCheck(args.strict)
     plan = plan_jobs(
         args.prompts,
         backend.tokenizer,
@@ -161,7 +165,11 @@ def run(args: argparse.Namespace) -> Counter[str]:
         batch_size=args.batch_size,
         template=args.chat_template_args,
         raw=args.raw,
+        check=check,
     )
+    output = AnswerFile(args.output, _settings(args))
+    check.finish(listing_of(output.path))
+    check.name_unread()
     _say_what_is_left_out(plan, args)
     window = _window(args.target)
     longest = max((len(job.prompt_ids) for job in plan.jobs), default=0)
@@ -172,7 +180,6 @@ def run(args: argparse.Namespace) -> Counter[str]:
         )
     if window is not None:  # earlier answers make later turns' prompts longer
         plan = replace(plan, max_prompt_tokens=min(plan.max_prompt_tokens, window - args.max_new_tokens))
-    output = AnswerFile(args.output, _settings(args))
     counts: Counter[str] = Counter(read=plan.read, too_long=plan.too_long)
     while plan.batches:
         counts.update(regenerate(plan, backend, output, progress=not args.quiet))
@@ -224,9 +231,13 @@ def _endpoint(args: argparse.Namespace) -> EndpointBackend:
     """Make the backend of a server. The target's directory needs only tokenizer and generation config."""
     directory = builtin_dir(args.target) if is_builtin(args.target) else args.target
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        with guarded():
+            tokenizer = AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError) as error:
-        raise FsdError(f"target {args.target!r} has no tokenizer ({error}). Add its files.") from error
+        says = hub_fault(error)
+        fault = f"target {args.target!r} has no tokenizer ({error}). Add its files."
+        raise FsdError(fault if says is None else f"{args.target} {says}") from error
+    set_control_tokens(tokenizer, bool((args.target_kwargs or {}).get("allow_control_tokens")))
     return EndpointBackend(
         args.endpoint, args.endpoint_model or args.target, tokenizer, _generation_config(directory),
         args.max_new_tokens, None if args.no_request_seeds else args.seed, args.concurrency,

@@ -16,9 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from typing_extensions import NotRequired
 
-from fsd_infer.chat.conversations import row_conversation, row_questions, template_options
-from fsd_infer.chat.encoding import encode_conversation, row_id
-from fsd_infer.chat.rows import read_rows
+from fsd_infer.chat.conversations import WEIGHT, row_conversation, row_questions, template_options
+from fsd_infer.chat.encoding import row_id
+from fsd_infer.chat.masks import encode_conversation
+from fsd_infer.chat.row_check import RowCheck
+from fsd_infer.chat.rows import Row, read_rows
+from fsd_infer.chat.templates import turn_fields_of
 from fsd_infer.errors import DataError
 from fsd_train import MAX_LENGTH
 from fsd_train.data.features import FeatureStore, sequence_key
@@ -26,6 +29,9 @@ from fsd_train.data.sampler import stable_seed
 from fsd_train.repository import find
 
 log = logging.getLogger(__name__)
+
+MOST_ID = 2**31 - 1  # ids are kept as 32-bit numbers
+_Sided = tuple[float, tuple[str, list[int], list[int]], tuple[int, str]]  # point, row, its highest id and place
 
 
 class Item(TypedDict):
@@ -45,6 +51,7 @@ class AnswersDataset(Dataset[Item]):
         rows: (id of the row, ids, loss mask) per sequence.
         highest: the highest token id in the files and its row ("file:line").
         store: cached features of all rows, or None.
+        tops: the highest token id of each row and its place ("file:line"), for :meth:`within`.
     """
 
     def __init__(
@@ -52,8 +59,9 @@ class AnswersDataset(Dataset[Item]):
         rows: Sequence[tuple[str, Sequence[int] | Tensor, Sequence[int] | Tensor]],
         highest: tuple[int, str],
         store: FeatureStore | None = None,
+        tops: Sequence[tuple[int, str]] = (),
     ) -> None:
-        self.highest, self.store = highest, store
+        self.highest, self.store, self.tops = highest, store, list(tops)
         self.row_ids = [name for name, _, _ in rows]
         self.lengths = [len(ids) for _, ids, _ in rows]
         self._ids = [torch.as_tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
@@ -71,8 +79,22 @@ class AnswersDataset(Dataset[Item]):
 
     def cached(self, store: FeatureStore) -> AnswersDataset:
         """Return a dataset of the rows whose features are cached, with their features."""
-        rows = [row for row in zip(self.row_ids, self._ids, self._masks, strict=True) if sequence_key(row[1]) in store]
-        return AnswersDataset(rows, self.highest, store)
+        return self._some([place for place, ids in enumerate(self._ids) if sequence_key(ids) in store], store)
+
+    def within(self, vocab_size: int, check: RowCheck) -> AnswersDataset:
+        """Return a dataset of the rows without token ids outside this vocabulary; ``check`` takes account of others."""
+        if self.highest[0] < vocab_size:
+            return self
+        bad = {where: token for token, where in self.tops if token >= vocab_size}  # a row may be several sequences
+        for where, token in bad.items():
+            with check.using(where):
+                check_id(token, where, vocab_size)
+        return self._some([place for place, (_, where) in enumerate(self.tops) if where not in bad], self.store)
+
+    def _some(self, places: Sequence[int], store: FeatureStore | None) -> AnswersDataset:
+        tops = [self.tops[place] for place in places] if self.tops else []
+        rows = [(self.row_ids[place], self._ids[place], self._masks[place]) for place in places]
+        return AnswersDataset(rows, max(tops, default=self.highest), store, tops)
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise DataError with a row if the files hold a token id outside this vocabulary."""
@@ -111,7 +133,9 @@ class AnswersDataset(Dataset[Item]):
         return sum(int(mask.sum()) for mask in self._masks)
 
 
-def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> list[tuple[list[int], list[int]]]:
+def encode_row(
+    row: Mapping[str, Any], tokenizer: Any, where: str = "row", max_length: int | None = None
+) -> list[tuple[list[int], list[int]]]:
     """Return token ids and loss mask of a row's sequences: one, or several by `encode_conversation`.
 
     ``prompt_ids`` and ``response_ids`` are used unchanged. Other rows are conversations (see
@@ -122,26 +146,33 @@ def encode_row(row: Mapping[str, Any], tokenizer: Any, where: str = "row") -> li
         row: the row.
         tokenizer: tokenizer for rows without ids; may be None otherwise.
         where: name of the row in errors, "file:line".
+        max_length: answers that begin after so many tokens may be left out.
 
     Raises:
         DataError: the row has neither form, its ids are malformed, or the template refuses it.
     """
     if row.get("response_ids") is not None or row.get("prompt_ids") is not None:
         prompt, response = (_token_ids(row, field, where) for field in ("prompt_ids", "response_ids"))
+        row.get("response")  # the same answer as text
         return [(prompt + response, [0] * len(prompt) + [1] * len(response))]
     if tokenizer is None:
         raise DataError(f"{where}: no prompt_ids and response_ids, and no tokenizer for the text. Set data.tokenizer.")
     try:
         complete = row.get("finish_reason") in (None, "stop")
-        return encode_conversation(tokenizer, row_conversation(row, where), complete, template_options(row))
+        turns, options = row_conversation(row, where), template_options(row)
+        return encode_conversation(tokenizer, turns, complete, options, max_length)
     except DataError as error:
-        raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
+        if str(error).startswith(where):
+            raise
+        raise DataError(f"{where}: {error}") from error
 
 
 def _token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
     ids = row.get(field)
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
-        raise DataError(f"{where}: `{field}` must be a list of token ids (whole numbers from 0), and not empty.")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i <= MOST_ID for i in ids):
+        raise DataError(
+            f"{where}: `{field}` must be a list of token ids (whole numbers from 0 to {MOST_ID}), and not empty."
+        )
     return ids
 
 
@@ -166,6 +197,7 @@ def read_answers(
     max_length: int = MAX_LENGTH,
     validation_fraction: float = 0.0,
     vocab_size: int | None = None,
+    check: RowCheck | None = None,
 ) -> tuple[AnswersDataset, AnswersDataset]:
     """Read files of answers.
 
@@ -175,55 +207,74 @@ def read_answers(
         max_length: most tokens of a sequence. Longer ones are cut, and skipped if no answer token remains.
         validation_fraction: share of the prompts in the second dataset, at least one prompt unless 0. All sequences of
             a row stay together.
-        vocab_size: size of the target's vocabulary; other ids are an error. None: :meth:`AnswersDataset.check_ids`
-            checks later.
+        vocab_size: size of the target's vocabulary; rows with other ids are malformed. None:
+            :meth:`AnswersDataset.within` checks later.
+        check: takes account of the rows, and of malformed ones, which are skipped. None: those are errors.
 
     Returns:
         (training, validation)
 
     Raises:
-        DataError: a row is malformed (with file and line or row number), or there is no row.
+        DataError: there is no row, or what ``check`` raises (with file and line or row number).
     """
-    placed: list[tuple[float, tuple[str, list[int], list[int]]]] = []  # with :func:`_point` of its prompt
-    read = left_out = 0
-    highest = (-1, "")
+    named, check = ", ".join(map(str, paths)), check or RowCheck(strict=True)
+    before, left_out = check.read, 0
+    placed: list[_Sided] = []
     for path in paths:
-        for row in read_rows(find(path)):
-            sequences = encode_row(row.values, tokenizer, row.where)
-            highest = max(highest, (max(max(ids) for ids, _ in sequences), row.where))
-            if vocab_size is not None:
-                check_id(*highest, vocab_size)
-            kept = [(ids, mask) for ids, mask in sequences if any(mask[:max_length])]
-            read += 1
-            if not kept:
-                left_out += 1
-                continue
-            # the questions, as text if possible, because ids depend on the target
-            asked = row_questions(row.values, row.where)
-            ids, mask = kept[0]
-            first = next((place for place, turn in enumerate(asked, start=1) if turn["role"] == "user"), len(asked))
-            # all turns of a conversation go to the same dataset, in one row or in several
-            key: Any = [(turn["role"], turn["content"]) for turn in asked[:first]] or ids[: mask.index(1)]
-            name = row.values.get("id")
-            if not isinstance(name, str):
-                name = row_id(row.file.name, row.number, asked)
-            point = _point(key)
-            placed += [(point, (name, ids[:max_length], mask[:max_length])) for ids, mask in kept]
-    named = ", ".join(map(str, paths))
+        for row in read_rows(find(path), check):
+            with check.using(row.where, row.values):
+                found = _placed(row, tokenizer, max_length, vocab_size)
+                left_out += not found
+                placed += found
+    read = check.read - before
     if not placed:
+        check.finish()
         cure = "Raise data.max_length, or shorten the prompts." if left_out else "Add rows with answers."
         raise DataError(f"{named}: no row to train on ({read} read, max_length {max_length}). {cure}")
     if left_out:
         what = "%s: %d of %d rows have no answer in their first %d tokens and are skipped. Raise data.max_length."
         log.warning(what, named, left_out, read, max_length)
-    points = {point for point, _ in placed}
+    points = {point for point, _, _ in placed}
     border = validation_fraction
     if border and len(points) > 1:
         border = max(border, math.nextafter(min(points), 1.0))  # at least one is held out
-    parts = [[row for point, row in placed if (point < border) is held] for held in (False, True)]
+    parts = [[each for each in placed if (each[0] < border) is held] for held in (False, True)]
     if not parts[0]:
         raise DataError(f"{named}: all {len(placed)} rows were held out. Lower validation_fraction, or add rows.")
-    return AnswersDataset(parts[0], highest), AnswersDataset(parts[1], highest)
+    train, held = (_dataset(part, max(top for _, _, top in placed)) for part in parts)
+    return train, held
+
+
+def conclude(check: RowCheck, tokenizer: Any, listing: Path | None = None, speak: bool = True) -> None:
+    """Say which rows are skipped and which fields nothing reads. Raises DataError as :class:`.RowCheck`."""
+    check.finish(listing, speak)
+    if speak:
+        check.name_unread([WEIGHT, *turn_fields_of(tokenizer)])
+
+
+def _placed(row: Row, tokenizer: Any, max_length: int, vocab_size: int | None) -> list[_Sided]:
+    """Return a row's sequences that have an answer in their first tokens. Raises DataError for a malformed row."""
+    sequences = encode_row(row.values, tokenizer, row.where, max_length)
+    top = max((max(ids) for ids, _ in sequences), default=-1)
+    if vocab_size is not None:
+        check_id(top, row.where, vocab_size)
+    # the questions, as text if possible, because ids depend on the target
+    asked = row_questions(row.values, row.where)
+    kept = [(ids, mask) for ids, mask in sequences if any(mask[:max_length])]
+    if not kept:
+        return []
+    ids, mask = kept[0]
+    first = next((place for place, turn in enumerate(asked, start=1) if turn["role"] == "user"), len(asked))
+    # all turns of a conversation go to the same dataset, in one row or in several
+    key: Any = [(turn["role"], turn["content"]) for turn in asked[:first]] or ids[: mask.index(1)]
+    name = row.values.get("id")
+    if not isinstance(name, str):
+        name = row_id(row.file.name, row.number, asked)
+    return [(_point(key), (name, ids[:max_length], mask[:max_length]), (top, row.where)) for ids, mask in kept]
+
+
+def _dataset(part: Sequence[_Sided], highest: tuple[int, str]) -> AnswersDataset:
+    return AnswersDataset([row for _, row, _ in part], highest, tops=[top for _, _, top in part])
 
 
 class Batch(TypedDict):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fsd_infer.chat.row_check import LISTING, RowCheck
 from fsd_infer.errors import DataError
 from fsd_infer.targets.loading import load_tokenizer
 from fsd_train import MAX_LENGTH
 from fsd_train.checkpoints import check_order
-from fsd_train.data.answers import AnswersDataset, Item, collate, keep_on_host, read_answers
+from fsd_train.data.answers import AnswersDataset, Item, collate, conclude, keep_on_host, read_answers
 from fsd_train.data.features import FeatureStore
 from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler
 from fsd_train.types import HeldOut, Length, NonNegativeInt, PositiveInt, Seed
@@ -37,13 +39,17 @@ class AnswersDataModule(LightningDataModule):
         batch_tokens: padded tokens per training batch.
         validation_batch_tokens: padded tokens per validation batch (default: ``batch_tokens``).
         tokenizer: built-in name, directory or hub id, for rows without token ids.
+        allow_control_tokens: names of special tokens in messages become the tokens; by default they are text.
         features: directory of `fsd-train cache-features`; rows without cached features are skipped. None: the target
             runs in every step.
         num_workers: processes that collate (default: some with CUDA, none on a CPU).
         pin_memory: use pinned memory for asynchronous copies (default: with CUDA).
         seed: seed of the order of batches.
+        strict: stop at the first row that cannot be used. False: such rows are skipped, named and listed in
+            skipped-rows.jsonl in the trainer's ``default_root_dir``; more than 5 % of them stop the run all the same.
 
     Attributes:
+        row_check: account of the rows.
         feature_store: the cached features after ``setup``, or None.
     """
 
@@ -56,10 +62,12 @@ class AnswersDataModule(LightningDataModule):
         batch_tokens: PositiveInt = 4096,
         validation_batch_tokens: PositiveInt | None = None,
         tokenizer: str | None = None,
+        allow_control_tokens: bool = False,
         features: str | None = None,
         num_workers: NonNegativeInt | None = None,
         pin_memory: bool | None = None,
         seed: Seed = 0,
+        strict: bool = False,
     ) -> None:
         super().__init__()
         if not train_files:
@@ -67,29 +75,38 @@ class AnswersDataModule(LightningDataModule):
         self.train_files, self.validation_files = list(train_files), list(validation_files or [])
         self.validation_fraction, self.max_length = validation_fraction, max_length
         self.batch_tokens, self.validation_batch_tokens = batch_tokens, validation_batch_tokens or batch_tokens
-        self.tokenizer_name = tokenizer
+        self.tokenizer_name, self.allow_control_tokens = tokenizer, allow_control_tokens
         self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
         self.features = features
+        self.row_check = RowCheck(strict)
         self.feature_store: FeatureStore | None = None
         self.train_set: AnswersDataset | None = None
         self.validation_set: AnswersDataset | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files (idempotent). Raises DataError for a malformed row."""
+        """Read the files (idempotent). Raises DataError without rows, or for too many malformed ones."""
         if self.train_set is not None:
             return
-        tokenizer = None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
+        tokenizer = None
+        if self.tokenizer_name is not None:
+            tokenizer = load_tokenizer(self.tokenizer_name, allow_control_tokens=self.allow_control_tokens)
         fraction = 0.0 if self.validation_files else self.validation_fraction
         self.train_set, held = read_answers(
-            self.train_files, tokenizer, validation_fraction=fraction, max_length=self.max_length
+            self.train_files, tokenizer, validation_fraction=fraction, max_length=self.max_length, check=self.row_check
         )
         if self.validation_files:
-            held, _ = read_answers(self.validation_files, tokenizer, max_length=self.max_length)
+            held, _ = read_answers(self.validation_files, tokenizer, max_length=self.max_length, check=self.row_check)
         self.validation_set = held
+        self._conclude(tokenizer)
         if self.features is not None:
             self.feature_store = FeatureStore(self.features)
             self.train_set = self._cached(self.train_set, self.feature_store)
             self.validation_set = self._cached(held, self.feature_store) if len(held) else held
+
+    def _conclude(self, tokenizer: Any = None) -> None:
+        root = getattr(self.trainer, "default_root_dir", None)
+        first = getattr(self.trainer, "is_global_zero", True)  # of several processes
+        conclude(self.row_check, tokenizer, None if root is None else Path(root) / LISTING, speak=first)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts that determine the order of training batches, for checkpoints."""
@@ -116,15 +133,25 @@ class AnswersDataModule(LightningDataModule):
         return found
 
     def check(self, vocab_size: int, positions: int | None) -> None:
-        """Raise DataError if a token id is outside this vocabulary, or a row exceeds this context."""
+        """Leave out rows with token ids outside this vocabulary.
+
+        Raises DataError for too many of them, or if a row exceeds this context.
+        """
+        self._keep_within(vocab_size)
         for rows in (self.train_set, self.validation_set):
             assert rows is not None, "setup() has not run"
-            rows.check_ids(vocab_size)
             rows.check_lengths(positions)
 
+    def _keep_within(self, vocab_size: int) -> None:
+        assert self.train_set is not None and self.validation_set is not None, "setup() has not run"
+        self.train_set = self.train_set.within(vocab_size, self.row_check)
+        self.validation_set = self.validation_set.within(vocab_size, self.row_check)
+        self._conclude()
+
     def answer_counts(self, vocab_size: int) -> Tensor:
-        """Count each id in the training answers: [V]. Raises DataError for an id outside this vocabulary."""
-        assert self.train_set is not None, "setup() has not run"
+        """Count each id in the training answers: [V]. Leaves out rows as :meth:`check`."""
+        self._keep_within(vocab_size)
+        assert self.train_set is not None
         return self.train_set.answer_counts(vocab_size)
 
     def train_dataloader(self) -> DataLoader[Item]:

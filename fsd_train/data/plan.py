@@ -12,6 +12,7 @@ from typing import Any
 
 from fsd_infer.chat.conversations import PROMPT_FIELDS, row_exchanges, template_options
 from fsd_infer.chat.encoding import PromptRow, encode_chat, encode_text, read_prompts
+from fsd_infer.chat.row_check import RowCheck
 from fsd_infer.errors import DataError
 from fsd_train.data.backends import Answer, Job, stable_seed
 
@@ -62,6 +63,7 @@ def plan_jobs(
     batch_size: int = 32,
     template: Mapping[str, Any] | None = None,
     raw: bool = False,
+    check: RowCheck | None = None,
 ) -> Plan:
     """Read prompts and plan the first turns.
 
@@ -77,21 +79,24 @@ def plan_jobs(
         limit: most rows to answer.
         template: arguments of the chat template for all rows, such as ``enable_thinking``.
         raw: each row is one text that the target continues without the chat template.
+        check: takes account of the rows, and of malformed ones, which are skipped. None: those are errors.
 
     Raises:
-        DataError: a row is malformed (with file and line).
+        DataError: what ``check`` raises (with file and line).
     """
+    check = check or RowCheck(strict=True)
     chosen: list[tuple[str, Job]] = []  # with the row's hash
     known: set[str] = set()
     names: set[str] = set()
     read = too_long = 0
     for path in paths:
-        for row in sorted(read_prompts(path), key=lambda row: _shuffle_key(seed, row.id)):
+        for row in sorted(read_prompts(path, check), key=lambda row: _shuffle_key(seed, row.id)):
             read += 1
-            try:
+            job: Job | None = None
+            with check.using(row.where, row.row):
                 job = _first(row, tokenizer, temperatures, template or {}, raw)
-            except DataError as error:
-                raise DataError(f"{path}:{row.line}: {error}") from error
+            if job is None:
+                continue
             if len(job.prompt_ids) > max_prompt_tokens:
                 too_long += 1
             elif row.id not in known:  # the same file given twice

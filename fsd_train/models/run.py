@@ -92,8 +92,10 @@ class RunModule(LightningModule):
                 [{"params": params, **options.get(kind, {})} for kind, params in groups.items() if params]
             )
             scheduler = self.scheduler_of(optimizer)
+        except DataError:
+            raise
         except (ValueError, TypeError) as error:
-            raise error if isinstance(error, DataError) else DataError(f"model.optimizer: {error}") from error
+            raise DataError(f"model.optimizer: {error}") from error
         if isinstance(scheduler, WarmupCosine):
             scheduler.follow(self._passed)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

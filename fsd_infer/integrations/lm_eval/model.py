@@ -15,6 +15,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from fsd_bench.likelihood import log_likelihoods
+from fsd_infer.chat.conversations import check_messages
+from fsd_infer.chat.templates import turns_for
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.engine.stats import RowStats
@@ -106,7 +108,7 @@ class FsdLM(TemplateLM):
         self._templated = True
         try:
             text = self.tokenizer.apply_chat_template(
-                with_turns(chat_history),
+                turns_for(self.tokenizer, check_messages(with_turns(chat_history))),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,

@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import datasets
 
 from fsd_bench.score import read_references
 from fsd_infer.chat.encoding import PromptRow, read_prompts
+from fsd_infer.chat.row_check import RowCheck
 from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.errors import DataError
 from fsd_infer.integrations.lm_eval.texts import Conversation
@@ -44,20 +45,23 @@ def rows(file: str, data: str | None = None, category: str = "", score: str = "a
 
 def programs(file: str, data: str | None = None, **_: Any) -> dict[str, Any]:
     """Return documents as :func:`rows`, of programming problems with ``prompt``, ``test`` and ``entry_point``."""
-    problems = list(_read(file, data))
+    problems = _read(file, data)
     for row in problems:
         if not all(isinstance(row.row.get(name), str) for name in ("prompt", "test", "entry_point")):
             raise DataError(f"{row.file}:{row.line}: expected texts in prompt, test and entry_point.")
     return _documents(file, problems)
 
 
-def _read(file: str, data: str | None) -> Iterator[PromptRow]:
+def _read(file: str, data: str | None) -> list[PromptRow]:
     path = Path(data or os.environ.get(DATA) or "data", file)
     if not path.is_file():
         raise DataError(
             f'{path}: no such file. Name its folder with --metadata \'{{"data": "FOLDER"}}\', or in ${DATA}.'
         )
-    return read_prompts(path)
+    check = RowCheck()
+    found = list(read_prompts(path, check))
+    check.finish()
+    return found
 
 
 def _documents(file: str, rows: Sequence[PromptRow]) -> dict[str, Any]:

@@ -1,0 +1,278 @@
+"""Encode conversations for training: token ids as decoding sees them, with a mask of the ids that the target produces.
+
+The time is linear in the number of turns if the template writes each exchange in the same way wherever it stands.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fsd_infer.chat.control import encode_marked, encode_with_offsets, hidden
+from fsd_infer.chat.conversations import WEIGHT, Message, check_messages
+from fsd_infer.chat.encoding import encode_chat, encode_rendered, refusal, render, special_ids
+from fsd_infer.chat.templates import WORD, template_of, turns_for
+from fsd_infer.errors import DataError
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FEW = 8  # answers of a conversation whose prompts are all rendered
+_CONTEXT = 64  # tokens before an answer that are encoded again, to compare the last half of them
+_Encoded = tuple[list[int], list[int]]  # ids and mask
+
+
+class _Answer(NamedTuple):
+    """An assistant turn: its number, and its characters in a rendered text, with what ends the turn."""
+
+    turn: int
+    text: str
+    start: int
+    closed: int
+
+
+def encode_conversation(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, object]],
+    complete: bool = True,
+    options: Mapping[str, Any] | None = None,
+    max_length: int | None = None,
+) -> list[_Encoded]:
+    """Return the token ids of a conversation, and a mask of the ids that the target produces.
+
+    The mask covers the text of each assistant turn and its end token, except turns of weight 0. It covers neither the
+    template's opening of the turn nor the text after the end token. Ids after the last end token are cut off.
+
+    A template with generation markers (``{% generation %}``) marks the answers itself. Under another template a turn's
+    answer is the text that it adds to its prompt's. Some templates change an answer when the conversation goes on:
+    Qwen3's shows thoughts in the last one only. Then that answer becomes a sequence of its own, as decoding sees it. So
+    does one whose first characters would join the last token of its prompt.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        messages: turns, of which the last is the assistant's and the first is not.
+        complete: False if a length limit cut off the last answer, which then has no end token.
+        options: further arguments of the template, as for :func:`encode_chat`.
+        max_length: answers that begin after so many tokens may be left out. None: none are.
+
+    Returns:
+        Pairs (ids, mask) of lists of one length. The mask is 1 on answer tokens, 0 elsewhere. There is one pair, or
+        several with each answer masked in one of them; none if ``max_length`` leaves no answer.
+
+    Raises:
+        DataError: no assistant turn at the end, or one at the beginning, or only turns of weight 0. Markers that leave
+            out a turn. A template whose text of a prompt does not go on in the text of its answer.
+    """
+    turns = check_messages(messages)
+    if turns[-1]["role"] != "assistant" or turns[0]["role"] == "assistant":
+        raise DataError("a conversation to train on must end with an assistant turn, and not begin with one.")
+    if not any(_trained(turn) for turn in turns):
+        raise DataError("every answer has weight 0, so nothing would be trained. Remove the row.")
+    if not getattr(tokenizer, "chat_template", None):
+        prompt = encode_chat(tokenizer, turns[:-1], options=options)
+        answer = encode_rendered(tokenizer, hidden(tokenizer, turns[-1]["content"]))
+        if complete and tokenizer.eos_token_id is not None:
+            answer.append(tokenizer.eos_token_id)
+        return [(prompt + answer, [0] * len(prompt) + [1] * len(answer))]
+    if getattr(tokenizer, "is_fast", False) and _MARKER.search(template_of(tokenizer, options)):
+        return [_by_markers(tokenizer, turns, options, complete)]
+    return _Encoder(tokenizer, turns, options, complete).sequences(max_length)
+
+
+def _trained(turn: Message) -> bool:
+    return turn["role"] == "assistant" and turn.get(WEIGHT) != 0
+
+
+# characters ---------------------------------------------------------------------------------------------------------
+
+
+def _answers(
+    tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, whole: str
+) -> Iterator[_Answer]:
+    """Yield the answers in order, in ``whole``, the text of all turns, or in a text that ends with them.
+
+    Raises DataError if the text of a prompt does not go on in the text of its answer.
+    """
+    places = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+    if len(places) > _FEW:
+        found = _exchange_by_exchange(tokenizer, turns, options, whole, places)
+        if found is not None:
+            yield from found
+            return
+    for number in places:
+        prompt = render(tokenizer, turns[:number], True, options)
+        closed = whole if number == places[-1] else render(tokenizer, turns[: number + 1], False, options)
+        if not closed.startswith(prompt):
+            raise DataError(
+                f"chat template: the ids of the prompt before assistant turn {number} are not a prefix of the ids of "
+                "prompt and answer, so training would not see what decoding sees. Train on rows that carry prompt_ids "
+                "and response_ids (`fsd-train regenerate` writes them), or fix the template."
+            )
+        yield _Answer(number, whole if whole.startswith(closed) else closed, len(prompt), len(closed))
+
+
+def _exchange_by_exchange(
+    tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, whole: str, places: Sequence[int]
+) -> list[_Answer] | None:
+    """Find the answers by rendering each exchange behind the first one, which takes time linear in their number.
+
+    None: the pieces do not make up the whole text, so the template writes an exchange differently in other places.
+    """
+    first, last = places[0], places[-1]
+    head, opening = list(turns[: first + 1]), render(tokenizer, turns[:first], True, options)
+    base, prompt = render(tokenizer, head, False, options), render(tokenizer, turns[:last], True, options)
+    if not (base.startswith(opening) and whole.startswith(base) and whole.startswith(prompt)):
+        return None
+    answers = [_Answer(first, whole, len(opening), len(base))]
+    begin, at = first + 1, len(base)
+    for number in places[1:]:
+        opened = render(tokenizer, [*head, *turns[begin:number]], True, options)
+        closed = render(tokenizer, [*head, *turns[begin : number + 1]], False, options)
+        piece = closed[len(base) :]
+        if not (closed.startswith(opened) and opened.startswith(base) and whole.startswith(piece, at)):
+            return None
+        answers.append(_Answer(number, whole, at + len(opened) - len(base), at + len(piece)))
+        begin, at = number + 1, at + len(piece)
+    return answers if at == len(whole) else None
+
+
+# tokens -------------------------------------------------------------------------------------------------------------
+
+
+class _Tokens:
+    """The ids of a text, and which characters each stands for if the tokenizer tells."""
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self.tokenizer, self.text = tokenizer, text
+        self.starts: list[int] | None = None
+        if getattr(tokenizer, "is_fast", False):
+            self.ids, offsets = encode_with_offsets(tokenizer, text)
+            self.starts, self.ends = [start for start, _ in offsets], [end for _, end in offsets]
+        else:
+            self.ids = encode_rendered(tokenizer, text)
+
+    def count(self, end: int) -> int | None:
+        """Return how many ids stand for the first ``end`` characters; None if these alone have other ids."""
+        if self.starts is not None:
+            count = bisect_left(self.starts, end)
+            if count and self.ends[count - 1] > end:
+                return None
+            begin = max(0, count - _CONTEXT)
+            # what follows a text changes the ids at its end only
+            again = encode_rendered(self.tokenizer, self.text[self.starts[begin] if begin else 0 : end])
+            compared = count if not begin else _CONTEXT // 2
+            if again[-compared:] == self.ids[count - compared : count] and (begin or len(again) == count):
+                return count
+        alone = encode_rendered(self.tokenizer, self.text[:end])
+        return len(alone) if self.ids[: len(alone)] == alone else None
+
+    def bounds(self, start: int, end: int) -> tuple[int, int] | None:
+        """Return the first id and the end of a part of the text; None if a token joins it to what is around it."""
+        first, last = self.count(start), len(self.ids) if end == len(self.text) else self.count(end)
+        return None if first is None or last is None else (first, last)
+
+
+def _continued(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text that goes on from another one, without the space that SentencePiece would begin with."""
+    for before in ("x", "\n", ".") if getattr(tokenizer, "is_fast", False) else ():
+        tokens = _Tokens(tokenizer, before + text)
+        count = bisect_left(tokens.starts or [], len(before))
+        if count and tokens.ends[count - 1] <= len(before):
+            return tokens.ids[count:]
+    return encode_rendered(tokenizer, text)
+
+
+class _Encoder:
+    """Encodes one conversation, see :func:`encode_conversation`."""
+
+    def __init__(
+        self, tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, complete: bool
+    ) -> None:
+        self.tokenizer, self.turns, self.options, self.complete = tokenizer, turns, options, complete
+        # what the template writes behind the last answer, whose own text may hold special tokens too
+        probe: list[Message] = [*turns[:-1], {"role": "assistant", "content": WORD}]
+        _, found, behind = render(tokenizer, probe, False, options).rpartition(WORD)
+        suffix = encode_rendered(tokenizer, behind if found else "")
+        enders = special_ids(tokenizer)
+        ended = [place for place, token in enumerate(suffix) if token in enders]
+        self.ended, self.rest = bool(ended), len(suffix) - 1 - ended[-1] if ended else 0
+
+    def sequences(self, max_length: int | None) -> list[_Encoded]:
+        """Return the sequences of single answers, then that of the other answers in the whole conversation."""
+        whole = _Tokens(self.tokenizer, render(self.tokenizer, self.turns, False, self.options))
+        apart: list[_Encoded] = []
+        shared: list[tuple[int, int]] = []  # first token and end
+        for answer in _answers(self.tokenizer, self.turns, self.options, whole.text):
+            if not _trained(self.turns[answer.turn]):
+                continue
+            found = whole.bounds(answer.start, answer.closed) if answer.text is whole.text else None
+            if found is not None:
+                start, end = found
+                shared.append((start, end - self._cut(answer)))
+            else:
+                ids, start = self._alone(answer)
+                ids = ids[: len(ids) - self._cut(answer)]
+                apart.append((ids, [0] * start + [1] * (len(ids) - start)))
+            if start == 0:
+                raise DataError("the prompt encodes to no tokens. Give it some text.")
+            if max_length is not None and start >= max_length:
+                break  # the prompts of later answers are longer
+        return [*apart, *([_masked(whole.ids, shared)] if shared else [])]
+
+    def _cut(self, answer: _Answer) -> int:
+        """Return how many tokens to leave out at the end of an answer: all after its end token, and that if cut off."""
+        unfinished = self.ended and not self.complete and answer.turn == len(self.turns) - 1
+        return self.rest + unfinished
+
+    def _alone(self, answer: _Answer) -> tuple[list[int], int]:
+        """Return the ids of an answer behind those of its prompt, which end where that text ends, and their number."""
+        prompt = encode_rendered(self.tokenizer, answer.text[: answer.start])
+        tokens = _Tokens(self.tokenizer, answer.text[: answer.closed])
+        if tokens.ids[: len(prompt)] == prompt:
+            return tokens.ids, len(prompt)
+        return prompt + _continued(self.tokenizer, answer.text[answer.start : answer.closed]), len(prompt)
+
+
+def _masked(ids: list[int], spans: Sequence[tuple[int, int]]) -> _Encoded:
+    """Return ids and mask up to the end of the last span."""
+    mask = [0] * len(ids)
+    for start, end in spans:
+        mask[start:end] = [1] * (end - start)
+    end = spans[-1][1]
+    return ids[:end], mask[:end]
+
+
+def _by_markers(
+    tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, complete: bool
+) -> _Encoded:
+    """Find the answers by the template's generation markers."""
+    readable = turns_for(tokenizer, turns, options)
+    try:
+        ids, mask = encode_marked(tokenizer, readable, options or {})
+    except Exception as error:
+        raise refusal(turns, error) from error
+    marks = [0, *mask, 0]
+    edges = [place for place in range(len(marks) - 1) if marks[place] != marks[place + 1]]
+    spans = list(zip(edges[::2], edges[1::2]))
+    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    untrained = [number for number, turn in enumerate(answers) if not _trained(turn)]
+    if len(spans) < len(answers) or (untrained and len(spans) > len(answers)):
+        raise DataError(
+            f"chat template: its generation markers mark {len(spans)} of {len(answers)} assistant turns. "
+            "Fix the template, or remove rows with empty answers or weights."
+        )
+    last = len(spans) - 1
+    enders = special_ids(tokenizer)
+    ends = [_marked_end(tokenizer, enders, ids, *span, complete or number < last) for number, span in enumerate(spans)]
+    kept = [(start, end) for number, ((start, _), end) in enumerate(zip(spans, ends)) if number not in untrained]
+    return _masked(ids, kept)
+
+
+def _marked_end(tokenizer: Any, enders: set[int], ids: Sequence[int], start: int, closed: int, complete: bool) -> int:
+    """Return where a marked part ends: after the last special token, unless more than blanks follow it."""
+    end = closed
+    while end > start and ids[end - 1] not in enders:
+        end -= 1
+    if end == start or tokenizer.decode(ids[end:closed]).strip():
+        return closed  # no special token closes the turn
+    return end if complete else end - 1

@@ -1,0 +1,116 @@
+"""What a chat template reads of a turn: its content as text or as a list of parts, and the name of its thought."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsd_infer.chat.conversations import THOUGHT, THOUGHTS, WEIGHT, Message
+from fsd_infer.errors import DataError
+
+WORD = "Rhubarb"  # no template contains it
+_KEPT = "_fsd_template_forms"  # attribute of tokenizers
+_MOST_KEPT = 64  # rows may bring templates of their own
+_CALL = {"type": "function", "function": {"name": "look", "arguments": {}}}
+# a conversation per role, whose last turn of that role says WORD
+_PROBES: dict[str, list[dict[str, Any]]] = {
+    "user": [{"role": "user", "content": WORD}],
+    "assistant": [{"role": "user", "content": "?"}, {"role": "assistant", "content": WORD}],
+    "system": [{"role": "system", "content": WORD}, {"role": "user", "content": "?"}],
+    "tool": [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [{**_CALL, "id": "call00000"}]},
+        {"role": "tool", "content": WORD, "name": "look", "tool_call_id": "call00000"},
+    ],
+}
+
+
+@dataclass(frozen=True)
+class TemplateForm:
+    """How a template reads turns.
+
+    Attributes:
+        parted: the roles whose content it reads only as a list of parts.
+        dropped: the roles whose content it writes in neither form.
+        thought: its name for an assistant's thought; None: it writes none.
+    """
+
+    parted: frozenset[str]
+    dropped: frozenset[str]
+    thought: str | None
+
+
+def template_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> str:
+    """Return the chat template that transformers uses with these options. Raises DataError if none can be chosen."""
+    given = options or {}
+    try:
+        return str(tokenizer.get_chat_template(given.get("chat_template"), given.get("tools")))
+    except Exception as error:  # several templates without a default, or options of another type
+        raise DataError(f"this tokenizer has no chat template for such rows ({error}). Name one `default`.") from error
+
+
+def form_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> TemplateForm:
+    """Return how the template reads turns, by what it writes of small ones. Raises as :func:`template_of`."""
+    template = template_of(tokenizer, options)
+    kept: dict[str, TemplateForm] = vars(tokenizer).setdefault(_KEPT, {})
+    if template not in kept:
+        if len(kept) >= _MOST_KEPT:
+            kept.clear()
+        kept[template] = _probed(tokenizer, template)
+    return kept[template]
+
+
+def turn_fields_of(tokenizer: Any) -> tuple[str, ...]:
+    """Return the fields of an assistant turn that the template reads besides content and tool calls."""
+    written = getattr(tokenizer, "chat_template", None) and form_of(tokenizer).thought is not None
+    return THOUGHTS if written else ()
+
+
+def _probed(tokenizer: Any, template: str) -> TemplateForm:
+    parted, dropped = set(), set()
+    for role, turns in _PROBES.items():
+        last = len(turns) - 1 if role != "system" else 0
+        as_parts = [_in_parts(turn) if place == last else turn for place, turn in enumerate(turns)]
+        said = [_writes(tokenizer, template, conversation) for conversation in (turns, as_parts)]
+        if said[1] and not said[0]:
+            parted.add(role)
+        elif said == [False, False]:
+            dropped.add(role)
+    thought = next((name for name in THOUGHTS if re.search(rf"""[.'"]{name}\b""", template)), None)
+    return TemplateForm(frozenset(parted), frozenset(dropped), thought)
+
+
+def _writes(tokenizer: Any, template: str, turns: Sequence[Mapping[str, Any]]) -> bool | None:
+    """Return whether the template writes WORD; None if it refuses these turns."""
+    try:
+        return WORD in tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+    except Exception:  # a template is a program of the model's author
+        return None
+
+
+def _in_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+
+
+def turns_for(
+    tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None = None
+) -> list[Mapping[str, Any]]:
+    """Return turns as the template reads them: contents in its form, thoughts under its name, no weights.
+
+    Raises:
+        DataError: the template would drop a user's text, or as :func:`template_of`.
+    """
+    form = form_of(tokenizer, options)
+    made: list[Mapping[str, Any]] = []
+    for turn in turns:
+        given: Mapping[str, Any] = turn
+        if turn["role"] == "user" and "user" in form.dropped:
+            raise DataError("the chat template writes no user's text, as text or in parts. Fix the template.")
+        if THOUGHT in turn or WEIGHT in turn:
+            given = {name: value for name, value in turn.items() if name not in (THOUGHT, WEIGHT)}
+            if form.thought is not None and THOUGHT in turn:
+                given[form.thought] = turn["reasoning_content"]
+        made.append(_in_parts(given) if turn["role"] in form.parted else given)
+    return made

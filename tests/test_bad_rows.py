@@ -1,0 +1,177 @@
+"""Rows that cannot be used: each command skips a few, names and lists them, and stops for many or with --strict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsd_infer.chat.encoding import read_prompts
+from fsd_infer.chat.row_check import LISTING, RowCheck
+from fsd_infer.cli.main import main as fsd_infer
+from fsd_infer.errors import DataError
+from fsd_train.cli import main as fsd_train
+from fsd_train.data import AnswersDataModule, read_answers
+from fsd_train.data.answers import conclude
+from tests.fuzzing import called
+from tests.test_prompts import BOT, USER
+from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer
+
+GOOD = {"messages": [USER, BOT]}
+BAD: dict[str, tuple[Any, str]] = {
+    "unknown role": ({"messages": [{"role": "x", "content": "a"}, BOT]}, "turn 0 has role 'x'"),
+    "unknown speaker": ({"conversations": [{"from": "narrator", "value": "a"}]}, "turn 0 is from 'narrator'"),
+    "no turns": ({"messages": []}, "messages must be a list of at least one turn"),
+    "no speakers": ({"conversations": []}, "conversations must be a list of at least one turn"),
+    "empty turn": ({"messages": [{"role": "user", "content": " "}, BOT]}, "is empty"),
+    "no answer": ({"messages": [USER]}, "no answer"),
+    "answers of weight 0": ({"messages": [USER, {**BOT, "weight": 0}]}, "every answer has weight 0"),
+    "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}, BOT]}, "half of a surrogate pair"),
+    "nulls": ({"messages": None, "prompt": None, "response": None}, "no prompt"),
+    "wrong type": ({"messages": {"role": "user"}}, "messages must be a list"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, BOT]}, "of type text"),
+    "template options": ({**GOOD, "tools": "{"}, "`tools` is no JSON"),
+    "no ids": ({"prompt_ids": [], "response_ids": [1]}, "`prompt_ids` must be a list of token ids"),
+    "text for ids": ({"prompt_ids": "1 2", "response_ids": [1]}, "`prompt_ids` must be a list of token ids"),
+    "id out of range": ({"prompt_ids": [1], "response_ids": [9999]}, "token id 9999 is outside"),
+    "id of 33 bits": ({"prompt_ids": [1], "response_ids": [2**32]}, "whole numbers from 0 to 2147483647"),
+    "number": (3, "expected a JSON object, found int"),
+    "not JSON": (b'{"messages": [', "not JSON"),
+    "not UTF-8": (b'{"prompt": "\xff"}', "not UTF-8"),
+    "deep": (b"[" * 99999, "nested too deep"),
+}  # fmt: skip
+
+
+def write(path: Path, good: int, *bad: Any) -> Path:
+    """Write good rows with bad ones in their middle, from line 3 on."""
+    lines = [json.dumps(GOOD).encode()] * good
+    lines[2:2] = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in bad]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_one_row_of_many_is_skipped_and_one_of_few_ends_the_command(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, problem = BAD[kind]
+    path, listing = write(tmp_path / "rows.jsonl", 40, row), tmp_path / "out" / LISTING
+    found, _ = read_answers([path], tiny_tokenizer(), vocab_size=300, check=(check := RowCheck()))
+    conclude(check, tiny_tokenizer(), listing)
+    said = capsys.readouterr().err.splitlines()
+    assert len(found) == 40 and len(said) == 2 and problem in said[1] and str(listing) in said[0]
+    assert said[0].startswith("warning: skipped 1 of 41 rows") and f"{path}:3" in said[1]
+    [listed] = map(json.loads, listing.read_text().splitlines())
+    assert listed["row"] == f"{path}:3" and problem in listed["reason"]
+    for check, count in ((RowCheck(), 10), (RowCheck(strict=True), 40)):
+        path = write(tmp_path / "rows.jsonl", count, row)
+        with pytest.raises(DataError, match=f"^{path}:3: ") as caught:
+            read_answers([path], tiny_tokenizer(), vocab_size=300, check=check)
+            check.finish()
+        assert problem in str(caught.value) and ("1 of 11 rows" in str(caught.value)) == (not check.strict)
+    # ids are compared with the vocabulary once the target is there
+    monkeypatch.setattr("fsd_train.data.module.load_tokenizer", lambda name: tiny_tokenizer())
+    data = AnswersDataModule([str(write(path, 40, row))], tokenizer="toy", validation_fraction=0)
+    data.setup()
+    data.check(300, None)
+    assert data.train_set is not None and len(data.train_set) == 40 and data.answer_counts(300).sum() > 0
+
+
+def test_rows_are_counted_by_reason_and_a_hopeless_file_is_given_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    roles = [{"messages": [{"role": f"r{number}", "content": "a"}]} for number in range(4)]
+    path = write(tmp_path / "rows.jsonl", 200, *roles, BAD["no answer"][0])
+    check = RowCheck()
+    read_answers([path], tiny_tokenizer(), check=check)
+    check.finish()
+    first, roles_said, answer_said = capsys.readouterr().err.splitlines()
+    assert first == "warning: skipped 5 of 205 rows, which cannot be used"
+    assert roles_said.startswith(f"  4 x {path}:3: turn 0 has role 'r0'") and f"1 x {path}:7: no answer" in answer_said
+    check.finish()
+    assert not capsys.readouterr().err  # once
+    path.write_text('{"body": "a"}\n' * 300)
+    with pytest.raises(DataError, match="rows.jsonl:1: no prompt.*100 of 100 rows cannot be used, more than 5%"):
+        read_answers([path], tiny_tokenizer(), check=RowCheck())
+
+
+def test_a_limit_reads_on_until_few_of_the_rows_are_bad(tmp_path: Path) -> None:
+    for good, fails in ((30, False), (10, True)):
+        check = RowCheck()
+        path = write(tmp_path / f"{good}.jsonl", good, BAD["no turns"][0])
+        assert len(check.first(read_prompts(path, check), 4)) == 4
+        assert check.read == (11 if fails else 20) and check.too_many == fails
+
+
+def test_fields_that_nothing_reads_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [{**USER, "name": "Ann"}, {**BOT, "thinking": "hm", "weight": 1, "loss": True}]
+    rows = [{"messages": turns, "mood": "fine", "empty": "", "id": f"{number}"} for number in range(3)]
+    rows.append({"prompt": "a", "response": "b", "system": "s", "messages": None})  # type: ignore[dict-item]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for template, thoughts in ((CHATML, ", `messages[].thinking` (3 rows)"), (CHATML + "{# m.thinking #}", "")):
+        tokenizer, check = tiny_tokenizer(template), RowCheck()
+        read_answers([path], tokenizer, check=check)
+        conclude(check, tokenizer)
+        [said] = capsys.readouterr().err.splitlines()
+        assert said.startswith("notice: nothing reads the fields `mood` (3 rows), ")
+        named = {part.strip() for part in said.removesuffix(" (docs/training-data.md)").split("fields ")[1].split(",")}
+        expected = {"`mood` (3 rows)", "`messages[].name` (3 rows)", "`messages[].loss` (3 rows)"}
+        assert named == expected | ({thoughts.removeprefix(", ")} if thoughts else set())
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a target/ that has a tokenizer, rows.jsonl with a few bad rows of every kind, and a recipe."""
+    root = tmp_path_factory.mktemp("chat")
+    save_tiny_chat_target(root / "target")
+    write(root / "rows.jsonl", 420, *(row for row, _ in BAD.values()))
+    trainer = {
+        "accelerator": "cpu", "max_steps": 1, "limit_val_batches": 1, "logger": False, "enable_checkpointing": False,
+        "num_sanity_val_steps": 0, "default_root_dir": "run",
+    }  # fmt: skip
+    model = {"target": str(root / "target"), "head": {"num_layers": 1}}
+    data = {
+        "train_files": [str(root / "rows.jsonl")], "validation_files": [str(root / "rows.jsonl")],
+        "tokenizer": str(root / "target"), "batch_tokens": 128, "max_length": 64,
+    }  # fmt: skip
+    (root / "recipe.yaml").write_text(json.dumps({"trainer": trainer, "model": model, "data": data}))
+    return root
+
+
+MODELS = "--target {target} --device cpu --dtype fp32 --drafter none --max-new-tokens 2 --prompts {rows}"
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str | None]] = {
+    "fit": (fsd_train, "fit --config {recipe}", f"run/{LISTING}"),
+    "validate": (fsd_train, "validate --config {recipe}", f"run/{LISTING}"),
+    "estimate": (fsd_train, "estimate --config {recipe}", None),
+    "cache-features": (fsd_train, "cache-features --config {recipe} --output cache", f"cache/{LISTING}"),
+    "regenerate": (
+        fsd_train, "regenerate --target {target} --prompts {rows} --output a.jsonl --limit 2 --max-length 64 --quiet",
+        f"a.jsonl.{LISTING}",
+    ),
+    "bench": (fsd_infer, f"bench --methods plain --no-warmup --every 100 --json r.json {MODELS}", f"r.json.{LISTING}"),
+    "sweep": (fsd_infer, f"sweep --rules tilted:2 --limit 2 --output s.jsonl {MODELS}", f"s.jsonl.{LISTING}"),
+    "skip-layers": (
+        fsd_infer, "skip-layers --target {target} --dtype fp32 --prompts {rows} --layers 1 --max-new-tokens 2", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_skip_name_and_list_bad_rows(
+    name: str, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main, words, listing = COMMANDS[name]
+    rows = chat / "rows.jsonl"
+    argv = words.format(target=chat / "target", rows=rows, recipe=chat / "recipe.yaml").split()
+    status, _, err = called(main, argv)
+    assert status == 0 and "warning: skipped" in err and f"{rows}:3: turn 0 has role 'x'" in err, err
+    if listing is not None:
+        listed = [json.loads(line) for line in Path(listing).read_text().splitlines()]
+        assert listed[0]["row"] == f"{rows}:3" and f"skipped {len(listed)} of" in err and len(listed) >= 10
+    status, _, err = called(main, [*argv, "--strict"])
+    assert status == 2 and f"{rows}:3: turn 0 has role 'x'" in err.splitlines()[-1], err

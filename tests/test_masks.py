@@ -1,0 +1,157 @@
+"""Conversations for training: what is supervised under templates of many forms, and how long it takes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from fsd_infer.chat import encoding
+from fsd_infer.chat.conversations import row_conversation, row_messages
+from fsd_infer.chat.encoding import encode_chat
+from fsd_infer.chat.masks import encode_conversation
+from fsd_infer.errors import DataError
+from tests.test_prompts import BOT, LAST, MORE, USER, marked
+from tests.text_toys import CHATML, THINKING, tiny_tokenizer
+
+Turns = list[dict[str, Any]]
+
+
+def said(tokenizer: Any, sequence: tuple[list[int], list[int]]) -> str:
+    """The text under the mask."""
+    return str(tokenizer.decode([token for token, wanted in zip(*sequence) if wanted]))
+
+
+def talk(count: int, seed: int = 0) -> Turns:
+    rng = random.Random(seed)
+    words = ["the cat", " sat", "\n\n", "\n", " ", "it is", "é🙂", "<|start|>", "answer", "<|end|>"]
+    texts = ["".join(rng.choices(words, k=rng.randint(1, 4))) for _ in range(count)]
+    return [
+        {"role": ("user", "assistant")[n % 2], "content": "a" * (n % 2 == 0) + text} for n, text in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING, CHATML.replace("<|end|>", "")])
+def test_every_answer_follows_the_ids_that_decoding_sees(template: str) -> None:
+    tokenizer = tiny_tokenizer(template)
+    for seed, count in enumerate([2, 4, 6, 10, 18, 30, 44]):
+        turns = talk(count, seed)
+        prompts = [encode_chat(tokenizer, turns[:place]) for place in range(1, count, 2)]
+        ends = []
+        for ids, mask in encode_conversation(tokenizer, turns):
+            ends += [ids[:place] for place in range(1, len(ids)) if mask[place] > mask[place - 1]]
+        assert sorted(ends) == sorted(prompts)
+
+
+def test_the_work_is_linear_in_the_number_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    write = encoding.turns_for
+
+    def counted(tokenizer: Any, turns: Turns, options: Any) -> Any:
+        written.append(len(turns))
+        return write(tokenizer, turns, options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(encoding, "turns_for", counted)
+    tokenizer, work = tiny_tokenizer(), []
+    for count in (100, 400):
+        [(ids, mask)] = encode_conversation(tokenizer, [USER, BOT, MORE, LAST] * (count // 4))
+        assert said(tokenizer, (ids, mask)) == "it is there<|end|>sat on the mat<|end|>" * (count // 4)
+        work.append(sum(written))
+        written.clear()
+    assert work[1] < 4.5 * work[0]
+    # answers beyond the length to train on are not encoded one by one
+    encode_conversation(tiny_tokenizer(THINKING), [USER, BOT] * 200, max_length=40)
+    assert len(written) < 20
+
+
+def test_without_an_end_token_the_whole_answer_is_supervised() -> None:
+    tokenizer = tiny_tokenizer(CHATML.replace("<|end|>", ""))
+    inside = {"role": "assistant", "content": "it is <|start|> there"}
+    [sequence] = encode_conversation(tokenizer, [USER, inside, MORE, inside])
+    assert said(tokenizer, sequence) == "it is <|start|> there\n" * 2
+    [sequence] = encode_conversation(tiny_tokenizer(), [USER, inside], complete=False)
+    assert said(tokenizer, sequence) == "it is <|start|> there"
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, marked("{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}")]
+)
+def test_answers_of_weight_0_are_not_supervised(template: str) -> None:
+    tokenizer = tiny_tokenizer(template)
+    turns = [USER, BOT, MORE, LAST]
+    [(ids, _)] = encode_conversation(tokenizer, turns)
+    [sequence] = encode_conversation(tokenizer, [USER, {**BOT, "weight": 0}, MORE, {**LAST, "weight": 1}])
+    assert said(tokenizer, sequence) == "sat on the mat<|end|>" and sequence[0] == ids
+    [sequence] = encode_conversation(tokenizer, [USER, BOT, MORE, {**LAST, "weight": 0.0}])
+    assert said(tokenizer, sequence) == "it is there<|end|>"
+    with pytest.raises(DataError, match="every answer has weight 0"):
+        encode_conversation(tokenizer, [USER, {**BOT, "weight": 0}])
+    with pytest.raises(DataError, match="has weight 0.5"):
+        encode_conversation(tokenizer, [USER, {**BOT, "weight": 0.5}])
+    human = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}]}
+    assert row_conversation(human)[1] == {"role": "assistant", "content": "b", "weight": 0}
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
+def test_thoughts_are_written_as_the_template_writes_them(field: str, name: str) -> None:
+    thought = f"{{% if m.{name} %}}{{{{ '<think>' + m.{name} + '</think>' }}}}{{% endif %}}"
+    template = CHATML.replace("m['content']", "body").replace(
+        "{{ '<|start|>' + m['role'] + '\n' + body + '<|end|>\n' }}",
+        "{{ '<|start|>' + m['role'] + '\n' }}" + thought + "{{ m['content'] + '<|end|>\n' }}",
+    )
+    tokenizer = tiny_tokenizer(template)
+    [sequence] = encode_conversation(tokenizer, [USER, {**BOT, field: "hm"}])
+    assert said(tokenizer, sequence) == "<think>hm</think>it is there<|end|>"
+    [sequence] = encode_conversation(tiny_tokenizer(), [USER, {**BOT, field: "hm"}])
+    assert said(tokenizer, sequence) == "it is there<|end|>"  # a notice says so, see tests/test_bad_rows.py
+
+
+PARTS = "{% for part in m['content'] %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+PARTED = CHATML.replace(
+    "{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}",
+    "{{ '<|start|>' + m['role'] + '\n' }}" + PARTS + "{{ '<|end|>\n' }}",
+)
+MIXED = PARTED.replace(PARTS, "{% if m['role'] == 'assistant' %}{{ m['content'] }}{% else %}" + PARTS + "{% endif %}")
+
+
+@pytest.mark.parametrize("template", [PARTED, MIXED])
+def test_contents_have_the_form_that_the_template_reads(template: str) -> None:
+    in_parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "what is "}, {"type": "text", "text": "the answer"}],
+    }
+    expected = encode_conversation(tiny_tokenizer(), [USER, BOT])
+    for turns in ([USER, BOT], [in_parts, BOT]):
+        for tokenizer in (tiny_tokenizer(template), tiny_tokenizer()):
+            assert encode_conversation(tokenizer, turns) == expected
+            assert encode_chat(tokenizer, turns[:1]) == encode_chat(tiny_tokenizer(), [USER])
+    silent = tiny_tokenizer(CHATML.replace("m['content']", "''"))
+    with pytest.raises(DataError, match="writes no user's text"):
+        encode_chat(silent, [USER])
+
+
+def test_templates_that_write_no_unicode_are_refused() -> None:
+    for tokenizer in (tiny_tokenizer("{{ '\ud800' }}" + CHATML), tiny_tokenizer(CHATML + "{{ '\\udc00' }}")):
+        with pytest.raises(DataError, match="surrogate"):
+            encode_chat(tokenizer, [USER])
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+@pytest.mark.parametrize("form", ["conversations", "messages", "prompt", "turns"])
+def test_a_system_column_goes_before_the_conversation(name: str, form: str) -> None:
+    forms: dict[str, Any] = {
+        "conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}],
+        "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}],
+        "prompt": "u",
+        "turns": ["u", "later"],
+    }
+    row = {form: forms[form], name: "be kind"}
+    system = {"role": "system", "content": "be kind"}
+    assert row_messages(row) == [system, {"role": "user", "content": "u"}]
+    assert row_messages({**row, name: ""}) == row_messages({**row, name: None}) == [{"role": "user", "content": "u"}]
+    own = {"messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "u"}], name: "be kind"}
+    assert row_messages(own)[0]["content"] == "own"
+    with pytest.raises(DataError, match=f"`{name}` must hold text"):
+        row_messages({**row, name: ["x"]})
