@@ -19,6 +19,10 @@ TOKENS = [*CONTROL, *sorted(ByteLevel.alphabet()), "ĊĊ", "th", "Ġth"]
 MERGES = ["Ċ Ċ", "t h", "Ġ th"]
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
 
+KINDS: dict[type, Any] = {
+    bool: GGUFWriter.add_bool, int: GGUFWriter.add_uint32, float: GGUFWriter.add_float32, str: GGUFWriter.add_string,
+    list: GGUFWriter.add_array,
+}  # fmt: skip
 
 FITTING = dict(vocab_size=320, hidden_size=256, intermediate_size=512)  # what our CPU kernels take
 
@@ -66,7 +70,7 @@ def write_gguf(
 
     Args:
         quantized: the rows of a matrix of that name as the file is to have them, and their type; None: in fp32.
-        facts: further ones, by the writer's method or, if it has none, their own name.
+        facts: further ones, by the writer's method or, if it has none, their own name; None: not there.
         factors: [d / 2] divisors of rotary frequencies.
     """
     config = model.config
@@ -86,10 +90,9 @@ def write_gguf(
         "chat_template": TEMPLATE,
         **(facts or {}),
     }.items():
-        if hasattr(writer, f"add_{name}"):
-            getattr(writer, f"add_{name}")(value)
-        else:
-            writer.add_uint32(name, value)
+        if value is not None:
+            add = getattr(writer, f"add_{name}", None)
+            add(value) if add is not None else KINDS[type(value)](writer, name, value)
     names = names_of(config.num_hidden_layers)
     for key, value in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:

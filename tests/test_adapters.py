@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.errors import CheckpointError, ModelLoadError
-from fsd_infer.targets.adapters import adapter_names, is_adapter, merge_adapter
-from fsd_infer.targets.loading import load_target, resolve_target
+from fsd_infer.targets.adapters import (
+    _HARMLESS,
+    _READ,
+    _is_odd,
+    adapter_names,
+    is_adapter,
+    merge_adapter,
+    read_adapter_config,
+)
+from fsd_infer.targets.loading import _located, load_target, resolve_target
 from fsd_train.models.slim import load_slim
 from tests.families import reference
 from tests.text_toys import save_tiny_chat_target
@@ -126,6 +136,62 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path, adapter: Path)
     refused(ModelLoadError, "peft_type='LOHA'", config={"peft_type": "LOHA"})
     refused(ModelLoadError, "use_dora=True", config={"use_dora": True})
     refused(ModelLoadError, "rank_pattern", config={"rank_pattern": {"q_proj": 2}})
+    for name, value in MORE_THAN_LORA.items():
+        refused(ModelLoadError, name, config={name: value})
+    refused(CheckpointError, "use_rslora is 'yes'", config={"use_rslora": "yes"})
+    refused(CheckpointError, "holds no tensors", weights=lambda path: save_file({}, path))
+    for make in (torch.Tensor.int, lambda tensor: tensor * torch.inf):
+        refused(CheckpointError, "finite floats", weights=partial(rewrite, make))
+
+
+MORE_THAN_LORA: dict[str, Any] = {
+    "init_lora_weights": "pissa_niter_4", "layer_replication": [[0, 1], [0, 2]], "lora_bias": True,
+    "target_parameters": ["mlp.experts.gate_up_proj"], "use_qalora": True, "use_bdlora": {"nblocks": 2},
+    "modules_to_save": ["lm_head"], "bias": "all", "arrow_config": {"top_k": 2}, "kasa_config": {"beta": 1e-4},
+    "alora_invocation_tokens": [1], "trainable_token_indices": [1, 2], "monteclora_config": {"num_samples": 2},
+    "ensure_weight_tying": True, "a_field_of_a_later_peft": "x", "alpha_pattern": {"q_proj": 2},
+}  # fmt: skip
+
+
+def rewrite(change: Any, path: Path) -> None:
+    save_file({name: change(tensor) for name, tensor in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
+def test_initialisations_that_leave_the_base_alone_load(tmp_path: Path, init: Any) -> None:
+    directory = save_adapter(tmp_path, toy_model("llama"), "anything", init_lora_weights=init)
+    ours, theirs = toy_model("llama"), PeftModel.from_pretrained(toy_model("llama"), directory).merge_and_unload()
+    merge_adapter(ours, directory)
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["pissa", "PiSSA", "olora", "corda", "loftq", "lora_ga", "mica"])
+def test_initialisations_that_change_the_base_are_refused(base: Path, tmp_path: Path, init: str) -> None:
+    """Also beside the weights, where peft would change the base for all other requests."""
+    directory = save_adapter(tmp_path, AutoModelForCausalLM.from_pretrained(base), str(base))
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": init}))
+    with pytest.raises(ModelLoadError, match=f"init_lora_weights='{init}'"):
+        load_target(directory)
+    with pytest.raises(ModelLoadError, match=f"init_lora_weights='{init}'"):
+        FuzzyDecoder.from_pretrained(str(base), "none", adapters={"one": directory})
+
+
+def test_every_field_of_peft_is_known(adapter: Path) -> None:
+    """A field that peft adds is refused while it is set; one that is set by default would refuse every adapter."""
+    written = json.loads((adapter / "adapter_config.json").read_text())
+    assert {name for name in written if name not in _READ | _HARMLESS and _is_odd(name, written[name])} == set()
+    plain = save_adapter(adapter.parent / "dora", toy_model("llama"), "anything", use_dora=True)
+    assert read_adapter_config(plain, beside=True)["use_dora"] is True
+
+
+def test_the_base_is_of_the_revision_that_an_adapter_names(base: Path, tmp_path: Path) -> None:
+    directory = save_adapter(tmp_path, AutoModelForCausalLM.from_pretrained(base), "owner/base")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "revision": "v2"}))
+    assert _located(str(directory), {}) == ("owner/base", {"revision": "v2"})
+    assert _located(str(directory), {"revision": "v1"}) == ("owner/base", {"revision": "v1"})
 
 
 PROMPT = [5, 9, 11, 7]

@@ -199,6 +199,13 @@ def test_all_turns_of_a_conversation_are_asked(model: FsdLM, tmp_path: Path, as_
     assert prompt == (right if as_turns else alone)
 
 
+def test_a_template_that_refuses_a_task_is_reported(model: FsdLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for template in ("{{ raise_exception('no system') }}", {"rag": "x"}):
+        monkeypatch.setattr(model.tokenizer, "chat_template", template)
+        with pytest.raises(DataError, match="chat template refuses a task's messages"):
+            model.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
 def test_bad_input_is_named(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(scoring.DATA, str(tmp_path))
     with pytest.raises(DataError, match=r"svamp_dev.json: no such file. Name its folder with --metadata"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from fsd_train.models.start import initialise_from
 from tests.families import reference, save_head, tiny_model
 from tests.gguf_toys import FITTING
 from tests.loopback_hub import loopback_hub
-from tests.quantised_checkpoints import AT_LOAD, STORED, load, write
+from tests.quantised_checkpoints import AT_LOAD, STORED, load, packed, write
 from tests.train_toys import fit_command
 
 NEEDED = {
@@ -238,6 +239,48 @@ def test_layers_packed_by_gptqmodel_are_read(repo_root: Path) -> None:
         with pytest.raises(CheckpointError, match="parts of layer are missing or do not fit"):
             expand(damaged, facts, torch.float32, "golden")
     assert len(cases) == 4
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("size", [-1, 16, 32, 64, 80, 96, 128])
+def test_group_sizes(method: str, size: int) -> None:
+    """96 inputs in groups of any size: 64 and 80 leave a shorter last group, and 128 one group."""
+    inputs, outputs = 96, 16
+    width = inputs if size == -1 else size
+    group = torch.arange(inputs) // width
+    torch.manual_seed(0)
+    codes, count = torch.randint(0, 16, (inputs, outputs)), int(group.max()) + 1
+    zeros, scales = torch.randint(1, 16, (count, outputs)), torch.rand(count, outputs) + 0.5
+    right = ((codes - zeros[group]) * scales[group]).t()
+    if method == "gptq":
+        made = {"qweight": packed(codes, 4), "qzeros": packed((zeros - 1).t(), 4).t(), "scales": scales}
+    else:
+        order = torch.arange(outputs).view(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
+        made = {name: packed(each[:, order].t(), 4).t() for name, each in (("qweight", codes), ("qzeros", zeros))}
+        made["scales"] = scales
+    facts: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": size}
+
+    def state(**more: Any) -> dict[str, Any]:
+        return {f"layer.{part}": tensor for part, tensor in {**made, **more}.items()}
+
+    found = state()
+    kept = expand(found, facts, torch.float32, "made")
+    torch.testing.assert_close(found["layer.weight"], right)
+    assert list(kept) == ([] if inputs % width and width < inputs else ["layer"])
+    if method == "gptq":  # inputs in another order
+        other = torch.randperm(inputs)
+        found = state(g_idx=group[other].int(), qweight=packed(codes[other], 4))
+        expand(found, facts, torch.float32, "made")
+        torch.testing.assert_close(found["layer.weight"], right[:, other])
+        for wrong in (group - 1, group + 1, group[:-1]):
+            with pytest.raises(CheckpointError, match="parts of layer"):
+                expand(state(g_idx=wrong.int()), facts, torch.float32, "made")
+    for wrong in (8, 0, "32", None if inputs % width and count > 1 else 24):
+        with pytest.raises(CheckpointError, match="parts of layer") if wrong is not None else nullcontext():
+            expand(state(), {**facts, "group_size": wrong}, torch.float32, "made")
+    found = state(g_idx=group.int())
+    expand(found, {**facts, "group_size": 8, "dynamic": {"+:layer": {"group_size": size}}}, torch.float32, "made")
+    torch.testing.assert_close(found["layer.weight"], right)
 
 
 def test_a_checkpoint_of_gptq_comes_from_the_hub(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

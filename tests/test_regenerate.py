@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fsd_bench.openai_client import EXTENSIONS, UNSHAPED
+from fsd_infer import FuzzyDecoder
 from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
@@ -55,6 +56,20 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     by_id = {row["id"]: row for row in rows}
     assert len(by_id) == len(rows), "an id was written twice"
     return by_id
+
+
+@pytest.mark.parametrize("ends", [[5], [7, 0], None])
+def test_answers_end_where_decoding_ends_them(tmp_path: Path, target: Path, ends: list[int] | None) -> None:
+    """The generation config's end tokens count, not the tokenizer's beside them, as in ``generate``."""
+    other = shutil.copytree(target, tmp_path / "other")
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    model.generation_config.eos_token_id = ends
+    model.generation_config.save_pretrained(other)
+    assert main(command(other, prompts_file(tmp_path / "p.jsonl", 9), tmp_path / "out")) == 0
+    decoder = FuzzyDecoder.from_pretrained(str(other), "none", dtype=torch.float32)
+    for row in read(tmp_path / "out" / "answers.jsonl").values():
+        alone = decoder.generate([row["prompt_ids"]], max_new_tokens=12, do_sample=False).sequences[0]
+        assert row["response_ids"] == alone == reference(model, [row["prompt_ids"]], max_new_tokens=12)[0]
 
 
 def test_answers_are_the_targets_own(tmp_path: Path, target: Path) -> None:

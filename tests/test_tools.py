@@ -20,7 +20,7 @@ from fsd_infer.errors import DataError
 from fsd_infer.serving.app import make_app
 from tests import serve_toys
 from tests.serve_toys import CHAT, streamed
-from tests.text_toys import CHATML, save_tiny_chat_target
+from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer
 
 WEATHER: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Ulm"]}}, "required": ["city"]}
 WEATHER["additionalProperties"] = False
@@ -190,3 +190,11 @@ def test_the_built_in_model_has_no_format(builtin_target_dir: Path, toy_decoder:
     with TestClient(make_app(toy_decoder)) as client:  # its template has no tools either
         found = client.post(CHAT, json=asked())
     assert found.status_code == 400 and "tools: the chat template of" in found.json()["error"]["message"]
+
+
+def test_several_templates_without_one_for_tools_are_named() -> None:
+    tokenizer = tiny_tokenizer({"rag": CHATML})
+    with pytest.raises(DataError, match="no chat template for tools .*Name one `default`"):
+        tool_format(tokenizer, TOOLS)
+    tokenizer.chat_template = {"default": CHATML, "tool_use": LISTED + '{{ \'<tool_call> "name" "arguments"\' }}'}
+    assert tool_format(tokenizer, TOOLS) == HERMES

@@ -28,7 +28,7 @@ CORPUS = [
 ]  # fmt: skip
 
 
-def tiny_tokenizer(template: str | None = CHATML) -> Any:
+def tiny_tokenizer(template: Any = CHATML) -> Any:
     """A byte-level BPE tokenizer of about 300 tokens with the special tokens <|end|> (eos), <|start|> and <|pad|>."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsd_infer.errors import DataError
 from fsd_infer.files import STRICT_JSON, json_text
 
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -73,10 +74,16 @@ def tool_format(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> ToolForma
     Args:
         tokenizer: a transformers tokenizer.
         tools: as the template takes them. Some tokenizers have a separate template for requests with tools.
+
+    Raises:
+        DataError: several templates, of which neither one for tools nor a default.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    template = str(tokenizer.get_chat_template(tools=list(tools))).replace('\\"', '"')
+    try:
+        template = str(tokenizer.get_chat_template(tools=list(tools))).replace('\\"', '"')
+    except ValueError as error:  # several templates, none of which is the default
+        raise DataError(f"this tokenizer has no chat template for tools ({error}). Name one `default`.") from error
     if "tools" not in template:
         return None
     if "<tool_call>" in template and '"name"' in template and '"arguments"' in template:

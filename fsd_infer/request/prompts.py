@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import ContextLengthError, FsdError
+from fsd_infer.targets.masks import rotary_limit
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
 
@@ -29,7 +31,7 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]], max_new_toke
     """
     if max_new_tokens < 1:
         raise FsdError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
-    limit = target.max_positions
+    limit, why = target.max_positions, rotary_limit(target.config)
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise FsdError(f"prompt {row} is empty: give at least one token.")
@@ -41,9 +43,17 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]], max_new_toke
         if limit is not None and len(prompt) >= limit:
             raise ContextLengthError(
                 f"a prompt has {len(prompt)} tokens, but {target.name} has a context of {limit} tokens, "
-                "and an answer needs room too: shorten the prompt."
+                f"and an answer needs room too: shorten the prompt.{f' ({limit} because {why} that.)' if why else ''}"
             )
-    return [max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
+    if limit is None:
+        return [max_new_tokens] * len(prompts)
+    if why and max(map(len, prompts)) + max_new_tokens > limit:
+        warnings.warn(
+            f"answers of {target.name} end where text and answer have {limit} tokens, because {why} that. "
+            "transformers' own generate goes on.",
+            stacklevel=2,
+        )
+    return [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
 
 
 def read_prompts(

@@ -22,18 +22,23 @@ from fsd_infer.files import open_safetensors, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# allowed values of these settings: with any other, an adapter is more than W + scale · B · A
+# The fields of peft's LoraConfig. An adapter with another field, or another value, is more than W + scale · B · A.
+_READ = frozenset({"base_model_name_or_path", "r", "lora_alpha", "use_rslora", "revision"})
+_HARMLESS = frozenset(  # about training or saving, or about which layers have tensors, which the file shows
+    """
+    task_type auto_mapping peft_version inference_mode target_modules exclude_modules layers_to_transform
+    layers_pattern lora_dropout megatron_core loftq_config eva_config corda_config lora_ga_config qalora_group_size
+    runtime_config unsloth_fixed
+    """.split()
+)
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_dora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "trainable_token_indices": (None, []),
-    "alora_invocation_tokens": (None, []),
+    # other initialisations change the weights that an adapter is added to
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
+# what peft's layers compute beside a weight, though it is not merged here
+_BESIDE = frozenset("use_dora fan_in_fan_out rank_pattern alpha_pattern lora_bias use_qalora use_bdlora".split())
 
 
 def is_adapter(directory: str | Path) -> bool:
@@ -41,8 +46,12 @@ def is_adapter(directory: str | Path) -> bool:
     return os.path.isfile(os.path.join(os.path.expanduser(directory), ADAPTER_CONFIG))
 
 
-def read_adapter_config(directory: str | Path) -> dict[str, Any]:
+def read_adapter_config(directory: str | Path, beside: bool = False) -> dict[str, Any]:
     """Read the settings of an adapter.
+
+    Args:
+        directory: of the adapter.
+        beside: whether peft is to compute the adapter beside the weights. Its layers know more kinds of LoRA.
 
     Raises:
         CheckpointError: malformed, or without the name of the base model.
@@ -55,17 +64,27 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
     base, rank, alpha = config.get("base_model_name_or_path"), config.get("r"), config.get("lora_alpha")
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{path} does not name the base model of the adapter: set base_model_name_or_path.")
-    odd = [f"{name}={config[name]!r}" for name, plain in _PLAIN.items() if name in config and config[name] not in plain]
+    allowed = _READ | _HARMLESS | (_BESIDE if beside else frozenset())
+    odd = [f"{name}={value!r:.60}" for name, value in config.items() if name not in allowed and _is_odd(name, value)]
     if odd:
         raise ModelLoadError(
             f"{path.parent} is not a plain LoRA adapter ({', '.join(odd)}) and cannot be merged here. Merge it with "
             "peft (merge_and_unload, save_pretrained) and give the merged model's directory."
         )
+    if config.get("use_rslora") not in (True, False, None):
+        raise CheckpointError(f"{path}: use_rslora is {config['use_rslora']!r:.60}, but must be true or false.")
     if not _positive(rank) or not isinstance(rank, int) or not _positive(alpha):
         raise CheckpointError(
             f"{path} has r={rank!r} and lora_alpha={alpha!r}; both must be positive numbers below 1e9."
         )
     return {**config, "base_model_name_or_path": base}
+
+
+def _is_odd(name: str, value: Any) -> bool:
+    """Whether a field has a value that is not computed. Fields that peft adds later must be unset."""
+    if name in _PLAIN:
+        return value not in _PLAIN[name]
+    return not (value is None or value is False or value in ({}, []))
 
 
 def _positive(value: Any) -> bool:
@@ -108,10 +127,13 @@ def add_adapter(model: Any, directory: str | Path, merge: bool) -> None:
 def put_beside(model: Any, adapters: Mapping[str, str | Path]) -> None:
     """Load adapters beside a model's weights, by name; all are inactive until :func:`adapted`.
 
-    Raises ModelLoadError: peft is not installed, or refuses the adapter.
+    Raises ModelLoadError: files are missing or damaged, an adapter changes more than layers' outputs, or peft is not
+    installed or refuses it.
     """
     for name, directory in adapters.items():
         try:
+            read_adapter_config(directory, beside=True)
+            adapter_tensors(directory)
             model.load_adapter(str(Path(directory).expanduser()), adapter_name=name)
         except Exception as error:  # peft builds layers from files: any kind of error may occur
             raise ModelLoadError(f"the adapter {name}={directory} cannot be loaded: {shortened(error)}") from error
@@ -227,9 +249,18 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
 
 
 def adapter_tensors(directory: str | Path) -> dict[str, torch.Tensor]:
-    """Read an adapter's weights by name. Raises CheckpointError: missing or damaged."""
+    """Read an adapter's weights by name. Raises CheckpointError: missing, damaged or empty."""
     path = Path(directory).expanduser() / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{directory} has no {ADAPTER_WEIGHTS}: it is not a complete adapter.")
     with open_safetensors(path, "Copy or export the adapter again.") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    if not tensors:
+        raise CheckpointError(f"{path} holds no tensors, so the adapter would change nothing: export it again.")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not bool(tensor.float().isfinite().all()):
+            raise CheckpointError(
+                f"{path}: {name} holds {tensor.dtype} numbers or numbers that are not finite, but a LoRA's factors are "
+                "finite floats: export the adapter again."
+            )
+    return tensors

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.files import open_safetensors, read_json, read_weight_map
-from fsd_infer.targets.masks import layer_windows
+from fsd_infer.targets.masks import layer_windows, max_positions
 
 MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
 _CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_decoder that nothing reads
@@ -116,12 +116,29 @@ def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> N
         )
 
 
+def _check_windows(decoder: Any, config: Any) -> None:
+    """Raise ModelLoadError for attention windows that this model's masks leave out, though its cache forgets by them.
+
+    Then ``generate`` depends on where a prompt ends, and no mask of a draft tree agrees with it. Moshi is such a model.
+    """
+    shortest = min((window for window in layer_windows(config).values() if window is not None), default=None)
+    module = inspect.getmodule(type(decoder))
+    ours = module is None or not module.__name__.startswith("transformers.models.")
+    if shortest is None or ours or any("sliding_window" in name and "mask" in name for name in vars(module)):
+        return
+    if shortest < (max_positions(config) or float("inf")):
+        raise ModelLoadError(
+            f"{type(decoder).__name__} has a sliding window of {shortest} tokens, which transformers applies to its "
+            "cache and not to its masks. Use another target, or load it with a sliding_window as long as its context."
+        )
+
+
 def check_decodable(model: Any, name: str) -> None:
     """Raise ModelLoadError unless a model has an LM head, a causal decoder that takes positions, and one device."""
     kind, decoder, config = type(model).__name__, model.get_decoder(), model.config.get_text_config(decoder=True)
     if model.get_output_embeddings() is None or getattr(model.config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{kind} has no language-model head, or an encoder: a causal LM is needed as target.")
-    layer_windows(config)
+    _check_windows(decoder, config)
     if decoder is model or decoder is None:
         raise ModelLoadError(f"{kind} does not say which module is its decoder (`get_decoder`).")
     takes_positions = any("position_ids" in inspect.signature(part.forward).parameters for part in (model, decoder))

@@ -5,6 +5,7 @@ This module reads the architectures in :data:`FAMILIES`. Transformers reads the 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -29,6 +31,7 @@ from fsd_infer.cpu import ops
 from fsd_infer.errors import ModelLoadError, shortened
 from fsd_infer.files import write_json
 from fsd_infer.targets.gguf_file import Stored, read_gguf
+from fsd_infer.targets.gguf_keys import Numbers, check_foreign_keys, check_keys, end_ids, own_keys
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer, write_tokenizer
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # architectures, which are also transformers' model types
@@ -88,7 +91,7 @@ def load_gguf(
                 f"{source.name}: weights are expanded to bf16, slower and larger, because transformers reads {family} "
                 f"files. Those of {', '.join(FAMILIES)} decode from their own weights."
             )
-        return _by_transformers(source, dtype, attn_implementation), load_gguf_tokenizer(source, facts)
+        return _by_transformers(source, facts, dtype, attn_implementation), load_gguf_tokenizer(source, facts)
     config = _config(facts, tensors, source)
     made = AutoConfig.for_model(**config)
     model = _empty_model(made, dtype=dtype, attn_implementation=attn_implementation or "sdpa")
@@ -139,22 +142,26 @@ def load_gguf_config(source: Path) -> PreTrainedConfig:
     return AutoConfig.for_model(**_config(facts, tensors, source))
 
 
-def _by_transformers(source: Path, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
+def _by_transformers(
+    source: Path, facts: dict[str, Any], dtype: torch.dtype, attn_implementation: str | None
+) -> PreTrainedModel:
     """Load and expand a model by transformers' reader, which knows more architectures."""
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        return AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype, **options)
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype, **options)
     except Exception as error:  # the reader raises errors of many types for malformed files
         raise ModelLoadError(f"{source}: transformers cannot read this GGUF file ({shortened(error)}).") from error
+    mapped = GGUF_CONFIG_MAPPING.get(model.config.model_type) or GGUF_CONFIG_MAPPING.get(facts["general.architecture"])
+    check_foreign_keys(facts, model.config, mapped or {}, source)
+    model.generation_config.eos_token_id = end_ids(facts) or model.generation_config.eos_token_id
+    return model
 
 
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     """Return the metadata and the tensors of a file."""
     facts, tensors = read_gguf(source)
-    if int(facts.get("split.count", 1)) > 1:
-        raise ModelLoadError(
-            f"{source} is one of {facts['split.count']} parts. Merge them with llama-gguf-split first."
-        )
+    if facts.get("general.architecture") in FAMILIES:
+        check_keys(facts, source)
     return facts, tensors
 
 
@@ -179,44 +186,52 @@ def _config(facts: dict[str, Any], tensors: dict[str, Stored], source: Path) -> 
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ModelLoadError(f"{source} has architecture {family!r}. Only {known} can be expanded to a directory.")
-    prefix = f"{family}."
-    own = {name.removeprefix(prefix): value for name, value in facts.items() if name.startswith(prefix)}
+    numbers = Numbers(own_keys(facts))
     try:
-        config = _sizes(own, facts, str(family))
-        config |= {"vocab_size": int(tensors["token_embd.weight"].shape[0])}
+        config = _sizes(numbers, facts, str(family))
+        config |= {"vocab_size": _rows(numbers, facts, tensors)}
         config |= {"tie_word_embeddings": "output.weight" not in tensors}
         layers = config["num_hidden_layers"]
-        if not 0 < layers <= len(tensors):  # the model is built before its weights are compared
+        if layers > len(tensors):  # the model is built before its weights are compared
             raise ValueError(f"{layers} layers, but {len(tensors)} tensors")
-        config["rope_parameters"] |= _scaling(own, tensors, config)
+        config["rope_parameters"] |= _scaling(numbers, tensors, config)
     except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
-        raise ModelLoadError(f"{source}: its metadata are incomplete or invalid ({error!r}).") from error
+        raise ModelLoadError(
+            f"{source}: its metadata are incomplete or invalid ({shortened(error)}). Use another file of this model."
+        ) from error
     return config
 
 
-def _sizes(own: dict[str, Any], facts: dict[str, Any], family: str) -> dict[str, Any]:
-    hidden, heads = int(own["embedding_length"]), int(own["attention.head_count"])
-    theta = float(own.get("rope.freq_base", 10_000.0))
-    bos, eos = facts.get("tokenizer.ggml.bos_token_id"), facts.get("tokenizer.ggml.eos_token_id")
+def _sizes(numbers: Numbers, facts: dict[str, Any], family: str) -> dict[str, Any]:
+    hidden, heads = numbers.whole("embedding_length"), numbers.whole("attention.head_count")
+    theta, ends = numbers.number("rope.freq_base", 10_000.0), end_ids(facts)
+    width = numbers.whole("attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if numbers.whole(name, width) != width:
+            raise ValueError(f"{name} is {numbers.own[name]}, but keys have {width} dimensions")
+    groups = numbers.whole("attention.head_count_kv", heads)
+    if width % 2 or heads % groups:
+        raise ValueError(f"{heads} heads of {width} dimensions for {groups} heads of keys")
+    eos = ends[0] if len(ends) == 1 else ends or None
     return {
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]],
         "model_type": family,
         "attention_dropout": 0.0,
-        "bos_token_id": bos,
+        "bos_token_id": facts.get("tokenizer.ggml.bos_token_id"),
         "dtype": "bfloat16",
         "eos_token_id": eos,
-        "head_dim": int(own.get("attention.key_length", hidden // heads)),
+        "head_dim": width,
         "hidden_act": "silu",
         "hidden_size": hidden,
         "initializer_range": 0.02,
-        "intermediate_size": int(own["feed_forward_length"]),
-        "max_position_embeddings": int(own["context_length"]),
+        "intermediate_size": numbers.whole("feed_forward_length"),
+        "max_position_embeddings": numbers.whole("context_length"),
         "num_attention_heads": heads,
-        "num_hidden_layers": int(own["block_count"]),
-        "num_key_value_heads": int(own.get("attention.head_count_kv", heads)),
-        "pad_token_id": facts.get("tokenizer.ggml.padding_token_id", eos),
+        "num_hidden_layers": numbers.whole("block_count"),
+        "num_key_value_heads": groups,
+        "pad_token_id": facts.get("tokenizer.ggml.padding_token_id", ends[0] if ends else None),
         # GGUF stores the epsilon as fp32, in which 1e-05 reads 9.9999997e-06
-        "rms_norm_eps": float(f"{float(own['attention.layer_norm_rms_epsilon']):.6g}"),
+        "rms_norm_eps": float(f"{numbers.number('attention.layer_norm_rms_epsilon', most=0.01):.6g}"),
         # in both forms, for other readers of the directory, such as vLLM and older transformers
         "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
         "rope_theta": theta,
@@ -225,18 +240,41 @@ def _sizes(own: dict[str, Any], facts: dict[str, Any], family: str) -> dict[str,
     }
 
 
-def _scaling(own: dict[str, Any], tensors: dict[str, Stored], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the scaling of the rotary embedding. Raise ValueError for an unknown one."""
-    kind = str(own.get("rope.scaling.type", "none"))
-    if _ROPE_FACTORS in tensors:
+def _rows(numbers: Numbers, facts: dict[str, Any], tensors: dict[str, Stored]) -> int:
+    """Return the size of the vocabulary. Raise ValueError unless there is an embedding per token."""
+    rows = tensors["token_embd.weight"].shape[0]
+    tokens = facts.get("tokenizer.ggml.tokens")
+    count = numbers.whole("vocab_size", rows) if tokens is None else len(tokens)
+    if rows != count:
+        raise ValueError(f"{count} tokens, but {rows} embeddings")
+    return rows
+
+
+def _scaling(numbers: Numbers, tensors: dict[str, Stored], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the scaling of the rotary embedding as llama.cpp reads it. Raise ValueError for an unknown one."""
+    own = numbers.own
+    kind = own.get("rope.scaling.type", "linear")
+    given = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0)) if kind != "none" else 0
+    factor = 1.0 if given == 0 else Numbers({"rope.scaling.factor": given}).number("rope.scaling.factor", most=1e6)
+    attention = numbers.number("rope.scaling.attn_factor", 1.0)
+    if kind not in ("none", "linear", "yarn"):
+        raise ValueError(f"rope.scaling.type {kind!r:.40}, which is not read here")
+    if attention != 1 and (kind != "yarn" or factor == 1):
+        raise ValueError(f"rope.scaling.attn_factor {attention:g} without YaRN")
+    if _ROPE_FACTORS in tensors and config["model_type"] == "llama":
+        if factor != 1:
+            raise ValueError(f"rotary factors beside rope.scaling.factor {factor:g}")
         return _llama_3(torch.from_numpy(tensors[_ROPE_FACTORS].values()), config)
-    if kind == "none":
+    if factor == 1:
         return {}
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": float(own["rope.scaling.factor"])}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = int(own["rope.scaling.original_context_length"])
-    elif kind != "linear":
-        raise ValueError(f"rope scaling {kind!r}")
+        length = config["max_position_embeddings"]
+        scaling["original_max_position_embeddings"] = numbers.whole("rope.scaling.original_context_length", length)
+        scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1 if factor > 1 else 1)
+        for name in ("beta_fast", "beta_slow"):
+            if f"rope.scaling.yarn_{name}" in own:
+                scaling[name] = numbers.number(f"rope.scaling.yarn_{name}")
     return scaling
 
 
@@ -292,7 +330,9 @@ def _places(
     """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     names = get_tensor_name_map(MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
-    left = {name: tensor for name, tensor in tensors.items() if name != _ROPE_FACTORS}  # _scaling() reads those
+    left = dict(tensors)
+    if config["rope_parameters"]["rope_type"] == "llama3":
+        del left[_ROPE_FACTORS]  # _scaling() has read them
     places, missing = [], []
     for name, parameter in model.named_parameters():  # lists a tied weight once, as the embedding
         theirs = names.get_name(name, (".weight", ".bias")) or ""

@@ -77,16 +77,35 @@ class _Reader:
             raise ValueError(f"version {version}")
         self._check(tensors)
         self._check(facts)
-        known = {}
+        known: dict[str, Any] = {}
         for _ in range(facts):
             (name,) = self._strings(1)
+            if not name or name in known:
+                raise ValueError(f"key {name!r:.80} is empty or there twice")
             known[name] = self._value(self._number("I"))
         listed = [self._tensor() for _ in range(tensors)]
-        alignment = int(known.get("general.alignment", 32))
-        if alignment < 1:
-            raise ValueError(f"alignment {alignment}")
+        alignment = known.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & alignment - 1:
+            raise ValueError(f"alignment {alignment!r:.40}, which is no power of two")
         start = -(-self.at // alignment) * alignment
-        return known, {name: self._stored(name, sizes, kind, start + at) for name, sizes, kind, at in listed}
+        return known, self._placed(listed, start, alignment)
+
+    def _placed(
+        self, listed: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
+    ) -> dict[str, Stored]:
+        """Return the tensors by name. Raise ValueError for names that are there twice, and for places that overlap."""
+        found: dict[str, Stored] = {}
+        ends, before = start, "the header"
+        for name, sizes, kind, at in sorted(listed, key=lambda tensor: tensor[3]):
+            if name in found:
+                raise ValueError(f"tensor {name!r:.80} is there twice")
+            if at % alignment or start + at < ends:
+                raise ValueError(
+                    f"tensor {name!r:.80} lies at {at}, inside {before} or not at a multiple of {alignment}"
+                )
+            found[name] = self._stored(name, sizes, kind, start + at)
+            ends, before = start + at + found[name].data.size, repr(name)
+        return {name: found[name] for name, _, _, _ in listed}
 
     def _numbers(self, form: str) -> tuple[Any, ...]:
         numbers = struct.unpack_from(form, self.view, self.at)
@@ -108,9 +127,7 @@ class _Reader:
             return self._number(_NUMBERS[kind])
         of, count = self._numbers("<IQ")
         self._check(count)
-        if of in _NUMBERS:
-            return list(self._numbers(f"<{count}{_NUMBERS[of]}"))
-        return self._strings(count) if of == _STRING else [self._value(of) for _ in range(count)]
+        return self._strings(count) if of == _STRING else list(self._numbers(f"<{count}{_NUMBERS[of]}"))
 
     def _strings(self, count: int) -> list[str]:
         """Read ``count`` strings: a vocabulary has 50,000, so nothing is called per string but the decoder."""
@@ -125,7 +142,8 @@ class _Reader:
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         (name,), count = self._strings(1), self._number("I")
-        self._check(count)
+        if count > 4:
+            raise ValueError(f"tensor {name!r:.80} has {count} dimensions")
         return (name, self._numbers(f"<{count}Q"), *self._numbers("<IQ"))
 
     def _stored(self, name: str, sizes: tuple[int, ...], kind: int, at: int) -> Stored:

@@ -1,8 +1,9 @@
 """Build the tokenizers of GGUF files.
 
-This module builds byte-level BPE vocabularies with a pre-tokenizer in :data:`PRE_TOKENIZERS`, and transformers converts
-the others. Its converter lacks some pre-tokenizers. SmolLM2's, for example, splits digits before the byte-level step,
-which changes the ids of numbered lists.
+This module builds byte-level BPE vocabularies with a pre-tokenizer in :data:`PRE_TOKENIZERS`, and SentencePiece
+vocabularies of Llama models. Transformers converts the others. Its converter lacks some pre-tokenizers. SmolLM2's, for
+example, splits digits before the byte-level step, which changes the ids of numbered lists. And it drops the space that
+SentencePiece puts before a text, if the text begins with one.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import generate_merges
 
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.files import write_json
 from fsd_infer.targets.gguf_file import read_gguf
+from fsd_infer.targets.gguf_keys import end_ids
 
-_CONTROL, _USER_DEFINED = 3, 4  # gguf.TokenType
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # gguf.TokenType
+_TEMPLATE = "tokenizer.chat_template"
+_SPACE = "\u2581"  # SentencePiece's
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def load_gguf_tokenizer(source: Path, facts: dict[str, Any] | None = None) -> Pr
     if any((source.parent / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return AutoTokenizer.from_pretrained(source.parent)
     facts = read_gguf(source)[0] if facts is None else facts
-    if _pre_tokenizer(facts) is None:
+    if _pre_tokenizer(facts) is None and not _is_sentencepiece(facts):
         return AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(facts, Path(folder), source)
@@ -92,28 +97,59 @@ def write_tokenizer(facts: dict[str, Any], out_dir: Path, source: Path) -> None:
         ModelLoadError: an unknown vocabulary or pre-tokenizer.
     """
     pre = _pre_tokenizer(facts)
-    if pre is None:
+    if pre is None and not _is_sentencepiece(facts):
         raise ModelLoadError(
             f"{source} has a {facts.get('tokenizer.ggml.model')!r} vocabulary with pre-tokenizer "
-            f"{facts.get('tokenizer.ggml.pre')!r}. Only gpt2 with {', '.join(PRE_TOKENIZERS)} is known."
+            f"{facts.get('tokenizer.ggml.pre')!r}. Only gpt2 with {', '.join(PRE_TOKENIZERS)} and, in Llama models, "
+            "llama are known."
         )
-    tokens: list[str] = facts["tokenizer.ggml.tokens"]
-    _tokenizer(facts, tokens, pre).save(str(out_dir / "tokenizer.json"))
+    try:
+        tokens = _tokens(facts)
+        made = _sentencepiece(facts, tokens) if pre is None else _byte_level(facts, tokens, pre)
+        _finish(made, facts, tokens, begins=pre is None or pre.begins)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelLoadError(f"{source}: its vocabulary is incomplete or invalid ({error!r:.200}).") from error
+    made.save(str(out_dir / "tokenizer.json"))
+    settings, template = _settings(facts, tokens)
+    if isinstance(template, str):  # in both places, because readers differ
+        (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
+    write_json(out_dir / "tokenizer_config.json", settings, indent=2)
+
+
+def _settings(facts: dict[str, Any], tokens: list[str]) -> tuple[dict[str, Any], Any]:
+    """Return the tokenizer's configuration, and its chat template: a text, a list of named ones, or None."""
     special = {role: _named(facts, tokens, key) for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"))}
     special["pad"] = _named(facts, tokens, "padding") or special["eos"]
+    named = {"default": facts.get(_TEMPLATE)}
+    named |= {name.removeprefix(f"{_TEMPLATE}."): facts[name] for name in facts if name.startswith(f"{_TEMPLATE}.")}
+    templates = [{"name": name, "template": template} for name, template in named.items() if template]
+    template: Any = named["default"] if len(templates) == 1 and named["default"] else templates or None
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": int(facts[f"{facts['general.architecture']}.context_length"]),
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
         **{f"{role}_token": token for role, token in special.items() if token is not None},
+        **({"chat_template": template} if template else {}),
     }
-    template = facts.get("tokenizer.chat_template")
-    if template:
-        # in both places, because readers differ
-        settings["chat_template"] = template
-        (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
-    write_json(out_dir / "tokenizer_config.json", settings, indent=2)
+    return settings, template
+
+
+def _is_sentencepiece(facts: dict[str, Any]) -> bool:
+    """Whether this is a Llama model's SentencePiece vocabulary. Other families' have rules of their own."""
+    return facts.get("general.architecture") == facts.get("tokenizer.ggml.model") == "llama"
+
+
+def _tokens(facts: dict[str, Any]) -> list[str]:
+    """Return the vocabulary. Raise ValueError for tokens that are there twice, and for shorter lists beside it."""
+    tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(facts["tokenizer.ggml.tokens"])]
+    if len(set(tokens)) < len(tokens):
+        twice = next(token for place, token in enumerate(tokens) if token in tokens[:place])
+        raise ValueError(f"token {twice!r:.40} is there twice")
+    for name in ("token_type", "scores"):
+        if len(facts.get(f"tokenizer.ggml.{name}", tokens)) < len(tokens):
+            raise ValueError(f"tokenizer.ggml.{name} has fewer entries than there are tokens")
+    return tokens
 
 
 def _pre_tokenizer(facts: dict[str, Any]) -> PreTokenizer | None:
@@ -126,7 +162,7 @@ def _named(facts: dict[str, Any], tokens: list[str], role: str) -> str | None:
     return None if index is None else tokens[index]
 
 
-def _tokenizer(facts: dict[str, Any], tokens: list[str], pre: PreTokenizer) -> Tokenizer:
+def _byte_level(facts: dict[str, Any], tokens: list[str], pre: PreTokenizer) -> Tokenizer:
     merges = [tuple(pair.split(" ", 1)) for pair in facts["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.whole_words))
@@ -134,14 +170,42 @@ def _tokenizer(facts: dict[str, Any], tokens: list[str], pre: PreTokenizer) -> T
         made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.Sequence(pre.steps())
     made.decoder = decoders.ByteLevel()
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [token for token, its in zip(tokens, facts["tokenizer.ggml.token_type"]) if its == kind]
+    return made
+
+
+def _sentencepiece(facts: dict[str, Any], tokens: list[str]) -> Tokenizer:
+    """Build a vocabulary whose pairs merge in the order of their scores; bytes stand for unknown characters."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    kinds = facts["tokenizer.ggml.token_type"]
+    skipped = [token for token, kind in zip(tokens, kinds) if kind in (_UNKNOWN, _CONTROL)]
+    merges = generate_merges(vocabulary, list(zip(tokens, facts["tokenizer.ggml.scores"])), skipped)
+    unknown = _named(facts, tokens, "unknown")
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    begins = bool(facts.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = normalizers.Replace(" ", _SPACE)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if begins else spaces
+    strip = [decoders.Strip(" ", 1, 0)] if begins else []
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    made.decoder = decoders.Sequence(steps)
+    return made
+
+
+def _finish(made: Tokenizer, facts: dict[str, Any], tokens: list[str], begins: bool) -> None:
+    """Add the special tokens, and those that stand around each text; ``begins``: BOS does if the file does not say."""
+    kinds = list(facts["tokenizer.ggml.token_type"])
+    for index in end_ids(facts):
+        kinds[index] = _CONTROL
+    control = [_UNKNOWN, _CONTROL] if _is_sentencepiece(facts) else [_CONTROL]
+    for wanted, special in ((control, True), ([_USER_DEFINED], False)):
+        added = [token for token, kind in zip(tokens, kinds) if kind in wanted]
         add = made.add_special_tokens if special else made.add_tokens
         add([AddedToken(token, special=special, normalized=False) for token in added])
-    bos = _named(facts, tokens, "bos")
-    if bos is not None and facts.get("tokenizer.ggml.add_bos_token", pre.begins):
-        token = (bos, int(facts["tokenizer.ggml.bos_token_id"]))
+    bos = _named(facts, tokens, "bos") if facts.get("tokenizer.ggml.add_bos_token", begins) else None
+    eos = _named(facts, tokens, "eos") if facts.get("tokenizer.ggml.add_eos_token", False) else None
+    if bos is not None or eos is not None:
+        one = " ".join([*([bos] if bos else []), "{}", *([eos] if eos else [])])
         made.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[token]
+            single=one.format("$A"),
+            pair=f"{one.format('$A')} {one.format('$B')}",
+            special_tokens=[(token, tokens.index(token)) for token in {bos, eos} if token is not None],
         )
-    return made

@@ -20,6 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, Pretrain
 from fsd_infer.cpu.ops import keep_groups, say
 from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.files import open_safetensors
+from fsd_infer.registry import is_whole
 
 METHODS = ("gptq", "awq")
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -139,6 +140,27 @@ def _read(parts: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[Tensor, T
     zeros = (parts["qzeros"][..., None] >> shifts).flatten(1)
     if gptq and (facts.get("checkpoint_format") or facts.get("format") or "gptq") == "gptq":
         zeros = zeros + 1  # the first format stores one less
-    group = parts["g_idx"]
-    group = torch.arange(len(codes)) // (len(codes) // len(scales)) if group is None else group.long()
+    group = _groups(parts["g_idx"], facts, len(codes), len(scales))
     return (codes & most).float(), (zeros & most).float(), scales, group
+
+
+def _groups(stored: Tensor | None, facts: Mapping[str, Any], inputs: int, groups: int) -> Tensor:
+    """Return the group [in] of each input, as stored or by the config's size; the last group may be shorter.
+
+    Raises ValueError: another number of groups than the config's size gives, or an input without a group.
+    """
+    if not groups:
+        raise ValueError("no scales")
+    size = None if facts.get("dynamic") else facts.get("group_size", facts.get("q_group_size"))
+    if size is None:  # the config says nothing of this layer: equal groups
+        size = inputs // groups if stored is not None or inputs % groups == 0 else 0
+    elif is_whole(size, 1) and -(-inputs // int(size)) != groups or size == -1 and groups != 1:
+        raise ValueError(f"groups of {size} among {inputs} inputs, but {groups} scales")
+    size = inputs if size == -1 else size
+    if not is_whole(size, 1):
+        raise ValueError(f"group_size {size!r:.40} for {groups} groups of {inputs} inputs")
+    if stored is None:
+        return torch.arange(inputs) // size
+    if len(stored) != inputs or not 0 <= int(stored.min()) <= int(stored.max()) < groups:
+        raise ValueError(f"g_idx names groups from {int(stored.min())} to {int(stored.max())} of {groups}")
+    return stored.long()

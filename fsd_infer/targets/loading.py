@@ -24,7 +24,7 @@ from fsd_infer.chat.control import set_control_tokens
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_infer.files import HUB_ID, HUB_OPTIONS, usable_name
 from fsd_infer.hub import HubError, hub_fault, load_whole
-from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter
+from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter, read_adapter_config
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, gguf_of, is_builtin, is_gguf
 from fsd_infer.targets.checks import check_directory, check_loaded, check_numbers, check_size
 from fsd_infer.targets.gptq import METHODS, load_expanded
@@ -178,6 +178,9 @@ def _located(
     """Return what transformers loads, and the ``given`` keywords that say where it lies."""
     options = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
     source = resolve_target(name_or_dir, progress=progress, subfolder=options.get("subfolder"))
+    adapter = adapter_of(name_or_dir)
+    if adapter is not None and read_adapter_config(adapter).get("revision"):
+        options.setdefault("revision", read_adapter_config(adapter)["revision"])  # of the base model
     if os.path.isdir(source):
         options.pop("subfolder", None)
     return source, options

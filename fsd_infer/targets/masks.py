@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,16 +11,39 @@ from torch import Tensor
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.errors import ModelLoadError
 
+_CHANGING = ("longrope", "dynamic")  # rotary kinds whose frequencies change with the text's length
+
 
 def max_positions(config: Any) -> int | None:
-    """Return the longest text in tokens, or None if the text config does not say.
+    """Return the longest text in tokens, or None if the text config does not say."""
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    limits = [length for length in (limit, *_changes(config).values()) if length is not None]
+    return min(limits, default=None)
 
-    LongRoPE changes all positions beyond its original length, and cached keys do not change with them.
+
+def rotary_limit(config: Any) -> str:
+    """Return why texts end before those of transformers do; "" if they do not.
+
+    LongRoPE and dynamic NTK change the angles of all positions once a text exceeds its original length. ``generate``
+    keeps the keys that it has cached with the former angles, or reads the text once more, so the law of a token depends
+    on where the prompt ended. A draft tree around that length has no single law.
     """
+    kinds = [kind for kind, length in _changes(config).items() if length == max_positions(config)]
+    return f"its {kinds[0]} positions change beyond" if kinds else ""
+
+
+def _changes(config: Any) -> dict[str, int]:
+    """Return the length at which the frequencies change, by rotary kind."""
     scaling = getattr(config, "rope_parameters", None) or {}
-    if scaling.get("rope_type") == "longrope":
-        return int(scaling["original_max_position_embeddings"])
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    found: dict[str, int] = {}
+    for part in (scaling, *(each for each in scaling.values() if isinstance(each, Mapping))):  # or one per layer type
+        kind = part.get("rope_type")
+        length = getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            length = part.get("original_max_position_embeddings") or length
+        if kind in _CHANGING and length is not None:
+            found[kind] = min(int(length), found.get(kind, int(length)))
+    return found
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:

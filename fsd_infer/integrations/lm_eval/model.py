@@ -15,10 +15,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from fsd_bench.likelihood import log_likelihoods
+from fsd_infer.chat.conversations import check_messages
+from fsd_infer.chat.templates import turns_for
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.engine.stats import RowStats
-from fsd_infer.errors import ContextLengthError, FsdError
+from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.integrations.lm_eval.texts import Until, cut_before, with_turns
 from fsd_infer.registry import MOST_SEED, read_float, read_int
 from fsd_infer.rules import parse_rule
@@ -99,16 +101,21 @@ class FsdLM(TemplateLM):
         return str(self.decoder.target.name).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the conversation as text; without a generation prompt the last message stays open."""
+        """Return the conversation as text; without a generation prompt the last message stays open.
+
+        Raises DataError: the template refuses the messages.
+        """
         self._templated = True
-        return str(
-            self.tokenizer.apply_chat_template(
-                with_turns(chat_history),
+        try:
+            text = self.tokenizer.apply_chat_template(
+                turns_for(self.tokenizer, check_messages(with_turns(chat_history))),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
-        )
+        except Exception as error:  # a template is a program of the model's author
+            raise DataError(f"the chat template refuses a task's messages: {error}") from error
+        return str(text)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Encode text, with the tokenizer's special tokens unless a chat template or the text has BOS already."""

@@ -1,0 +1,205 @@
+"""The metadata keys of GGUF files: read, harmless, or refused by name.
+
+llama.cpp's loader is the reference: a key that it reads for an architecture and that changes the computation is either
+read here too, or must hold the value at which it changes nothing. Unknown keys are named in a warning.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from fsd_infer.errors import ModelLoadError
+
+LONGEST = 2**31 - 1
+
+# keys after the architecture's name
+_READ = frozenset(
+    """
+    context_length embedding_length block_count feed_forward_length vocab_size attention.head_count
+    attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon
+    rope.freq_base rope.dimension_count rope.scale_linear rope.scaling.type rope.scaling.factor
+    rope.scaling.original_context_length rope.scaling.attn_factor rope.scaling.yarn_beta_fast
+    rope.scaling.yarn_beta_slow
+    """.split()
+)
+_HARMLESS = frozenset({"rope.scaling.finetuned", "tensor_data_layout", "attention.layer_norm_epsilon"})
+# values at which a key changes nothing; with any other value the file is refused
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), (0, 1)),
+    **dict.fromkeys(
+        """
+        expert_count expert_used_count expert_shared_count expert_group_count expert_group_used_count
+        expert_feed_forward_length expert_shared_feed_forward_length expert_weights_norm expert_gating_func
+        leading_dense_block_count interleave_moe_layer_step nextn_predict_layers n_deepstack_layers pooling_type
+        attention.sliding_window attention.sliding_window_pattern attention.clamp_kqv attention.max_alibi_bias
+        attention.scale attention.output_scale attention.temperature_length attention.temperature_scale
+        attention.q_lora_rank attention.kv_lora_rank attention.shared_kv_layers attn_logit_softcapping
+        final_logit_softcapping router_logit_softcapping swin_norm rope.dimension_sections rope.scaling.alpha
+        rope.scaling.yarn_log_multiplier classifier.output_labels embedding_length_out embedding_length_per_layer_input
+        activation_sparsity_scale full_attention_interval
+        """.split(),
+        (0,),
+    ),
+}
+# keys without an architecture
+_KNOWN = re.compile(
+    r"""general\.(architecture|type|alignment|quantization_version|file_type|name|author|version|organization|finetune
+    |basename|description|quantized_by|size_label|license.*|url|doi|uuid|repo_url|source\..*|base_model\..*|dataset\..*
+    |tags|languages|datasets)
+    |split\..*|quantize\..*|imatrix\..*
+    |tokenizer\.ggml\.(model|pre|tokens|token_type|token_type_count|scores|merges
+    |(bos|eos|eot|eom|unknown|padding|sep.rator|mask|cls)_token_id
+    |(fim_(pre|suf|mid|pad|rep|sep)|prefix|suffix|middle)_token_id
+    |add_bos_token|add_eos_token|add_sep_token|add_space_prefix|remove_extra_whitespaces|precompiled_charsmap)
+    |tokenizer\.huggingface\.json|tokenizer\.chat_templates?(\..*)?""",
+    re.VERBOSE,
+)
+# tokens at which llama.cpp ends an answer, by key and, if the file names no end of turn, by text
+_ENDS = tuple(f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"))
+_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
+# where a config of transformers holds what its GGUF reader takes from defaults or from tensors
+_ATTRIBUTES = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "logit_scale": "logit_scale",
+    "use_parallel_residual": "use_parallel_residual",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+}
+
+
+def own_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the file's architecture, without its name."""
+    prefix = f"{facts.get('general.architecture')}."
+    return {name.removeprefix(prefix): value for name, value in facts.items() if name.startswith(prefix)}
+
+
+def check_keys(facts: Mapping[str, Any], source: Any) -> None:
+    """Raise ModelLoadError for keys of a Llama-like architecture that ask for what its model does not compute.
+
+    Warns of keys that nothing here knows.
+
+    Args:
+        facts: metadata of the file.
+        source: its name for errors.
+    """
+    own, family = own_keys(facts), facts.get("general.architecture")
+    window = own.get("attention.sliding_window")
+    if _is_number(window) and window >= own.get("context_length", LONGEST):
+        del own["attention.sliding_window"]  # it never ends before the context does
+    if own.get("embedding_length_out") == own.get("embedding_length"):
+        own.pop("embedding_length_out", None)
+    for name, value in own.items():
+        if not _is_neutral(name, value, _NEUTRAL):
+            raise ModelLoadError(
+                f"{source}: {family}.{name} is {value!r:.60}, which a {family} model here does not compute. Use "
+                "another file of this model, or its checkpoint."
+            )
+    _check_others(facts, source)
+    known = _READ | _HARMLESS | _NEUTRAL.keys()
+    strange = [f"{family}.{name}" for name in own if name not in known]
+    strange += [name for name in facts if not name.startswith(f"{family}.") and not _KNOWN.fullmatch(name)]
+    if strange:
+        warnings.warn(f"{source}: these keys are read by nothing: {', '.join(sorted(strange))}.", stacklevel=4)
+
+
+def check_foreign_keys(facts: Mapping[str, Any], config: Any, mapped: Mapping[str, Any], source: Any) -> None:
+    """Raise ModelLoadError for keys that change the computation and that transformers' reader leaves out.
+
+    Args:
+        facts: metadata of the file.
+        config: what the reader made of it.
+        mapped: the reader's table for this architecture: names in the config, or None, by key.
+        source: the file's name for errors.
+    """
+    _check_others(facts, source)
+    rescaled = "'factor'" in str(getattr(config, "rope_parameters", None))
+    scaling = dict.fromkeys(("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"), (0, 1))
+    for name, value in own_keys(facts).items():
+        mixture = name.startswith("expert_") and bool(mapped.get("expert_count"))
+        read = bool(mapped.get(name)) or mixture or name in scaling and rescaled
+        held = getattr(config, _ATTRIBUTES.get(name, ""), None)
+        same = _is_number(value) and _is_number(held) and math.isclose(held, value, rel_tol=1e-5)
+        if not read and not same and not _is_neutral(name, value, _NEUTRAL | scaling):
+            raise ModelLoadError(
+                f"{source}: transformers' reader leaves out {facts['general.architecture']}.{name} = {value!r:.60}. "
+                "Use the model's checkpoint."
+            )
+
+
+def _check_others(facts: Mapping[str, Any], source: Any) -> None:
+    """Raise ModelLoadError for a part of a file, for a file that is no model, and for token ids out of range."""
+    parts = facts.get("split.count", 1)
+    if not _is_number(parts) or parts > 1:
+        raise ModelLoadError(f"{source} is one of {parts} parts. Merge them with llama-gguf-split first.")
+    kind = facts.get("general.type", "model")
+    if kind != "model":
+        raise ModelLoadError(f"{source} holds no model but, by general.type, {kind!r:.40}. Give the model's file.")
+    if facts.get("tokenizer.ggml.add_sep_token"):
+        raise ModelLoadError(f"{source}: tokenizer.ggml.add_sep_token is for encoders. Use another file.")
+    tokens = facts.get("tokenizer.ggml.tokens")
+    for name, value in facts.items():
+        if name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
+            if not _is_whole(value, 0, LONGEST if tokens is None else len(tokens) - 1):
+                raise ModelLoadError(f"{source}: {name} is {value!r:.40}, which is no token. Fetch the file again.")
+
+
+def end_ids(facts: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end an answer, the file's EOS first.
+
+    Files of earlier days name the end of the text alone. Then the end of a turn is known by its text, as in llama.cpp.
+    """
+    ends = [facts[name] for name in _ENDS if name in facts]
+    if "tokenizer.ggml.eot_token_id" not in facts:
+        tokens: list[str] = facts.get("tokenizer.ggml.tokens", [])
+        ends += [tokens.index(text) for text in _TURNS if text in tokens]
+    return list(dict.fromkeys(ends))
+
+
+class Numbers:
+    """Reads numbers of an architecture's keys. Its methods raise ValueError with the key's name for absurd values."""
+
+    def __init__(self, own: Mapping[str, Any]) -> None:
+        self.own = own
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """Return a whole number from 1 on. A list with one per layer counts if all are equal."""
+        value = self._value(name, default)
+        value = value[0] if isinstance(value, list) and value and value == value[:1] * len(value) else value
+        if not _is_whole(value, 1, LONGEST):
+            raise ValueError(f"{name} is {value!r:.60}; a whole number from 1 on is needed, the same in all layers")
+        return int(value)
+
+    def number(self, name: str, default: float | None = None, most: float = 1e12) -> float:
+        """Return a number above 0 and at most ``most``."""
+        value = self._value(name, default)
+        if not _is_number(value) or not 0 < value <= most:
+            raise ValueError(f"{name} is {value!r:.60}; a number above 0 and up to {most:g} is needed")
+        return float(value)
+
+    def _value(self, name: str, default: Any) -> Any:
+        if name not in self.own and default is None:
+            raise ValueError(f"{name} is missing")
+        return self.own.get(name, default)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_neutral(name: str, value: Any, table: Mapping[str, tuple[Any, ...]]) -> bool:
+    """Whether a key changes nothing at this value, or a table does not hold it."""
+    return name not in table or all(each in table[name] for each in (value if isinstance(value, list) else [value]))
