@@ -145,7 +145,7 @@ def test_shifted_features(world: Path, tmp_path: Path) -> None:
 REFUSED = [
     ({"rows": "0"}, "--rows: "),
     ({"url": "here"}, "server 'here': give its address"),
-    ({"data": "other.jsonl"}, "row 1: token id 99999 is outside the target's vocabulary"),
+    ({"data": "other.jsonl"}, "other.jsonl:1: token id 99999 is outside the target's vocabulary"),
 ]
 
 

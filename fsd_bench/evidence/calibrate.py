@@ -118,9 +118,10 @@ def calibrate(
     if len(options.temperatures) != 1:
         raise FsdError("calibrate for one temperature at a time: a setting holds for the temperature it was tested at.")
     directory, target = _home(options)
-    folder = writable(Path(usable_name(output, "the output folder")) / "record.json", "the record").parent
-    calibration, verification = split(options, verify, needs_score=promise.kind == SCORE, folder=folder)
+    named = Path(usable_name(output, "the output folder"))
+    calibration, verification = split(options, verify, needs_score=promise.kind == SCORE, folder=named)
     options = _with_candidates(options, promise, progress)
+    folder = writable(named / "record.json", "the record").parent
     turns = _sweep(options, calibration, folder / "calibration.jsonl", progress)
     settings = options.settings()
     facts = summarise(turns, [setting.name for setting in settings], options.seed)
