@@ -127,7 +127,7 @@ def check_foreign_keys(facts: Mapping[str, Any], config: Any, mapped: Mapping[st
     for name, value in own_keys(facts).items():
         mixture = name.startswith("expert_") and bool(mapped.get("expert_count"))
         read = bool(mapped.get(name)) or mixture or name in scaling and rescaled
-        held = getattr(config, _ATTRIBUTES.get(name, ""), None)
+        held: Any = getattr(config, _ATTRIBUTES.get(name, ""), None)
         same = _is_number(value) and _is_number(held) and math.isclose(held, value, rel_tol=1e-5)
         if not read and not same and not _is_neutral(name, value, _NEUTRAL | scaling):
             raise ModelLoadError(
