@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fsd_infer.chat.control import set_control_tokens
 from fsd_infer.chat.row_check import LISTING, RowCheck
 from fsd_infer.errors import DataError
 from fsd_infer.targets.loading import load_tokenizer
@@ -87,9 +88,9 @@ class AnswersDataModule(LightningDataModule):
         """Read the files (idempotent). Raises DataError without rows, or for too many malformed ones."""
         if self.train_set is not None:
             return
-        tokenizer = None
-        if self.tokenizer_name is not None:
-            tokenizer = load_tokenizer(self.tokenizer_name, allow_control_tokens=self.allow_control_tokens)
+        tokenizer = None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
+        if tokenizer is not None:
+            set_control_tokens(tokenizer, self.allow_control_tokens)
         fraction = 0.0 if self.validation_files else self.validation_fraction
         self.train_set, held = read_answers(
             self.train_files, tokenizer, validation_fraction=fraction, max_length=self.max_length, check=self.row_check
