@@ -265,3 +265,20 @@ def test_prompts_that_begin_alike_are_read_once(toy_decoder: FuzzyDecoder, monke
         body = {"prompt": prompt, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
         last = json.loads(client.post(COMPLETIONS, json=body).text.split("data: ")[-2])
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 39}
+
+
+def test_the_decoding_thread_outlives_what_nobody_expects(
+    toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault outside of the decoder ends its own job alone."""
+    batcher, ended, finish = Batcher(toy_decoder, max_batch=1, max_queue=4), threading.Event(), Job.finish
+    broken = make_job(toy_decoder, 4, lambda text, job: None)
+    monkeypatch.setattr(Job, "finish", lambda self, reason: 1 / 0 if self is broken else finish(self, reason))
+    sound = make_job(toy_decoder, 4, lambda text, job: ended.set() if job is not None else None)
+    try:
+        batcher.submit([broken])
+        batcher.submit([sound])
+        assert ended.wait(60) and sound.reason == "length"
+        assert isinstance(broken.reason, ZeroDivisionError)
+    finally:
+        batcher.close()

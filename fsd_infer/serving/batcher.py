@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -168,6 +169,13 @@ class Job:
         self.reason = reason
         self.tell("", self)
 
+    def fail(self, error: Exception) -> None:
+        """End the answer unless it has ended, whatever state it is in."""
+        if self.reason is None:
+            self.reason = error
+            with suppress(Exception):
+                self.tell("", self)
+
 
 class Batcher:
     """A queue of jobs, and the thread that decodes them.
@@ -221,7 +229,12 @@ class Batcher:
 
     def _work(self) -> None:
         while (batch := self._next()) is not None:
-            self._decode(batch)
+            try:
+                self._decode(batch)
+            except Exception as error:  # later jobs must not wait for a thread that has ended
+                log.exception("decoding failed")
+                for job in batch:
+                    job.fail(error)
         for job in self.waiting:
             job.finish(UnavailableError("the server is stopping."))
 

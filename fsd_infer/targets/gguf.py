@@ -151,7 +151,9 @@ def _by_transformers(
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype, **options)
     except Exception as error:  # the reader raises errors of many types for malformed files
         raise ModelLoadError(f"{source}: transformers cannot read this GGUF file ({shortened(error)}).") from error
-    mapped: Any = GGUF_CONFIG_MAPPING.get(model.config.model_type) or GGUF_CONFIG_MAPPING.get(facts["general.architecture"])
+    mapped: Any = GGUF_CONFIG_MAPPING.get(model.config.model_type) or GGUF_CONFIG_MAPPING.get(
+        facts["general.architecture"]
+    )
     check_foreign_keys(facts, model.config, mapped or {}, source)
     model.generation_config.eos_token_id = end_ids(facts) or model.generation_config.eos_token_id
     return model

@@ -278,18 +278,23 @@ void widen(const uint8_t* record, int64_t depth, bf16* to, int64_t stride) {
   for (int i = 0; i < 32; ++i) order[i] = (uint16_t)(i / 2 + i % 2 * LANES);
   const __m512i pairs = _mm512_load_si512(order);
   const __m512 worth_none = _mm512_set1_ps(F::SHIFT + F::BIAS);
+  constexpr int RUNS = 32 / F::RUN, PAIRS = F::RUN / 2;
   for (int64_t end = depth / F::SPAN; end > 0; --end, record += F::RECORD)
     for (int part = 0; part < F::SPAN / 32; ++part)
-      for (int pair = 0; pair < 16; ++pair, to += stride) {
+#pragma GCC unroll 2
+      for (int run = 0; run < RUNS; ++run) {
         __m512 d, m;
-        scales_of<F>(record, part * (32 / F::RUN) + pair * 2 / F::RUN, d, m);
-        const __m512i codes = (__m512i)codes_of<F>(record + part * F::STEP, pair);
-        const auto worth = [&](__m512i bits) {
-          return _mm512_fmadd_ps(d, _mm512_sub_ps(_mm512_castsi512_ps(bits), worth_none), m);
-        };
-        const __m512 first = worth(_mm512_slli_epi32(codes, 16));
-        const __m512 second = worth(_mm512_and_si512(codes, _mm512_set1_epi32((int)0xFFFF0000)));
-        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
+        scales_of<F>(record, part * RUNS + run, d, m);  // once: for all that a compiler knows, stores may change them
+#pragma GCC unroll 16
+        for (int pair = run * PAIRS; pair < (run + 1) * PAIRS; ++pair, to += stride) {
+          const __m512i codes = (__m512i)codes_of<F>(record + part * F::STEP, pair);
+          const auto worth = [&](__m512i bits) {
+            return _mm512_fmadd_ps(d, _mm512_sub_ps(_mm512_castsi512_ps(bits), worth_none), m);
+          };
+          const __m512 first = worth(_mm512_slli_epi32(codes, 16));
+          const __m512 second = worth(_mm512_and_si512(codes, _mm512_set1_epi32((int)0xFFFF0000)));
+          _mm512_storeu_si512(to, _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
+        }
       }
 }
 
