@@ -38,7 +38,8 @@ from fsd_infer.cli.report import number, percent, table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
 from fsd_infer.files import jsonable
-from fsd_infer.heads.hub import find_head, is_hub_id
+from fsd_infer.heads.hub import find_head
+from fsd_infer.hub import is_hub_id
 from fsd_infer.targets.builtin import is_builtin
 from fsd_infer.targets.target import Target
 

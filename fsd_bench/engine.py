@@ -25,8 +25,10 @@ class EngineMethod(Method):
         drafter: drafter.
         beams: number of beams.
         beam_options: options of beam search.
-        traced: give answers a trace, for one prompt at a time. Requests then have a seed, so trees do not depend on
-            the clock.
+        traced: give answers a trace, for one prompt at a time.
+
+    Attributes:
+        seeded: whether requests have a seed, so that answers repeat. Otherwise trees may follow the clock.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class EngineMethod(Method):
     ) -> None:
         self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
         self.beams, self.beam_options, self.traced = beams, beam_options or BeamOptions(), traced
+        self.seeded = traced
         self.trees: Trees | None = None
         self.drafted: dict[str, Any] | None = None  # the tree may depend on the rule and the batch
 
@@ -50,8 +53,10 @@ class EngineMethod(Method):
             options = {**options, "num_beams": self.beams, "beam_options": self.beam_options}
         rounds: list[int] = []  # tokens that each one gives to the answer
         if self.traced:
-            options = {**options, "seed": seed, "on_tokens": lambda row, tokens: rounds.append(len(tokens))}
-        torch.manual_seed(seed)  # a seed in the request would keep trees from following the clock
+            options = {**options, "on_tokens": lambda row, tokens: rounds.append(len(tokens))}
+        if self.seeded:
+            options = {**options, "seed": seed}
+        torch.manual_seed(seed)
         start = time.perf_counter()
         generation = self.decoder.generate(prompts, self.rule, drafter=self.drafter, **options)
         seconds = time.perf_counter() - start

@@ -16,12 +16,12 @@ import torch
 import transformers
 
 from fsd_infer import __version__
-from fsd_infer.cpu.ops import kernel_kind
+from fsd_infer.cpu.ops import kernel_choice
 from fsd_infer.device.cpuinfo import processor
 
 
 def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return what a record stores about machine and software.
+    """Return what a record stores about machine and software. ``cpu_kernels`` is the set of kernels, None for none.
 
     Args:
         command: command line. Default: this process's, with the program's name without its path.
@@ -36,7 +36,7 @@ def environment(command: Sequence[str] | None = None) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "cpu_kernels": kernel_kind() is not None,
+        "cpu_kernels": kernel_choice()[0],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "commit": commit(),

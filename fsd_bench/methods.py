@@ -239,4 +239,7 @@ def make_methods(texts: Sequence[str], models: Models) -> list[Method]:
         else:
             rule = parse_rule(spec.text.partition("@")[0])
             methods[spec.name] = EngineMethod(spec.name, models.decoder, rule, models.load(spec.drafter, spec.tree))
+    for method in methods.values():
+        if isinstance(method, EngineMethod):
+            method.seeded = getattr(models.options, "seed", None) is not None
     return [methods[spec.name] for spec in specs]

@@ -116,7 +116,12 @@ class Models:
         """The target's tokenizer, or None. Loads no weights."""
         if self.decoder_loaded:
             return self.decoder.tokenizer
-        return self.reference[1] if self.reference_loaded else load_tokenizer(self.options.target)
+        allowed = bool((self.options.target_kwargs or {}).get("allow_control_tokens"))
+        return (
+            self.reference[1]
+            if self.reference_loaded
+            else load_tokenizer(self.options.target, allow_control_tokens=allowed)
+        )
 
     @cached_property
     def max_positions(self) -> int | None:

@@ -135,7 +135,7 @@ def _measure(
             sessions = isolated(settings, specs, jobs, blocks)
         encoded = encode_rows(rows, settings.target, models.tokenizer, models.max_positions, settings.raw)
         asked = Asked(
-            [[encoded[index] for index in group] for group in groups], settings.max_new_tokens, settings.seed,
+            [[encoded[index] for index in group] for group in groups], settings.max_new_tokens, settings.seed or 0,
             settings.warmup,
         )  # fmt: skip
         run_jobs(sessions, asked, file, title="bench", progress=progress)
@@ -147,11 +147,11 @@ def _measure(
             measure(answer, models.tokenizer, encoded[index], rows[index], references[index])
     prompts = [BenchPrompt(row.id, category_of(row), f"{row.file}:{row.line}", ids) for row, ids in zip(rows, encoded)]
     described = {name: file.described[name] for name in names}
-    record = build_record(prompts, described, turns, settings.seed, settings.baselines, blocks)
+    record = build_record(prompts, described, turns, settings.seed or 0, settings.baselines, blocks)
     record["settings"] = settings.to_dict()
     record["environment"] = {
         "dtype": settings.dtype,
-        "seed": settings.seed,
+        "seed": settings.seed or 0,
         "hf_model": "a second copy of the weights, its linear layers not packed" if models.reference_loaded else None,
     }
     return record

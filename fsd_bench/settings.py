@@ -13,6 +13,7 @@ from fsd_bench.methods import parse_methods
 from fsd_bench.models import ModelOptions
 from fsd_bench.record import choose_baselines
 from fsd_bench.score import AUTO, check_score
+from fsd_infer.errors import FsdError
 
 
 @dataclass
@@ -28,7 +29,8 @@ class Settings(ModelOptions):
         max_new_tokens: new tokens per answer.
         temperature: 0 is greedy.
         repeat: answers of each method per prompt.
-        seed: seed of draws and of the bootstrap.
+        seed: seed of draws and of the bootstrap (None: 0). If it is given, each request has a seed, too. Then answers
+            repeat, because trees follow the text alone. Otherwise they may follow the clock, as a user's do.
         batch_size: prompts that are decoded together. Batches never mix categories.
         threads: torch threads; None leaves them unchanged.
         warmup: run every method once, uncounted, before anything is timed.
@@ -48,7 +50,7 @@ class Settings(ModelOptions):
     max_new_tokens: int = 128
     temperature: float = 0.0
     repeat: int = 1
-    seed: int = 0
+    seed: int | None = None
     batch_size: int = 1
     threads: int | None = None
     warmup: bool = True
@@ -64,6 +66,8 @@ class Settings(ModelOptions):
         super().check()
         choose_baselines([spec.name for spec in parse_methods(self.methods)], self.baselines)
         check_score(self.score)
+        if self.seed is not None and any(spec.text.endswith(":keep") for spec in parse_methods(self.methods)):
+            raise FsdError('"memory:keep" learns nothing from requests with a seed: leave out the one or the other.')
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as JSON values."""

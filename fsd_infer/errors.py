@@ -46,6 +46,10 @@ class DataError(FsdError):
     """A malformed row in a data file. The message names file and line."""
 
 
+class KernelsError(FsdError):
+    """CPU kernels that FSD_KERNELS asks for and that do not exist or cannot run here."""
+
+
 class NonFiniteLossError(FsdError):
     """Training produced a NaN or infinite loss or gradient."""
 

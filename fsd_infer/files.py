@@ -7,18 +7,21 @@ import json
 import math
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from fsd_infer.errors import CheckpointError, DataError, FsdError
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+QUIET = 2.0  # seconds that one process waits for another without a word
 MOST_BYTES = 255, 4095  # of a file's name and of a path, on the usual systems
 
 
@@ -105,6 +108,21 @@ def replacing(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock file between processes, and say on stderr, as ``what``, that another process holds it."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=QUIET)
+    except Timeout:
+        print(f"[{what}] waiting for the process that holds {path}", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def writable(name: str | os.PathLike[str], what: str) -> Path:
     """Check a path before long work whose result it will hold, and create its directory.
 
@@ -140,6 +158,23 @@ def parse_text(raw: bytes, where: str, advice: str, error: type[FsdError] = Data
         return raw.decode("utf-8-sig")  # some programs write a byte order mark
     except UnicodeDecodeError as problem:
         raise error(f"{where}: not UTF-8 ({problem.reason} at byte {problem.start}). {advice}") from problem
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON, whose characters stay as they are, unless UTF-8 cannot hold them."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or not _LONE.search(text) else json.dumps(value)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:60]} is no number of JSON's, or too large")
+    return value
+
+
+# JSON without NaN and infinities, which Python's own reader lets pass
+STRICT_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+_LONE = re.compile("[\ud800-\udfff]")
 
 
 def parse_json(raw: bytes, where: str, advice: str, error: type[FsdError] = DataError) -> Any:

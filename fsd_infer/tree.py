@@ -35,8 +35,12 @@ class DraftTree:
         q_index: [B, N] each node's row of ``q_logits``. -1 where q is unknown: at nodes without children, and below
             drafters without distributions (n-gram lookup). There gates stay closed and the law is the target's.
         draft_ids: [Vd] target id of each drafter vocabulary entry, in any order; None if Vd = V.
-        q_scores: [B, I, V] processed drafter logits from which the children were *sampled*. None if the children are a
-            function of the context (top-k or argmax). Only chains are sampled.
+        q_scores: [B, I, Vd] logits of the distributions from which children were *drawn*, after the request's
+            processors and without the tokens of fixed children. None if all children are a function of the context
+            (top-k or argmax).
+        drawn: [B, N] whether a node was drawn from its parent's row of ``q_scores``, at most one child per node; None
+            with ``q_scores``: all drafts, which form a chain. Dropping a drawn node would change the output's
+            distribution, see :mod:`fsd_infer.drafters.drawing`.
         proposers: [B, N] index of the drafter part that proposed each node, the first of several; None if there is one
             part.
     """
@@ -49,6 +53,7 @@ class DraftTree:
     draft_ids: Tensor | None = None
     q_scores: Tensor | None = None
     proposers: Tensor | None = None
+    drawn: Tensor | None = None
 
     @property
     def sampled(self) -> bool:
@@ -84,13 +89,19 @@ class DraftTree:
 
     @cached_property
     def first_choices(self) -> Tensor:
-        """[B, N] the child with the highest score, the first of equals; -1 if there is none."""
-        best = self.scores[:, None].masked_fill(~self.child, -math.inf).argmax(-1)
-        return best.masked_fill(~self.inner, -1)
+        """[B, N] the child with the highest score that was not drawn, the first of equals; -1 if there is none."""
+        child = self.child if self.drawn is None else self.child & ~self.drawn[:, None]
+        best = self.scores[:, None].masked_fill(~child, -math.inf).argmax(-1)
+        return best.masked_fill(~child.any(-1), -1)
 
     @property
     def max_depth(self) -> int:
         return int(self.depths.max())
+
+    @cached_property
+    def held(self) -> Tensor | None:
+        """[B, N] bool; drawn nodes and their ancestors, which every part of the tree keeps. None if none is drawn."""
+        return None if self.drawn is None else (self.ancestors & self.drawn[..., None]).any(1)
 
     @cached_property
     def nodes(self) -> tuple[list[list[int]], list[list[int]]]:
@@ -110,6 +121,7 @@ class DraftTree:
             parents=parents,
             scores=scores - scores[:, :1],
             proposers=None if self.proposers is None else self.proposers.gather(1, nodes),
+            drawn=None if self.drawn is None else self.drawn.gather(1, nodes),
         )
         kept.q_index = torch.where(kept.inner, self.q_index.gather(1, nodes), -1)
         return kept

@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("FSD_THREADS", "fixed")  # how busy a machine is says nothing about the code
 
 import random
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fsd_infer import FuzzyDecoder
-from fsd_infer.cpu.kernels import kernels
+from fsd_infer.cpu.kernels import found
+from fsd_infer.cpu.losses import say
+from fsd_infer.cpu.sets import SETS, VARIABLE
 from fsd_infer.targets.loading import builtin_dir
 from tests.bench_toys import Toy, save_toy
 
@@ -103,8 +106,21 @@ def several_threads() -> Iterator[None]:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """``kernels()`` is looked for again, and once more when the test is over."""
-    monkeypatch.delenv("FSD_KERNELS", raising=False)
-    kernels.cache_clear()
+    """The kernels are looked for again, and once more when the test is over. What was said is said again."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    found.cache_clear()
+    say.cache_clear()
     yield monkeypatch
-    kernels.cache_clear()
+    found.cache_clear()
+
+
+@pytest.fixture(params=SETS)
+def each_set(request: pytest.FixtureRequest, fresh: pytest.MonkeyPatch) -> str:
+    """The test runs with this set of kernels, whichever is the machine's best."""
+    from tests.kernel_toys import CAN, TURNED_OFF, need_set
+
+    if TURNED_OFF or not CAN:
+        pytest.skip("needs AVX512-BF16 and a C++ compiler")
+    need_set(request.param)
+    fresh.setenv(VARIABLE, request.param)
+    return str(request.param)

@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 from fsd_infer import Target
-from fsd_infer.cpu.kernels import NEEDED, cpu_flags
 from fsd_infer.cpu.packing import can_pack
+from fsd_infer.cpu.sets import AVX512, SETS, VARIABLE
+from fsd_infer.device.cpuinfo import cpu_flags
 from tests.families import tiny_prompts
 
-CAN = can_pack() and NEEDED <= cpu_flags() and any(map(shutil.which, ("c++", "g++", "clang++")))
-TURNED_OFF = os.environ.get("FSD_KERNELS") == "0"
+CAN = can_pack() and AVX512 <= cpu_flags() and any(map(shutil.which, ("c++", "g++", "clang++")))
+TURNED_OFF = os.environ.get(VARIABLE) == "0"
 needs_kernels = pytest.mark.skipif(not CAN or TURNED_OFF, reason="needs AVX512-BF16 and a C++ compiler")
+in_each_set = pytest.mark.usefixtures("each_set")  # once with every set of kernels that the machine can run
+
+
+def need_set(name: str) -> None:
+    """Skip a test of a set of kernels that this processor cannot run."""
+    if not SETS[name] <= cpu_flags():
+        pytest.skip(f"needs a processor with {name.upper()}")
 
 
 def logits_through_cache(target: Target, nodes: int = 6, length: int = 20) -> Tensor:

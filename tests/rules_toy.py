@@ -71,6 +71,9 @@ class Toy:
         whole[:, self.draft_ids] = self.q
         return whole
 
+    def reduced(self, scores: Tensor) -> Tensor:
+        return scores if self.draft_ids is None else scores[..., self.draft_ids]
+
     def scores(self, logits: Tensor) -> Tensor:
         if self.processed:
             return masked(logits, 0.8, keep=3)
@@ -103,7 +106,7 @@ class Toy:
         tree = DraftTree(
             tokens=torch.stack(tokens, 1), parents=parents, scores=torch.stack(scores, 1),
             q_logits=self.q[contexts_of[:, inner]], q_index=q_index.expand(batch, nodes), draft_ids=self.draft_ids,
-            q_scores=processed[contexts_of[:, inner]] if self.sampled else None,
+            q_scores=self.reduced(processed[contexts_of[:, inner]]) if self.sampled else None,
         )  # fmt: skip
         return tree, contexts_of
 

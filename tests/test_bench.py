@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from fsd_bench.runs import Job, RunFile
 from fsd_bench.server import Server
 from fsd_infer import FsdError, Target, TreeShape
 from fsd_infer.cli.main import main
+from fsd_infer.drafters import loading
+from fsd_infer.drafters.estimates import AutoMemory
 from tests.bench_toys import Toy
 from tests.families import tiny_prompts
 from tests.openai_server import Behaviour, made_up, serving
@@ -42,6 +46,28 @@ def record(toy: Toy, record_file: Path) -> dict[str, Any]:
     options = dict(repeat=2, log_likelihood=True, seed=5, command=["fsd-infer", "bench"])
     chain = TreeShape.chain(5)  # left to itself a drafter as large as its target drafts nothing
     return toy_run(toy, METHODS, json_path=record_file, tree=chain, **options)
+
+
+def test_a_run_with_a_seed_repeats_whatever_the_clock_says(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of ``auto`` follow the text alone then. Without a seed they follow the clock, and the answers them."""
+    options = dict(temperature=0.9, tree="auto", max_new_tokens=24)
+
+    def answers(clock: int, seed: int | None) -> list[str]:
+        draws, now = Random(clock), [0.0]
+
+        def leaps() -> float:
+            now[0] += draws.choice((1e-5, 1e-3, 1e-2, 0.5))
+            return now[0]
+
+        monkeypatch.setattr(loading, "AutoMemory", partial(AutoMemory, clock=leaps))
+        record = toy_run(toy, ["exact@lookup+recycle", "fuzzy:js:0.3"], seed=seed, **options)
+        assert record["settings"]["seed"] == seed
+        return [run["tokens_sha256"] for row in record["prompts"] for runs in row["methods"].values() for run in runs]
+
+    assert answers(1, 7) == answers(2, 7) != answers(1, 8)
+    assert answers(1, None) != answers(2, None)
+    with pytest.raises(FsdError, match="learns nothing from requests with a seed"):
+        toy_run(toy, ["exact@memory:keep"], seed=7)
 
 
 def test_greedy_exact_methods_agree_token_for_token(record: dict[str, Any]) -> None:

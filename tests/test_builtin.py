@@ -235,6 +235,10 @@ def config(**changes: object) -> Callable[[Path], object]:
 
 DEEP = b"[" * 100_000
 REMOTE = {"model_type": "homemade", "auto_map": {"AutoConfig": "custom.C", "AutoModelForCausalLM": "custom.M"}}
+ABSURD: list[tuple[str, float]] = [
+    ("max_position_embeddings", 10**30), ("max_position_embeddings", 2**63), ("max_position_embeddings", 0),
+    ("eos_token_id", 10**30), ("rms_norm_eps", 1e308), ("rms_norm_eps", -1e-6), ("rms_norm_eps", float("inf")),
+]  # fmt: skip
 DAMAGE: list[tuple[Callable[[Path], object], type[FsdError], str]] = [
     (lambda directory: (directory / "config.json").unlink(), ModelLoadError, "has no config.json"),
     (lambda directory: (directory / "model.safetensors").unlink(), ModelLoadError, "no safetensors weights"),
@@ -251,6 +255,8 @@ DAMAGE: list[tuple[Callable[[Path], object], type[FsdError], str]] = [
     (config(vocab_size=7), ModelLoadError, r"has the shape \[.*, but LlamaForCausalLM needs \[7, "),
     (config(num_attention_heads=0), FsdError, "cannot be loaded: ZeroDivisionError"),
     (config(hidden_size=10**9), FsdError, "config.json asks for"),
+    *((config(**{name: value}), CheckpointError, f"{name} is .*which no model has") for name, value in ABSURD),
+    (config(rope_parameters={"rope_type": "default", "rope_theta": 0.0}), CheckpointError, "rope_theta is 0.0"),
     (config(model_type="t5"), ModelLoadError, "cannot be loaded|lack"),
     (config(**REMOTE), ModelLoadError, "trust_remote_code"),
 ]

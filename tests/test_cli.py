@@ -73,7 +73,7 @@ BAD = {
     "streamed beams": (["--num-beams", "2", "--stream"], "--stream shows one answer as it grows"),
     "no beams": (["--beam-options", "depth=4"], "needs beams: add --num-beams"),
     "greedy and narrow": (["--num-beams", "2", "--beam-options", "join_every=4"], "a temperature above 0"),
-    "empty prompt": (["--prompt", "  "], "the prompt is empty"),
+    "empty prompt": (["--prompt", ""], "the prompt is empty"),
     "long prompt": (["--prompt", "the cat " * 200], "context of 256 tokens"),
     "no file": (["--prompt-file", "none.txt"], "not allowed with argument --prompt"),
     "stream and json": (["--stream", "--json"], "--json"),

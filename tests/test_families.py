@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer.device.cache import cache_argument
 from fsd_infer.errors import ModelLoadError
 from tests import families
 from tests.families import (
     CUDA,
     FAMILIES,
     VOCAB,
+    WINDOW,
     OracleDrafter,
     drafter_of,
     reference,
@@ -26,6 +28,7 @@ from tests.families import (
 OWN_LAYER = {"llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3", "olmo2", "cohere", "stablelm", "granite"}
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # of transformers, about an argument of a forward
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_generate(family: str, device: str) -> None:
@@ -97,6 +100,9 @@ def test_unsupported_layers_and_attention_are_refused() -> None:
         Target(model)
 
 
+_HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64, sliding_window=WINDOW)
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -106,10 +112,14 @@ def test_unsupported_layers_and_attention_are_refused() -> None:
         ("gpt_neo", dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])),
         ("falcon", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)),
         ("bert", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)),
+        ("recurrent_gemma", dict(hidden_size=32, lru_width=32, num_hidden_layers=3, num_attention_heads=4)),
+        ("dory", dict(hidden_size=32, num_hidden_layers=4, n_input_layers=1, n_output_layers=1, **_HEADS)),
     ],
 )
 def test_models_that_cannot_read_a_tree_are_refused(family: str, options: dict[str, Any]) -> None:
     """They would answer, with other tokens than alone."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=VOCAB, **options))
     with pytest.raises(ModelLoadError, match="[Uu]se another target"):
         FuzzyDecoder(Target(model), NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
@@ -152,3 +162,16 @@ def test_context_is_used_to_its_last_position(family: str, options: dict[str, An
     longer = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=500, do_sample=False)
     assert longer.sequences == out.sequences
     assert longer.stats.rows[0].finish_reason == "length"
+
+
+def test_a_model_that_keeps_more_layers_than_it_has_is_refused() -> None:
+    """As a family may whose layers run several times over a text, each time with a copy of a layer's cache."""
+    target = Target(tiny_model("llama"))
+
+    def grow(module: Any, args: Any, given: dict[str, Any]) -> None:
+        cache = given[cache_argument(type(module))]
+        cache.layers.append(cache.layers[0])
+
+    target.model.register_forward_pre_hook(grow, with_kwargs=True)
+    with pytest.raises(ModelLoadError, match="keeps 3 layers of keys and values, but has 2 layers"):
+        FuzzyDecoder(target, NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 import fsd_infer
 from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer.device.cache import cache_argument
 from fsd_infer.drafters import LookupDrafter
 from tests.families import OracleDrafter, tiny_model
 from tests.text_toys import tiny_tokenizer
@@ -124,24 +125,26 @@ def test_other_fields_are_refused_by_name(name: str, ask: Ask) -> None:
 
 
 def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> None:
-    ids, past = torch.tensor([PROMPT]), DynamicCache()
-    model(ids[:, :3], past_key_values=past)
+    ids, past, name = torch.tensor([PROMPT]), DynamicCache(), cache_argument(type(model))
+    model(ids[:, :3], **{name: past})
     hook: dict[str, Any] = dict(custom_generate=fsd_infer.generate, drafter=decoder.drafter, max_new_tokens=4)
     for given, words in (
         (dict(inputs=ids, inputs_embeds=torch.zeros(1, 5, 32)), "inputs_embeds: give token ids"),
         (dict(inputs_embeds=torch.zeros(1, 5, 32)), "inputs_embeds: give token ids"),
         (dict(inputs=ids, position_ids=torch.arange(5)[None] + 3), "position_ids"),
-        (dict(inputs=ids, past_key_values=past), "past_key_values: give the whole text as ids"),
+        ({"inputs": ids, name: past}, f"{name}: give the whole text as ids"),
     ):
         with pytest.raises(FsdError, match=words):
             model.generate(**given, **hook)
-    made = model.generate(ids, past_key_values=DynamicCache(), position_ids=torch.arange(5)[None], **hook)
+    made = model.generate(ids, **{name: DynamicCache()}, position_ids=torch.arange(5)[None], **hook)
     assert made[0, 5:].tolist() == theirs(model, do_sample=False, max_new_tokens=4)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (dict(cache=DynamicCache()), "does not support cache: give the whole text as ids"),
+        (dict(past_key_values=DynamicCache()), "does not support past_key_values: give the whole text as ids"),
         (dict(max_new_token=4), "unknown option 'max_new_token'. Did you mean 'max_new_tokens'"),
         (dict(inputs_embeds=torch.zeros(1, 5, 32)), "inputs_embeds"),
         (dict(custom_generate="owner/repository"), "custom_generate"),

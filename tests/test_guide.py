@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,26 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
-from fsd_infer.request.guide import Guide
+from fsd_infer.request import grammars
+from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.serving.app import make_app
 from tests.serve_toys import COMPLETIONS
+
+CHAINS: list[tuple[Callable[[Any], Guide], Callable[[int], Any]]] = [  # rules or references that follow each other
+    (Guide.lark, lambda n: "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(n)) + f'r{n}: "a"'),
+    (Guide.lark, lambda n: "start: r0\n" + "".join(f'r{i}: "a" r{i + 1} "b"\n' for i in range(n)) + f'r{n}: "c"'),
+    (Guide.json_schema, lambda n: references(n, lambda to: {"$ref": to})),
+    (Guide.json_schema, lambda n: references(n, lambda to: {"anyOf": [{"$ref": to}, {"type": "null"}]})),
+    (Guide.json_schema, lambda n: references(n, lambda to: {"type": "array", "items": {"$ref": to}})),
+    (Guide.json_schema, lambda n: references(n, lambda to: {"allOf": [{"$ref": to}, {"minItems": 1}]})),
+]
+
+
+def references(count: int, link: Callable[[str], Any]) -> dict[str, Any]:
+    """A schema of ``count`` definitions, each of which refers to the next one."""
+    made = {f"d{i}": link(f"#/$defs/d{i + 1}") for i in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**made, f"d{count}": {"type": "array", "items": {"type": "boolean"}}}}
+
 
 SCHEMA = {
     "type": "object",
@@ -137,7 +155,15 @@ def test_forced_tokens_are_drafted(decoder: FuzzyDecoder, toy: Any, name: str) -
             assert drafted > len(answer) // 2 and stats.target_forwards < len(answer) // 2
 
 
+LOOP = {"type": "array", "items": {"$ref": "#/$defs/loop"}, "minItems": 1}
+
+
+def nested(start: str, end: str, levels: int) -> str:
+    return start * levels + "{}" + end * levels
+
+
 def test_what_cannot_be_followed_is_said(decoder: FuzzyDecoder) -> None:
+    """Grammars that would end the process by a stack overflow, or that no text ends, are among them."""
     for make, text, message in (
         (Guide.json_schema, "{", "the schema is no JSON"),
         (Guide.json_schema, '{"type": "x"}', "the schema cannot be followed"),
@@ -146,6 +172,25 @@ def test_what_cannot_be_followed_is_said(decoder: FuzzyDecoder) -> None:
         (Guide.regex, re.compile("a"), "a regular expression is text, got Pattern"),
         (Guide.lark, "start: nothing", "the grammar cannot be followed"),
         (Guide.regex, "a" * (1 << 21), "give a shorter one"),
+        *((make, chain(12_000), "Up to 1,000 rules or references") for make, chain in CHAINS[:4]),
+        (Guide.json_schema, nested('{"items": ', "}", 200), "more than 127 levels deep"),
+        (Guide.json_schema, nested('{"items": ', "}", 50_000), "more than 127 levels deep"),
+        (Guide.json_schema, nested('{"allOf": [', "]}", 200), "more than 127 levels deep"),
+        (Guide.lark, "start: %json " + nested('{"anyOf": [', "]}", 200), "more than 127 levels deep"),
+        (Guide.lark, f"start: {'(' * 9000}'a'{')' * 9000}", "the grammar cannot be followed"),
+        (Guide.regex, f"{'(' * 9000}a{')' * 9000}", "the regular expression cannot be followed"),
+        (Guide.lark, "start: start", "no text can end start"),
+        (Guide.lark, 'start: "a" loop | "b"\nloop: "c" loop', "no text can end loop"),
+        (Guide.lark, 'start: a\na: b "x"\nb: a "y"', "which always needs itself again"),
+        (Guide.lark, "start: /a/ A\nA: /b/ & /c/", "no answer can begin: no token may follow"),
+        (Guide.json_schema, {"$defs": {"loop": LOOP}, "$ref": "#/$defs/loop"}, "no text can end #/$defs/loop"),
+        (Guide.json_schema, {"$defs": {"loop": LOOP}, "anyOf": [LOOP, {"type": "null"}]}, "#/$defs/loop"),
+        (Guide.json_schema, {"$ref": "#"}, "no text can end #"),
+        (Guide.lark, 'start: "a" start', "no text can end start"),
+        (Guide.json_schema, {"properties": {"a": object()}}, "the schema is no JSON"),
+        (Guide.json_schema, {"const": "\ud800"}, "the schema cannot be followed"),
+        (Guide.lark, 'start: "\ud800"', "surrogates not allowed"),
+        (Guide.json_schema, {"minimum": 10**400}, "number out of range"),
     ):
         with pytest.raises(FsdError, match=re.escape(message)):
             make(text)
@@ -153,6 +198,71 @@ def test_what_cannot_be_followed_is_said(decoder: FuzzyDecoder) -> None:
         decoder.generate("the cat", schema=SCHEMA, guide=Guide.regex("a"), max_new_tokens=4)
     with pytest.raises(FsdError, match="num_beams|eos_token_id|fast tokenizer"):
         decoder.generate("the cat", schema=SCHEMA, eos_token_id=[], max_new_tokens=4)
+
+
+@pytest.mark.parametrize(("make", "chain"), CHAINS)
+def test_a_thousand_references_are_followed(decoder: FuzzyDecoder, make: Any, chain: Callable[[int], Any]) -> None:
+    guide = make(chain(1000))
+    found = decoder.generate("the cat", guide=guide, max_new_tokens=3, temperature=0)
+    Masks(decoder, guide).check(found.sequences[0])
+
+
+def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "SECONDS", 0.2)
+    with pytest.raises(FsdError, match="takes more than 0.2 seconds: give a simpler one"):
+        Guide.json_schema({"type": "integer", "multipleOf": 100_000_007})
+    monkeypatch.undo()
+    assert Guide.regex("after that").grammar
+
+
+def test_answers_stay_within_large_guides(decoder: FuzzyDecoder) -> None:
+    """llguidance's own bounds make its matcher fail on the first two; its masks then allow every token."""
+    properties = {f"p{i}": {"type": "boolean"} for i in range(600)}
+    words = [f"{i:04}" for i in range(2000)]
+    options = {"do_sample": True, "temperature": 1.0, "top_k": None, "max_new_tokens": 24, "seed": 1}
+    closing = [Closing(decoder.tokenizer)]
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    text = decoder.generate("the cat", schema=schema, logits_processor=closing, **options).texts[0]
+    assert re.fullmatch(r'\{("p\d+": (true|false)(, )?)*\}?|\{.*', text) and json.loads(text) is not None
+    guide = Guide.lark("start: " + " | ".join(f"r{word}" for word in words) + "".join(f'\nr{w}: "{w}"' for w in words))
+    assert decoder.generate("the cat", guide=guide, **options).texts[0] in words
+    text = decoder.generate("the cat", guide=Guide.lark('start: ("a"){50000}'), **options).texts[0]
+    assert set(text) == {"a"}
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "head"])
+def test_an_answer_that_cannot_go_on_ends_in_an_error(decoder: FuzzyDecoder, name: str) -> None:
+    """After "the" the grammar allows nothing more, which shows only there. Drafts that go there change nothing."""
+    guide = Guide.lark('start: "the" NONE | "cat sat on the mat"\nNONE: /a/ & /b/')
+    drafter = decoder.drafter if name == "head" else decoder.load_drafter(name)
+    texts = []
+    for word in ("the", "cat"):
+        with suppress(FsdError):
+            liking = [Liking(decoder.tokenizer, word)]
+            options = {"max_new_tokens": 20, "temperature": 0, "drafter": drafter, "logits_processor": liking}
+            texts += decoder.generate("the the the cat", guide=guide, **options).texts
+    assert texts == ["cat sat on the mat"]
+    follower = GuideProcessor(guide, decoder.tokenizer, decoder.target.vocab_size, frozenset([1]), 0).follower(0)
+    the, cat = (decoder.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("the", "cat"))
+    before = follower.masks([], [0, the, cat], [0, 0, 0])
+    assert (follower.masks([], [0, cat], [0, 0]) == before[[0, 2]]).all()
+    with pytest.raises(FsdError, match="the guide cannot go on after this text: no token may follow"):
+        follower.masks([the], [0], [0])
+    with pytest.raises(FsdError, match="the answer leaves the guide"):
+        follower.check([cat, cat])
+    with pytest.raises(FsdError, match="the answer ends where the guide does not"):
+        follower.check([cat, 1])
+
+
+class Liking:
+    """A logits processor that favours tokens which begin a word."""
+
+    def __init__(self, tokenizer: Any, word: str) -> None:
+        starts = {word[:length] for length in (1, 2, 3)}
+        self.liked = torch.tensor([i for i in range(len(tokenizer)) if tokenizer.decode([i]) in starts])
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_add(1, self.liked, torch.full((len(scores), len(self.liked)), 50.0))
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def test_decoding_needs_nothing_of_training_or_of_the_bench(repo_root: Path) -> 
         for name in imports_of(file):
             users.get(name.partition(".")[0], set()).add(str(file.relative_to(here)))
     lm_eval = {f"integrations/lm_eval/{name}.py" for name in ("model", "scoring")}
-    users_of_bench = {f"cli/{name}.py" for name in ("commands", "evidence")} | lm_eval
+    users_of_bench = {f"cli/{name}.py" for name in ("commands", "env", "evidence")} | lm_eval
     assert users == {"fsd_train": set(), "fsd_bench": users_of_bench}
 
 

@@ -17,15 +17,15 @@ from torch.nn import functional as F
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import stack as stack_module
 from fsd_infer.cpu.kernels import MOST_ROWS, Kernels
-from fsd_infer.cpu.ops import kernel_kind, packed_products, restore, speed_up, stack_of
+from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
 from fsd_infer.cpu.packing import Packed, packed_of
-from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.models.start import initialise_from
 from tests.families import VOCAB, save_head, tiny_model, tiny_prompts
-from tests.kernel_toys import logits_through_cache, needs_kernels
+from tests.kernel_toys import in_each_set, logits_through_cache, needs_kernels
 
 pytestmark = pytest.mark.usefixtures("several_threads")
 FITTING: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, head_dim=32)  # panels are 32 or 64 columns wide
@@ -47,7 +47,7 @@ def assert_products(made: Packed, layer: torch.nn.Linear, x: Tensor, atol: float
     assert torch.equal(made(x)[-1], made(x[-1:])[0]), "a row does not depend on the others"
 
 
-@needs_kernels
+@in_each_set
 @pytest.mark.parametrize(
     ("rows", "bias"), [(1, True), (5, True), (6, False), (7, True), (16, False), (33, True), (MOST_ROWS + 1, False)]
 )
@@ -68,7 +68,7 @@ def test_products_of_bf16_and_of_fp8_weights(rows: int, bias: bool) -> None:
     assert_products(made, layer, x, 2e-2)
 
 
-@needs_kernels
+@in_each_set
 @pytest.mark.parametrize("family", KNOWN)
 @pytest.mark.parametrize(("heads", "length"), [((4, 4), 20), ((4, 2), 75), ((16, 2), 75)])
 def test_layers_are_closer_to_fp32_than_torchs_own(family: str, heads: tuple[int, int], length: int) -> None:
@@ -87,7 +87,7 @@ def test_layers_are_closer_to_fp32_than_torchs_own(family: str, heads: tuple[int
     assert float((fast - exact).norm()) < 1.1 * float((plain - exact).norm()) < 0.05 * float(exact.norm())
 
 
-@needs_kernels
+@in_each_set
 def test_a_tied_embedding_is_read_from_the_packed_head() -> None:
     model = fitting_model("llama", vocab_size=192, tie_word_embeddings=True)
     target, head, table = Target(model), model.get_output_embeddings(), model.get_input_embeddings()
@@ -134,7 +134,7 @@ def calls_of_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@needs_kernels
+@in_each_set
 def test_a_forward_is_one_call_and_returns_watched_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fitting_model("llama", num_hidden_layers=4)
     target = Target(model)
@@ -154,7 +154,7 @@ def test_a_forward_is_one_call_and_returns_watched_layers(monkeypatch: pytest.Mo
     assert stack_of(model.model) is None
 
 
-@needs_kernels
+@in_each_set
 @pytest.mark.parametrize("first", [True, False])
 def test_the_kernels_layers_of_a_head_are_those_of_torch(first: bool) -> None:
     """Two of EAGLE-3's, with the norm before or after the residual."""
@@ -181,8 +181,8 @@ def test_the_kernels_layers_of_a_head_are_those_of_torch(first: bool) -> None:
         out, found = stack(given, positions, [visible] * 2, here, owner.norm, range(2), attended)
         there, angles, expected = cache(), owner.rotary_emb(x, positions), []
         for index, layer in enumerate(owner.layers):
-            inputs = (x,) if index else (embeds, x)
-            x = layer(*inputs, attention_mask=visible[:, None], past_key_values=there, position_embeddings=angles)
+            inputs, name = ((x,), cache_argument(type(layer))) if index else ((embeds, x), "cache")
+            x = layer(*inputs, attention_mask=visible[:, None], position_embeddings=angles, **{name: there})
             expected.append(x)
         expected[-1] = owner.norm(x)
     assert out is found[-1]
@@ -192,7 +192,7 @@ def test_the_kernels_layers_of_a_head_are_those_of_torch(first: bool) -> None:
         assert float((one - other).float().norm()) < 0.02 * float(other.float().norm())
 
 
-@needs_kernels
+@in_each_set
 @pytest.mark.parametrize("kind", ["forward", "forward_pre"])
 def test_a_hook_on_a_layers_module_is_called(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fitting_model("llama", num_hidden_layers=4)
@@ -212,7 +212,7 @@ def test_a_hook_on_a_layers_module_is_called(kind: str, monkeypatch: pytest.Monk
     assert len(calls) == 2 and float((hooked - fast).norm()) > 0.1 * float(plain.norm())
 
 
-@needs_kernels
+@in_each_set
 def test_threads_run_forwards_of_one_target_at_once() -> None:
     model = fitting_model("qwen3", num_hidden_layers=4)
     speed_up(model)
@@ -231,15 +231,23 @@ def test_threads_run_forwards_of_one_target_at_once() -> None:
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.usefixtures("builtin_target_dir", "each_set")
+def test_exact_from_the_file_emits_what_the_plain_loop_emits() -> None:
+    assert_exact_is_plain(False, {3, 8})  # Q4_1, and embeddings of Q8_0
+
+
 @needs_kernels
 @pytest.mark.usefixtures("builtin_target_dir")
-@pytest.mark.parametrize("expand", [True, False])
-def test_exact_in_bf16_emits_what_the_plain_loop_emits(expand: bool) -> None:
+def test_exact_in_bf16_emits_what_the_plain_loop_emits() -> None:
+    assert_exact_is_plain(True, {0})
+
+
+def assert_exact_is_plain(expand: bool, kinds: set[int]) -> None:
+    """The built-in model's weights are of these kinds, and no draft changes a token."""
     shape = TreeShape(5, 6, 16)
     decoder = FuzzyDecoder.from_pretrained("smollm2-135m", "shipped+lookup", tree=shape, expand=expand)
     assert stack_of(decoder.target.decoder) is not None
-    kinds = {made.kind for made in packed_products(decoder.target.model)}
-    assert kinds == ({0} if expand or kernel_kind() != "avx512" else {3, 8}), "Q4_1, and embeddings of Q8_0"
+    assert {made.kind for made in packed_products(decoder.target.model)} == kinds
     plain = FuzzyDecoder(decoder.target, NoDrafter(decoder.target.vocab_size))
     prompts = ["Why is the sky blue?", "Translate to German: The meeting was moved to Thursday.", "Name ten rivers."]
     for asked in (prompts[:1], prompts[1:]):
@@ -248,7 +256,7 @@ def test_exact_in_bf16_emits_what_the_plain_loop_emits(expand: bool) -> None:
         assert out.stats.tau > 1.5
 
 
-@needs_kernels
+@in_each_set
 def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fitting_model("llama")
     speed_up(model)
@@ -258,14 +266,14 @@ def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPat
     calls = calls_of_kernels(monkeypatch)
     expected = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
     assert calls == [150, 1, 1, 1]
-    monkeypatch.setattr(stack_module, "MOST_SLOTS", {32: 100, 64: 100})
+    monkeypatch.setattr(stack_module, "MOST_SLOTS", {"amx": 100, "avx512": 100})
     calls.clear()
     found = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
     assert calls == [1, 1, 1], "the prompt's forward is not among them"
     assert len(found.sequences[0]) == len(expected.sequences[0]) == 4
 
 
-@needs_kernels
+@in_each_set
 def test_a_heads_weights_become_fp8_where_they_are_ours(tmp_path: Path) -> None:
     target, shape = Target(fitting_model("llama")), TreeShape(3, 3, 8)
     head = EagleHead(EagleConfig.for_target(target, final_norm=True, draft_vocab_size=64))
@@ -301,7 +309,7 @@ def test_a_heads_weights_become_fp8_where_they_are_ours(tmp_path: Path) -> None:
         assert made.head.state_dict()[name].shape == value.shape
 
 
-@needs_kernels
+@in_each_set
 def test_slots_that_are_not_there_and_numbers_that_are_none_are_not_hidden() -> None:
     model = fitting_model("llama")
     speed_up(model)
@@ -319,7 +327,7 @@ def test_slots_that_are_not_there_and_numbers_that_are_none_are_not_hidden() -> 
     assert logits_through_cache(target).isnan().all()
 
 
-@needs_kernels
+@in_each_set
 @pytest.mark.parametrize("scaling", ["default", "linear", "llama3", "dynamic"])
 def test_angles_from_a_table(scaling: str) -> None:
     options: dict[str, Any] = {

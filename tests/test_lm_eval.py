@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
-from fsd_infer.errors import DataError, FsdError
+from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from tests.bench_toys import Toy
 from tests.text_toys import write_rows
 
@@ -24,6 +26,8 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from fsd_infer.integrations.lm_eval import TASKS, FsdLM, scoring
+from fsd_infer.integrations.lm_eval.model import generate_options
+from fsd_infer.integrations.lm_eval.texts import Until, cut_before
 
 PROGRAM = {"prompt": "def twice(x):\n", "test": "def check(f):\n    assert f(4) == 8\n", "entry_point": "twice"}
 
@@ -40,8 +44,14 @@ def toy(toy: Toy) -> Toy:
 
 
 @pytest.fixture(scope="module")
-def model(toy: Toy) -> FsdLM:
+def loaded(toy: Toy) -> FsdLM:
     return FsdLM(str(toy.target), str(toy.drafter), "fuzzy:js:0.2", dtype="fp32", tree="5,1,6", batch_size=3)
+
+
+@pytest.fixture
+def model(loaded: FsdLM) -> FsdLM:
+    loaded._templated = False
+    return loaded
 
 
 def asked(*args: Any) -> Any:
@@ -86,22 +96,107 @@ def test_programs_are_run_within_limits(body: str, right: float, monkeypatch: py
     assert scoring.passes({"row": json.dumps(PROGRAM)}, [body]) == {"score": right}
 
 
-def test_log_likelihoods_are_the_targets(toy: Toy, model: FsdLM) -> None:
+def summed(toy: Toy, ids: list[int], first: int) -> float:
+    """The plain model's log-likelihood of ids[first:] after ids[:first]."""
     plain = AutoModelForCausalLM.from_pretrained(toy.target, dtype=torch.float32)
-    tokenizer = model.tokenizer
-    whole = tokenizer("the cat sat on the mat", add_special_tokens=False).input_ids
-    context = tokenizer("the cat", add_special_tokens=False).input_ids
     with torch.no_grad():
-        logits = plain(torch.tensor([whole])).logits[0].log_softmax(-1)
-    scores = logits[:-1].gather(1, torch.tensor(whole[1:])[:, None])[:, 0][len(context) - 1 :]
-    model._templated = True  # no special tokens in front
+        logits = plain(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+    return float(logits.gather(1, torch.tensor(ids[1:])[:, None])[first - 1 :].sum())
+
+
+def test_log_likelihoods_are_the_targets(toy: Toy, model: FsdLM) -> None:
+    whole = model.tokenizer("the cat sat on the mat", add_special_tokens=False).input_ids
+    context = model.tokenizer("the cat", add_special_tokens=False).input_ids
     (found,) = model.loglikelihood([asked("the cat", " sat on the mat")], disable_tqdm=True)
-    assert found[0] == pytest.approx(float(scores.sum()), abs=1e-4) and found[1] is False
-    best = int(logits[len(context) - 1].argmax())
+    assert found == (pytest.approx(summed(toy, whole, len(context)), abs=1e-4), False)
+    plain = AutoModelForCausalLM.from_pretrained(toy.target, dtype=torch.float32)
+    best = int(plain(torch.tensor([context])).logits[0, -1].argmax())
     assert model._loglikelihood_tokens([(None, context, [best])])[0][1] is True
-    (rolled,) = model.loglikelihood_rolling([asked("the cat sat on the mat")], disable_tqdm=True)
-    (first,) = model._loglikelihood_tokens([(None, [model.prefix_token_id], whole)])
-    assert rolled == pytest.approx(first[0], abs=1e-4)
+    assert model.loglikelihood([asked("the", ""), asked("", "")], disable_tqdm=True) == [(0.0, True)] * 2
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_a_text_without_context_follows_bos_which_is_not_scored(
+    toy: Toy, model: FsdLM, adds_bos: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = copy.deepcopy(model.tokenizer)
+    bos, text = tokenizer.bos_token_id, "the cat sat"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    if adds_bos:
+        single = processors.TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", bos)])
+        tokenizer.backend_tokenizer.post_processor = single
+    monkeypatch.setattr(model, "tokenizer", tokenizer)
+    right = pytest.approx(summed(toy, [bos, *ids], 1), abs=1e-4)
+    assert model.loglikelihood([asked("", text)], disable_tqdm=True)[0][0] == right
+    assert model.loglikelihood_rolling([asked(text), asked("<|start|>" + text)], disable_tqdm=True) == [right] * 2
+    assert model.tok_encode("<|start|>" + text) == [bos, *ids], "not twice"
+    for role, other in (("bos_token", tokenizer.eos_token_id), ("eos_token", None)):
+        setattr(tokenizer, role, None)
+        if other is None:
+            with pytest.raises(FsdError, match="no BOS and no EOS"):
+                model.loglikelihood([asked("", text)], disable_tqdm=True)
+        else:
+            assert model.prefix_token_id == other
+
+
+def test_only_generated_text_ends_an_answer(model: FsdLM) -> None:
+    tokenizer = model.tokenizer
+    ids = tokenizer("the cat\n\nsat \u6f22<|end|>", add_special_tokens=False).input_ids
+
+    def ended(until: list[str], start: int) -> int:
+        """The number of tokens after which an answer ends; 0: it does not."""
+        stop = Until(tokenizer, until, start)
+        ends = [bool(stop(torch.tensor([ids[: start + n]]), None)[0]) for n in range(1, len(ids) - start + 1)]
+        return ends.index(True) + 1 if any(ends) else 0
+
+    newline = next(place for place, token in enumerate(ids) if "\n" in tokenizer.decode([token]))
+    single = tokenizer("\n", add_special_tokens=False).input_ids
+    text = tokenizer.decode(ids[newline + len(single) :])
+    assert ended(["\n\n"], 0) and not (text.startswith("\n") and ended(["\n\n"], newline + len(single)))
+    assert ended(["<|end|>"], 0) == len(ids) and ended(["\u6f22"], 0) == len(ids) - 1
+    assert ended(["", "nothing"], 0) == 0 == ended(["\ufffd\ufffd\ufffd\ufffd"], 0)
+    assert cut_before("one\n\ntwo", ["two", "\n\n", ""]) == "one"
+    whole = model.generate_until([asked("the cat\n", {"until": [], "max_gen_toks": 8})], disable_tqdm=True)[0]
+    cut = model.generate_until([asked("the cat\n", {"until": ["\n\n"], "max_gen_toks": 8})], disable_tqdm=True)[0]
+    assert cut == cut_before(whole, ["\n\n"])
+
+
+def test_long_prompts_are_cut_on_the_left_with_a_warning(toy: Toy, model: FsdLM, recwarn: Any) -> None:
+    limit = model.decoder.target.max_positions
+    assert limit == 256
+    long = [3 + number % 50 for number in range(300)]
+    before, answer = model.cut_prompts, [7, 8, 9, 10, 11]
+    right = pytest.approx(summed(toy, long[-252:] + answer, 252), abs=1e-3)
+    assert model._loglikelihood_tokens([(None, long[-252:], answer)])[0][0] == right and not recwarn.list
+    with pytest.warns(UserWarning, match="1 of 2 prompts do not fit .* 256 tokens and lost up to 48 tokens"):
+        found = model._loglikelihood_tokens([(None, long, answer), (None, long[:9], answer)])
+    assert found[0][0] == right and model.cut_prompts == before + 1
+    with pytest.raises(ContextLengthError, match="continuation has 257 tokens"):
+        model._loglikelihood_tokens([(None, [5], long[:257])])
+    with pytest.warns(UserWarning, match="lost up to"):
+        model.generate_until([asked("the cat " * 300, {"max_gen_toks": 8})], disable_tqdm=True)
+    with pytest.raises(ContextLengthError, match="max_gen_toks=256 leaves no room .* max_gen_toks=128"):
+        model.generate_until([asked("the cat", {})], disable_tqdm=True)
+    with pytest.raises(FsdError, match="max_length counts the prompt too"):
+        generate_options({"max_length": 5})
+    assert generate_options({"max_completion_tokens": 5})[1]["max_new_tokens"] == 5
+
+
+@pytest.mark.parametrize("as_turns", [True, False])
+def test_all_turns_of_a_conversation_are_asked(model: FsdLM, tmp_path: Path, as_turns: bool) -> None:
+    turns = [("system", "it is"), ("user", "the cat?"), ("assistant", "sat"), ("user", "on the mat?")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    write_rows(tmp_path / "svamp_dev.json", [{"messages": messages, "answer": "4"}])
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata={"data": str(tmp_path)})
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=["fsd_svamp"], task_manager=manager, apply_chat_template=True, bootstrap_iters=0,
+        gen_kwargs="max_gen_toks=2", fewshot_as_multiturn=as_turns,
+    )  # fmt: skip
+    prompt = found["samples"]["fsd_svamp"][0]["arguments"][0][0]
+    right = model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    joined = [{"role": "user", "content": "\n\n".join(text for _, text in turns)}]
+    alone = model.tokenizer.apply_chat_template(joined, tokenize=False, add_generation_prompt=True)
+    assert prompt == (right if as_turns else alone)
 
 
 def test_bad_input_is_named(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

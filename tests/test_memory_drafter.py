@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -13,10 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save
 
 from fsd_bench.engine import EngineMethod
 from fsd_infer import FsdError, FuzzyDecoder, Target
@@ -26,6 +31,7 @@ from fsd_infer.drafters import corpus as corpora
 from fsd_infer.drafters.corpus import SUFFIX, open_corpus
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.prefixes import END, LEAST_MATCH, SORTED, Prefixes, Store, sorted_prefixes
+from fsd_infer.errors import DataError
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.batcher import Batcher
 from fsd_infer.tree import DraftTree
@@ -96,6 +102,18 @@ def test_the_bound_holds_over_all_keys() -> None:
         drafter.trim()
         assert sum(store.held_bytes for store in drafter.stores.values()) <= 1 << 14
     assert [*drafter.stores][-1] == "user 39" and 3 < len(drafter.stores) < 40
+
+
+def test_a_large_memory_loses_texts_and_not_all_at_once() -> None:
+    """One key with as many texts as fit, beside requests of others; keys that say nothing do not pile up."""
+    drafter = MemoryDrafter(VOCAB, store_bytes=1 << 16)
+    for request in range(300):
+        drafter.store_of("large", drafter.stores).add([[request, *range(1000, 1050)]])
+        drafter.recalls([f"user {request}"])
+        drafter.trim()
+        assert sum(store.held_bytes for store in drafter.stores.values()) <= 1 << 16
+        assert len(drafter.stores["large"].texts) >= min(request, 40)
+        assert len(drafter.stores) <= 1 << 16 >> 11
 
 
 @pytest.mark.parametrize(("beams", "saved"), [(1, 0.5), (3, 0.0)])
@@ -250,6 +268,19 @@ corpus.open_corpus({str(file)!r}, Target.from_pretrained({str(toy.target)!r}))
     assert index.exists() and not list(tmp_path.glob(".*.partial"))
 
 
+ENDED = torch.tensor([1, END], dtype=torch.int32)
+NO_INDEX = [
+    (ENDED[:0], ENDED[:0]), (ENDED.bfloat16(), ENDED.bfloat16()), (ENDED[0], ENDED[0]), (ENDED, ENDED[:1]),
+    (ENDED[None], ENDED[None]), (ENDED, ENDED), (ENDED.flip(0), ENDED.flip(0)), (ENDED.long(), ENDED.abs().long()),
+]  # fmt: skip
+
+
+def array_index(index: Path, tokens: torch.Tensor, order: torch.Tensor) -> bytes:
+    """The content of an index with other arrays."""
+    with safe_open(index, "pt") as file:
+        return save({"tokens": tokens.clone(), "order": order.clone()}, file.metadata())
+
+
 def test_an_index_that_is_not_right_is_refused_in_a_line(tmp_path: Path, target: Target) -> None:
     file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}])
     index = tmp_path / f"said.jsonl{SUFFIX}"
@@ -264,18 +295,86 @@ def test_an_index_that_is_not_right_is_refused_in_a_line(tmp_path: Path, target:
         (whole[: len(whole) // 2], target, "truncated or damaged"),
         (b"nonsense" * 9, target, "truncated or damaged"),
         (whole[:-4] + b"\xff\xff\xff\x7f", target, "is damaged"),
+        *((array_index(index, *arrays), target, "is damaged") for arrays in NO_INDEX),
     ):
         index.write_bytes(content)
         with pytest.raises(FsdError, match=message) as refused:
             open_corpus(file, whose)
         assert "\n" not in str(refused.value) and str(index) in str(refused.value)
-    for row, message in (({"prompt_ids": [10**9]}, ":1: token ids"), ({"nothing": 1}, ":1: ")):
-        with pytest.raises(FsdError, match=message):
-            open_corpus(save_rows(tmp_path / "bad.jsonl", [row]), target)
+    index.unlink()
+    index.mkdir()
+    with pytest.raises(FsdError, match="is no file, where the corpus's index belongs"):
+        open_corpus(file, target)
     with pytest.raises(FsdError, match="no rows"):
         open_corpus(save_rows(tmp_path / "empty.jsonl", []), target)
     with pytest.raises(FsdError, match="corpus .*none.jsonl: No such file"):
         open_corpus(tmp_path / "none.jsonl", target)
+
+
+ROWS: list[dict[str, Any]] = [{"text": f"the cat sat {n} times"} for n in range(30)]
+BAD_ROWS = [
+    ({"prompt_ids": [10**9]}, "lists of whole numbers from 0 to"), ({"prompt_ids": [True]}, "lists of whole numbers"),
+    ({"prompt_ids": "the cat"}, "lists of whole numbers"), ({"response_ids": [None]}, "lists of whole numbers"),
+    ({"prompt_ids": 7}, "lists of whole numbers"), ({"text": 5}, "`text` must hold text, found int"),
+    ({"text": None}, "no prompt"), ({"text": "\ud800"}, "half of a surrogate pair"), ({"nothing": 1}, "no prompt"),
+    ({"messages": [{"role": "x", "content": "a"}]}, "role 'x'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
+def test_rows_without_a_text_are_left_out_and_counted(
+    row: dict[str, Any], message: str, tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = open_corpus(save_rows(tmp_path / "whole.jsonl", ROWS), target)
+    capsys.readouterr()
+    file = save_rows(tmp_path / "some.jsonl", [*ROWS[:4], row, *ROWS[4:]])
+    assert np.array_equal(open_corpus(file, target).array, whole.array)
+    said = capsys.readouterr().err
+    assert f"left out 1 of 31 rows that hold no text, the first: {file}:5: " in said and message in said
+    with pytest.raises(DataError, match=rf"1 of 2 rows hold no text, the first: .*few.jsonl:2: .*{message}") as refused:
+        open_corpus(save_rows(tmp_path / "few.jsonl", [ROWS[0], row]), target)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_corpus_is_whatever_rows_are_read_from(tmp_path: Path, target: Target) -> None:
+    """JSON lines, compressed or not, an array, a table, texts, Parquet with its nulls, a directory of it."""
+    rows = [{**row, "prompt_ids": None, "response_ids": None} for row in ROWS[:3]]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    wanted = open_corpus(save_rows(tmp_path / "said.jsonl", rows), target).array
+    (tmp_path / "said.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "said.json").write_text(json.dumps(rows))
+    (tmp_path / "said.txt").write_text("".join(row["text"] + "\n" for row in rows))
+    (tmp_path / "said.csv").write_text("text\n" + "".join(row["text"] + "\n" for row in rows))
+    (tmp_path / "folder").mkdir()
+    for name in ("said.parquet", "folder/train.parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    for name in ("said.jsonl.gz", "said.json", "said.txt", "said.csv", "said.parquet", "folder"):
+        assert np.array_equal(open_corpus(tmp_path / name, target).array, wanted), name
+    assert (tmp_path / f"folder{SUFFIX}").is_file()
+    pq.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "folder" / "train.parquet")
+    assert len(open_corpus(tmp_path / "folder", target)) < len(wanted), "its files changed"
+
+
+def test_a_pipe_is_no_corpus(tmp_path: Path, target: Target) -> None:
+    """Reading one would wait for a writer."""
+    (tmp_path / "folder").mkdir()
+    for pipe in (tmp_path / "pipe.jsonl", tmp_path / "folder" / "said.parquet", tmp_path / f"said.jsonl{SUFFIX}"):
+        os.mkfifo(pipe)
+    save_rows(tmp_path / "said.jsonl", ROWS)
+    for name, message in (("pipe.jsonl", "is a pipe"), ("folder", "parquet is a pipe"), ("said.jsonl", "is no file")):
+        with pytest.raises(FsdError, match=message):
+            open_corpus(tmp_path / name, target)
+
+
+def test_long_indexing_reports_progress(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(corpora, "EVERY", 0.0)
+    monkeypatch.setattr(corpora, "TOGETHER", 10)
+    made = open_corpus(save_rows(tmp_path / "said.jsonl", ROWS), target)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in said[:3]] == [f"[said.jsonl] read {n} rows" for n in (10, 20, 30)]
+    assert said[3] == f"[said.jsonl] indexing {len(made):,} tokens"
 
 
 def test_the_command_line_names_a_corpus(tmp_path: Path, toy: Any, capsys: pytest.CaptureFixture[str]) -> None:

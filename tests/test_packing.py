@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,15 @@ from torch.nn import functional as F
 from fsd_infer import FuzzyDecoder, NoDrafter, Target
 from fsd_infer.cpu import build
 from fsd_infer.cpu import kernels as module
-from fsd_infer.cpu.kernels import Kernels
+from fsd_infer.cpu import sets as kernel_sets
+from fsd_infer.cpu.kernels import SIDES, Kernels, in_panels
 from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
 from fsd_infer.cpu.packing import can_pack, fp8_panels, fp8_values, pack_linears
+from fsd_infer.cpu.sets import SETS, VARIABLE
+from fsd_infer.cpu.structs import Linear
+from fsd_infer.errors import KernelsError
 from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
-from tests.kernel_toys import logits_through_cache, needs_kernels
+from tests.kernel_toys import logits_through_cache, need_set, needs_kernels
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
 
@@ -91,19 +96,54 @@ def test_released_weights_are_held_once_and_come_back(family: str, tied: bool) -
 
 
 @needs_kernels
-@pytest.mark.parametrize("tiles", [True, False])
-def test_fp8_products_with_and_without_amx(tiles: bool) -> None:
-    if tiles and not build._TILES <= module.cpu_flags():
-        pytest.skip("needs AMX")
-    compiled = build.build_for(Kernels, tiles)
-    assert compiled.panel == (32 if tiles else 64)
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("side", SIDES)
+def test_every_set_reads_every_layout(name: str, side: int) -> None:
+    """oneDNN chooses panels of 64 or 32 columns by the processor, whatever set of kernels reads them."""
+    need_set(name)
+    compiled = build.build_for(Kernels, name)
+    assert compiled.name == name
     weight, x = torch.randn(128, 160).bfloat16(), torch.randn(3, 9, 160).bfloat16()
-    numbers, scales = fp8_panels(weight, compiled.panel)
-    layer = module.Linear(panels=numbers.data_ptr(), scales=scales.data_ptr(), columns=128, depth=160)
+    panels = in_panels(weight, side)
+    layer = Linear(panels=panels.data_ptr(), side=side, columns=128, depth=160)
+    y = compiled.linear(x, layer)
+    torch.testing.assert_close(y.double(), F.linear(x.double(), weight.double()), atol=1e-4, rtol=2**-8)
+    assert torch.equal(compiled.linear(x[1, 4], layer), y[1, 4])
+    ids = torch.tensor([0, 31, 32, 63, 64, 127, 5])
+    assert torch.equal(compiled.rows(layer, ids), weight[ids])
+    numbers, scales = fp8_panels(weight, side)
+    layer = Linear(panels=numbers.data_ptr(), side=side, scales=scales.data_ptr(), columns=128, depth=160)
     y = compiled.linear(x, layer)
     sizes = fp8_values()[numbers.transpose(1, 2).reshape(128, 160).int() & 127] * scales[:, None]
     expected = F.linear(x.double(), torch.where(weight.signbit(), -sizes, sizes).double())
     torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=2**-8)
+
+
+ELSEWHERE = """
+import torch
+from fsd_infer.cpu.packing import Packed
+layer = torch.nn.Linear(96, 192, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+made, x = Packed(layer), torch.randn(9, 96).bfloat16()
+y = made.kernels.linear(x, made.native)
+torch.testing.assert_close(y.double(), x.double() @ layer.weight.double().T, atol=1e-4, rtol=2**-8)
+print(made.kernels.name, made.native.side)
+"""
+
+
+@needs_kernels
+def test_a_processor_without_amx_is_emulated() -> None:
+    """oneDNN and our kernels do as they do there."""
+    limits = {VARIABLE: "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+    command = [sys.executable, "-c", ELSEWHERE]
+    done = subprocess.run(command, env={**os.environ, **limits}, capture_output=True, text=True)
+    assert done.stdout.split() == ["avx512", "64"], done.stderr[-500:]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", SETS)
+def test_every_set_compiles_on_every_machine(name: str) -> None:
+    """Also tiles where no processor has them: the compiler's result is not run."""
+    assert build.build_for(lambda path: path, name).is_file()
 
 
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -112,8 +152,7 @@ LOAD = """
 import ctypes, logging, os, sys
 from fsd_infer.cpu import build
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
-build.cpu_flags = lambda: set(os.environ["FLAGS"].split())  # whatever the machine has
-print(build.build(lambda path: ctypes.CDLL(str(path)).fsd_answer()))
+print(*build.build(lambda path: ctypes.CDLL(str(path)).fsd_answer(), os.environ["SETS"].split()))
 """
 
 
@@ -139,17 +178,17 @@ class Place:
         file.chmod(0o755)
         return str(file)
 
-    def run(self, compiler: str | None = None, flags: str = "", **variables: str) -> tuple[str, int]:
-        """(last line a new process prints, calls of the compiler so far); "None" where there are no kernels.
+    def run(self, compiler: str | None = None, sets: str = "avx512", **variables: str) -> tuple[str, int]:
+        """(first word a new process prints, calls of the compiler so far); "None" where there are no kernels.
 
-        flags: of the processor.
+        sets: of kernels, to be tried in turn.
         """
         compiler = self.compiler if compiler is None else compiler
-        environment = {**os.environ, "FSD_CACHE": str(self.cache), "FLAGS": flags, "CXX": compiler, **variables}
+        environment = {**os.environ, "FSD_CACHE": str(self.cache), "SETS": sets, "CXX": compiler, **variables}
         done = subprocess.run([sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"status {done.returncode}: {done.stderr[-500:]}"
         calls = self.count.read_text().count("x") if self.count.exists() else 0
-        return done.stdout.strip().splitlines()[-1], calls
+        return done.stdout.split()[0], calls
 
     def run_without_compiler(self) -> tuple[str, int]:
         """As :meth:`run`, on a machine that has none."""
@@ -182,16 +221,16 @@ def test_a_library_is_compiled_once_and_again_if_it_is_damaged(foreign: bool, pl
     assert place.run_without_compiler() == ("None", 2)
 
 
-@pytest.mark.parametrize("flags, found", [("", ("None", 1)), ("amx_tile amx_bf16", ("42", 2))])
-def test_an_intact_library_of_another_source_is_not_loaded(flags: str, found: tuple[str, int], place: Place) -> None:
-    place.run(flags=flags)
+@pytest.mark.parametrize("sets, found", [("avx512", ("None", 1)), ("amx avx512", ("42", 2))])
+def test_an_intact_library_of_another_source_is_not_loaded(sets: str, found: tuple[str, int], place: Place) -> None:
+    place.run(sets=sets)
     cached = place.cached
     content = place.foreign.read_bytes()
     digest = hashlib.sha256(content).hexdigest()[:32]
     cached.with_name(f"{cached.stem.rpartition('-')[0]}-{digest}.so").write_bytes(content)
     cached.unlink()
     message = "its symbols are not there: kernels without AMX are tried; if none are left, that is a warning"
-    assert place.run(flags=flags) == found, message
+    assert place.run(sets=sets) == found, message
 
 
 def test_compilers_that_fail(place: Place) -> None:
@@ -199,7 +238,7 @@ def test_compilers_that_fail(place: Place) -> None:
         assert place.run(place.script("failing", work)) == ("None", 0)
     assert place.run("/no/such/compiler") == ("None", 0)
     old = place.script("old", f'case "$*" in *amx*) exit 1;; esac\n{place.works}')
-    assert place.run(old, flags="amx_tile amx_bf16") == ("42", 1), "one that knows no AMX compiles without"
+    assert place.run(old, sets="amx avx512") == ("42", 1), "one that knows no AMX compiles without"
 
 
 @pytest.mark.parametrize("compiler, said", [(None, "Install g++"), ("false", "slower")])
@@ -207,14 +246,96 @@ def test_without_a_compiler_decoding_runs_and_says_so(
     compiler: str | None, said: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     fresh.setenv("FSD_CACHE", str(tmp_path))
-    fresh.setattr(module, "cpu_flags", lambda: module.NEEDED)
+    fresh.setattr(kernel_sets, "cpu_flags", lambda: kernel_sets.AVX512)
     fresh.setattr(shutil, "which", lambda name: None)
     if compiler:
         fresh.setenv("CXX", compiler)
-    with caplog.at_level(logging.WARNING, "fsd_infer.cpu.build"):
+    with caplog.at_level(logging.WARNING, "fsd_infer.cpu.kernels"):
         assert module.kernels() is None
     assert said in caplog.text
     model = tiny_model("llama").bfloat16()
     speed_up(model)
     assert stack_of(model.model) is None
     assert FuzzyDecoder(Target(model), NoDrafter(VOCAB)).generate(tiny_prompts((5,)), max_new_tokens=3).sequences
+
+
+# sets of kernels ---------------------------------------------------------------------------------------------------
+
+AVX2 = {"avx2", "fma", "f16c"}  # flags of an older processor; an ARM processor's have other names
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked", "names", "why"),
+    [
+        (SETS["amx"], None, ["amx", "avx512"], "the best there are"),
+        (SETS["amx"], "1", ["amx", "avx512"], "the best there are"),
+        (SETS["amx"], "avx512", ["avx512"], "FSD_KERNELS=avx512 asks for them"),
+        (SETS["amx"], " AMX ", ["amx"], "FSD_KERNELS=amx asks for them"),
+        (SETS["amx"], "0", [], "FSD_KERNELS=0 turns them off"),
+        (
+            SETS["avx512"],
+            None,
+            ["avx512"],
+            "the processor lacks amx_bf16, amx_tile",
+        ),
+        (SETS["avx512"] - {"avx512_bf16"}, None, [], "the processor lacks avx512_bf16"),
+        (AVX2, "", [], "the processor lacks avx512_bf16, avx512bw, avx512dq, avx512f, avx512vl"),
+        (AVX2, "0", [], "FSD_KERNELS=0 turns them off"),
+    ],
+)
+def test_which_sets_a_processor_and_the_variable_allow(
+    flags: set[str], asked: str | None, names: list[str], why: str, fresh: pytest.MonkeyPatch
+) -> None:
+    fresh.setattr(kernel_sets, "cpu_flags", lambda: flags)
+    fresh.setattr(kernel_sets.platform, "machine", lambda: "x86_64")
+    if asked is not None:
+        fresh.setenv(VARIABLE, asked)
+    found = kernel_sets.wanted()
+    assert (list(found.names), found.why, found.forced) == (names, why, "FSD_KERNELS" in why)
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "asked", "says"),
+    [
+        ("x86_64", AVX2, "avx512", "FSD_KERNELS=avx512, but the processor lacks avx512_bf16, "),
+        ("x86_64", SETS["avx512"], "amx", "the processor lacks amx_bf16, amx_tile. Unset FSD_KERNELS"),
+        ("aarch64", set(), "avx512", "they are written for x86-64 processors, and this is aarch64"),
+        ("x86_64", SETS["amx"], "avx2", "FSD_KERNELS='avx2' names no kernels: use amx, avx512, 0 for none, or 1"),
+        ("x86_64", SETS["amx"], "2", "names no kernels"),
+    ],
+)
+def test_a_set_that_cannot_run_is_an_error(
+    machine: str, flags: set[str], asked: str, says: str, fresh: pytest.MonkeyPatch
+) -> None:
+    fresh.setattr(kernel_sets, "cpu_flags", lambda: flags)
+    fresh.setattr(kernel_sets.platform, "machine", lambda: machine)
+    fresh.setenv(VARIABLE, asked)
+    with pytest.raises(KernelsError, match=re.escape(says)):
+        speed_up(tiny_model("llama"))
+
+
+def test_a_set_that_is_asked_for_and_cannot_be_compiled_is_an_error(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh.setattr(kernel_sets, "cpu_flags", lambda: SETS["avx512"])
+    for name, value in (("FSD_CACHE", str(tmp_path)), ("CXX", "/no/such/compiler"), (VARIABLE, "avx512")):
+        fresh.setenv(name, value)
+    with pytest.raises(KernelsError, match="cannot be compiled or loaded here .avx512: .*no/such/compiler"):
+        speed_up(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_other_processors_decode_through_torch(
+    machine: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh.setattr(kernel_sets, "cpu_flags", lambda: AVX2 if machine == "x86_64" else set())
+    fresh.setattr(kernel_sets.platform, "machine", lambda: machine)
+    model = tiny_model("llama").bfloat16()
+    before = reference(model, tiny_prompts((5,)), max_new_tokens=3)
+    for made in (model, tiny_model("llama").bfloat16()):
+        speed_up(made, release=True)
+    if can_pack():
+        [said] = [record.message for record in caplog.records if record.name == "fsd_infer.cpu.losses"]
+        assert "Our CPU kernels need AVX512-BF16" in said
+        assert ("lacks avx512_bf16" if machine == "x86_64" else "this is aarch64") in said
+    assert module.kernels() is None and stack_of(model.model) is None
+    decoder = FuzzyDecoder(Target(model), NoDrafter(VOCAB))
+    assert decoder.generate(tiny_prompts((5,)), max_new_tokens=3, do_sample=False).sequences == before

@@ -126,7 +126,7 @@ def test_packing_takes_plain_layers_and_blocks(kind: str, tmp_path: Path) -> Non
     ops.speed_up(target.model, release=True)
     assert packed_of(target.model.lm_head) is not None
     packed = {made.kind for made in map(packed_of, layers) if made is not None}
-    if ops.kernel_kind() != "avx512" or kind not in IN_BLOCKS:
+    if ops.kernel_kind() is None or kind not in IN_BLOCKS:
         assert not packed and ops.stack_of(target.decoder) is None
         made = FuzzyDecoder(target, drafted(target, **sizes)).generate(prompt, max_new_tokens=4, do_sample=False)
         assert made.sequences == before

@@ -234,8 +234,8 @@ def agreeing(round: Verification) -> Verification:
         )
         for x in (round.logits, round.scores)
     )
-    q_logits = raw if tree.draft_ids is None else raw[..., tree.draft_ids]
-    return replace(round, tree=replace(tree, q_logits=q_logits, q_scores=processed if tree.sampled else None))
+    q_logits, q_scores = (x if tree.draft_ids is None else x[..., tree.draft_ids] for x in (raw, processed))
+    return replace(round, tree=replace(tree, q_logits=q_logits, q_scores=q_scores if tree.sampled else None))
 
 
 OPEN = [("fuzzy:js:inf", KINDS), ("fuzzy:kl_pq:inf", KINDS), ("random:1", KINDS)]

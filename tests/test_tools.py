@@ -78,6 +78,19 @@ def test_the_template_tells_the_format() -> None:
         (HERMES, '<tool_call>{"name": "x", "arguments": {}}</tool_call>', None, []),  # no such tool
         (HERMES, '<tool_call>{"name": "time", "arguments": 3}</tool_call>', None, []),
         (HERMES, "a < b, 3 ", "a < b, 3 ", []),
+        (  # a closing in a string ends no call, and characters stay as they are
+            HERMES,
+            '<tool_call>{"name": "weather", "arguments": {"city": "Z\u00fcrich </tool_call> \\" x"}}</tool_call> end',
+            " end",
+            [("weather", '{"city": "Z\u00fcrich </tool_call> \\" x"}')],
+        ),
+        (HERMES, '<tool_call>{"name": "time</tool_call> so', '<tool_call>{"name": "time</tool_call> so', []),
+        (HERMES, '<tool_call>a 5" board</tool_call> so', '<tool_call>a 5" board</tool_call> so', []),
+        (HERMES, '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>', None, []),
+        (HERMES, '<tool_call>{"name": "time", "arguments": {"a": 1e999}}</tool_call>', None, []),
+        (HERMES, '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>', "",
+         [("time", '{"a": "\\ud800"}')]),
+        (LLAMA, '{"name": "time", "parameters": ' + "[" * 3000, None, []),
         (MISTRAL, '[TOOL_CALLS] [{"name": "time", "arguments": {}}]', "", [("time", "{}")]),
         (MISTRAL, ' [{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}}]', "", [("time", "{}")] * 2),
         (MISTRAL, "[1, 2] are numbers", "[1, 2] are numbers", []),
@@ -135,6 +148,12 @@ def test_calls_can_be_required_or_named(served: tuple[Any, Any]) -> None:
             text, reason, calls = streamed(client, body)
             assert not text and reason == "tool_calls" and calls[0]["index"] == 0
             assert calls[0]["function"] == call["function"]
+            # the limit may fall on the end token, or on the last token of the call
+            count = client.post(CHAT, json=body).json()["usage"]["completion_tokens"]
+            for limit in (count, count - 1):
+                short = {**body, "max_tokens": limit}
+                assert client.post(CHAT, json=short).json()["choices"][0]["finish_reason"] == "tool_calls"
+                assert streamed(client, short)[1] == "tool_calls"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from fsd_bench.models import Models
 from fsd_bench.prompts import encode_rows, rows_digest
 from fsd_bench.runs import Job, RunFile, read_lines, read_run
 from fsd_bench.score import Reference, measure, read_references
-from fsd_infer.chat.encoding import PromptRow, token_pieces
+from fsd_infer.chat.encoding import PromptRow
+from fsd_infer.chat.pieces import token_pieces
 from fsd_infer.errors import FsdError
 from fsd_infer.files import jsonable, usable_name, writable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ class Watching(Drafter):
             setattr(self, name, getattr(drafter, name))
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
+        request = replace(request, draws=False)  # rules are replayed on trees that are functions of the text
         return _Session(self.drafter.start(first_tokens, request), self.watch, first_tokens)
 
 

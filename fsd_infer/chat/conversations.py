@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import NotRequired, TypedDict
 
 from fsd_infer.errors import DataError
+from fsd_infer.files import STRICT_JSON
 
 ROLES = ("system", "user", "assistant", "tool")
 # role of each speaker in ShareGPT's `conversations`
@@ -95,7 +96,7 @@ def _turn(turn: Any, where: str) -> Message:
     if not isinstance(content, str):
         raise DataError(f"{where} must have `content` of type text.")
     check_text(content, where)
-    if role == "user" and not content.strip():
+    if role == "user" and not content:
         raise DataError(f"{where} is empty. Give it some text or remove the row.")
     made: Message = {"role": role, "content": content}
     if calls:
@@ -132,8 +133,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except ValueError:
+            arguments = STRICT_JSON.decode(arguments)
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise DataError(

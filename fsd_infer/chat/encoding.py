@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsd_infer.chat.control import encode_hidden, hidden, hidden_options, hidden_turns
 from fsd_infer.chat.conversations import Message, check_messages, check_text, row_messages, template_options
+from fsd_infer.chat.pieces import special_names
 from fsd_infer.chat.row_check import RowCheck
 from fsd_infer.chat.rows import read_rows
 from fsd_infer.chat.templates import WORD, turns_for
@@ -93,6 +95,8 @@ def encode_chat(
 ) -> list[int]:
     """Return the token ids of a conversation under the tokenizer's chat template.
 
+    Names of special tokens in messages and tools are text, unless :func:`.set_control_tokens` says otherwise.
+
     A tokenizer without a template encodes one user turn as plain text with its special tokens, which a base model
     continues.
 
@@ -111,7 +115,7 @@ def encode_chat(
             raise DataError("this tokenizer has no chat template. Give one user turn and nothing else.")
         if options:
             raise DataError(f"this tokenizer has no chat template. Leave out {', '.join(options)}.")
-        ids = encode_text(tokenizer, turns[0]["content"])
+        ids = encode_hidden(tokenizer, hidden(tokenizer, turns[0]["content"]), add_special_tokens=True)
     else:
         ids = encode_rendered(tokenizer, render(tokenizer, turns, add_generation_prompt, options))
     if not ids:
@@ -134,16 +138,15 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 def special_ids(tokenizer: Any) -> set[int]:
     """Return the ids of the tokenizer's special tokens: named ones such as eos, and added ones."""
-    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
+    return set(special_names(tokenizer))
 
 
 def render(
     tokenizer: Any, turns: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any] | None = None
 ) -> str:
     """Return what the chat template writes. Raises DataError if it refuses the turns, or writes no Unicode text."""
-    given = {**(options or {}), "tokenize": False, "add_generation_prompt": add_generation_prompt}
-    readable = turns_for(tokenizer, turns, options)
+    given = {**hidden_options(tokenizer, options), "tokenize": False, "add_generation_prompt": add_generation_prompt}
+    readable = hidden_turns(tokenizer, turns_for(tokenizer, turns, options))
     try:
         text = str(tokenizer.apply_chat_template(readable, **given))
     except Exception as error:  # a template is a program of the model's author
@@ -164,25 +167,4 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 def encode_rendered(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a chat template's text, which has its special tokens already."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def encode_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return ids as :func:`encode_rendered` and the characters that each stands for. Needs a fast tokenizer."""
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return list(found["input_ids"]), [(int(start), int(end)) for start, end in found["offset_mapping"]]
-
-
-def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds. Joined, the pieces are the decoded text without special tokens.
-
-    A token that ends inside a character adds nothing. The token that completes the character adds it.
-    """
-    pieces: list[str] = []
-    shown = ""
-    for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        whole = end == len(tokens) or not text.endswith("\N{REPLACEMENT CHARACTER}")
-        pieces.append(text[len(shown) :] if whole else "")
-        shown = text if whole else shown
-    return pieces
+    return encode_hidden(tokenizer, text)

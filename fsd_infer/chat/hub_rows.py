@@ -81,23 +81,27 @@ class HubRows:
         Raises:
             DataError: no such dataset, revision, split or column, no answer from the Hub, or no package `datasets`.
         """
+        from fsd_infer.hub import guarded
+
         datasets = imported("datasets", f"reading hf:{self.repository}", "train", DataError)
         number = 0
         try:
-            found = datasets.load_dataset(
-                self.repository, self.config, split=self.split, revision=self.revision, streaming=True
-            )
-            for row in found if self.limit is None else found.take(self.limit):
-                yield self._renamed(row)
-                number += 1
+            with guarded():
+                found = datasets.load_dataset(
+                    self.repository, self.config, split=self.split, revision=self.revision, streaming=True
+                )
+                for row in found if self.limit is None else found.take(self.limit):
+                    yield self._renamed(row)
+                    number += 1
         except DataError:
             raise
         except Exception as error:  # the Hub, the network and the files raise errors of many types
             where = f"hf:{self.repository}" + (f"@{self.revision}" if self.revision else "")
-            raise DataError(
-                f"{where}: unreadable after row {number} ({type(error).__name__}: {shortened(error)}). Check its name, "
-                "revision and split, and your access to it (`hf auth login`)."
-            ) from error
+            reason = self._fault(error) or (
+                f"{type(error).__name__}: {shortened(error)}. Check its name, revision and split, and your access to "
+                "it (`hf auth login`)."
+            )
+            raise DataError(f"{where}: unreadable after row {number}: {reason}") from error
 
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
         missing = sorted(set(self.columns.values()) - set(row))
@@ -115,9 +119,28 @@ class HubRows:
         Raises:
             DataError: the Hub does not answer, or has no such dataset.
         """
-        api = import_module("huggingface_hub").HfApi()
         try:
-            commit = api.dataset_info(self.repository, revision=self.revision).sha
+            commit = self._commit()
         except Exception as error:
-            raise DataError(f"{text}: {shortened(error)}") from error
+            raise DataError(f"{text}: {self._fault(error) or shortened(error)}") from error
         return hashlib.sha256(f"{text} {commit}".encode()).hexdigest()
+
+    def _commit(self) -> str:
+        from fsd_infer.hub import guarded
+
+        with guarded():
+            return str(
+                import_module("huggingface_hub").HfApi().dataset_info(self.repository, revision=self.revision).sha
+            )
+
+    def _fault(self, error: Exception) -> str | None:
+        """Return what the Hub says about the dataset, whose cause `datasets` may hide; None if it has no part."""
+        from fsd_infer.hub import hub_fault
+
+        says = hub_fault(error, self.revision)
+        if says is None:
+            try:
+                self._commit()
+            except Exception as refused:
+                says = hub_fault(refused, self.revision)
+        return None if says is None else f"it {says}".replace("no directory, and ", "").replace("no directory and ", "")

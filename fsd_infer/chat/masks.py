@@ -10,8 +10,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fsd_infer.chat.control import encode_marked, encode_with_offsets, hidden
 from fsd_infer.chat.conversations import WEIGHT, Message, check_messages
-from fsd_infer.chat.encoding import encode_chat, encode_rendered, encode_with_offsets, refusal, render, special_ids
+from fsd_infer.chat.encoding import encode_chat, encode_rendered, refusal, render, special_ids
 from fsd_infer.chat.templates import WORD, template_of, turns_for
 from fsd_infer.errors import DataError
 
@@ -69,7 +70,7 @@ def encode_conversation(
         raise DataError("every answer has weight 0, so nothing would be trained. Remove the row.")
     if not getattr(tokenizer, "chat_template", None):
         prompt = encode_chat(tokenizer, turns[:-1], options=options)
-        answer = encode_rendered(tokenizer, turns[-1]["content"])
+        answer = encode_rendered(tokenizer, hidden(tokenizer, turns[-1]["content"]))
         if complete and tokenizer.eos_token_id is not None:
             answer.append(tokenizer.eos_token_id)
         return [(prompt + answer, [0] * len(prompt) + [1] * len(answer))]
@@ -245,13 +246,12 @@ def _by_markers(
     tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, complete: bool
 ) -> _Encoded:
     """Find the answers by the template's generation markers."""
-    given = {**(options or {}), "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     readable = turns_for(tokenizer, turns, options)
     try:
-        found = tokenizer.apply_chat_template(readable, **given)
+        ids, mask = encode_marked(tokenizer, readable, options or {})
     except Exception as error:
         raise refusal(turns, error) from error
-    ids, marks = list(found["input_ids"]), [0, *found["assistant_masks"], 0]
+    marks = [0, *mask, 0]
     edges = [place for place in range(len(marks) - 1) if marks[place] != marks[place + 1]]
     spans = list(zip(edges[::2], edges[1::2]))
     answers = [turn for turn in turns if turn["role"] == "assistant"]

@@ -9,10 +9,14 @@ The format is recognised by the words with which a chat template explains it to 
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from fsd_infer.files import STRICT_JSON, json_text
+
+_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,14 @@ class CallReader:
     Args:
         format: of the calls.
         names: of the functions that may be called.
+        is_forced: whether the answer is one call by its grammar, so that nothing may follow it.
 
     Attributes:
         made: the calls so far.
     """
 
-    def __init__(self, format: ToolFormat, names: Collection[str]) -> None:
-        self.format, self.names = format, names
+    def __init__(self, format: ToolFormat, names: Collection[str], is_forced: bool = False) -> None:
+        self.format, self.names, self.is_forced = format, names, is_forced
         self.made: list[ToolCall] = []
         self._held = ""  # text that may belong to a call
         self._opening: str | None = None  # text that opened the call in progress
@@ -116,9 +121,7 @@ class CallReader:
                 content += self._to_opening(is_over)
                 if self._opening is None:
                     break
-            body, closed, rest = (
-                self._held.partition(self.format.closing) if self.format.closing else (self._held, "", "")
-            )
+            body, closed, rest = self._parted(is_over)
             if not closed and not is_over:
                 break
             made = self._calls(body)
@@ -147,11 +150,23 @@ class CallReader:
         self._begun = self._begun or bool(content) or self._opening is not None
         return content if content.strip() or not self.made else ""
 
+    def _parted(self, is_over: bool) -> tuple[str, str, str]:
+        """Split the text at the end of a call: body, closing, rest. A closing in a string of JSON is no end."""
+        closing = self.format.closing
+        if not closing:
+            return self._held, "", ""
+        place = self._held.find(closing)
+        while place >= 0 and self._held.lstrip().startswith(("{", "[")) and _in_string(self._held[:place]):
+            place = self._held.find(closing, place + 1)
+        if place < 0 and is_over:  # no JSON, or cut off
+            return self._held.partition(closing)
+        return (self._held, "", "") if place < 0 else (self._held[:place], closing, self._held[place + len(closing) :])
+
     def _calls(self, body: str) -> list[ToolCall]:
         """Return every call in a text; no calls if it holds anything else."""
         try:
             found = list(_values(body))
-        except ValueError:
+        except (ValueError, RecursionError):
             return []
         calls = [value for each in found for value in (each if isinstance(each, list) else [each])]
         made = [self._call(call) for call in calls]
@@ -161,16 +176,21 @@ class CallReader:
         if not isinstance(value, dict) or value.get("name") not in self.names:
             return None
         arguments = value.get(self.format.arguments)
-        return ToolCall(value["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+        return ToolCall(value["name"], json_text(arguments)) if isinstance(arguments, dict) else None
 
 
 def _values(text: str) -> Iterator[Any]:
-    """Yield JSON values that white space, commas or semicolons separate."""
-    decoder, place = json.JSONDecoder(), 0
+    """Yield JSON values that white space, commas or semicolons separate. Raises ValueError for other text."""
+    place = 0
     while rest := text[place:].lstrip(" \n\t\r;,"):
-        value, length = decoder.raw_decode(rest)
+        value, length = STRICT_JSON.raw_decode(rest)
         yield value
         place = len(text) - len(rest) + length
+
+
+def _in_string(text: str) -> bool:
+    """Whether JSON that begins like this is inside a string."""
+    return _STRINGS.sub("", text).count('"') % 2 == 1
 
 
 def overlap(text: str, other: str) -> int:

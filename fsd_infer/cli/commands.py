@@ -70,7 +70,7 @@ def generate(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> None:
     """Print an answer as the options ask, and its statistics on standard error."""
-    from fsd_infer.chat.encoding import token_pieces
+    from fsd_infer.chat.pieces import token_pieces
     from fsd_infer.cli import report
     from fsd_infer.rules import Source
 
@@ -113,7 +113,7 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return keywords of ``FuzzyDecoder.generate``. Raises FsdError for options that exclude each other."""
     if not 0 <= args.temperature < math.inf:
         raise FsdError(f"--temperature must be 0 or above and finite, got {args.temperature}.")
-    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, **_further(args.options or {})}
     if args.num_beams > 1:
         for option in ("stream", "show_accepted", "html"):
             if getattr(args, option, None):
@@ -129,13 +129,24 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
         for option in ("top_p", "top_k"):
             if getattr(args, option) is not None:
                 raise FsdError(f"--{option.replace('_', '-')} has no effect at temperature 0: add --temperature.")
-        return {**options, "temperature": 0, "top_p": None, "top_k": None}
+        return {**options, "temperature": 0}
     options |= {"do_sample": True, "temperature": args.temperature}
     if args.top_p is not None:
         if not 0 < args.top_p <= 1:
             raise FsdError(f"--top-p must be above 0 and at most 1, got {args.top_p}.")
         options["top_p"] = args.top_p
     return options if args.top_k is None else {**options, "top_k": args.top_k}
+
+
+def _further(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of --options. Raises FsdError for one that is unknown or has an option of its own."""
+    from fsd_infer.request.options import split_options
+
+    for name in ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams"):
+        if name in options:
+            own = "--temperature" if name == "do_sample" else f"--{name.replace('_', '-')}"
+            raise FsdError(f"--options: {name} has an option of its own: use {own}.")
+    return split_options(options)[0]
 
 
 def _guide(args: argparse.Namespace) -> Any:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from fsd_infer.cli import commands, evidence
+from fsd_infer.cli import commands, env, evidence
 from fsd_infer.cli.options import (
     MODELS,
     HelpFormatter,
@@ -18,6 +18,7 @@ from fsd_infer.cli.options import (
     add_counts,
     add_flags,
     gibibytes,
+    json_object,
     named_directory,
     positive,
     real_number,
@@ -59,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         (evidence.estimate, _estimate_options, "compute memory and the least time of a round on GPUs from a config"),
         (evidence.skip_layers, _skip_options, "find layers that a drafter made from the target can skip"),
         (commands.serve, _serve_options, "serve the OpenAI API from one process"),
+        (env.env, _env_options, "print what a report of a fault needs: versions, machine, what runs where and why"),
         (commands.rules, None, "list rules, divergences, drafters and built-in targets"),
     ):
         name, described = command.__name__.replace("_", "-"), f"{help[0].upper()}{help[1:]}."
@@ -85,14 +87,19 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     request = parser.add_argument_group("request")
     add(request, "--max-new-tokens", "--temperature")
     request.add_argument(
-        "--top-p", type=real_number, metavar="P", help="sample from the fewest tokens of mass P (default: the target's)"
+        "--top-p", type=real_number, metavar="P", help="sample from the fewest tokens of mass P (default: all)"
     )
     add_counts(
         request,
-        ("--top-k", None, "sample from the N likeliest tokens (default: the target's)"),
+        ("--top-k", None, "sample from the N likeliest tokens (default: all)"),
         ("--num-beams", 1, "width of beam search or beam sampling, 1: no beams"),
     )
     add(request, "--seed", default=None, help="seed of draws; the answer repeats (default: a random one)")
+    request.add_argument(
+        "--options", type=json_object, metavar="JSON",
+        help="further fields of transformers' GenerationConfig, such as '{\"repetition_penalty\": 1.1}'; the model's "
+        "own generation config gives special tokens, and does not shape the answer",
+    )  # fmt: skip
     request.add_argument(
         "--beam-options", metavar="NAME=NUMBER,...",
         help="how beams are drafted (depth, spread, nodes) and sampled (confidence, min_width, join_every); see "
@@ -142,7 +149,11 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         ("--repeat", 1, "runs per prompt and method"),
         ("--batch-size", 1, "prompts decoded together"),
     )
-    add(parser, "--seed")
+    add(
+        parser, "--seed", default=None,
+        help="seed of draws and bootstrap intervals; if given, requests have it too, so answers repeat, and the trees "
+        "of auto follow the text instead of the clock (default: draws from 0, and trees as without a seed)",
+    )  # fmt: skip
     add_flags(
         parser,
         ("--no-warmup", "skip each method's untimed first run"),
@@ -221,6 +232,10 @@ def _evidence_options(parser: argparse.ArgumentParser) -> None:
 def _warmup_options(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, ("--fetch-only", "only fetch a built-in target and print its directory"))
     _model_options(parser)
+
+
+def _env_options(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, ("--json", "print it as JSON"))
 
 
 def _estimate_options(parser: argparse.ArgumentParser) -> None:

@@ -13,12 +13,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from fsd_infer.device.cpuinfo import cpu_flags
 from fsd_infer.files import cache_dir, replacing, sha256_of
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -26,7 +25,7 @@ _FLAGS = [
     *("-std=c++17", "-O3", "-mtune=native", "-fopenmp", "-shared", "-fPIC"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
 ]
-_TILES = {"amx_tile", "amx_bf16"}
+_MORE = {"amx": ["-mamx-tile", "-mamx-bf16"], "avx512": list[str]()}
 _DIGITS = 32  # hex digits of a library's content digest
 
 _Library = TypeVar("_Library")
@@ -34,42 +33,48 @@ _Library = TypeVar("_Library")
 logger = logging.getLogger(__name__)
 
 
-def build(load: Callable[[Path], _Library]) -> _Library | None:
-    """Return what ``load`` makes of the compiled library; None, with a warning, if it cannot be compiled or loaded.
+def build(load: Callable[[Path], _Library], names: Sequence[str]) -> tuple[_Library | None, str]:
+    """Return what ``load`` makes of the first set of kernels that can be compiled and loaded.
 
     Without a compiler, a cached library of the same source serves, whichever compiler made it.
+
+    Args:
+        load: makes something of a compiled library's path.
+        names: sets of kernels, best first. An old compiler or system may lack AMX.
+
+    Returns:
+        What was made, or None. Second, why the sets before it, or all sets, failed: "" if none did.
     """
-    reason = ""
-    for tiles in (True, False) if _TILES <= cpu_flags() else (False,):  # an old compiler or system may lack AMX
+    failed: list[str] = []
+    for name in names:
         try:
-            return build_for(load, tiles)
+            return build_for(load, name), "; ".join(failed)
         except (OSError, AttributeError, subprocess.SubprocessError) as error:
-            reason = _reason(error)
-    logger.warning("decoding runs slower, without our CPU kernels: %s", reason)
-    return None
+            failed.append(f"{name}: {_reason(error)}")
+    return None, "; ".join(failed)
 
 
-def build_for(load: Callable[[Path], _Library], tiles: bool) -> _Library:
-    """Build as :func:`build` does, with or without AMX (``tiles``).
+def build_for(load: Callable[[Path], _Library], name: str) -> _Library:
+    """Build one set of kernels as :func:`build` does.
 
-    Raises OSError, AttributeError or SubprocessError if nothing can be compiled or loaded.
+    Raises OSError, AttributeError or SubprocessError if it cannot be compiled or loaded.
     """
     sources = [_SOURCE, *sorted(_SOURCE.with_name("native").glob("*.h"))]
-    flags = [*_FLAGS, *(f"-m{flag.replace('_', '-')}" for flag in sorted(_TILES) if tiles)]
+    flags = [*_FLAGS, *_MORE[name]]
     made_of = _digest(*(source.read_bytes() for source in sources), " ".join(flags).encode())
     try:
-        command, version = _compiler()
+        command, version = compiler()
     except (OSError, subprocess.SubprocessError):
         for cached in _whole(f"{made_of}-*.so"):
             return load(cached)
         raise
-    name = f"{made_of}-{_digest(version, ' '.join(command).encode())}"
-    for cached in _whole(f"{name}-*.so"):
+    stem = f"{made_of}-{_digest(version, ' '.join(command).encode())}"
+    for cached in _whole(f"{stem}-*.so"):
         return load(cached)
-    return _compile([*command, *flags], name, load)
+    return _compile([*command, *flags], stem, load)
 
 
-def _compiler() -> tuple[list[str], bytes]:
+def compiler() -> tuple[list[str], bytes]:
     """Return the compiler's command and version output. Raises OSError or SubprocessError if there is none."""
     named = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if not named:
@@ -79,6 +84,15 @@ def _compiler() -> tuple[list[str], bytes]:
     except ValueError as error:
         raise OSError(f"CXX={named!r} is no command ({error}).") from error
     return command, subprocess.run([*command, "--version"], capture_output=True, check=True, timeout=60).stdout
+
+
+def compiler_line() -> str:
+    """Return the compiler's command and the first line of its version, or why there is none."""
+    try:
+        command, version = compiler()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"none: {error}"
+    return f"{shlex.join(command)}: {version.decode(errors='replace').partition(chr(10))[0]}"
 
 
 def _whole(pattern: str) -> list[Path]:
@@ -93,12 +107,12 @@ def _whole(pattern: str) -> list[Path]:
     return found
 
 
-def _compile(command: list[str], name: str, load: Callable[[Path], _Library]) -> _Library:
+def _compile(command: list[str], stem: str, load: Callable[[Path], _Library]) -> _Library:
     """Compile the kernels, cache the library if the cache is writable, and load it."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "kernels.so"
         subprocess.run([*command, str(_SOURCE), "-o", str(made)], capture_output=True, check=True, timeout=600)
-        cached = cache_dir() / "kernels" / f"{name}-{sha256_of(made)[:_DIGITS]}.so"
+        cached = cache_dir() / "kernels" / f"{stem}-{sha256_of(made)[:_DIGITS]}.so"
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
             with replacing(cached) as draft:

@@ -3,13 +3,14 @@
 // This file is the C interface for ctypes. kernels.py compiles it on the user's machine. It is one translation unit: the
 // headers in native/ keep their contents in an anonymous namespace. bf16 values are passed as uint16_t.
 //
-// A packed weight W [N, K] has oneDNN's layout, in panels of output columns: [N / PANEL][K / 2][PANEL][2]. With AMX,
-// panels have 32 columns and products run on its tiles; otherwise they have 64 columns and products run on vectors. A
-// weight may hold fp8 numbers in the same places, with a scale per column: half the bytes, and each number is a bf16.
-// Or it holds ggml's blocks, in panels of 16 columns (blocks.h).
+// A packed weight W [N, K] has oneDNN's layout, in panels of output columns: [N / side][K / 2][side][2]. oneDNN chooses
+// the side, 32 with AMX and else 64. A weight may hold fp8 numbers in the same places, with a scale per column: half the
+// bytes, and each number is a bf16. Or it holds ggml's blocks, in records of 16 columns (blocks.h).
+// Compiled for AMX, products with bf16 and fp8 numbers run on its tiles, otherwise on vectors.
 // Arithmetic is in fp32. Values are rounded when they are stored: after norms, products, residuals and gates.
 
 #include "native/layers.h"
+#include "native/records.h"
 #include "native/statistics.h"
 
 #include <sys/syscall.h>
@@ -29,16 +30,26 @@ int fsd_prepare() {
 #endif
 }
 
-// y [count, depth] = rows `ids` [count] of a packed weight [rows, depth]. Returns the number of ids out of range.
-int64_t fsd_rows(const bf16* weight, int64_t rows, int64_t depth, const int64_t* ids, int64_t count, bf16* y) {
+// Whether products run on AMX tiles.
+int fsd_tiles() {
+#ifdef __AMX_BF16__
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// y [count, depth] = rows `ids` [count] of a weight in bf16. Returns the number of ids out of range.
+int64_t fsd_rows(const fsd_linear* layer, const int64_t* ids, int64_t count, bf16* y) {
+  const int64_t side = layer->side, depth = layer->depth;
   int64_t wrong = 0;
   for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] < 0 || ids[i] >= rows) {
+    if (ids[i] < 0 || ids[i] >= layer->columns) {
       ++wrong;
       continue;
     }
-    const bf16* const first = weight + ids[i] / PANEL * PANEL * depth + ids[i] % PANEL * 2;
-    for (int64_t k = 0; k < depth; k += 2) std::memcpy(y + i * depth + k, first + k * PANEL, 2 * sizeof(bf16));
+    const bf16* const first = (const bf16*)layer->panels + ids[i] / side * side * depth + ids[i] % side * 2;
+    for (int64_t k = 0; k < depth; k += 2) std::memcpy(y + i * depth + k, first + k * side, 2 * sizeof(bf16));
   }
   return wrong;
 }
@@ -48,7 +59,7 @@ int64_t fsd_block_bytes(int64_t kind, int64_t columns, int64_t depth) {
   int64_t bytes = 0;
   with_form(kind, [&](auto form) {
     using F = decltype(form);
-    if (columns % PANEL == 0 && depth % F::SPAN == 0) bytes = columns / LANES * (depth / F::SPAN) * F::RECORD;
+    if (columns % BLOCK_SIDE == 0 && depth % F::SPAN == 0) bytes = columns / LANES * (depth / F::SPAN) * F::RECORD;
   });
   return bytes;
 }
@@ -112,8 +123,8 @@ int64_t fsd_block_rows(const fsd_linear* layer, const int64_t* ids, int64_t coun
   return wrong;
 }
 
-// The columns of a packed weight's panel.
-int fsd_panel() { return (int)PANEL; }
+// The columns that a weight in blocks counts as a panel.
+int64_t fsd_block_side() { return BLOCK_SIDE; }
 
 // y [rows, columns] of x [rows, depth]. many: widen weights in blocks to bf16 first, as prompts do.
 void fsd_linear_forward(const bf16* x, const fsd_linear* layer, bf16* y, int64_t rows, int many, int threads) {

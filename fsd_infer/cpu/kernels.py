@@ -5,6 +5,9 @@ the weights, and starting small operations takes a third of a forward. ``kernels
 and a whole decoder layer of the Llama kind in one call. It is compiled once with the local C++ compiler and cached.
 Without a compiler or AVX512-BF16, or with FSD_KERNELS=0, torch computes the same results within bf16 rounding.
 
+There are two sets of kernels (:mod:`fsd_infer.cpu.sets`). Both read all packed weights. "avx512" computes on vectors.
+"amx" computes products with bf16 and fp8 numbers, and of many rows, on tiles. FSD_KERNELS forces one of them.
+
 A row's result depends neither on the number of rows beside it nor on slots that it does not see. So a tree's logits
 equal those of decoding token by token, bit by bit.
 """
@@ -12,9 +15,10 @@ equal those of decoding token by token, bit by bit.
 from __future__ import annotations
 
 import ctypes
-import os
+import logging
 import threading
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,82 +27,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsd_infer.device.cpuinfo import cpu_flags
+from fsd_infer.cpu.codebooks import rewritten
+from fsd_infer.cpu.sets import VARIABLE, wanted
+from fsd_infer.cpu.structs import Forward, Linear, Stack, Tree
+from fsd_infer.device.cores import team_size
+from fsd_infer.errors import KernelsError
+
+logger = logging.getLogger(__name__)
 
 PLAIN_DIVERGENCES = ("kl_qp", "kl_pq", "js", "ag", "tv")  # numbered as ``Kind`` in kernels.cpp
 _FEW_NUMBERS = 2**18  # one thread reads these before a second one wakes up
 MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
+SIDES = (64, 32)  # columns of a packed weight's panels that the kernels know
 FEW_TOKENS = 64  # per text: forwards over at most this many agree bit by bit, whatever runs beside them
-NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}
-
 
 TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
-
-
-class Linear(Structure):
-    """The struct ``fsd_linear`` of kernels.cpp."""
-
-    _fields_ = [
-        ("panels", c_void_p),
-        ("kind", c_int64),
-        *((name, c_void_p) for name in ("scales", "bias")),
-        *((name, c_int64) for name in ("columns", "depth")),
-    ]
-
-
-class Layer(Structure):
-    """The struct ``fsd_layer`` of kernels.cpp."""
-
-    _fields_ = [
-        *((name, Linear) for name in ("query", "key", "value", "output", "gate", "up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "query_norm", "key_norm", "mlp_norm")),
-    ]
-
-
-class Stack(Structure):
-    """The struct ``fsd_stack`` of kernels.cpp."""
-
-    _fields_ = [
-        ("layers", POINTER(Layer)),
-        *((name, c_int64) for name in ("number", "hidden", "inner", "query_heads", "key_heads", "width")),
-        *((name, c_float) for name in ("epsilon", "scale")),
-    ]
-
-
-class Forward(Structure):
-    """The struct ``fsd_forward`` of kernels.cpp."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("batch", "count")),
-        *((name, c_void_p) for name in ("x", "attended", "positions", "slots", "cosine", "sine")),
-        ("angles", c_int64),
-        ("visible", POINTER(c_void_p)),
-        ("used", c_int64),
-        *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("capacity", "layer_stride", "batch_stride", "head_stride", "slot_stride")),
-        ("outputs", POINTER(c_void_p)),
-        *((name, c_void_p) for name in ("final_norm", "out", "scratch")),
-        *((name, c_int64) for name in ("many", "threads")),
-    ]
-
-
-class Tree(Structure):
-    """``fsd_tree`` of kernels.cpp."""
-
-    _fields_ = [*((name, c_void_p) for name in ("tokens", "parents", "scores", "proposers")), ("count", c_int64)]
 
 
 _ROWS = (c_int, c_void_p, c_void_p, c_int64)  # bf16 or fp32, numbers, which rows, and a length
 # result and arguments of the functions of kernels.cpp, whose names begin with fsd_
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "prepare": (c_int,),
-    "panel": (c_int,),
+    "tiles": (c_int,),
+    "block_side": (c_int64,),
     "linear_forward": (None, c_void_p, POINTER(Linear), c_void_p, c_int64, c_int, c_int),
     "stack_forward": (c_int64, POINTER(Stack), POINTER(Forward)),
     "scratch": (c_int64, POINTER(Stack), POINTER(Forward)),
     "row_statistics": (None, *_ROWS, c_int64, *[c_void_p] * 3, c_int),
     "row_entropies": (None, *_ROWS, c_int64, c_void_p, c_int),
-    "rows": (c_int64, c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p),
+    "rows": (c_int64, POINTER(Linear), c_void_p, c_int64, c_void_p),
     "block_bytes": (c_int64, *[c_int64] * 3),
     "block_pack": (c_int64, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int),
     "block_rows": (c_int64, POINTER(Linear), c_void_p, c_int64, c_int, c_void_p, c_int),
@@ -114,7 +71,8 @@ class Kernels:
     """The compiled library. Tensors are bf16, contiguous, and on the CPU.
 
     Attributes:
-        panel: output columns per panel of a packed weight.
+        name: of the set, "amx" or "avx512".
+        block_side: the columns that a weight in blocks counts as a panel.
 
     Raises:
         OSError: the library cannot be loaded, or the system does not grant AMX.
@@ -127,7 +85,8 @@ class Kernels:
             function.restype, function.argtypes = result, arguments
         if library.fsd_prepare():
             raise OSError("the system does not grant the use of AMX")
-        self.panel: int = library.fsd_panel()
+        self.name = "amx" if library.fsd_tiles() else "avx512"
+        self.block_side: int = library.fsd_block_side()
         self.block_bytes = library.fsd_block_bytes
         self._memory = threading.local()
 
@@ -135,7 +94,7 @@ class Kernels:
         """Multiply x [..., depth] with a packed weight and add its bias: [..., columns]."""
         y = x.new_empty((*x.shape[:-1], layer.columns))
         rows, many = x.numel() // x.shape[-1], x.dim() > 1 and x.shape[-2] > FEW_TOKENS
-        self._library.fsd_linear_forward(x.data_ptr(), layer, y.data_ptr(), rows, many, torch.get_num_threads())
+        self._library.fsd_linear_forward(x.data_ptr(), layer, y.data_ptr(), rows, many, team_size())
         return y
 
     def pack_blocks(self, kind: int, rows: np.ndarray, depth: int, order: Tensor | None) -> Tensor | None:
@@ -154,7 +113,8 @@ class Kernels:
         if not size:
             return None
         panels = torch.zeros(size, dtype=torch.uint8)
-        taken = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), torch.get_num_threads()
+        rows = rewritten(kind, rows)
+        taken = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), team_size()
         wrong = self._library.fsd_block_pack(kind, *taken)
         if wrong:
             raise ValueError(f"{wrong} scales that are no finite numbers")
@@ -163,7 +123,7 @@ class Kernels:
     def block_rows(self, layer: Linear, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return :meth:`rows` of a weight in blocks, in bf16 or fp32."""
         found = torch.empty(*ids.shape, layer.depth, dtype=dtype)
-        narrow, threads = dtype == torch.bfloat16, torch.get_num_threads() if ids.numel() > FEW_TOKENS else 1
+        narrow, threads = dtype == torch.bfloat16, team_size() if ids.numel() > FEW_TOKENS else 1
         if self._library.fsd_block_rows(layer, ids.data_ptr(), ids.numel(), narrow, found.data_ptr(), threads):
             raise _no_rows(ids, layer)
         return found
@@ -171,8 +131,7 @@ class Kernels:
     def rows(self, layer: Linear, ids: Tensor) -> Tensor:
         """Return rows ids [...] of a weight in bf16: [..., depth]. Raises IndexError for an id outside it."""
         found = torch.empty(*ids.shape, layer.depth, dtype=torch.bfloat16)
-        taken = layer.panels, layer.columns, layer.depth, ids.data_ptr(), ids.numel(), found.data_ptr()
-        if self._library.fsd_rows(*taken):
+        if self._library.fsd_rows(layer, ids.data_ptr(), ids.numel(), found.data_ptr()):
             raise _no_rows(ids, layer)
         return found
 
@@ -201,7 +160,7 @@ class Kernels:
         log_q = torch.empty(*logits.shape[:-1], count)
         where = torch.empty(log_q.shape, dtype=torch.long)
         columns = logits.shape[-1]
-        narrow, rows, threads = logits.dtype == torch.bfloat16, logits.numel() // columns, torch.get_num_threads()
+        narrow, rows, threads = logits.dtype == torch.bfloat16, logits.numel() // columns, team_size()
         self._library.fsd_likeliest(
             narrow, logits.data_ptr(), rows, columns, count, log_q.data_ptr(), where.data_ptr(), threads
         )
@@ -210,7 +169,7 @@ class Kernels:
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
         """Compute :func:`fsd_infer.cpu.ops.keep_largest` of scores [..., V] in fp32."""
         found, columns = torch.empty_like(scores), scores.shape[-1]
-        rows, threads = scores.numel() // columns, torch.get_num_threads()
+        rows, threads = scores.numel() // columns, team_size()
         self._library.fsd_keep_largest(scores.data_ptr(), rows, columns, count, other, found.data_ptr(), threads)
         return found
 
@@ -261,7 +220,7 @@ class Kernels:
         for x, which in zip((p, q), rows):
             _checked(which, x)
         out = torch.empty(p.shape[:-1] if rows[0] is None else rows[0].shape)
-        kind, threads = PLAIN_DIVERGENCES.index(name), torch.get_num_threads()
+        kind, threads = PLAIN_DIVERGENCES.index(name), team_size()
         of_p, of_q = ((*_rows(x, which), x.shape[-1]) for x, which in zip((p, q), rows, strict=True))
         self._library.fsd_divergence(kind, out.numel(), *of_p, *of_q, address_of(ids), out.data_ptr(), threads)
         return out
@@ -281,14 +240,46 @@ class Kernels:
             raise IndexError(f"slots or positions beyond a cache with {forward.capacity} slots.")
 
 
+@dataclass(frozen=True)
+class Found:
+    """The kernels of this process, None for torch alone, and why.
+
+    Attributes:
+        forced: whether FSD_KERNELS asked for them, or for none.
+        failed: whether better ones could not be compiled or loaded.
+    """
+
+    kernels: Kernels | None
+    why: str
+    forced: bool
+    failed: bool = False
+
+
 @cache
-def kernels() -> Kernels | None:
-    """Return the kernels, compiled if needed; None if this machine cannot run them. The log says why."""
-    if os.environ.get("FSD_KERNELS") == "0" or not NEEDED <= cpu_flags():
-        return None
+def found() -> Found:
+    """Return the best kernels that this machine can run, compiled if needed. A warning says what failed.
+
+    Raises:
+        KernelsError: FSD_KERNELS names kernels that do not exist, that this processor cannot run, or that cannot be
+            compiled.
+    """
+    sets = wanted()
+    if not sets.names:
+        return Found(None, sets.why, sets.forced)
     from fsd_infer.cpu.build import build  # imported late: rules need no compiler
 
-    return build(Kernels)
+    compiled, failed = build(Kernels, sets.names)
+    if compiled is None and sets.forced:
+        raise KernelsError(f"{VARIABLE} asks for kernels that cannot be compiled or loaded here ({failed}).")
+    if failed:
+        without = "our CPU kernels" if compiled is None else "AMX"
+        logger.warning("decoding runs slower, without %s: %s", without, failed)
+    return Found(compiled, failed or sets.why, sets.forced, bool(failed))
+
+
+def kernels() -> Kernels | None:
+    """Return the kernels of :func:`found`; None if this machine cannot run them."""
+    return found().kernels
 
 
 def _no_rows(ids: Tensor, layer: Linear) -> IndexError:
@@ -312,11 +303,11 @@ def _rows(logits: Tensor, rows: Tensor | None) -> tuple[bool, int, int | None]:
 
 
 def _threads(count: int, columns: int) -> int:
-    return torch.get_num_threads() if count * columns > _FEW_NUMBERS else 1
+    return team_size() if count * columns > _FEW_NUMBERS else 1
 
 
-def panels_of(weight: Tensor, packed: Tensor) -> int | None:
-    """Return the address of a weight's packed copy if the kernels can read its layout, else None.
+def panels_of(weight: Tensor, packed: Tensor) -> tuple[int, int] | None:
+    """Return where a weight's packed copy is and the columns of its panels, if the kernels can read its layout.
 
     oneDNN chooses the layout by machine and version, so this compares the bytes of the first and last panel.
 
@@ -325,17 +316,22 @@ def panels_of(weight: Tensor, packed: Tensor) -> int | None:
         packed: oneDNN's packed copy.
     """
     columns, depth = weight.shape
-    compiled = kernels()
-    if compiled is None or columns % compiled.panel or depth % 32:
-        return None
-    side = compiled.panel
     size = columns * depth * weight.element_size()
-    if not hasattr(torch.ops.mkldnn, "data_ptr") or torch.ops.mkldnn._nbytes(packed) != size:
+    if kernels() is None or depth % 32 or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return None
+    if torch.ops.mkldnn._nbytes(packed) != size:
         return None
     address = int(torch.ops.mkldnn.data_ptr(packed))
-    raw = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16).view(-1, depth * side)
-    for panel in (0, -1):
-        rows = weight.view(torch.int16).unflatten(0, (-1, side))[panel]
-        if not torch.equal(raw[panel], rows.view(side, depth // 2, 2).transpose(0, 1).reshape(-1)):
-            return None
-    return address
+    raw = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16)
+    for side in SIDES:
+        if columns % side:
+            continue
+        panels, rows = raw.view(-1, depth * side), weight.view(torch.int16).unflatten(0, (-1, side))
+        if all(torch.equal(panels[at], in_panels(rows[at], side).flatten()) for at in (0, -1)):
+            return address, side
+    return None
+
+
+def in_panels(weight: Tensor, side: int) -> Tensor:
+    """Return a weight [out, in] in panels [out / side, in / 2, side, 2]."""
+    return weight.view(-1, side, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()

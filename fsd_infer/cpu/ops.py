@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cpu.blocks import Blocks, keep_groups
-from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, kernels
+from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, found, kernels
+from fsd_infer.cpu.losses import READS, say, say_what_is_lost
 from fsd_infer.cpu.packing import (
     hold_blocks,
     holds_blocks,
@@ -25,17 +26,21 @@ from fsd_infer.cpu.packing import (
     weight_rows,
 )
 from fsd_infer.cpu.stack import DecoderStack
+from fsd_infer.errors import KernelsError
 
 __all__ = [
+    "READS",
     "Blocks",
     "DecoderStack",
     "ancestors",
+    "compiler_line",
     "forget_stacks",
     "hold_blocks",
     "holds_blocks",
     "is_plain",
     "keep_groups",
     "keep_largest",
+    "kernel_choice",
     "kernel_kind",
     "likeliest",
     "packed_products",
@@ -45,6 +50,7 @@ __all__ = [
     "row_entropies",
     "row_maxima",
     "row_statistics",
+    "say",
     "speed_up",
     "stack_of",
     "table_size",
@@ -57,9 +63,24 @@ _STACK = "_decoder_stack"  # attribute of a module that owns decoder layers
 
 
 def kernel_kind() -> str | None:
-    """Return which kernels run here: "amx", "avx512", or None for torch alone. Compiles them if needed."""
+    """Return which set of kernels runs here: "amx", "avx512", or None for torch alone. Compiles them if needed."""
     compiled = kernels()
-    return None if compiled is None else "amx" if compiled.panel == 32 else "avx512"
+    return None if compiled is None else compiled.name
+
+
+def kernel_choice() -> tuple[str | None, str]:
+    """Return :func:`kernel_kind` and why, for a report: an FSD_KERNELS that is wrong is no error but the reason."""
+    try:
+        return kernel_kind(), found().why
+    except KernelsError as error:
+        return None, str(error)
+
+
+def compiler_line() -> str:
+    """Return the C++ compiler's command and the first line of its version, or why there is none."""
+    from fsd_infer.cpu.build import compiler_line as line  # imported late: rules need no compiler
+
+    return line()
 
 
 # rows of logits ---------------------------------------------------------------------------------------------------
@@ -219,7 +240,8 @@ def speed_up(module: nn.Module, release: bool = False, quantize: bool = False) -
     devices = {parameter.device.type for parameter in module.parameters()}
     if "cpu" not in devices or devices - {"cpu", "meta"}:  # "meta": released earlier
         return
-    pack_linears(module, release)
+    if pack_linears(module, release):
+        say_what_is_lost()
     if quantize:
         for packed in packed_products(module):
             packed.quantize()

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cpu.blocks import Blocks, blocks_of
-from fsd_infer.cpu.kernels import MOST_ROWS, Linear, address_of, kernels, panels_of
+from fsd_infer.cpu.kernels import MOST_ROWS, address_of, in_panels, kernels, panels_of
+from fsd_infer.cpu.losses import say
+from fsd_infer.cpu.structs import Linear
 from fsd_infer.device.memory import trim
 
 _COMPUTED = "_computed_weight"  # attribute of a quantised layer
@@ -49,16 +51,16 @@ class Packed:
         self.native: Linear | None = None
         if blocks is None:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-            panels = panels_of(weight, self.weight)
+            place = panels_of(weight, self.weight)
         else:
             taken = (blocks.kind, blocks.rows, self.depth, blocks.order)
             packed = None if self.kernels is None else self.kernels.pack_blocks(*taken)
-            if packed is None:
+            if packed is None or self.kernels is None:
                 raise ValueError("blocks of a kind or size that the kernels do not take")
-            self.weight, panels = packed, packed.data_ptr()
-        if panels is not None:
-            sizes = dict(columns=self.columns, depth=self.depth)
-            self.native = Linear(panels=panels, kind=self.kind, bias=address_of(self.bias), **sizes)
+            self.weight, place = packed, (packed.data_ptr(), self.kernels.block_side)
+        if place is not None:
+            sizes = dict(columns=self.columns, depth=self.depth, side=place[1])
+            self.native = Linear(panels=place[0], kind=self.kind, bias=address_of(self.bias), **sizes)
         self._table: nn.Embedding | None = None  # the tied embedding that it serves too
 
     def put_on(self) -> None:
@@ -89,7 +91,7 @@ class Packed:
         """
         if self.native is None or self.kernels is None or self.scales is not None or self.kind:
             return
-        self.weight, self.scales = fp8_panels(self.dense(), self.kernels.panel)
+        self.weight, self.scales = fp8_panels(self.dense(), self.native.side)
         self.native.panels, self.native.scales = self.weight.data_ptr(), self.scales.data_ptr()
 
     def dense(self) -> Tensor:
@@ -151,7 +153,7 @@ def fp8_panels(weight: Tensor, side: int) -> tuple[Tensor, Tensor]:
     scales = (sizes.amax(1) / values[-1]).clamp_min(torch.finfo(torch.float32).tiny)
     nearest = torch.bucketize(sizes / scales[:, None], (values[1:] + values[:-1]) / 2)
     numbers = torch.where(weight.signbit(), nearest - 128, nearest).to(torch.int8)  # the sign is the highest bit
-    return numbers.view(-1, side, weight.shape[1] // 2, 2).transpose(1, 2).contiguous(), scales
+    return in_panels(numbers, side), scales
 
 
 def packed_of(layer: nn.Module) -> Packed | None:
@@ -180,9 +182,9 @@ def hold_blocks(layer: nn.Linear | nn.Embedding, blocks: Blocks) -> None:
 
 
 def holds_blocks(kind: int, columns: int, depth: int) -> bool:
-    """Return whether our kernels take a weight [columns, depth] in such blocks. With AMX weights are expanded."""
+    """Return whether our kernels take a weight [columns, depth] in such blocks."""
     compiled = kernels()
-    return compiled is not None and compiled.panel == 64 and compiled.block_bytes(kind, columns, depth) > 0
+    return compiled is not None and compiled.block_bytes(kind, columns, depth) > 0
 
 
 def _no_rows_of(weight: Tensor) -> nn.Parameter:
@@ -205,7 +207,7 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
     holders = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
     owner: Any = module
     head = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
-    count = 0
+    count = left = 0
     for layer in module.modules():
         if packed_of(layer) is not None:
             continue
@@ -216,6 +218,13 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
             if release and holders[id(layer.weight)] == 1:
                 made.release()
             count += 1
+        elif layer is not head:
+            left += isinstance(layer, nn.Linear) and not is_plain(layer)
+    if left and kernels() is not None:
+        say(
+            f"{left} quantised layers of a {type(module).__name__} compute by their library, slower: our kernels read "
+            "8 or 4 bits with scales for rows, or for groups of 32 columns or a multiple, in models in bf16."
+        )
     if release:
         _share_embedding(module)
     return count

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu.kernels import FEW_TOKENS, MOST_ROWS, Forward, Kernels, Layer, Stack, address_of, kernels
+from fsd_infer.cpu.kernels import FEW_TOKENS, MOST_ROWS, Kernels, address_of, kernels
 from fsd_infer.cpu.packing import packed_of
+from fsd_infer.cpu.structs import Forward, Layer, Stack
+from fsd_infer.device.cores import team_size
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # depend on the position alone
-# most slots that many tokens may attend to, by panel (32: AMX): above, torch is faster
-MOST_SLOTS = {64: 512, 32: 2048}
+# most slots that many tokens may attend to, by set of kernels: above, torch is faster
+MOST_SLOTS = {"avx512": 512, "amx": 2048}
 _CAPTURE = "transformers.utils.output_capturing"  # its hooks only record outputs, on request
 
 
@@ -80,7 +82,7 @@ class DecoderStack:
     def takes(self, visible: Tensor) -> bool:
         """Return whether the kernels are fastest for a mask [B, M, S]; above their limits torch is."""
         batch, count, used = visible.shape
-        return batch * count <= MOST_ROWS and (count <= FEW_TOKENS or used <= MOST_SLOTS[self.kernels.panel])
+        return batch * count <= MOST_ROWS and (count <= FEW_TOKENS or used <= MOST_SLOTS[self.kernels.name])
 
     def __call__(
         self,
@@ -144,7 +146,7 @@ class DecoderStack:
             final_norm=norm.weight.data_ptr() if within else None,
             out=out.data_ptr(),
             many=count > FEW_TOKENS,
-            threads=torch.get_num_threads(),
+            threads=team_size(),
         )
         self.kernels.stack(self._stack, forward)
         if norm is not None and not within:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +24,14 @@ from fsd_infer.engine.request import Outcome, Round
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.registry import is_whole
 from fsd_infer.request.guide import Guide, GuideProcessor
+from fsd_infer.request.options import shaping
 from fsd_infer.rules import RuleLike
 from fsd_infer.targets.adapters import put_beside
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import id_list
 
+log = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -129,6 +132,12 @@ class FuzzyDecoder:
         if cuda_graphs:
             decoder.use_graphs()
         decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack is not False)
+        if left_out := shaping(getattr(wrapped.model, "generation_config", None)):
+            listed = ", ".join(f"{name}={value!r:.60}" for name, value in left_out.items())
+            log.warning(
+                "the generation config of %s sets %s. Answers follow the target's own law without these, unless a "
+                "request names them.", wrapped.name, listed,
+            )  # fmt: skip
         return decoder
 
     def use_graphs(self, recorder: Recorder | None = None) -> None:
@@ -197,7 +206,7 @@ class FuzzyDecoder:
 
     def _encode_text(self, text: str, chat: bool | None) -> list[int]:
         tokenizer = need_tokenizer(self.target.tokenizer, self.target.name)
-        if not text.strip():
+        if not text:
             raise FsdError("the prompt is empty: give some text.")
         if chat or (chat is None and tokenizer.chat_template):
             return encode_chat(tokenizer, [{"role": "user", "content": text}])
@@ -227,6 +236,7 @@ class FuzzyDecoder:
         streamer: Any = None,
         on_tokens: Callable[[int, list[int]], object] | None = None,
         on_round: Callable[[int, Round], object] | None = None,
+        ends: Callable[[int, int], str | None] | None = None,
         chat: bool | None = None,
         measure_log_likelihood: bool = False,
         max_cache_bytes: int | None = None,
@@ -243,7 +253,9 @@ class FuzzyDecoder:
                 returns. Padding is left out as in transformers: where the mask is 0, or a tensor has the padding token.
             rule: a rule or its text, ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``; or a list of them, one per
                 prompt; or "calibrated" for the setting of `fsd-infer calibrate` at the request's temperature.
-            generation_config: as in transformers (default: the model's).
+            generation_config: as in transformers. By default answers follow the target's own law: of the model's
+                configuration only special tokens and lengths count, and transformers' top_k of 50 does not. Pass the
+                model's configuration to decode by it.
             drafter: another drafter for this call.
             adapter: the adapter to decode with, one of ``adapters`` of :meth:`from_pretrained`, or "none" for the base
                 (default: the model's active adapter).
@@ -253,6 +265,8 @@ class FuzzyDecoder:
             on_tokens: called with (prompt's index, new tokens) when tokens are final. If the callback returns a true
                 value, that answer stops.
             on_round: called with (prompt's index, a :class:`.Round`) before ``on_tokens``.
+            ends: called with (prompt's index, token) for each token, before the other callbacks. It returns why the
+                answer ends with this token, "stop" or "length", or None.
             chat: see :meth:`encode`.
             measure_log_likelihood: record the target's mean log-probability of the answer.
             max_cache_bytes: refuse a request whose KV caches take more (default: the free memory).
@@ -273,22 +287,26 @@ class FuzzyDecoder:
             config = generation_config or self.target.model.generation_config
             drafter = self.drafter if drafter is None else drafter
             pad, eos = (overrides.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id"))
-            ends = frozenset(id_list("eos_token_id", eos))
-            padding = pad if isinstance(pad, int) and pad not in ends else None
+            closing = frozenset(id_list("eos_token_id", eos))
+            padding = pad if isinstance(pad, int) and pad not in closing else None
             ids = [self.encode(prompt, chat) for prompt in _as_list(prompts, padding)]
             if schema is not None and guide is not None:
                 raise FsdError("schema is short for a guide: give one of the two.")
             guide = guide if schema is None else Guide.json_schema(schema)
-            if guide is not None:
-                followed = self._follow(guide, ids, ends)
+            followed = None if guide is None else self._follow(guide, ids, closing)
+            if followed is not None:
                 overrides["logits_processor"] = [*(overrides.get("logits_processor") or []), followed]
-                if isinstance(drafter, Drafter) and (overrides.get("num_beams") or config.num_beams or 1) == 1:
+                beams = overrides.get("num_beams") or getattr(generation_config, "num_beams", None) or 1
+                if isinstance(drafter, Drafter) and beams == 1:
                     drafter = ForcedDrafter(drafter, followed.forced, followed.vocab_size)
             request, config = prepare(self.target, ids, generation_config, overrides)
-            request.on_tokens, request.on_round, request.cache_keys = on_tokens, on_round, cache_keys
+            request.on_tokens, request.on_round, request.ends = on_tokens, on_round, ends
+            request.cache_keys = cache_keys
             request.measure_log_likelihood, request.max_cache_bytes = measure_log_likelihood, max_cache_bytes
             options: dict[str, Any] = dict(streamer=streamer, seed=seed, beam_options=beam_options)
             outcome = decode_request(self.target, drafter, rule, request, config, **options)
+            if followed is not None:
+                followed.check(outcome.sequences)
             tokenizer = self.target.tokenizer
             texts = [tokenizer.decode(s, skip_special_tokens=True) if tokenizer else "" for s in outcome.sequences]
         return Generation(**vars(outcome), texts=texts)

@@ -30,7 +30,14 @@ from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.engine.beams import BeamOptions, decode_beams
 from fsd_infer.errors import FsdError, ModelLoadError, shortened
 from fsd_infer.registry import is_whole
-from fsd_infer.request.options import check_config, check_inputs, check_numbers, reads_prompts, split_options
+from fsd_infer.request.options import (
+    check_config,
+    check_inputs,
+    check_numbers,
+    only_stated,
+    reads_prompts,
+    split_options,
+)
 from fsd_infer.rules import RuleLike, parse_rules
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import left_pad, left_padded, pad_id
@@ -118,10 +125,10 @@ def target_of(model: Any) -> Target:
 def prepare(
     target: Target, prompts: list[list[int]], given: GenerationConfig | None, overrides: Mapping[str, Any]
 ) -> tuple[Request, GenerationConfig]:
-    """Return a request and its complete configuration, by the methods of ``generate`` (transformers 5.16 to 5.23).
+    """Return a request and its complete configuration, by the methods of ``generate`` (transformers 5.16 to 5.24).
 
     Args:
-        target: its configuration supplies the defaults.
+        target: its configuration supplies special tokens and lengths, but nothing that shapes the law.
         prompts: token ids, without padding.
         given: a configuration, or None.
         overrides: fields of the configuration, ``logits_processor``, ``stopping_criteria`` and
@@ -136,12 +143,14 @@ def prepare(
         raise FsdError(f"generation_config is a GenerationConfig, got {type(given).__name__}.")
     model = target.model
     fields, processing, stopping = split_options(overrides)
-    sources = (vars(model.generation_config), {} if given is None else vars(given), fields)
-    stated = {name: value for source in sources for name, value in source.items() if value is not None}
+    asked = _set({} if given is None else vars(given)) | _set(fields)
+    own = _set(vars(model.generation_config))
+    stated = {name: own[name] for name in own.keys() & {"max_length", "max_new_tokens"}} | asked
     check_numbers(stated)
     length = max(map(len, prompts))
     try:
         config: GenerationConfig = model._prepare_generation_config(given, **fields)[0]
+        only_stated(config, asked)
         check_config(config, model.generation_config)
         _check_stop_strings(config, target)
         model._prepare_special_tokens(config, True, device=target.device, batch_size=len(prompts))
@@ -158,12 +167,16 @@ def prepare(
     except FsdError:
         raise
     except Exception as error:
-        asked = ", ".join([*fields, *([] if given is None else ["generation_config"])]) or "of the model's own config"
-        raise FsdError(f"transformers refuses these options ({asked}): {shortened(error)}") from error
+        named = ", ".join([*fields, *([] if given is None else ["generation_config"])]) or "of the model's own config"
+        raise FsdError(f"transformers refuses these options ({named}): {shortened(error)}") from error
     if (config.num_beams or 1) == 1:
         prompts = [prompt for prompt in prompts for _ in range(config.num_return_sequences or 1)]
     padded = left_padded(prompts, pad) if any(len(prompt) < length for prompt in prompts) else None
     return request_of(prompts, padded, config, processors, criteria), config
+
+
+def _set(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def request_of(

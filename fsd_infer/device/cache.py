@@ -6,12 +6,28 @@ path copies that path's keys and values to their final slots. The next round ove
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from typing import Any
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+def cache_argument(kind: type[nn.Module]) -> str:
+    """Return the name under which a model or layer of this class takes its cache.
+
+    It is ``cache`` since transformers 5.24. Earlier versions, and code from the Hub, say ``past_key_values``.
+    """
+    return _argument_of(kind.forward)
+
+
+@cache
+def _argument_of(forward: Hashable) -> str:
+    return "cache" if "cache" in inspect.signature(cast(Any, forward)).parameters else "past_key_values"
 
 
 class _SlotLayer(CacheLayerMixin):

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import lists
-from fsd_infer.drafters.estimates import KNOTS, AutoMemory, Costs, Knowledge, LawKind, Trees
+from fsd_infer.drafters.estimates import KNOTS, AutoMemory, Costs, Kind, Knowledge, LawKind, Trees
 from fsd_infer.tree import DraftTree
 
 RATE_MEMORY, GAIN_MEMORY = 20, 15  # rounds of a text
@@ -52,6 +52,8 @@ TRIALS, LEAST_TRIALS = 12, 4  # first rounds of one row, and of any batch; every
 ATTEMPT, ATTEMPTS_SHARE = 2, 0.03  # rounds of an attempt after a pause; share of tokens that attempts may cost
 AHEAD = 3  # depths that the decision to go on looks ahead
 MOST_TOGETHER = 160  # nodes of all trees in a batch
+RECENT, USUAL = 5, 8  # trees whose median size is typical, and the size before any
+MOST_LEAST = 0.25  # of least_chance
 
 
 class Step(NamedTuple):
@@ -61,13 +63,13 @@ class Step(NamedTuple):
         parent: node number of the parent.
         log_q: the drafter's ln q of the step.
         first: whether it is the likeliest of its siblings.
-        grafted: whether another drafter proposed it.
+        kind: how it was proposed.
     """
 
     parent: int
     log_q: float
     first: bool
-    grafted: bool = False
+    kind: Kind = Kind.LIKELY
 
 
 class AutoTree:
@@ -182,11 +184,23 @@ class AutoTree:
             chances += drafts
         self._covered_gain = max(self._covered_gain, self._best_gain(sorted(chances, reverse=True))[0])
 
-    def expand(self, log_q: Tensor) -> Tensor | None:
+    @property
+    def least_chance(self) -> float:
+        """The least chance of acceptance at which a node is worth verifying, in a tree as large as the last ones."""
+        slopes, nodes = self.known.costs.forward_slopes.weights, self.trees.nodes[-RECENT:] or [USUAL]
+        typical = sorted(nodes)[len(nodes) // 2] * self.batch
+        return min(max(self.rate.value * slopes[max(bisect_left(KNOTS, typical) - 1, 0)], UNLIKELY), MOST_LEAST)
+
+    def reach(self, scores: Tensor) -> Tensor:
+        """Return the log chance that each of the nodes that were expanded last is accepted: [B, E], as ``scores``."""
+        return torch.tensor(self._frontier, dtype=scores.dtype, device=scores.device).log()
+
+    def expand(self, log_q: Tensor, drawn: Tensor | None = None) -> Tensor | None:
         """Choose which candidates of this depth to expand.
 
         Args:
             log_q: [B, E, w] ln q of the candidates under the nodes that were expanded last, falling along w.
+            drawn: [B, E, w] which of them were drawn; None: none.
 
         Returns:
             [B, E'] places among a row's E · w candidates, the likeliest first; None if drafting stops here.
@@ -195,10 +209,13 @@ class AutoTree:
         best: list[list[int]] = []
         frontier: list[list[float]] = []
         most, known = log_q.shape[2], self.known
-        for row, before in zip(log_q.tolist(), self._frontier):
+        last = torch.zeros_like(log_q[..., 0]) if drawn is None else drawn[..., -1]
+        for row, draws, before in zip(log_q.tolist(), last.tolist(), self._frontier):
             chances: list[float] = []
-            for steps, above in zip(row, before):
+            for steps, draw, above in zip(row, draws, before):
                 chances += [above * curve.chance(step, depth, place == 0) for place, step in enumerate(steps)]
+                if draw:
+                    chances[-1] = above * curve.chance(steps[-1], depth, False, Kind.DRAWN)
             order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)[:most]
             best.append(order)
             frontier.append([chances[place] for place in order])
@@ -268,22 +285,27 @@ class AutoTree:
         Returns:
             [B, K] node numbers, the root and then the likeliest nodes.
         """
-        gains, found, longest = [0.0] * self.most, self._steps_of(tree), 1
+        gains, found, longest, least = [0.0] * self.most, self._steps_of(tree), 1, 1
+        held = torch.zeros_like(tree.is_draft) if tree.held is None else tree.held
         orders = []
-        for _, chances in found:
-            order = sorted(range(1, len(chances)), key=lambda node: -chances[node])  # a parent before its children
+        for (_, chances), must in zip(found, held.tolist()):
+            # nodes that must be verified, then the likeliest; a parent before its children
+            order = sorted(range(1, len(chances)), key=lambda node: (not must[node], -chances[node]))
             orders.append(order)
-            longest = max(longest, 1 + sum(chance > 0.0 for chance in chances[1:]))
+            least = max(least, 1 + sum(must[1:]))
+            longest = max(longest, least, 1 + sum(chance > 0.0 for chance in chances[1:]))
             for drafts, gain in enumerate(accumulate(chances[node] for node in order[: self.most - 1]), 1):
                 gains[drafts] += gain
-        most = min(self.most, longest, max(MOST_TOGETHER // self.batch, 2))
+        most = min(self.most, longest, max(MOST_TOGETHER // self.batch, 2, least))
         costs, rate = self.known.costs, self.rate.value
         sizes = range(1, most + 1) if self.sizes is None else [*(n for n in self.sizes if n < most), most]
-        if self._is_trial:
-            sizes = [n for n in sizes if n > 1] or sizes
+        sizes = [n for n in sizes if n >= max(least, 1 + self._is_trial)] or sizes
         nodes = max(sizes, key=lambda n: gains[n - 1] - rate * costs.forward(n * self.batch))
         self._predict(gains[nodes - 1], nodes)
-        kept = [[0, *order[: nodes - 1]] for order in orders]
+        kept = [
+            [0, *sorted(sorted(order[: nodes - 1]), key=lambda node: -chances[node])]
+            for (_, chances), order in zip(found, orders)
+        ]
         for (steps, _), row in zip(found, kept):
             number = {node: place for place, node in enumerate(row)}
             self._steps.append([steps[node]._replace(parent=number[steps[node].parent]) for node in row])
@@ -307,8 +329,12 @@ class AutoTree:
         """Return every row's steps and chances of acceptance by node."""
         self._steps = []
         found = []
-        proposers = torch.zeros_like(tree.parents) if tree.proposers is None else tree.proposers
-        for scores, parents, grafted in zip(*lists(tree.scores, tree.parents, proposers > 0)):
+        kinds = torch.zeros_like(tree.parents)
+        if tree.proposers is not None:
+            kinds = kinds.masked_fill(tree.proposers > 0, int(Kind.GRAFTED))
+        if tree.drawn is not None:
+            kinds = kinds.masked_fill(tree.drawn, int(Kind.DRAWN))
+        for scores, parents, kind in zip(*lists(tree.scores, tree.parents, kinds)):
             firsts: dict[int, int] = {}  # the likeliest child of each inner node
             for node in range(1, len(scores)):
                 best = firsts.setdefault(parents[node], node)
@@ -318,10 +344,11 @@ class AutoTree:
             for node in range(1, len(scores)):
                 parent = parents[node]
                 depths[node] = depths[parent] + 1
-                step = Step(parent, scores[node] - scores[parent], firsts[parent] == node, grafted[node])
+                first = firsts[parent] == node and kind[node] != Kind.DRAWN
+                step = Step(parent, scores[node] - scores[parent], first, Kind(kind[node]))
                 steps.append(step)
                 above = chances[parent]
-                of_step = self.known.curve.chance(step.log_q, depths[node], step.first, step.grafted)
+                of_step = self.known.curve.chance(step.log_q, depths[node], step.first, step.kind)
                 chances[node] = above * of_step if above > UNLIKELY else 0.0
             found.append((steps, chances))
         return found
@@ -377,4 +404,4 @@ class AutoTree:
             depth_of = dict(zip(way[: count + 1], range(count + 1)))  # of the nodes on the accepted path
             for node, step in enumerate(steps[1:], 1):
                 if step.parent in depth_of:
-                    curve.learn(step.log_q, depth_of[step.parent] + 1, step.first, step.grafted, node in depth_of)
+                    curve.learn(step.log_q, depth_of[step.parent] + 1, step.first, step.kind, node in depth_of)

@@ -36,8 +36,10 @@ class DraftRequest:
         batch: number of rows B.
         slots: most tokens of a row: prompt, answer, and padding where a row emits fewer tokens than others.
         greedy: whether the temperature is 0. Small LMs then draft by argmax, and otherwise sample a chain.
-        process: the request's context-free logits processors, [..., V] to [..., V]; None if there are none.
-        generator: random generator for sampled chains; None: torch's global one.
+        process: the request's logits processors that depend neither on the text nor on ids, such as the temperature,
+            [..., Vd] to [..., Vd]; None if there are none.
+        draws: whether trees may have drawn nodes (:mod:`fsd_infer.drafters.drawing`).
+        generator: random generator of drawn drafts; None: torch's global one.
         device: of the target. Trees are returned there.
         tilt: nats that the rule's law gives for an accepted draft, on average; 0 for laws that favour no draft.
             :mod:`fsd_infer.drafters.visits` chooses trees by it.
@@ -55,6 +57,7 @@ class DraftRequest:
     tilt: float = 0.0
     auto: AutoTree | None = None
     keys: Sequence[str] | None = None
+    draws: bool = False
 
 
 class DraftSession(ABC):

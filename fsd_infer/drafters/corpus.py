@@ -1,80 +1,133 @@
-"""A corpus to draft from: a file of texts with an index beside it, which is built once and then mapped."""
+"""A corpus to draft from: data with an index of their texts beside them, which is built once and then mapped."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import stat
 import sys
+import time
+from array import array
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from fsd_infer.chat.conversations import row_conversation
-from fsd_infer.chat.encoding import encode_chat, encode_text, need_tokenizer
-from fsd_infer.chat.rows import read_jsonl
+from fsd_infer.chat.conversations import check_text, row_conversation
+from fsd_infer.chat.encoding import encode_chat, need_tokenizer
+from fsd_infer.chat.hub_rows import HubRows, is_hub_name
+from fsd_infer.chat.rows import Row, read_rows
 from fsd_infer.drafters.prefixes import END, Prefixes, sorted_prefixes
 from fsd_infer.errors import CheckpointError, DataError, FsdError
-from fsd_infer.files import open_safetensors, replacing, usable_name
+from fsd_infer.files import cache_dir, locked, open_safetensors, replacing, usable_name
 from fsd_infer.targets.target import Target
 
 FORMAT = "fsd-memory-1"
 SUFFIX = ".memory"  # appended to the corpus's name for its index
 IDS = ("prompt_ids", "response_ids")  # fields with token ids, of files that `fsd-train regenerate` wrote
+TOGETHER = 512  # rows that are encoded at once
+EVERY = 5.0  # seconds between reports of progress
+MOST_LEFT_OUT = 0.05  # share of rows that may hold no text
+MOST_TOKENS = 2**31 - 1  # places are of 32 bits
+_ADVICE = "Delete it, and it is made again."
 
 
 def open_corpus(name: str | os.PathLike[str], target: Target) -> Prefixes:
-    """Return the texts of a JSONL file. The index is built if it is missing or older than the file.
+    """Return the texts of a corpus. The index is built if it is missing or older than the corpus.
 
     A row has token ids (``prompt_ids``, ``response_ids`` or both), a ``text``, or a conversation as in training data.
-    An interrupted call leaves no index, and the next call starts again.
+    Rows with none of these are counted and left out, up to :data:`MOST_LEFT_OUT` of all. An interrupted call leaves no
+    index, and the next call starts again.
+
+    Args:
+        name: what :func:`fsd_infer.chat.rows.read_rows` reads, but no pipe: a file, a directory, or a dataset's name on
+            the Hub, whose index is kept in the cache.
+        target: the model whose tokenizer encodes the texts.
 
     Raises:
-        DataError: the file cannot be read, or a row has none of these forms.
+        DataError: the corpus cannot be read, or too many rows have none of these forms.
         CheckpointError: the index is damaged, or belongs to another tokenizer.
     """
-    source = Path(usable_name(name, "corpus"))
-    index = source.with_name(source.name + SUFFIX)
+    text = usable_name(name, "corpus")
+    source, index = Path(text), _index_of(text)
     vocabulary = str(target.fingerprint()["vocabulary_sha256"] or target.vocab_size)
     try:
-        state = source.stat()
-        facts = {"format": FORMAT, "vocabulary": vocabulary, "source": f"{state.st_size} {state.st_mtime_ns}"}
-        with FileLock(f"{index}.lock"):
+        index.parent.mkdir(parents=True, exist_ok=True)
+        facts = {"format": FORMAT, "vocabulary": vocabulary, "source": _state(source, index)}
+        with locked(Path(f"{index}.lock"), source.name):
             return _read(index, facts, target) or _build(source, index, facts, target)
     except OSError as error:
         raise DataError(
-            f"corpus {source}: {error.strerror or error}. Name a JSONL file in a writable folder."
+            f"corpus {source}: {error.strerror or error}. Name a file or directory of texts in a writable folder."
         ) from error
+
+
+def _index_of(name: str) -> Path:
+    if is_hub_name(name):
+        return cache_dir() / "memory" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}{SUFFIX}"
+    whole = Path(os.path.abspath(name))
+    return whole.with_name(whole.name + SUFFIX)
+
+
+def _state(source: Path, index: Path) -> str:
+    """Return what changes when the corpus does. Raises DataError for pipes and devices, which end never or once."""
+    if is_hub_name(source):
+        try:
+            return HubRows.parse(str(source)).digest(str(source))
+        except DataError as error:
+            if not index.is_file():
+                raise
+            print(f"[{source}] drafting from the index of an earlier call ({error})", file=sys.stderr, flush=True)
+            return _facts_of(index).get("source", "")
+    found = source.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        return _state_of(source, found)
+    files = sorted(file for file in source.rglob("*") if not file.is_dir())
+    lines = "".join(f"{file.relative_to(source)} {_state_of(file, file.stat())}\n" for file in files)
+    return hashlib.sha256(os.fsencode(lines)).hexdigest()
+
+
+def _state_of(file: Path, found: os.stat_result) -> str:
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"corpus {file} is a pipe or a device, which cannot be indexed: save its rows in a file.")
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def _facts_of(index: Path) -> dict[str, str]:
+    if not index.is_file():
+        raise CheckpointError(f"{index} is no file, where the corpus's index belongs. {_ADVICE}")
+    with open_safetensors(index, _ADVICE) as file:
+        return file.metadata() or {}
 
 
 def _read(index: Path, facts: dict[str, str], target: Target) -> Prefixes | None:
     """Return the index, or None if it is missing or older than the corpus."""
     if not index.exists():
         return None
-    advice = "Delete it, and it is made again."
-    with open_safetensors(index, advice) as file:
-        found = file.metadata() or {}
-        if found.get("vocabulary") != facts["vocabulary"]:
-            raise CheckpointError(f"{index} is of another tokenizer than {target.name}'s. {advice}")
-        if found != facts:
-            return None
-        tokens, order = (file.get_tensor(name).numpy() for name in ("tokens", "order"))
-    for array, low, high in ((tokens, END, target.vocab_size), (order, 0, len(tokens))):
-        if array.dtype != np.int32 or array.shape != tokens.shape or array.min() < low or array.max() >= high:
-            raise CheckpointError(f"{index} is damaged: its arrays are not an index. {advice}")
-    return Prefixes(tokens, order)
+    found = _facts_of(index)
+    if found.get("vocabulary") != facts["vocabulary"]:
+        raise CheckpointError(f"{index} is of another tokenizer than {target.name}'s. {_ADVICE}")
+    if found != facts:
+        return None
+    with open_safetensors(index, _ADVICE) as file:
+        tokens, order = (file.get_tensor(name) for name in ("tokens", "order"))
+    for values, low, high in ((tokens, END, target.vocab_size), (order, 0, tokens.numel())):
+        flat = values.dtype == torch.int32 and values.dim() == 1 and values.shape == tokens.shape and values.numel() > 0
+        if not flat or not low <= int(values.min()) <= int(values.max()) < high or int(tokens[-1]) != END:
+            raise CheckpointError(f"{index} is damaged: its arrays are not an index. {_ADVICE}")
+    return Prefixes(tokens.numpy(), order.numpy())
 
 
 def _build(source: Path, index: Path, facts: dict[str, str], target: Target) -> Prefixes:
     """Write the index and read it."""
     for leftover in index.parent.glob(f".{index.name}.*.partial"):  # of killed calls: we hold the lock
         leftover.unlink()
-    tokens = np.fromiter(_texts(source, target), np.int32)
-    if not len(tokens):
-        raise DataError(f"corpus {source} has no rows: name a file with texts.")
+    tokens = _tokens_of(source, target)
     print(f"[{source.name}] indexing {len(tokens):,} tokens", file=sys.stderr, flush=True)
     tensors = {"tokens": torch.from_numpy(tokens), "order": torch.from_numpy(sorted_prefixes(tokens))}
     with replacing(index) as draft:
@@ -84,24 +137,60 @@ def _build(source: Path, index: Path, facts: dict[str, str], target: Target) -> 
     return made
 
 
-def _texts(source: Path, target: Target) -> Iterator[int]:
-    """The tokens of all rows, each row's followed by END."""
-    for line, row in read_jsonl(source):
-        where = f"{source}:{line}"
-        given = [row[name] for name in IDS if name in row]
-        tokens = [token for ids in given for token in ids] if given else _encoded(row, where, target)
+def _tokens_of(source: Path, target: Target) -> NDArray[np.int32]:
+    """Return the tokens of all rows, each row's followed by END. Reports progress and the rows that it leaves out."""
+    rows, found = read_rows(source), array("i")
+    count, left_out, first, reported = 0, 0, None, time.monotonic()
+    while together := list(islice(rows, TOGETHER)):
+        forms: list[list[int] | str] = []
+        for row in together:
+            try:
+                forms.append(_form(row, target))
+            except DataError as error:
+                left_out, first = left_out + 1, first or error
+        for ids in _encoded(forms, target):
+            found.extend(ids)
+            found.append(END)
+        count += len(together)
+        if len(found) > MOST_TOKENS:
+            raise DataError(f"corpus {source} has more than {MOST_TOKENS:,} tokens: name a part of it.")
+        if time.monotonic() - reported >= EVERY:
+            print(f"[{source.name}] read {count:,} rows, {len(found):,} tokens", file=sys.stderr, flush=True)
+            reported = time.monotonic()
+    if first is not None and left_out > MOST_LEFT_OUT * count:
+        raise DataError(f"corpus {source}: {left_out} of {count} rows hold no text, the first: {first}") from first
+    if not found:
+        raise DataError(f"corpus {source} has no rows: name a file with texts.")
+    if first is not None:
+        said = f"left out {left_out} of {count} rows that hold no text, the first: {first}"
+        print(f"[{source.name}] {said}", file=sys.stderr, flush=True)
+    return np.frombuffer(found, np.int32)
+
+
+def _form(row: Row, target: Target) -> list[int] | str:
+    """Return a row's token ids, or its text. A null counts as a missing field, as in exported tables."""
+    given = [row.values[name] for name in IDS if row.values.get(name) is not None]
+    if given:
+        tokens: list[Any] = [token for ids in given for token in (ids if isinstance(ids, list) else [None])]
         if not all(type(token) is int and 0 <= token < target.vocab_size for token in tokens):
-            raise DataError(f"{where}: token ids are whole numbers from 0 to {target.vocab_size - 1}.")
-        yield from tokens
-        yield END
-
-
-def _encoded(row: dict[str, Any], where: str, target: Target) -> list[int]:
+            raise DataError(
+                f"{row.where}: {' and '.join(IDS)} are lists of whole numbers from 0 to {target.vocab_size - 1}."
+            )
+        return tokens
     tokenizer = need_tokenizer(target.tokenizer, target.name)
-    if isinstance(row.get("text"), str):
-        return encode_text(tokenizer, row["text"])
-    turns = row_conversation(row, where)
+    text = row.values.get("text")
+    if isinstance(text, str):
+        return check_text(text, row.where)
+    turns = row_conversation(row.values, row.where)
     try:
         return encode_chat(tokenizer, turns)
     except FsdError as error:
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{row.where}: {error}") from error
+
+
+def _encoded(forms: list[list[int] | str], target: Target) -> Iterator[list[int]]:
+    """Yield the ids of each row. Texts are encoded together, by all threads of the tokenizer."""
+    texts = [form for form in forms if isinstance(form, str)]
+    ids = iter(need_tokenizer(target.tokenizer, target.name)(texts)["input_ids"] if texts else ())
+    for form in forms:
+        yield next(ids) if isinstance(form, str) else form

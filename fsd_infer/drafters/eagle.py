@@ -99,8 +99,7 @@ class EagleDrafter(TreeDrafter):
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
-        directory = find_head(name)
-        return None if directory is None else cls.from_pretrained(directory, target, tree)
+        return None if find_head(name) is None else cls.from_pretrained(name, target, tree)
 
     @classmethod
     def from_pretrained(

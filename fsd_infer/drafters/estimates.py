@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import IntEnum
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,6 +183,14 @@ def _spans(nodes: int) -> list[float]:
     return [max(min(nodes, end) - start, 0.0) for start, end in zip(KNOTS, ends)]
 
 
+class Kind(IntEnum):
+    """How a draft was proposed."""
+
+    LIKELY = 0  # as one of the likeliest tokens of its drafter
+    GRAFTED = 1  # by another drafter
+    DRAWN = 2  # drawn from q
+
+
 class Curve:
     """Calibration: the chance that a draft is accepted if its parent was, from the drafter's probability q.
 
@@ -189,8 +198,8 @@ class Curve:
 
     Here t is the law's tilt, or 0 for all but the likeliest sibling. The ratio r is accepted drafts over expected ones.
     It is a product of two ratios, each with a weak prior of 1. One counts drafts of similar q, the same depth class (1,
-    or more), the same rank class (first sibling, or not) and the same drafter. The other counts the text's last drafts
-    of the same drafter: a text that a head drafts well may hold no copies, and the other way round.
+    or more), the same rank class (first sibling, or not) and the same kind. The other counts the text's last drafts of
+    the same kind: a text that a head drafts well may hold no copies, and the other way round.
 
     Under the exact test a draft sampled from q is accepted with probability min(1, p/q), however small q is. So where
     drafts are sampled, (1 + q)/2 replaces q.
@@ -202,34 +211,34 @@ class Curve:
 
     def __init__(self, tilt: float = 0.0, sampled: bool = False) -> None:
         self._gain, self._sampled = math.exp(min(tilt, MOST_TILT)) - 1.0, sampled
-        bins = 8 * BINS
+        bins = 4 * len(Kind) * BINS
         self._seen = [Rate(0.2, 0.2, BIN_MEMORY) for _ in range(bins)]
         self._ratios = [1.0] * bins
         self.begin_text()
 
     def begin_text(self) -> None:
         """Reset the ratios of the text's last drafts."""
-        self._text = [Rate(0.5, 0.5, TEXT_MEMORY) for _ in range(2)]  # not grafted, grafted
+        self._text = [Rate(0.5, 0.5, TEXT_MEMORY) for _ in Kind]
 
-    def chance(self, log_q: float, depth: int, first: bool, grafted: bool = False) -> float:
+    def chance(self, log_q: float, depth: int, first: bool, kind: Kind = Kind.LIKELY) -> float:
         """Return g(q).
 
         Args:
-            log_q: ln q of the draft, given its parent.
+            log_q: ln q of the draft, given its parent; for a drawn one what its tree says.
             depth: of the draft, from 1.
             first: whether the draft is the likeliest of its siblings.
-            grafted: whether another drafter proposed it.
+            kind: how it was proposed.
         """
         if not self._counts(log_q):
             return 0.0
-        ratio = self._ratios[self._bin(log_q, depth, first, grafted)] * self._text[grafted].value
+        ratio = self._ratios[self._bin(log_q, depth, first, kind)] * self._text[kind].value
         return min(self._expected(log_q, first) * ratio, CERTAIN)
 
-    def learn(self, log_q: float, depth: int, first: bool, grafted: bool, accepted: bool) -> None:
+    def learn(self, log_q: float, depth: int, first: bool, kind: Kind, accepted: bool) -> None:
         """Learn whether a draft whose parent was accepted was ``accepted``. Other arguments as of :meth:`chance`."""
         if self._counts(log_q):
-            place, expected = self._bin(log_q, depth, first, grafted), self._expected(log_q, first)
-            self._text[grafted].learn(accepted, min(expected * self._ratios[place], 1.0))
+            place, expected = self._bin(log_q, depth, first, kind), self._expected(log_q, first)
+            self._text[kind].learn(accepted, min(expected * self._ratios[place], 1.0))
             self._seen[place].learn(accepted, expected)
             self._ratios[place] = self._seen[place].value
 
@@ -241,9 +250,9 @@ class Curve:
         return q * (1.0 + self._gain) / (1.0 + q * self._gain) if first else q
 
     @staticmethod
-    def _bin(log_q: float, depth: int, first: bool, grafted: bool) -> int:
+    def _bin(log_q: float, depth: int, first: bool, kind: Kind) -> int:
         place = int(math.sqrt(max(log_q, LEAST) / LEAST) * (BINS - 1)) if log_q < 0.0 else 0
-        return 8 * place + 4 * grafted + 2 * (depth > 1) + first
+        return 4 * (len(Kind) * place + kind) + 2 * (depth > 1) + first
 
 
 class Rate:

@@ -91,14 +91,15 @@ class ForcedSession(DraftSession):
         if min(map(len, chains)) >= ALONE:
             return self._noted(replace(forced, proposers=torch.full_like(forced.parents, own)))
         main = self.main.draft(roots)
-        if main.sampled or not any(chains):
+        if main.sampled and main.drawn is None or not any(chains):
             return main
         union = union_of(main, forced, drafter.max_depth, own)
         drafts = union.is_draft.sum(1)
         if bool((drafts == main.is_draft.sum(1)).all()):  # the main tree holds the chains
             return main
         most = min(1 + int(drafts.max()), drafter.max_nodes)
-        return self._noted(kept_of(union, main, likeliest(union.scores, union.parents, drafter.max_depth, 0.0, most)))
+        kept = likeliest(union.scores, union.parents, drafter.max_depth, 0.0, most, union.held)
+        return self._noted(kept_of(union, main, kept))
 
     def _noted(self, tree: DraftTree) -> DraftTree:
         """Return the tree, and keep the tree choice from learning from it."""

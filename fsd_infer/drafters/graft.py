@@ -104,7 +104,8 @@ class GraftedSession(DraftSession):
     def __init__(self, drafter: GraftedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.tilt, self.auto = drafter, request.tilt, request.auto
         self.main = drafter.main.start(first_tokens, request)
-        self.side = drafter.side.start(first_tokens, replace(request, auto=None))  # whose nodes are chosen here
+        # the side's nodes are chosen here
+        self.side = drafter.side.start(first_tokens, replace(request, auto=None, draws=False))
         self.parts = [self.main, self.side]
 
     def draft(self, roots: Tensor) -> DraftTree:
@@ -113,13 +114,13 @@ class GraftedSession(DraftSession):
             self.auto.cover(side)
         main = self.main.draft(roots)
         for tree, part in ((main, drafter.main), (side, drafter.side)):
-            if tree.sampled:
+            if tree.sampled and tree.drawn is None:
                 _warn_sampled(part.name)
                 return main
         union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
         if self.auto is not None:
             return kept_of(union, main, self.auto.keep(union))
-        nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes)
+        nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes, union.held)
         if nodes.device.type == "cpu":  # drop padding; on other devices a sync would cost more than it
             nodes = nodes[:, : 1 + int(union.is_draft.sum(1).max())]
         return kept_of(union, main, nodes)
@@ -143,7 +144,10 @@ def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> Dr
     tokens, parents, scores, proposers = found
     more = parents.shape[1] - main.parents.shape[1]
     q_index = torch.nn.functional.pad(main.q_index, (0, more), value=-1)
-    return replace(main, tokens=tokens, parents=parents, scores=scores, q_index=q_index, proposers=proposers)
+    drawn = None if main.drawn is None else torch.nn.functional.pad(main.drawn, (0, more))
+    return replace(
+        main, tokens=tokens, parents=parents, scores=scores, q_index=q_index, proposers=proposers, drawn=drawn
+    )
 
 
 def _parts(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -179,6 +183,8 @@ def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
     kept = torch.zeros_like(union.parents, dtype=torch.bool).scatter(1, nodes, True)
     first = main.first_choices
     has_first = kept.gather(1, first.clamp_min(0)) & (first >= 0)
+    if main.drawn is not None:
+        has_first |= (main.child & main.drawn[:, None]).any(-1)
     q_index = union.q_index.clone()
     q_index[:, : main.parents.shape[1]].masked_fill_(~has_first, -1)
     return replace(union, q_index=q_index).keep(nodes)

@@ -26,6 +26,7 @@ from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.device.rows import at_nodes, visible_slots
 from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.estimates import Prior, prior_for
 from fsd_infer.drafters.shape import LARGEST, TreeShape, default_shape
 from fsd_infer.drafters.visits import likeliest, tilted
@@ -118,11 +119,12 @@ class TreeSession(DraftSession):
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, drafter.shape, drafter.model.device
         self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.slots))
-        self.tilt, self.auto = request.tilt, request.auto
+        self.tilt, self.auto, self.request = request.tilt, request.auto, request
         self.lengths = torch.zeros(request.batch, dtype=torch.long)
         self.width = drafter.shape.width
         self.reads_scores = self.auto is not None and self.auto.reads_scores
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
+        self._drawing: Drawing | None = None  # of this round
 
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
@@ -133,11 +135,18 @@ class TreeSession(DraftSession):
         if depth < 1 or self.auto is not None and not self.auto.expands_root():
             return DraftTree.root_only(on_device, self.drafter.vocabulary)
         logits, ids = self._read_roots()
+        self._drawing = self._draws() if self.request.draws else None
         return self._kept(self._grow(on_device, logits, ids, depth))
 
     def _depth(self) -> int:
         """Return the depth of the deepest candidates."""
         return self.shape.depth
+
+    def _draws(self) -> Drawing:
+        """Return what draws nodes in this round."""
+        nodes = self.shape.max_nodes if self.auto is None else self.auto.most
+        least = 1.0 / (2 * nodes) if self.auto is None else self.auto.least_chance
+        return Drawing(self.request.process, self.request.generator, nodes - 1, least)
 
     @abstractmethod
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
@@ -157,9 +166,18 @@ class TreeSession(DraftSession):
             [B, E, Vd] logits of their children.
         """
 
-    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Propose children from logits [B, E, Vd]: ln q [B, E, width], falling, and entries of the vocabulary."""
-        return ops.likeliest(logits, self.width)
+    def _candidates(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Propose children from logits [B, E, Vd]: ln q [B, E, width], entries of the vocabulary, and which are drawn.
+
+        Args:
+            logits: of the nodes that were expanded last.
+            scores: [B, E] their cumulative log q.
+            sees: as for :meth:`Drawing.propose`.
+        """
+        if self._drawing is None:
+            return *ops.likeliest(logits, self.width), None
+        reach = self.auto.reach(scores) if self.auto is not None and self.reads_scores else scores
+        return self._drawing.propose(logits, reach, sees, self.width)
 
     def _grow(self, roots: Tensor, logits: Tensor, ids: Tensor | None, depth: int) -> DraftTree:
         """Return the tree of all candidates.
@@ -175,15 +193,18 @@ class TreeSession(DraftSession):
         path_scores = self._visits = torch.zeros(batch, 1, device=device)  # [B, E] their cumulative log q
         sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, E, n] which expanded nodes lie above
         tokens, parents, scores = [roots[:, None]], [expanded], [path_scores]  # of each depth
+        drawn = [torch.zeros_like(expanded, dtype=torch.bool)]
         all_expanded, all_logits, count = [expanded], [logits], 1
         for level in range(1, depth + 1):
-            log_q, entries = self._candidates(logits)  # [B, E, w]
+            log_q, entries, by_chance = self._candidates(logits, path_scores, sees)  # [B, E, w]
             drafts = (entries if ids is None else ids[entries]).flatten(1)
             sums = (path_scores[..., None] + log_q).flatten(1)
             tokens.append(drafts)
             parents.append(expanded[..., None].expand_as(log_q).flatten(1))
             scores.append(sums)
-            best = None if level == depth else self._frontier(log_q, sums)  # [B, E'] places among the candidates
+            if by_chance is not None:
+                drawn.append(by_chance.flatten(1))
+            best = None if level == depth else self._frontier(log_q, sums, by_chance)  # [B, E'] among the candidates
             if best is None:
                 break
             path_scores = sums.gather(1, best)
@@ -198,22 +219,26 @@ class TreeSession(DraftSession):
         numbers = torch.cat(all_expanded, 1)
         index = torch.full((batch, count + drafts.shape[1]), -1, device=device)
         index = index.scatter(1, numbers, torch.arange(numbers.shape[1], device=device).expand_as(numbers))
-        return DraftTree(
+        tree = DraftTree(
             torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), torch.cat(all_logits, 1), index, ids
         )
+        if self._drawing is not None:
+            tree.q_scores, tree.drawn = torch.cat(self._drawing.scores, 1), torch.cat(drawn, 1)
+        return tree
 
-    def _frontier(self, log_q: Tensor, sums: Tensor) -> Tensor | None:
+    def _frontier(self, log_q: Tensor, sums: Tensor, drawn: Tensor | None) -> Tensor | None:
         """Choose the candidates to expand next.
 
         Args:
             log_q: [B, E, w] ln q of the candidates, falling along w.
             sums: [B, E · w] their cumulative log q.
+            drawn: [B, E, w] which were drawn; None: none.
 
         Returns:
             [B, E'] places among a row's E · w candidates; None if drafting stops.
         """
         if self.auto is not None and self.reads_scores:
-            return self.auto.expand(log_q)
+            return self.auto.expand(log_q, drawn)
         best = sums.topk(self.width, dim=-1).indices
         if self.shape.stop_below:
             steps = self._visits[..., None] + tilted(log_q, self.tilt)
@@ -228,7 +253,8 @@ class TreeSession(DraftSession):
         """Return the tree of the candidates to verify."""
         if self.auto is not None:
             return tree.keep(self.auto.keep(tree))
-        return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.tilt, self.shape.max_nodes))
+        nodes = self.shape.max_nodes
+        return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.tilt, nodes, tree.held))
 
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
         """Run the model on nodes [B, E]. Their keys follow those of the text and of earlier depths."""

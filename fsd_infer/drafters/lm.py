@@ -7,6 +7,7 @@ chain.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,7 @@ class LMSession(TreeSession):
     drafter: LMDrafter
 
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        super().__init__(drafter, request)
-        self.request = request
+        super().__init__(drafter, replace(request, draws=False))  # chains are drawn here
         self.text = torch.zeros(request.batch, request.slots + 1, dtype=torch.long)
         self.text[:, 0] = first_tokens
         self.lengths = torch.ones(request.batch, dtype=torch.long)
@@ -162,14 +162,14 @@ class LMSession(TreeSession):
             tree.q_index = tree.q_index.masked_fill(beyond, -1)
         return tree
 
-    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _candidates(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.request.greedy:
-            return super()._candidates(logits)
+            return super()._candidates(logits, scores, sees)
         process, logits = self.request.process, logits.float()
-        scores = logits if process is None else process(logits[:, 0])[:, None]
-        self._q_scores.append(scores)
-        token = _sampled(scores[:, 0], self.request.generator)[:, None, None]
-        return logits.gather(2, token) - logits.logsumexp(-1, keepdim=True), token
+        processed = logits if process is None else process(logits[:, 0])[:, None]
+        self._q_scores.append(processed)
+        token = _sampled(processed[:, 0], self.request.generator)[:, None, None]
+        return logits.gather(2, token) - logits.logsumexp(-1, keepdim=True), token, None
 
     def _reach(self) -> Tensor:
         """Return the depth to which each row can be drafted within the small LM's context: [B]."""

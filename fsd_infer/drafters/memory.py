@@ -15,7 +15,7 @@ from torch import Tensor
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.corpus import open_corpus
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
-from fsd_infer.drafters.prefixes import END, SORTED, Occurrence, Prefixes, Source, Store, match_size
+from fsd_infer.drafters.prefixes import END, SORTED, STORE_BYTES, Occurrence, Prefixes, Source, Store, match_size
 from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
@@ -194,9 +194,13 @@ class MemoryDrafter(FreeDrafter):
         return stores[key]
 
     def trim(self) -> None:
-        """Evict the least recently used keys until the stores fit the bound."""
-        while sum(store.held_bytes for store in self.stores.values()) > self.store_bytes:
-            del self.stores[next(iter(self.stores))]
+        """Evict texts of the least recently used keys until the stores fit the bound, and keys without texts."""
+        while (over := sum(store.held_bytes + STORE_BYTES for store in self.stores.values()) - self.store_bytes) > 0:
+            key, store = next(iter(self.stores.items()))
+            if store.held_bytes > over:
+                store.shrink(store.held_bytes - over)
+            else:
+                del self.stores[key]
 
     def forget(self) -> None:
         if not self.keep:
@@ -217,6 +221,7 @@ class MemoryDrafter(FreeDrafter):
             if self.store_bytes and key != "":
                 store = self.store_of(key or "", stores)
                 recalls.append(Recall([store, *corpus], store.chances, indexes.setdefault(key, {})))
+                self.trim()
             else:
                 recalls.append(Recall(corpus))
         return recalls

@@ -19,6 +19,7 @@ SORTED = 32  # tokens by which prefixes are sorted, hence the longest match
 LEAST_MATCH = 2
 END = -1  # separates texts
 ENTRY_BYTES, TEXT_ENTRIES = 8, 32  # bytes of a token and its place; entries that a text costs in addition
+STORE_BYTES = 2048  # of a store without texts
 
 Ids = NDArray[np.int32]
 
@@ -163,18 +164,19 @@ class Store(Prefixes):
             np.insert(self.order, places, order + np.int32(len(self))),
         )
         if self._entries > self.most:
-            self._drop()
+            self.shrink(self.most * ENTRY_BYTES)
 
     def use(self, tokens: Sequence[int], place: int) -> None:
         if tokens is self.tokens:  # no text was added since
             self.texts[bisect_right(self.texts, place, key=lambda text: text.start) - 1].used = self.clock
 
-    def _drop(self) -> None:
-        """Evict the least recently used texts until nine tenths of the bound are held."""
+    def shrink(self, most_bytes: int) -> None:
+        """Evict the least recently used texts until nine tenths of ``most_bytes`` are held."""
+        most = most_bytes // ENTRY_BYTES
         ends = [*(text.start for text in self.texts[1:]), len(self)]
         keep, entries = np.ones(len(self), bool), self._entries
         for text, end in sorted(zip(self.texts, ends), key=lambda one: one[0].used):
-            if entries <= 0.9 * self.most:
+            if entries <= 0.9 * most:
                 break
             keep[text.start : end] = False
             entries -= end - text.start + TEXT_ENTRIES

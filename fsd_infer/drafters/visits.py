@@ -55,15 +55,21 @@ def tilted(log_q: Tensor, tilt: float) -> Tensor:
     return log_q + tilt - (log_q.exp().sum(-1, keepdim=True) * math.expm1(tilt)).log1p()
 
 
-def likeliest(scores: Tensor, parents: Tensor, depth: int, tilt: float, nodes: int) -> Tensor:
+def likeliest(
+    scores: Tensor, parents: Tensor, depth: int, tilt: float, nodes: int, held: Tensor | None = None
+) -> Tensor:
     """Return the root and up to ``nodes`` - 1 drafts, the likeliest visits first: [B, K] node numbers.
 
     The likeliest path thus comes early in the tree. If the answer takes it, its keys and values are already in place.
-    Other arguments as of :func:`visit_scores`.
+    ``held`` [B, N] bool are nodes to keep in any case, with all their ancestors and fewer than ``nodes``. Other
+    arguments as of :func:`visit_scores`.
     """
-    visits = visit_scores(scores, parents, depth, tilt)
     # Keep NaN scores, so that verification reports them. A stable sort keeps a parent before a child of equal score.
-    return visits.nan_to_num(0.0, neginf=-math.inf).sort(descending=True, stable=True).indices[:, :nodes]
+    visits = visit_scores(scores, parents, depth, tilt).nan_to_num(0.0, neginf=-math.inf)
+    if held is None:
+        return visits.sort(descending=True, stable=True).indices[:, :nodes]
+    kept = visits.masked_fill(held, math.inf).sort(descending=True, stable=True).indices[:, :nodes].sort().values
+    return kept.gather(1, visits.gather(1, kept).sort(descending=True, stable=True).indices)
 
 
 def path_sums(steps: Tensor, parents: Tensor, depth: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.clock import clock_of
+from fsd_infer.device.cores import Team
 from fsd_infer.device.cuda_graphs import TOKENS
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.rows import at_nodes, padded, visible_slots
@@ -44,8 +45,8 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
         CacheMemoryError: KV caches that exceed the free or allowed memory; nothing is allocated then.
         NonFiniteLogitsError: NaN, +inf or all -inf logits.
     """
-    with target.lock, target.without_gradients():
-        batch = _Batch(target, drafter, rule, request)
+    with target.lock, target.without_gradients(), Team(target.device, request.generator is not None) as team:
+        batch = _Batch(target, drafter, rule, request, team)
         batch.prefill()
         while batch.rows:
             tree = batch.draft()
@@ -81,7 +82,9 @@ class _Batch:
     device once, to read the verdict. docs/decisions.md lists the exceptions.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request, team: Team
+    ) -> None:
         prompts, count = request.prompts, len(request.prompts)
         rules = [rule] * count if isinstance(rule, Rule) else list(rule)
         if len(rules) != count:
@@ -91,7 +94,7 @@ class _Batch:
         self.rows = list(self.all_rows)
         self.target, self.request, self.device = target, request, target.device
         self.processors = TreeProcessors(request.processors, count)
-        self.clock = clock_of(self.device)
+        self.team, self.clock = team, clock_of(self.device)
         self.phases: dict[str, float] = {}  # seconds by phase at the last ``on_round``
         self.prefill_seconds = 0.0
         self.prefixes = PrefixSession(target.prefixes, target.captured_layers, request.cache_keys)
@@ -127,11 +130,13 @@ class _Batch:
         held = target.held_bytes + drafter.held_bytes
         check_caches(self.cache_bytes, count, capacity, self.device, request.max_cache_bytes, held)
         self.cache = target.new_cache(count, capacity)
-        process = self.processors.context_free if self.processors else None
+        process = self.processors.of_drafts if self.processors else None
+        draws = not request.greedy and all(row.rule.draws_trees for row in self.rows)
         first = torch.tensor([row.prompt[0] for row in self.rows])
         drafted = DraftRequest(
-            count, reach, request.greedy, process, request.generator, self.device, tilt, self.auto, request.cache_keys
-        )
+            count, reach, request.greedy, process, request.generator, self.device, tilt, self.auto, request.cache_keys,
+            draws,
+        )  # fmt: skip
         self.session = drafter.start(first, drafted)
 
     def prefill(self) -> None:
@@ -152,6 +157,7 @@ class _Batch:
 
     def draft(self) -> DraftTree:
         """Draft a tree under each text's last token, which the target has not read yet."""
+        self.team.fit()
         self._mark()
         tree = self.session.draft(self.roots)
         self._mark()
@@ -285,9 +291,12 @@ class _Batch:
 
     def _finish_reason(self, row: _Row) -> str | None:
         """Return why the answer ends with its newest token, or None."""
-        tokens = row.record.tokens
+        tokens, ends = row.record.tokens, self.request.ends
+        reason = None if ends is None else ends(row.number, tokens[-1])
         if tokens[-1] in self.request.eos_token_ids:
             return "stop"
+        if reason is not None:
+            return reason
         if self.request.criteria:
             text = to_device(self._text(row)[None], self.device)
             if bool(self.request.criteria(text, None)[0]):

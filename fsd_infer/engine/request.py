@@ -82,6 +82,8 @@ class Request:
         on_round: called with (row, round) before ``on_tokens``.
         on_tokens: called with (row, tokens) when tokens are final. If the callback returns a true value, that row
             stops.
+        ends: called with (row, token) for each token of an answer, before the round's other callbacks. It returns why
+            the answer ends with this token, "stop" or "length", or None.
         padded_prompts: the prompts for processors and criteria, left-padded; None: without padding.
         measure_log_likelihood: record the target's log-probability of each emitted token.
         cache_keys: per prompt, its key in the prefix cache; None: one key for all.
@@ -97,6 +99,7 @@ class Request:
     generator: torch.Generator | None = None
     on_round: Callable[[int, Round], object] | None = None
     on_tokens: Callable[[int, list[int]], object] | None = None
+    ends: Callable[[int, int], str | None] | None = None
     padded_prompts: list[list[int]] | None = None
     measure_log_likelihood: bool = False
     cache_keys: Sequence[str] | None = None

@@ -32,9 +32,10 @@ from fsd_infer.errors import CheckpointError, shortened
 from fsd_infer.files import HUB_OPTIONS, disk_errors, replacing
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.formats import CONFIG, read_head
-from fsd_infer.heads.hub import find_head, hub_errors, is_hub_id
+from fsd_infer.heads.hub import find_head
 from fsd_infer.heads.layers import Eagle3Layer, LayerFusion, build_layers, is_eager, mask_for, no_bars, run_layers
 from fsd_infer.heads.weights import SINGLE
+from fsd_infer.hub import hub_errors, is_hub_id, load_whole
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -135,7 +136,14 @@ class EagleHead(PreTrainedModel):
                 target.
             VocabularyMismatchError: same family but another vocabulary.
         """
-        directory = find_head(source, **{name: options.pop(name) for name in HUB_OPTIONS if name in options})
+        hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
+        return load_whole(source, lambda: cls._load(source, target, hub, options), **hub)
+
+    @classmethod
+    def _load(
+        cls, source: str | os.PathLike[str], target: Target | None, hub: dict[str, Any], options: dict[str, Any]
+    ) -> EagleHead:
+        directory = find_head(source, **hub)
         if directory is None and is_hub_id(os.fspath(source)):
             raise CheckpointError(f"{source} holds no draft head: its {CONFIG} is missing or another model's.")
         directory = directory or Path(source)  # read_head reports what a directory without a head lacks
@@ -244,9 +252,8 @@ class EagleHead(PreTrainedModel):
         layers = list(self.layers)
         if self.eagle3:
             x = layers.pop(0)(
-                embeds, x, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
-                position_embeddings=angles,
-            )  # fmt: skip
+                embeds, x, cache, attention_mask=mask, position_ids=position_ids, position_embeddings=angles
+            )
         x = run_layers(layers, x, angles, position_ids, mask, cache)
         return x if norm is None else norm(x)
 

@@ -1,37 +1,21 @@
-"""Heads on the Hub: recognised by their config; only config and safetensors are fetched.
-
-The client is huggingface_hub's, so tokens, cache, ``HF_ENDPOINT`` and offline mode work as usual.
-"""
+"""Heads on the Hub: recognised by their config; only config and safetensors are fetched."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import _CACHED_NO_EXIST, HfApi, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, shortened
-from fsd_infer.files import HUB_ID, read_weight_map
+from fsd_infer.errors import CheckpointError
+from fsd_infer.files import read_weight_map
 from fsd_infer.heads.formats import CONFIG, head_kind, kind_of, read_config, unpickle
 from fsd_infer.heads.weights import AGAIN, INDEX, SINGLE, Weights, has_weights
+from fsd_infer.hub import hub_errors, is_hub_id, load_whole
 
 _FEW = 4  # most layers of an EAGLE head; the weights of larger models are not examined
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether this is of the form owner/name, and no path."""
-    return HUB_ID.fullmatch(name) is not None and not os.path.exists(name)
 
 
 def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
@@ -43,13 +27,17 @@ def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
         hub: ``revision``, ``token``, ``subfolder``, ``cache_dir``, ``local_files_only`` as in transformers.
 
     Raises:
-        ModelLoadError: no such repository or revision, no access, or no connection.
+        HubError: no such repository or revision, no access, or no connection.
         CheckpointError: the files are malformed, or its weights are in a pickle.
     """
     if not is_hub_id(os.fspath(source)):
         directory = Path(source) / hub.get("subfolder", "")
         return None if head_kind(directory) is None else directory
-    repository = _Repository(os.fspath(source), **hub)
+    return load_whole(source, lambda: _fetched(os.fspath(source), **hub), **hub)
+
+
+def _fetched(source: str, **hub: Any) -> Path | None:
+    repository = _Repository(source, **hub)
     if (config := repository.file(CONFIG)) is None:
         return None
     directory = config.parent
@@ -102,31 +90,3 @@ class _Repository:
                 pass
         index = self.file(INDEX)
         return None if index is None else set(read_weight_map(index, AGAIN))
-
-
-# Errors of the client, more specific ones first, and our messages.
-_FAULTS: list[tuple[type[Exception], str]] = [
-    (GatedRepoError, "is gated: accept its terms on its page, and log in with `hf auth login` or give a token."),
-    (RevisionNotFoundError, "has no revision {revision!r}: give one of its branches or tags."),
-    (RepositoryNotFoundError, "is no directory, and no repository of the Hub that you may read: check the name, and "
-     "for a private one log in with `hf auth login` or give a token."),
-    (LocalEntryNotFoundError, "is not in the cache, and the Hub was not reached ({reason}): check the connection and "
-     "HF_ENDPOINT, or unset HF_HUB_OFFLINE."),
-    (HfHubHTTPError, "is refused by the Hub ({reason}): log in with `hf auth login` or give another token if the "
-     "status is 401 or 403, else try again."),
-    (Exception, "was not read or written ({reason}): try again."),  # connection, disk, malformed names
-]  # fmt: skip
-
-
-@contextmanager
-def hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
-    """Convert errors of the Hub's client to a ModelLoadError of one line that names the repository and the fix."""
-    try:
-        yield
-    except FsdError:
-        raise
-    except Exception as error:
-        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
-        reason = f"status {cause.response.status_code}" if isinstance(cause, HfHubHTTPError) else shortened(cause, 200)
-        says = next(says for kind, says in _FAULTS if isinstance(error, kind))
-        raise ModelLoadError(f"{repository} {says.format(revision=revision, reason=reason)}") from error

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoConfig, DynamicCache
 from transformers.utils import logging
 
+from fsd_infer.device.cache import cache_argument
 from fsd_infer.device.rows import additive
 
 EAGLE3_LAYERS = ("llama", "qwen3")  # layer types of published EAGLE-3 heads
@@ -46,10 +47,10 @@ class Eagle3Layer(nn.Module):
             wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
             setattr(self.self_attn, name, wide)
 
-    def forward(self, embeds: Tensor, x: Tensor, **others: Any) -> Tensor:
-        """Map embeds and x [B, M, H] to [B, M, H]; ``others`` are arguments of the attention."""
+    def forward(self, embeds: Tensor, x: Tensor, cache: Any = None, **others: Any) -> Tensor:
+        """Map embeds and x [B, M, H] to [B, M, H]; the cache and ``others`` are arguments of the attention."""
         x, attended = self.attended(embeds, x)
-        x = x + self.self_attn(attended, **others)[0]
+        x = x + self.self_attn(attended, **{cache_argument(type(self.self_attn)): cache}, **others)[0]
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def attended(self, embeds: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +133,8 @@ def run_layers(
 ) -> Tensor:
     """Run x [B, M, H] through decoder layers, with the rotary ``angles`` of ``positions`` [B, M]."""
     for layer in layers:
-        x = layer(x, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=angles)
+        given = {cache_argument(type(layer)): cache}
+        x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles, **given)
         x = x[0] if isinstance(x, tuple) else x
     return x
 

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import to_device
-from fsd_infer.errors import FsdError, imported
+from fsd_infer.errors import FsdError, shortened
+from fsd_infer.files import STRICT_JSON
+from fsd_infer.request.grammar_child import TOO_DEEP
+from fsd_infer.request.grammars import compiled, reason, serialised
 
-MOST_TEXT = 1 << 20  # characters of a grammar
 # JSON as json.dumps writes it: a model cannot fill its answer with white space, and more tokens are forced
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 Trees = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]  # tokens and parents, as in DraftTree.nodes
@@ -44,12 +46,14 @@ class Guide:
         Raises:
             FsdError: a schema that is malformed or not supported.
         """
-        text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
-            json.loads(text)
-        except ValueError as error:
-            raise FsdError(f"the schema is no JSON: {error}.") from error
-        return cls._checked("grammar_from_json_schema", text, "schema", COMPACT)
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            STRICT_JSON.decode(text)
+        except RecursionError as error:
+            raise FsdError(f"the schema cannot be followed: {reason(TOO_DEEP)}") from error
+        except (TypeError, ValueError) as error:
+            raise FsdError(f"the schema is no JSON: {shortened(error)}.") from error
+        return cls._checked("grammar_from_json_schema", text, "schema", json.dumps(COMPACT))
 
     @classmethod
     def json_object(cls) -> Guide:
@@ -67,20 +71,10 @@ class Guide:
         return cls._checked("grammar_from_lark", grammar, "grammar")
 
     @classmethod
-    def _checked(cls, maker: str, text: str, what: str, *options: Any) -> Guide:
-        matcher = _llguidance().LLMatcher
+    def _checked(cls, maker: str, text: str, what: str, options: str = "") -> Guide:
         if not isinstance(text, str):
             raise FsdError(f"a {what} is text, got {type(text).__name__}.")
-        if len(text) > MOST_TEXT:
-            raise FsdError(f"the {what} has {len(text):,} characters, more than {MOST_TEXT:,}: give a shorter one.")
-        try:
-            made = getattr(matcher, maker)(text, *options)
-            problem = matcher.validate_grammar(made)
-        except ValueError as error:
-            problem = str(error)
-        if problem:
-            raise FsdError(f"the {what} cannot be followed: {_reason(problem)}")
-        return cls(made)
+        return cls(serialised(maker, text, what, options))
 
 
 class GuideProcessor:
@@ -102,14 +96,19 @@ class GuideProcessor:
 
     def __init__(self, guide: Guide, tokenizer: Any, vocab_size: int, eos: frozenset[int], start: int) -> None:
         self.start, self.eos, self.vocab_size = start, eos, vocab_size
-        self._matcher = _llguidance().LLMatcher(_vocabulary(tokenizer, vocab_size, tuple(sorted(eos))), guide.grammar)
+        self._matcher = compiled(_vocabulary(tokenizer, vocab_size, tuple(sorted(eos))), guide.grammar)
         self._followers: dict[int | None, Follower] = {}
 
     def follower(self, row: int | None = None) -> Follower:
         """Return the follower of one row of the request; None: of texts that nobody has assigned to rows."""
         if row not in self._followers:
-            self._followers[row] = Follower(self._matcher.deep_copy(), self.vocab_size, self.eos)
+            self._followers[row] = Follower(self._matcher, self.vocab_size, self.eos, strict=row is not None)
         return self._followers[row]
+
+    def check(self, answers: Sequence[list[int]]) -> None:
+        """Raise FsdError unless the request's answers are within the grammar, as far as they have come."""
+        for row, answer in enumerate(answers):
+            self.follower(row).check(answer)
 
     def forced(self, row: int, answer: list[int]) -> list[int]:
         """Return the tokens that the grammar forces after the answer of a row."""
@@ -139,17 +138,24 @@ class GuideProcessor:
 class Follower:
     """One row's matcher, which follows the paths of draft trees from the state at the text's end.
 
+    A matcher may fail on a text, and after a failure its masks allow every token. The text may be a draft that no walk
+    reaches, so only a failure on the answer itself raises FsdError.
+
     Args:
         matcher: llguidance's, in its first state.
         vocab_size: V.
         eos: tokens that end an answer.
+        strict: the text before a tree is the answer; False: it may be a beam that is no answer.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, eos: frozenset[int]) -> None:
-        self.matcher, self.eos = matcher, eos
+    def __init__(self, matcher: Any, vocab_size: int, eos: frozenset[int], strict: bool = True) -> None:
+        self._first, self.matcher, self.eos, self.strict = matcher, matcher.deep_copy(), eos, strict
         self.width = (vocab_size + 31) // 32 * 4  # bytes of a mask
         self._taken: list[int] = []  # the text that the matcher has read
         self._last: tuple[Any, Any] = (None, None)  # the masks of the last tree
+        self._ends = np.zeros(self.width, dtype=np.uint8)  # the mask that allows the end alone
+        for token in eos:
+            self._ends[token // 8] |= 1 << token % 8
 
     def masks(self, answer: list[int], tokens: Sequence[int], parents: Sequence[int]) -> Any:
         """Return what may follow each node, [N, bytes] as bits of an array of numpy.
@@ -158,6 +164,9 @@ class Follower:
             answer: tokens of the answer up to the root; none if the root is the prompt's last token.
             tokens: [N] of the nodes, the root first.
             parents: [N] of the nodes.
+
+        Raises:
+            FsdError: the answer has left the grammar, or its next token cannot be found.
         """
         key = (answer, list(tokens), list(parents))
         if self._last[0] == key:
@@ -166,66 +175,74 @@ class Follower:
         children: list[list[int]] = [[] for _ in tokens]
         for node, parent in enumerate(parents[1:], 1):
             children[parent].append(node)
-        open_: list[tuple[int, int]] = []  # nodes, and the length of the text before each
-        if self.eos.isdisjoint(answer) and self._read(answer):
-            found[0] = self._mask()
-            open_ = [(child, len(answer)) for child in children[0]]
+        open_ = [(0, answer)] if self.eos.isdisjoint(answer) else []  # nodes, and the text that ends at each
         while open_:  # depth first, so that the matcher goes back to a parent and never to the beginning
-            node, length = open_.pop()
-            self._back_to(length)
-            if tokens[node] in self.eos or not self._take(tokens[node : node + 1]):
-                continue
-            found[node] = self._mask()
-            open_ += [(child, length + 1) for child in children[node]]
+            node, text = open_.pop()
+            try:
+                self._read(text, len(answer) if node else 0)
+                found[node] = self._mask()
+            except FsdError:
+                if self.strict and node == 0:
+                    raise
+                found[node] = ~self._ends  # an answer that comes here does not end here, so its own failure will raise
+            else:
+                open_ += [(child, [*text, tokens[child]]) for child in children[node] if tokens[child] not in self.eos]
         self._last = (key, found)
         return found
 
     def forced(self, answer: list[int]) -> list[int]:
-        """Return the tokens that the grammar forces after an answer.
+        """Return the tokens that the grammar forces after an answer. Raises FsdError as :meth:`masks` does.
 
         The grammar forces their text. Other tokens of the same text are allowed too, so these are drafts.
         """
-        if not self._read(answer) or self.matcher.is_stopped():
-            return []
-        return list(self.matcher.compute_ff_tokens())
+        self._read(answer)
+        return [] if self.matcher.is_stopped() else list(self.matcher.compute_ff_tokens())
+
+    def check(self, answer: list[int]) -> None:
+        """Raise FsdError unless an answer is within the grammar and, if it has an end, the grammar may end there."""
+        ends = [place for place, token in enumerate(answer) if token in self.eos]
+        self._read(answer[: min(ends, default=len(answer))])
+        if ends and not (self.matcher.is_accepting() or self.matcher.is_stopped()):
+            raise FsdError("the answer ends where the guide does not.")
 
     def _mask(self) -> Any:
-        if self.matcher.is_error():
-            raise FsdError(f"the guide cannot go on: {_reason(self.matcher.get_error())}")
         if not self.matcher.is_stopped():
-            return np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)[: self.width]  # it has a word more
-        ends = np.zeros(self.width, dtype=np.uint8)
-        for token in self.eos:
-            ends[token // 8] |= 1 << token % 8
-        return ends
+            mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)[: self.width]  # it has a word more
+            self._refuse_failure()
+            return mask
+        return self._ends
 
-    def _read(self, answer: list[int]) -> bool:
-        """Bring the matcher to the end of an answer. Return whether the answer is within the grammar."""
-        common = 0
-        while common < min(len(answer), len(self._taken)) and answer[common] == self._taken[common]:
+    def _read(self, text: list[int], same: int = 0) -> None:
+        """Bring the matcher to the end of a text, of which it has read the first ``same`` tokens unless it failed.
+
+        Raises:
+            FsdError: the text leaves the grammar, or the matcher fails.
+        """
+        both = min(len(text), len(self._taken))
+        common = both if text[same:both] == self._taken[same:both] else min(same, both)
+        while common < both and text[common] == self._taken[common]:
             common += 1
-        self._back_to(common)
-        return self._take(answer[common:])
+        if common < len(self._taken):
+            self.matcher.rollback(len(self._taken) - common)
+            del self._taken[common:]
+        count = self.matcher.try_consume_tokens(text[common:])
+        self._taken += text[common : common + count]
+        self._refuse_failure()
+        if len(self._taken) < len(text):
+            raise FsdError(f"the answer leaves the guide with its token {len(self._taken)}.")
 
-    def _back_to(self, length: int) -> None:
-        if length < len(self._taken):
-            self.matcher.rollback(len(self._taken) - length)
-            del self._taken[length:]
-
-    def _take(self, tokens: Sequence[int]) -> bool:
-        count = self.matcher.try_consume_tokens(list(tokens))
-        self._taken += tokens[:count]
-        return bool(count == len(tokens))
+    def _refuse_failure(self) -> None:
+        """Raise FsdError if the matcher has failed, and begin again with another one."""
+        if self.matcher.is_error():
+            said = reason(self.matcher.get_error())
+            self.matcher, self._taken = self._first.deep_copy(), []
+            raise FsdError(f"the guide cannot go on after this text: {said}")
 
 
 def _masked(scores: Tensor, bits: Any) -> Tensor:
     """scores [..., V] with -inf at tokens whose bit in ``bits`` [..., bytes] is 0."""
     forbidden = np.unpackbits(~bits, axis=-1, count=scores.shape[-1], bitorder="little")
     return scores.masked_fill(to_device(torch.from_numpy(forbidden).view(torch.bool), scores.device), -torch.inf)
-
-
-def _llguidance() -> Any:
-    return imported("llguidance", "structured output", "guided")
 
 
 @lru_cache(maxsize=4)
@@ -237,10 +254,3 @@ def _vocabulary(tokenizer: Any, vocab_size: int, eos: tuple[int, ...]) -> Any:
         return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos) or None)
     except Exception as error:
         raise FsdError(f"structured output needs a fast tokenizer with an end-of-text token: {error}") from error
-
-
-def _reason(text: str) -> str:
-    """Return a message's first line, and the line that explains it."""
-    lines = text.strip().splitlines()
-    explained = [line for line in lines[1:] if line.startswith("error:")]
-    return " ".join([line[:300] for line in [*lines[:1], *explained[:1]]]) or "unknown reason"

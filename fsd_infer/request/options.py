@@ -7,7 +7,7 @@ this list names it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -46,6 +46,10 @@ _OF_SPEED = frozenset(
     prompt_lookup_num_tokens speculation_type use_mtp
     """.split()
 )
+_CACHES = ("cache", "past_key_values")  # since transformers 5.24, and before
+# what answers take from the model's own configuration: its special tokens and lengths, and nothing that shapes the law
+_KEPT = frozenset("max_length max_new_tokens pad_token_id bos_token_id eos_token_id return_dict_in_generate".split())
+_INHERITED = _WITHOUT_EFFECT | _OF_SPEED | _KEPT
 _INSTEAD = {
     "prompt_lookup_num_tokens": 'use drafter="lookup"',
     "max_matching_ngram_size": 'use drafter="lookup"',
@@ -54,7 +58,7 @@ _INSTEAD = {
     "input_ids": "give the ids as prompts",
     "attention_mask": "give what the tokenizer returns as prompts",
     "tokenizer": "give it to from_pretrained",
-    "past_key_values": "give the whole text as ids",
+    **dict.fromkeys(_CACHES, "give the whole text as ids"),
     "streamer": "give it as stream_to",
 }
 # whole numbers and their upper bounds: transformers loops that often before it checks
@@ -73,7 +77,7 @@ _READ_PROMPTS = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "
 _LISTS = ("logits_processor", "stopping_criteria")
 _ARGUMENTS = {*_LISTS, "prefix_allowed_tokens_fn"}
 # inputs that ``generate`` prepares for any loop
-_PREPARED = frozenset("attention_mask position_ids past_key_values cache_position logits_to_keep use_cache".split())
+_PREPARED = frozenset({*"attention_mask position_ids cache_position logits_to_keep use_cache".split(), *_CACHES})
 
 
 def refusal(name: str, value: Any) -> FsdError:
@@ -95,7 +99,7 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
         if (getattr(config, name) or 1) < 1:
             raise FsdError(f"{name} must be at least 1, got {getattr(config, name)}.")
     blank = GenerationConfig()
-    defaults = {**vars(blank), **getattr(blank, "_get_default_generation_params", dict)()}
+    defaults = {**vars(blank), **_defaults(blank)}
     for name in sorted(vars(blank).keys() - _HONOURED - _WITHOUT_EFFECT):
         value = getattr(config, name, None)
         if value is None or value is False or value == defaults[name]:
@@ -103,6 +107,32 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
         if name in _OF_SPEED and value == getattr(own, name, None):
             continue
         raise refusal(name, value)
+
+
+def only_stated(config: GenerationConfig, stated: Iterable[str]) -> None:
+    """Switch off what neither the request nor :data:`_INHERITED` names, so that answers follow the target's own law.
+
+    Args:
+        config: the configuration, with the model's values and transformers' defaults filled in; changed in place.
+        stated: fields that the request names.
+    """
+    plain = GenerationConfig()
+    defaults = {**vars(plain), **_defaults(plain), "top_k": None}  # transformers' default is 50
+    for name in vars(plain).keys() - _INHERITED - set(stated):
+        setattr(config, name, defaults[name])
+
+
+def shaping(config: GenerationConfig | None) -> dict[str, Any]:
+    """Return the fields of a model's own configuration that would shape answers, were they not left out."""
+    plain = GenerationConfig()
+    defaults, own = {**vars(plain), **_defaults(plain)}, {} if config is None else vars(config)
+    names = sorted((vars(plain).keys() & own.keys()) - _INHERITED)
+    return {name: own[name] for name in names if own[name] not in (None, False) and own[name] != defaults[name]}
+
+
+def _defaults(config: GenerationConfig) -> dict[str, Any]:
+    """What ``generate`` fills in for fields that nobody sets."""
+    return dict(getattr(config, "_get_default_generation_params", dict)())
 
 
 def split_options(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
@@ -154,9 +184,10 @@ def check_inputs(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> Tensor:
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape:
         raise FsdError(f"attention_mask has shape {list(mask.shape)}, but the ids have {list(input_ids.shape)}.")
-    past = model_inputs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
-        raise refusal("past_key_values", past)
+    for name in _CACHES:
+        past = model_inputs.get(name)
+        if past is not None and past.get_seq_length() > 0:
+            raise refusal(name, past)
     positions = model_inputs.get("position_ids")
     if positions is not None and positions.shape == input_ids.shape:
         counted = mask.long().cumsum(-1) - 1

@@ -30,6 +30,7 @@ _CONTEXT_FREE = frozenset(
     EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor LogitNormalization
     """.split()
 )
+_OF_IDS = {"SuppressTokensLogitsProcessor"}  # a reduced vocabulary has other ids
 # Processors of transformers that read text and scores, and nothing else. Its other ones keep a state that follows one
 # text, or run a model of their own. A processor of the user's must be a function of text and scores.
 _OF_TEXT = frozenset(
@@ -71,8 +72,13 @@ class TreeProcessors:
         return len(self.processors) > 0
 
     def context_free(self, logits: Tensor) -> Tensor:
-        """Process scores [..., V] by the context-free processors alone, to sample drafts from them."""
+        """Process scores [..., V] by the context-free processors alone."""
         return _context_free(self._free, logits)
+
+    def of_drafts(self, logits: Tensor) -> Tensor:
+        """Process a drafter's logits [..., Vd] by what depends neither on the text nor on ids, to draw drafts."""
+        free = [p for p in self._free if type(p).__name__ not in _OF_IDS]
+        return _context_free(free, logits)
 
     def nodes(self, logits: Tensor, tree: DraftTree, texts: list[Tensor], rows: Sequence[int]) -> Tensor:
         """Return the target's processed scores at every node.

@@ -167,7 +167,7 @@ class _Walk:
             return pays, chance.clone(), self.closed
         # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
         place = evidence.above(evidence.uniform(0)).to(chance.dtype)
-        if not evidence.sampled:
+        if not evidence.sampled or self.tree.drawn is not None:
             siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
             place = place - torch.where(siblings, chance[:, None], 0.0).sum(-1)
         return pays, (place >= 0) & (place < chance), place < self.closed
@@ -201,12 +201,16 @@ class _Walk:
             sources = sources.masked_fill(torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(Source.GATE))
         first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
         regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
-        forks = (evidence.tree.child.sum(-1) > 1).any(1, keepdim=True) if evidence.sampled else accepted < 0
+        is_target = all(law.is_target and law.test is None for law, _ in self.laws)
+        chains = evidence.sampled and not (is_target and tree.drawn is not None)
+        forks = (tree.child.sum(-1) > 1).any(1, keepdim=True) if chains else accepted < 0
         columns = path, tokens.masked_fill_(beyond, 0), sources, is_open, spent, first, regret
         whose = [] if tree.proposers is None else [tree.proposers]
         accepted, depths, forks, *on_cpu = self._on_host(accepted, tree.depths, forks, *columns, *whose)
         if forks.any():
-            raise FsdError("sampled drafts (q_scores) must form a chain; give deterministic trees without q_scores.")
+            raise FsdError(
+                "drafts drawn from q (q_scores) must form a chain for this rule; only `exact` takes trees of them."
+            )
         proposers = on_cpu.pop().long() if whose else None
         width = int(depths.max()) + 1
         path, tokens, sources, is_open, spent, first, regret = (column[:, :width] for column in on_cpu)
@@ -236,13 +240,14 @@ class _Walk:
             law = torch.where(is_open & (slot >= 0), dense[slot[:, 0].clamp_min(0)], law)
         weights = law
         if evidence.sampled:
-            has_q = at.has_q[:, None]
-            weights = torch.where(has_q, (law - at.q).clamp_min(0.0), law)
+            draws = at.of(evidence.draws)[:, None]
+            weights = torch.where(draws, (law - at.q).clamp_min(0.0), law)
             for own, mine in self.laws:
                 if own.test is not None:
                     rest = law if own.test.rest is None else own.test.rest(at)
-                    weights = torch.where(~is_open & has_q & mine, rest, weights)
-        drafted = torch.where(evidence.tree.is_draft & (tree.parents == end), 0.0, math.inf)
+                    weights = torch.where(~is_open & draws & mine, rest, weights)
+        refused = evidence.is_drawn if evidence.sampled and tree.drawn is None else tree.is_draft
+        drafted = torch.where(refused & (tree.parents == end), 0.0, math.inf)
         weights = weights.scatter_reduce(1, tree.tokens, drafted, "amin")
         token = draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
         return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # all weights round to 0

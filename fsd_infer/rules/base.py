@@ -60,6 +60,11 @@ class Rule:
         """Return the verdict on a round with this rule for every row; see :func:`apply_rules`."""
         return apply_rules([self] * round.tree.tokens.shape[0], round)
 
+    @property
+    def draws_trees(self) -> bool:
+        """Whether the rule takes trees with drawn nodes."""
+        return False
+
     def tilt(self, greedy: bool) -> float:
         """Return roughly how many nats the law pays for an accepted draft; 0 for p. Only tree shapes depend on it.
 

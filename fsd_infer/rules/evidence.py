@@ -32,7 +32,7 @@ class Evidence:
     Attributes:
         tree: the drafts.
         greedy: temperature 0.
-        sampled: whether the children were sampled from q (a chain). Then a law must not depend on the drafts.
+        sampled: whether children were drawn from q. Then a law must not depend on the drafts.
     """
 
     def __init__(self, round: Verification, lazy: bool | None = None) -> None:
@@ -124,10 +124,21 @@ class Evidence:
         return self.total(self.log_p.to(wide(self.log_p.device)).exp()).clamp_max(1.0)
 
     @cached_property
+    def is_drawn(self) -> Tensor:
+        """bool; drafts that were drawn from a known q."""
+        drawn = self.tree.is_draft if self.tree.drawn is None else self.tree.drawn
+        return drawn & self.above(self.has_q)
+
+    @cached_property
+    def draws(self) -> Tensor:
+        """bool; contexts with a drawn child."""
+        return self.some(self.is_drawn)
+
+    @cached_property
     def draft_scores(self) -> Tensor:
         """[B, I, V] processed drafter logits; at temperature 0 raw ones."""
         if not self.greedy and self.tree.q_scores is not None:
-            return self.tree.q_scores
+            return expand_draft(self.tree.q_scores, self.tree.draft_ids, self.round.logits.shape[-1])
         if not self.greedy and self.round.process_draft is not None:
             return self.round.process_draft(self.tree)
         return expand_draft(self.tree.q_logits, self.tree.draft_ids, self.round.logits.shape[-1])
@@ -135,19 +146,59 @@ class Evidence:
     @cached_property
     def log_q(self) -> Tensor:
         """ln q of each draft at its parent, if that has a q."""
-        scores, row = self.draft_scores, self.above(self.tree.q_index).clamp_min(0)
-        own = scores.flatten(1).gather(1, row * scores.shape[-1] + self.tree.tokens).float()
-        return own - ops.row_statistics(scores)[2].gather(1, row)
+        tree, row = self.tree, self.above(self.tree.q_index).clamp_min(0)
+        scores, entries = (tree.q_scores, self._entries) if self.sampled else (self.draft_scores, tree.tokens)
+        assert scores is not None
+        own = scores.flatten(1).gather(1, row * scores.shape[-1] + entries.clamp_min(0)).float()
+        return (own - ops.row_statistics(scores)[2].gather(1, row)).masked_fill(entries < 0, -math.inf)
+
+    @property
+    def _entries(self) -> Tensor:
+        """Place of each node's token in the drafter's vocabulary; -1 if it is not there."""
+        ids, vocabulary = self.tree.draft_ids, self.round.logits.shape[-1]
+        if ids is None:
+            return self.tree.tokens
+        places = torch.full((vocabulary,), -1, device=ids.device)
+        return places.index_copy(0, ids.long(), torch.arange(len(ids), device=ids.device))[self.tree.tokens]
 
     @cached_property
     def chance(self) -> Tensor:
         """Probability that each draft is emitted (a sampled one: accepted) under the law p. At temperature 0 bool."""
         if self.greedy:
             return (self.tree.tokens == self.above(self.likeliest)) & self.tree.is_draft
+        p = self.log_p.to(wide(self.log_p.device)).exp()
         if not self.sampled:
-            return self.log_p.to(wide(self.log_p.device)).exp()
-        chance = (self.log_p - self.log_q).clamp_max(0.0).to(wide(self.log_p.device)).exp()
-        return chance.masked_fill(~(self.tree.is_draft & self.above(self.has_q)), 0.0)
+            return p
+        passes = (self.log_p - self.log_q).clamp_max(0.0).to(p.dtype).exp().masked_fill(~self.is_drawn, 0.0)
+        return passes if self.tree.drawn is None else self._mixed(p, passes)
+
+    def _mixed(self, p: Tensor, passes: Tensor) -> Tensor:
+        """:attr:`chance` on trees, where one child y of a context may be drawn from q (arXiv:2502.18779).
+
+        The draft y is tested first and passes with probability min(1, p/q). If it does not, the token is drawn from
+        (p - q)+, which adds up to TV(p, q), and may be another child.
+
+        Args:
+            p: probability of each draft.
+            passes: probability that each drawn draft passes, 0 for the others.
+        """
+        both = self.draws & self.some(self.tree.is_draft & ~self.is_drawn)
+        fails = 1.0 - self.above(self.total(passes))
+        residual = (p - self.log_q.to(p.dtype).exp()).clamp_min(0.0)
+        fixed = fails * residual / self.above(self._tv(both)).to(p.dtype).clamp_min(1e-30)
+        fixed = torch.where(self.above(self.draws), fixed, p).clamp_max(1.0)
+        return torch.where(self.is_drawn, passes, fixed)
+
+    def _tv(self, where: Tensor) -> Tensor:
+        """TV(p, q) at contexts with a q; if lazy, at those of ``where`` alone."""
+        tree = self.tree
+        rows, nodes = where.nonzero(as_tuple=True) if self.lazy else (self.whole.rows, self.whole.nodes)
+        assert tree.q_scores is not None
+        pair = self.round.scores.flatten(0, 1), tree.q_scores.flatten(0, 1)
+        of_q = rows * tree.q_scores.shape[1] + tree.q_index[rows, nodes].clamp_min(0)
+        which = rows * tree.tokens.shape[1] + nodes, of_q
+        value = divergence("tv").with_reduced_drafter(*pair, tree.draft_ids, which)
+        return value.new_zeros(where.shape).index_put((rows, nodes), value)
 
     @property
     def coin(self) -> Tensor:
@@ -276,8 +327,12 @@ class Contexts:
         tree = self.evidence.tree
         if not tree.q_logits.shape[1]:
             return self.scores
-        scores = self.evidence.draft_scores
-        q_scores = self.q_logits if scores is tree.q_logits else self._of_drafter(scores)
+        if self.evidence.sampled:
+            assert tree.q_scores is not None
+            q_scores = expand_draft(self._of_drafter(tree.q_scores), tree.draft_ids, self.scores.shape[-1])
+        else:
+            scores = self.evidence.draft_scores
+            q_scores = self.q_logits if scores is tree.q_logits else self._of_drafter(scores)
         return torch.where(self.has_q[:, None], q_scores, self.scores)
 
     @cached_property

@@ -19,14 +19,22 @@ class Exact(Rule):
     """Lossless: the output has the target's law.
 
     On a deterministic tree draw y ~ p and accept the child y, if there is one. No rule with law p accepts more. A
-    sampled draft x is accepted with probability min(1, p(x)/q(x)); otherwise draw from the residual (p - q)+.
+    drawn draft x is accepted with probability min(1, p(x)/q(x)); otherwise draw from the residual (p - q)+, and accept
+    another child if the draw is one (the mixed law, arXiv:2502.18779).
 
     Args:
         block: test sampled chains as a whole (block verification, arXiv:2403.10444). The law is the same, and in
             expectation no fewer drafts are accepted. Needs p and q at all nodes of the chain.
+        draw: above temperature 0, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). The law is the same;
+            more drafts are accepted.
     """
 
     block: bool = parameter(False)
+    draw: bool = parameter(True)
+
+    @property
+    def draws_trees(self) -> bool:
+        return self.draw and not self.block
 
     def law(self, evidence: Evidence) -> Law:
         if not (self.block and evidence.sampled):

@@ -7,19 +7,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsd_infer.chat.tools import overlap
+from fsd_infer.chat.pieces import Piece, Pieces
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.request import Round
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.errors import FsdError
 from fsd_infer.request.guide import Guide
 from fsd_infer.rules import Rule
+from fsd_infer.serving.text import AnswerText
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +64,14 @@ class UnavailableError(FsdError):
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token of an answer: its text, its log-probability under the target, and the likeliest tokens with theirs."""
+    """A token of an answer, its log-probability under the target, and the likeliest tokens with theirs."""
 
-    text: str
+    piece: Piece
     value: float
-    best: tuple[tuple[str, float], ...] = ()
+    best: tuple[tuple[Piece, float], ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)  # equal requests are different jobs
 class Job:
     """One answer that is wanted, and how far it has come.
 
@@ -90,6 +91,8 @@ class Job:
         logprobs: of the answer's tokens under the target's own logits, without temperature, bias and penalties.
         ids: tokens of the answer so far.
         text: the answer so far.
+        answer: finds the text and the stop texts in the tokens.
+        pieces: names the tokens of :attr:`logprobs`.
         reason: "stop", "length", or the exception that made the job fail; None while it runs.
         stats: of the answer, once it has ended.
         cancelled: set when the client no longer wants the answer.
@@ -110,53 +113,58 @@ class Job:
     logprobs: list[Logprob] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     text: str = ""
+    answer: AnswerText = field(init=False)
+    pieces: Pieces = field(init=False)
     reason: str | Exception | None = None
     stats: RowStats | None = None
     cancelled: bool = False
 
-    def grow(self, ids: list[int], tokenizer: Any) -> bool:
-        """Append new tokens. Return whether the answer ends here."""
-        self.ids += ids[: self.max_new_tokens - len(self.ids)]
-        text = tokenizer.decode(self.ids, skip_special_tokens=True)
-        ends = [place for stop in self.stop if (place := text.find(stop)) >= 0]
-        if ends:
-            text, self.reason = text[: min(ends)], "stop"
-        elif len(self.ids) >= self.max_new_tokens or time.monotonic() > self.deadline:
-            self.reason = "length"
-        # hold back text that may still become another character or a stop text
-        held = 0 if self.reason else max([overlap(text, stop) for stop in self.stop], default=0)
-        whole = text[: len(text) - held]
-        if self.reason or not whole.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._show(whole)
-        return bool(self.reason) or self.cancelled
+    def begin(self, tokenizer: Any) -> None:
+        """Get ready for the first token."""
+        self.answer, self.pieces = AnswerText(tokenizer, self.stop), Pieces(tokenizer)
+
+    def ends(self, token: int) -> str | None:
+        """Append a token. Return why the answer ends with it, or None."""
+        self.ids.append(token)
+        if self.answer.add(token):
+            return "stop"
+        return "length" if len(self.ids) >= self.max_new_tokens or time.monotonic() > self.deadline else None
+
+    def show(self, text: str) -> bool:
+        """Tell what the text has grown by. Return whether nobody wants more."""
+        new, self.text = text[len(self.text) :], text
+        if new and not self.cancelled:
+            self.tell(new, None)
+        return self.cancelled
 
     @property
     def key(self) -> object:
         """Jobs with equal keys may share a batch."""
         return self.sampling, self.penalties, self.guide
 
-    def watch(self, round: Round, tokenizer: Any) -> None:
-        """Record a round, before its tokens."""
+    def watch(self, round: Round) -> None:
+        """Record a round, before its tokens are shown."""
         if self.on_round is not None:
             self.on_round(round)
-        if self.alternatives is not None:
-            rows = round.logits[round.path[: len(round.tokens)]].float().log_softmax(-1)
-            for row, token in zip(rows, round.tokens, strict=True):
-                values, ids = row.topk(min(self.alternatives, len(row)))
-                best = tuple((tokenizer.decode([i]), v) for i, v in zip(ids.tolist(), values.tolist()))
-                self.logprobs.append(Logprob(tokenizer.decode([token]), float(row[token]), best))
+        if self.alternatives is None:
+            return
+        rows = round.logits[round.path[: len(round.tokens)]].float().log_softmax(-1)
+        for row, token in zip(rows, round.tokens, strict=True):
+            values, ids = row.topk(min(self.alternatives, len(row)))
+            best = tuple((self.pieces.of(i), v) for i, v in zip(ids.tolist(), values.tolist()))
+            self.logprobs.append(Logprob(self.pieces.of(token), float(row[token]), best))
+            self.pieces.add(token)
 
-    def finish(self, reason: str | Exception, tokenizer: Any = None) -> None:
+    def finish(self, reason: str | Exception) -> None:
         """End the answer: it is complete, or it failed."""
-        if self.reason is None and isinstance(reason, str):
-            self._show(tokenizer.decode(self.ids, skip_special_tokens=True))
-        self.reason = self.reason or reason
+        if isinstance(reason, str):
+            rest = self.answer.end()
+            if rest and self.logprobs:
+                last = self.logprobs[-1]
+                self.logprobs[-1] = replace(last, piece=last.piece._replace(text=last.piece.text + rest))
+            self.show(self.answer.text)
+        self.reason = reason
         self.tell("", self)
-
-    def _show(self, text: str) -> None:
-        new, self.text = text[len(self.text) :], text
-        if new and not self.cancelled:
-            self.tell(new, None)
 
 
 class Batcher:
@@ -229,13 +237,16 @@ class Batcher:
         tokenizer, penalties = self.decoder.tokenizer, batch[0].penalties
         watched = any(job.on_round is not None or job.alternatives is not None for job in batch)
         start = max(len(job.prompt) for job in batch)  # processors see prompts padded to the longest
+        for job in batch:
+            job.begin(tokenizer)
         try:
             found = self.decoder.generate(
                 [job.prompt for job in batch],
                 [job.rule for job in batch],
                 max_new_tokens=max(job.max_new_tokens for job in batch),
-                on_tokens=lambda row, ids: batch[row].grow(ids, tokenizer),
-                on_round=(lambda row, round: batch[row].watch(round, tokenizer)) if watched else None,
+                ends=lambda row, token: batch[row].ends(token),
+                on_tokens=lambda row, ids: batch[row].show(batch[row].answer.text),
+                on_round=(lambda row, round: batch[row].watch(round)) if watched else None,
                 guide=batch[0].guide,
                 cache_keys=[job.user for job in batch],
                 logits_processor=[Adjust(penalties, start)] if penalties else None,
@@ -253,4 +264,4 @@ class Batcher:
             return
         for job, stats in zip(batch, found.stats.rows, strict=True):
             job.stats = stats
-            job.finish(stats.finish_reason, tokenizer)
+            job.finish(stats.finish_reason)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from fsd_infer.chat.conversations import check_text
 from fsd_infer.chat.tools import Tool
 from fsd_infer.request.guide import Guide
 
@@ -143,6 +145,13 @@ class Asked(Fields):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=2**31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    typical_p: float = Field(1.0, gt=0, le=1)
+    epsilon_cutoff: float = Field(0.0, ge=0, lt=1)
+    eta_cutoff: float = Field(0.0, ge=0, lt=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    no_repeat_ngram_size: int = Field(0, ge=0, le=2**16)
     seed: int | None = Field(None, ge=0, lt=2**63)
     n: int = Field(1, ge=1, le=128)
     stop: Annotated[list[str], BeforeValidator(_texts)] = Field([], max_length=16)
@@ -158,10 +167,39 @@ class Asked(Fields):
     rule: str | None = None
     vllm_xargs: VllmArguments = VllmArguments()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_json(cls, values: Any) -> Any:
+        """Refuse NaN and infinities, which Python's reader of JSON lets pass."""
+        left = [values]
+        while left:
+            value = left.pop()
+            left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"the body is no JSON: it holds {value}, or a number that is too large.")
+        return values
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_are_text(cls, stops: list[str]) -> list[str]:
+        return [check_text(stop, "stop") for stop in stops]
+
     @property
     def most_tokens(self) -> int | None:
         """Largest length of an answer in tokens; None: the server's limit."""
         return self.max_tokens
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of ``generate`` that shape the law, without those that change nothing."""
+        always = ("repetition_penalty", "no_repeat_ngram_size")
+        drawn = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff") if self.temperature else ()
+        asked = self.model_dump(include={*always, *drawn}, exclude_defaults=True)
+        if asked.get("top_k") == -1:  # vLLM's value for none
+            del asked["top_k"]
+        if self.temperature:
+            return {"do_sample": True, "temperature": self.temperature, **asked}
+        return {"do_sample": False, "temperature": None, **asked}
 
     @property
     def guides(self) -> list[Guide]:

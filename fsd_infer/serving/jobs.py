@@ -60,10 +60,7 @@ def make_jobs(
     most = asked.most_tokens or limits.max_new_tokens
     if room is not None and len(ids) >= room:
         raise FsdError(f"the prompt has {len(ids)} tokens, but the model has a context of {room}. Shorten the prompt.")
-    greedy = asked.temperature == 0
-    sampling: dict[str, Any] = {"do_sample": not greedy, "top_k": None, "temperature": None, "top_p": None}
-    if not greedy:
-        sampling.update(temperature=asked.temperature, top_p=asked.top_p)
+    sampling = asked.sampling
     named = parse_rule(asked.rule or asked.vllm_xargs.rule or rule)
     markers_of([named], decoder.tokenizer)  # its error would fail the whole batch later
     size = decoder.target.vocab_size
@@ -96,7 +93,7 @@ def reader_of(decoder: FuzzyDecoder, asked: Completion) -> Callable[[], CallRead
     if not isinstance(asked, ChatAsked) or not asked.offered:
         return None
     format, names = _format(decoder, asked), {tool.name for tool in asked.offered}
-    return lambda: CallReader(format, names)
+    return lambda: CallReader(format, names, is_forced=bool(asked.forced))
 
 
 def _format(decoder: FuzzyDecoder, asked: ChatAsked) -> ToolFormat:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsd_infer.chat.encoding import token_pieces
+from fsd_infer.chat.pieces import Pieces, token_pieces
 from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.engine.ngrams import kinds
 from fsd_infer.engine.request import Round
@@ -87,7 +87,7 @@ class Trace:
         self.tokenizer, self.prompt = tokenizer, list(prompt)
         self.proposers = [SOURCES.get(name, "head") for name in (*proposers, "guide")]  # as ForcedDrafter does
         self.tokens: list[int] = []
-        self._shown = 0  # characters of the text that pieces hold
+        self._pieces = Pieces(tokenizer)
         self.rounds: list[dict[str, Any]] = []
 
     def add(self, round: Round) -> dict[str, Any]:
@@ -124,7 +124,8 @@ class Trace:
 
     def _emitted(self, round: Round, log_p: Tensor, log_q: dict[int, Tensor]) -> list[dict[str, Any]]:
         before = len(self.tokens)
-        pieces = [self._piece(token) for token in round.tokens]
+        self.tokens += round.tokens
+        pieces = [self._pieces.add(token) for token in round.tokens]
         new_or_not = kinds(self.prompt, self.tokens)
         js = divergence("js")
         found = []
@@ -149,15 +150,6 @@ class Trace:
                 }
             )
         return found
-
-    def _piece(self, token: int) -> str:
-        """The text that the next token adds. A token that ends inside a character adds nothing."""
-        self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        piece, self._shown = text[self._shown :], len(text)
-        return piece
 
 
 def _draft_log_probs(round: Round, vocabulary: int) -> dict[int, Tensor]:

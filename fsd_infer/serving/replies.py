@@ -9,8 +9,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fsd_infer.chat.pieces import Piece
 from fsd_infer.chat.tools import CallReader, ToolCall
 from fsd_infer.serving.batcher import Job, Logprob
+
+LOWEST = -9999.0  # OpenAI's log-probability of a token that cannot come: JSON has no infinity
 
 
 class Reply:
@@ -31,12 +34,14 @@ class Reply:
         self.created = int(time.time())
         self._readers = None if reader is None else [reader() for _ in jobs]
         self._begun: set[int] = set()
+        self._shown = [0] * len(jobs)  # characters that were sent
         self._told = [0] * len(jobs)  # log-probabilities that were sent
-        self._offsets = [0] * len(jobs)  # where the text was then
+        self._offsets = [0] * len(jobs)  # where their text ended
 
     def event(self, index: int, text: str, is_over: bool) -> str:
         """Return a part of a stream: what answer ``index`` grew by, or its end."""
         choice: dict[str, Any] = {"text": text}
+        self._shown[index] += len(text)
         if self.is_chat:
             made = len(self._readers[index].made) if self._readers else 0
             text, calls = self._read(index, text, is_over)
@@ -71,9 +76,10 @@ class Reply:
     def _facts(self, index: int, is_over: bool) -> dict[str, Any]:
         """The fields of a choice besides its text."""
         reason = str(self.jobs[index].reason) if is_over else None
-        if reason == "stop" and self._readers and self._readers[index].made:
+        reader = self._readers[index] if self._readers else None
+        if is_over and reader and reader.made and (reason == "stop" or reader.is_forced):
             reason = "tool_calls"
-        return {"index": index, "logprobs": self._logprobs(index), "finish_reason": reason}
+        return {"index": index, "logprobs": self._logprobs(index, is_over), "finish_reason": reason}
 
     def _envelope(self, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion" + ".chunk" * chunk) if self.is_chat else "text_completion"
@@ -83,23 +89,24 @@ class Reply:
         prompt, answers = len(self.jobs[0].prompt), sum(len(job.ids) for job in self.jobs)
         return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
 
-    def _logprobs(self, index: int) -> dict[str, Any] | None:
-        """The log-probabilities that have not been sent."""
+    def _logprobs(self, index: int, is_over: bool) -> dict[str, Any] | None:
+        """The log-probabilities that have not been sent, of tokens whose text is sent."""
         job = self.jobs[index]
         if job.alternatives is None:
             return None
-        new = job.logprobs[self._told[index] : len(job.ids)]
+        end = len(job.ids) if is_over else job.answer.tokens_within(self._shown[index])
+        new = job.logprobs[self._told[index] : end]
         self._told[index] += len(new)
         if self.is_chat:
             return {"content": [_chat_entry(each) for each in new], "refusal": None}
         offsets = []
         for each in new:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(each.text)
+            self._offsets[index] += len(each.piece.text)
         return {
-            "tokens": [each.text for each in new],
-            "token_logprobs": [each.value for each in new],
-            "top_logprobs": [dict(each.best) for each in new] if job.alternatives else None,
+            "tokens": [_text(each.piece) for each in new],
+            "token_logprobs": [_finite(each.value) for each in new],
+            "top_logprobs": [_by_text(each) for each in new],
             "text_offset": offsets,
         }
 
@@ -110,8 +117,32 @@ def _called(call: ToolCall) -> dict[str, Any]:
 
 
 def _chat_entry(each: Logprob) -> dict[str, Any]:
-    return {**_entry(each.text, each.value), "top_logprobs": [_entry(*pair) for pair in each.best]}
+    return {**_entry(each.piece, each.value), "top_logprobs": [_entry(*pair) for pair in each.best]}
 
 
-def _entry(text: str, value: float) -> dict[str, Any]:
-    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+def _entry(piece: Piece, value: float) -> dict[str, Any]:
+    return {"token": piece.name, "logprob": _finite(value), "bytes": list(piece.raw)}
+
+
+def _by_text(each: Logprob) -> dict[str, float]:
+    """The likeliest tokens and the chosen one, which has its text as its key, whatever others decode alike."""
+    chosen = each.piece.token
+    whose = {_text(each.piece): chosen}
+    found: dict[str, float] = {}
+    for piece, value in (*each.best, (each.piece, each.value)):
+        key = _text(piece)
+        if piece.token != chosen and not key:  # a part of a character
+            key = "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece.raw)
+        if whose.setdefault(key, piece.token) != piece.token:
+            key = f"token_id:{piece.token}"
+        found[key] = _finite(value)
+    return found
+
+
+def _text(piece: Piece) -> str:
+    """What a token adds to the text; the name of a special token, which adds nothing."""
+    return piece.text or ("" if piece.raw else piece.name)
+
+
+def _finite(value: float) -> float:
+    return max(value, LOWEST)

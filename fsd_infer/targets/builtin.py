@@ -15,11 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from filelock import FileLock
-
 from fsd_infer.cpu.ops import kernel_kind
 from fsd_infer.errors import ModelLoadError
-from fsd_infer.files import cache_dir, sha256_of, write_json
+from fsd_infer.files import cache_dir, locked, sha256_of, write_json
 from fsd_infer.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -153,7 +151,7 @@ def gguf_of(name_or_dir: str | os.PathLike[str], keep: bool, progress: bool) -> 
     if is_gguf(name_or_dir):
         return Path(os.path.expanduser(name_or_dir))
     name = os.fspath(name_or_dir)
-    if not keep or not is_builtin(name) or builtin_adapter(name) is not None or kernel_kind() != "avx512":
+    if not keep or not is_builtin(name) or builtin_adapter(name) is not None or kernel_kind() is None:
         return None
     try:
         return builtin_file(name, progress=progress)
@@ -184,7 +182,7 @@ def _scratch(name: str, progress: bool) -> Iterator[tuple[Path, Callable[[str], 
     parent = cache_dir() / "targets"
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(parent / f"{name}.lock"):
+        with locked(parent / f"{name}.lock", name):
             for leftover in parent.glob(f".{name}.partial-*"):  # of killed calls, since we hold the lock
                 shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{name}.partial-", dir=parent) as scratch:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.files import open_safetensors, read_json, read_weight_map
 from fsd_infer.targets.masks import layer_windows
 
+MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
 _CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_decoder that nothing reads
 
 
@@ -52,6 +55,26 @@ def _check_layers(path: Path, tensors: int) -> None:
             raise CheckpointError(f"{path}: {name} is {value:g}, but there are {tensors} tensors; copy it again.")
         if name == "num_hidden_layers" and isinstance(value, int) and value < 1:
             raise CheckpointError(f"{path}: {name} is {value}: a model has at least one; copy the model again.")
+
+
+def check_numbers(values: Any, where: str) -> None:
+    """Raise CheckpointError, which begins with ``where``, for numbers of a config that no model has.
+
+    transformers builds such models, which then end in an overflow or answer nonsense.
+    """
+    for name, value in values.items() if isinstance(values, Mapping) else ():
+        check_numbers(value, where)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        likely = isinstance(value, float) or abs(value) <= MOST
+        if name.endswith(("eps", "epsilon")):
+            likely = 0 <= value < 1
+        elif name == "rope_theta":
+            likely = 0 < value < math.inf
+        elif name in ("max_position_embeddings", "n_positions"):
+            likely = 1 <= value <= MOST
+        if not likely:
+            raise CheckpointError(f"{where}: {name} is {value!r:.40}, which no model has; correct config.json.")
 
 
 def check_size(source: str, config: PretrainedConfig, trust_remote_code: bool) -> None:
@@ -121,6 +144,11 @@ def check_decodable(model: Any, name: str) -> None:
         raise ModelLoadError(
             f"{kind}: its hidden states are of several streams, so no single feature enters its LM head. Use another "
             "target."
+        )
+    if (getattr(config, "n_recurrent_loops", None) or 1) > 1:  # Dory
+        raise ModelLoadError(
+            f"{kind} runs layers {config.n_recurrent_loops} times over a text (n_recurrent_loops) and keeps keys and "
+            "values of each time, but a cache here has room for one. Use another target."
         )
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1:

@@ -5,6 +5,8 @@ This module reads the architectures in :data:`FAMILIES`. Transformers reads the 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from fsd_infer.targets.gguf_file import Stored, read_gguf
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer, write_tokenizer
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # architectures, which are also transformers' model types
+_WHOLE = ("F32", "F16", "BF16")  # types that are not quantised
 _INTERLEAVED = ("llama",)  # their query and key projections have rows in ggml's rotary order
 
 _ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies, in Llama 3
@@ -78,19 +81,27 @@ def load_gguf(
         ModelLoadError: a truncated, malformed or split file, or an architecture that transformers cannot read.
     """
     facts, tensors = _read(source)
-    if facts.get("general.architecture") not in FAMILIES:
+    family = facts.get("general.architecture")
+    if family not in FAMILIES:
+        if not expand and ops.kernel_kind() is not None:
+            ops.say(
+                f"{source.name}: weights are expanded to bf16, slower and larger, because transformers reads {family} "
+                f"files. Those of {', '.join(FAMILIES)} decode from their own weights."
+            )
         return _by_transformers(source, dtype, attn_implementation), load_gguf_tokenizer(source, facts)
     config = _config(facts, tensors, source)
     made = AutoConfig.for_model(**config)
     model = _empty_model(made, dtype=dtype, attn_implementation=attn_implementation or "sdpa")
     # Biases come first, because a layer that gets blocks takes over its bias.
     places = sorted(_places(model, tensors, config, source), key=lambda place: place[0].endswith("weight"))
+    lost = Counter[str]()  # weights in types that the kernels do not read
     for name, stored, order in places:
         path, _, kind = name.rpartition(".")
         layer = model.get_submodule(path)
         tied = made.tie_word_embeddings and path == "model.embed_tokens"
         held = kind == "weight" and not expand and _held(model.lm_head if tied else layer, stored, order, name)
         if not held:
+            lost[stored.kind.name] += len(stored.shape) == 2 and stored.kind.name not in _WHOLE
             value = nn.Parameter(_expanded(stored, order).to(dtype), requires_grad=False)
             for each in (layer, model.lm_head) if tied else (layer,):
                 setattr(each, kind, value)
@@ -100,7 +111,17 @@ def load_gguf(
     made._name_or_path = str(source)
     if not expand:
         ops.speed_up(model, release=True)
+        _say_what_is_expanded(source.name, +lost)
     return model, load_gguf_tokenizer(source, facts)
+
+
+def _say_what_is_expanded(name: str, lost: Mapping[str, int]) -> None:
+    if lost and ops.kernel_kind() is not None:  # else that is said, for all weights
+        types = ", ".join(f"{count} in {kind}" for kind, count in sorted(lost.items()))
+        ops.say(
+            f"{name}: weights are expanded to bf16, slower and larger, because the kernels do not read them ({types}). "
+            f"A file in {ops.READS} decodes from its own weights."
+        )
 
 
 def load_gguf_config(source: Path) -> PreTrainedConfig:

@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
 
-from fsd_infer.cpu.ops import keep_groups
+from fsd_infer.cpu.ops import keep_groups, say
 from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.files import open_safetensors
 
@@ -65,7 +65,13 @@ def load_expanded(
     for file in sorted(_directory(source, place).glob("*.safetensors")):
         with open_safetensors(file, "Copy or fetch it again.") as opened:
             state |= {key: opened.get_tensor(key) for key in opened.keys()}
+    stored = sum(key.endswith(".qweight") for key in state)
     groups = expand(state, facts, options["dtype"], source)
+    if len(groups) < stored and options["dtype"] == torch.bfloat16:
+        say(
+            f"{source}: {stored - len(groups)} layers are expanded to bf16, slower and larger, because their groups "
+            "follow the order of activations (desc_act). A checkpoint without it decodes from its own integers."
+        )
     plain = copy.copy(config)
     del plain.quantization_config
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

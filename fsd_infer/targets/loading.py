@@ -20,11 +20,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from fsd_infer.chat.control import set_control_tokens
 from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_infer.files import HUB_ID, HUB_OPTIONS, usable_name
+from fsd_infer.hub import HubError, hub_fault, load_whole
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, gguf_of, is_builtin, is_gguf
-from fsd_infer.targets.checks import check_directory, check_loaded, check_size
+from fsd_infer.targets.checks import check_directory, check_loaded, check_numbers, check_size
 from fsd_infer.targets.gptq import METHODS, load_expanded
 from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
 
@@ -123,6 +125,8 @@ def resolve_target(name_or_dir: str | os.PathLike[str], *, progress: bool = True
         directory = directory / (subfolder or "")
         check_directory(directory)
         return str(directory)
+    if name.endswith(".gguf"):
+        raise ModelLoadError(f"{name}: no such file. Give the path of a GGUF file, or another target.")
     if HUB_ID.fullmatch(name):
         return name
     raise UnknownNameError(
@@ -147,19 +151,25 @@ def _resolve_base(adapter: Path, progress: bool) -> str:
 def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
     """Load a target's config alone; names, options of the hub and errors as in :func:`load_target`."""
     source, options = _located(name_or_dir, hub)
-    with explained(name_or_dir):
+
+    @explained(name_or_dir, source)
+    def load() -> PretrainedConfig:
         if is_gguf(source):
             from fsd_infer.targets.gguf import load_gguf_config
 
             return load_gguf_config(Path(source))
-        return AutoConfig.from_pretrained(source, **options)
+        return _config(source, **options)
+
+    return load_whole(source, load, **options)
 
 
-def load_tokenizer(name_or_dir: str | os.PathLike[str], **hub: Any) -> PreTrainedTokenizerBase | None:
-    """Load a target's tokenizer alone, as :func:`load_config`; None for a local directory without one."""
+def load_tokenizer(
+    name_or_dir: str | os.PathLike[str], *, allow_control_tokens: bool = False, **hub: Any
+) -> PreTrainedTokenizerBase | None:
+    """Load a target's tokenizer alone, as :func:`load_target` does; None for a local directory without one."""
     source, options = _located(name_or_dir, hub)
-    with explained(name_or_dir):
-        return _tokenizer(source, **options)
+    load = explained(name_or_dir, source)(_tokenizer)
+    return load_whole(source, lambda: load(source, allow_control_tokens, **options), **options)
 
 
 def _located(
@@ -174,8 +184,8 @@ def _located(
 
 
 @contextmanager
-def explained(name_or_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert any error of transformers about a model's files to one of ours."""
+def explained(name_or_dir: str | os.PathLike[str], source: str = "") -> Iterator[None]:
+    """Convert any error of transformers about a model's files, or of the Hub about ``source``, to one of ours."""
     name = os.fspath(name_or_dir)
     try:
         yield
@@ -186,6 +196,11 @@ def explained(name_or_dir: str | os.PathLike[str]) -> Iterator[None]:
     except (FsdError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:  # a bad config can make any part of transformers fail, and its Rust parts panic
+        says = hub_fault(error)
+        if isinstance(says, FsdError):  # transformers takes it for a ValueError of its own
+            raise says from error
+        if says is not None:
+            raise HubError(f"{source or name} {says}") from error
         raise ModelLoadError(
             f"target {name!r} cannot be loaded: {shortened(error)} "
             f"A target is a built-in name ({', '.join(BUILTIN_TARGETS.names())}), a local model directory or a hub id."
@@ -201,6 +216,7 @@ def load_target(
     attn_implementation: str | None = None,
     progress: bool = True,
     expand: bool = True,
+    allow_control_tokens: bool = False,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a target with transformers, unchanged, in eval mode and without gradients.
@@ -218,6 +234,7 @@ def load_target(
         progress: say on stderr when a built-in target is being fetched.
         expand: False: a GGUF file's quantised weights stay as they are where our CPU kernels compute by them, in bf16
             (:func:`fsd_infer.targets.gguf.load_gguf`). They are read-only, and ``state_dict`` lacks them.
+        allow_control_tokens: names of special tokens in messages become the tokens. By default they are text.
         model_kwargs: any other argument of transformers' ``from_pretrained``: ``quantization_config`` (an object, or a
             dict with its ``quant_method``), ``device_map``, and what says where the files lie, for config and tokenizer
             too: ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``, ``subfolder``.
@@ -246,37 +263,18 @@ def load_target(
 
         with explained(name_or_dir):
             model, tokenizer = load_gguf(gguf, parse_dtype(dtype), attn_implementation, expand=not keep)
+        if tokenizer is not None:
+            set_control_tokens(tokenizer, allow_control_tokens)
         model.requires_grad_(False).eval()
         return model if keep else model.to(place), tokenizer
     source, where = _located(name_or_dir, model_kwargs, progress)
     where |= {"trust_remote_code": trust_remote_code, "revision": where.get("revision", "main")}
     options = {name: value for name, value in model_kwargs.items() if name not in HUB_OPTIONS}
-    with explained(name_or_dir):
-        config = AutoConfig.from_pretrained(source, **where)
-        check_size(source, config, trust_remote_code)
-        if "quantization_config" in options:
-            options["quantization_config"] = quantization_config(options["quantization_config"])
-        stored = method_of(config) is not None
-        quantised = stored or method_of(options.get("quantization_config")) is not None
-        expanded = place.type == "cpu" and method_of(config) in METHODS
-        if quantised:
-            check_quantization(config if stored else options["quantization_config"], place, stored)
-        if quantised and not expanded:
-            options.setdefault("device_map", {"": str(place)})
-        options["dtype"] = parse_dtype(dtype)
-        options["attn_implementation"] = attn_implementation or attention_for(config)
-        loaded: Any
-        if expanded:
-            loaded = load_expanded(source, config, where, **options)
-        else:
-            loaded = AutoModelForCausalLM.from_pretrained(
-                source, config=config, use_safetensors=True, output_loading_info=True,
-                ignore_mismatched_sizes=True,  # check_loaded refuses them, by name
-                **where, **options,
-            )  # fmt: skip
-        tokenizer = _tokenizer(source, **where)
-    model = loaded[0]
-    check_loaded(source, model, loaded[1])
+    options |= {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
+    load = explained(name_or_dir, source)(_load)
+    model, tokenizer, quantised = load_whole(
+        source, lambda: load(source, where, options, place, allow_control_tokens), **where
+    )
     model.requires_grad_(False)
     if adapter is not None:
         add_adapter(model, adapter, merge=not quantised)
@@ -284,14 +282,61 @@ def load_target(
     return model.eval() if placed else model.eval().to(place), tokenizer
 
 
-def _tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase | None:
+def _load(
+    source: str, where: dict[str, Any], options: dict[str, Any], place: torch.device, allow_control_tokens: bool
+) -> tuple[Any, PreTrainedTokenizerBase | None, bool]:
+    """Return model, tokenizer, and whether the model is quantised.
+
+    Args:
+        source: what transformers loads.
+        where: options that say where it lies.
+        options: others of transformers, changed in place.
+        place: device to load on.
+        allow_control_tokens: as in :func:`load_target`.
+    """
+    config = _config(source, **where)
+    check_size(source, config, where["trust_remote_code"])
+    if "quantization_config" in options:
+        options["quantization_config"] = quantization_config(options["quantization_config"])
+    stored = method_of(config) is not None
+    quantised = stored or method_of(options.get("quantization_config")) is not None
+    expanded = place.type == "cpu" and method_of(config) in METHODS
+    if quantised:
+        check_quantization(config if stored else options["quantization_config"], place, stored)
+    if quantised and not expanded:
+        options.setdefault("device_map", {"": str(place)})
+    options["attn_implementation"] = options["attn_implementation"] or attention_for(config)
+    loaded: Any
+    if expanded:
+        loaded = load_expanded(source, config, where, **options)
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source, config=config, use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # check_loaded refuses them, by name
+            **where, **options,
+        )  # fmt: skip
+    tokenizer = _tokenizer(source, allow_control_tokens, **where)
+    check_loaded(source, loaded[0], loaded[1])
+    return loaded[0], tokenizer, quantised
+
+
+def _config(source: str, **options: Any) -> PretrainedConfig:
+    config: PretrainedConfig = AutoConfig.from_pretrained(source, **options)
+    check_numbers(config.to_dict(), source)
+    return config
+
+
+def _tokenizer(source: str, allow_control_tokens: bool, **options: Any) -> PreTrainedTokenizerBase | None:
     directory = Path(source)
     if is_gguf(source):
         from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer
 
-        return load_gguf_tokenizer(directory)
+        loaded = load_gguf_tokenizer(directory)
+        set_control_tokens(loaded, allow_control_tokens)
+        return loaded
     if directory.is_dir() and not any((directory / file).is_file() for file in _TOKENIZER_FILES):
         return None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
+    set_control_tokens(tokenizer, allow_control_tokens)
     tokenizer.decode(tokenizer("the")["input_ids"])  # a malformed tokenizer may load, and fail at every request
     return tokenizer

@@ -27,7 +27,7 @@ def layer_windows(config: Any) -> dict[str, int | None]:
     window = getattr(config, "sliding_window", None)
     if hasattr(config, "use_sliding_window") and not config.use_sliding_window:
         window = None
-    types = getattr(config, "layer_types", None)
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)  # hybrids
     if types is None and "local" in getattr(config, "attention_layers", ()):
         types = ["local"]  # GPT-Neo, whose windows count slots, not positions
     if types is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_infer.cpu import ops
-from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock
 from fsd_infer.device.rows import additive
@@ -276,6 +276,11 @@ class Target(CachedModel):
             self.forward(zero, zero, visible, cache, keep=1)
         except Exception as error:  # the first forward: a config may hold what no model can use
             raise ModelLoadError(f"{self.name} cannot read a token ({type(error).__name__}: {error}).") from error
+        if len(cache.layers) != cache.num_layers:
+            raise ModelLoadError(
+                f"{self.name} keeps {len(cache.layers)} layers of keys and values, but has {cache.num_layers} layers. "
+                "Use another target."
+            )
 
     @torch.no_grad()
     def forward(
@@ -329,12 +334,13 @@ class Target(CachedModel):
             )
             return self.lm_logits(final[:, -keep:]), self._joined(final, others)  # [-0:] is all
         given = {kind: self._for_attention(mask) for kind, mask in masks.items()}
-        extra: dict[str, Any] = {"logits_to_keep": keep} if keep and self._takes_logits_to_keep else {}
+        extra: dict[str, Any] = {cache_argument(type(self.model)): cache}
+        if keep and self._takes_logits_to_keep:
+            extra["logits_to_keep"] = keep
         out = self.model(
             input_ids=tokens,
             position_ids=positions,
             attention_mask=next(iter(given.values())) if len(given) == 1 else given,
-            past_key_values=cache,
             use_cache=True,
             output_hidden_states=True,
             **extra,

@@ -18,6 +18,7 @@ from fsd_infer.heads.export import TargetFacts, export_head
 from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
+from fsd_infer.hub import load_whole
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import read_checkpoint
@@ -70,7 +71,8 @@ def main(args: argparse.Namespace) -> int:
             raise DataError(f"{args.source} is no head: it has no config.json of one. Give a head or a .ckpt file.")
         if Path(args.output).resolve() == found.resolve():
             raise DataError(f"{args.output} is the source of the export. Give another directory.")
-        return _export_head(found, args)
+        head = found
+        return load_whole(args.source, lambda: _export_head(find_head(args.source) or head, args))
     module = load_module(args.source)
     if args.data:
         if not isinstance(module, EagleModule):

@@ -19,8 +19,8 @@ from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.heads.export import obstacle
 from fsd_infer.heads.formats import CONFIG, OLD, OURS, head_kind, read_config
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.heads.hub import hub_errors, is_hub_id
 from fsd_infer.heads.weights import INDEX, SINGLE
+from fsd_infer.hub import hub_errors, is_hub_id
 from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
 from fsd_infer.targets.target import Target
 from fsd_train.commands.export import record_of, target_of

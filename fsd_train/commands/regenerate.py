@@ -22,11 +22,13 @@ from typing import IO, Any
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
+from fsd_infer.chat.control import set_control_tokens
 from fsd_infer.chat.row_check import RowCheck, listing_of
 from fsd_infer.chat.rows import read_jsonl, rows_digest
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.errors import ContextLengthError, DataError, FsdError
 from fsd_infer.files import disk_errors, read_json, write_json
+from fsd_infer.hub import guarded, hub_fault
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
 from fsd_train import LONGEST
 from fsd_train.commands.fit import read_recipe
@@ -229,9 +231,13 @@ def _endpoint(args: argparse.Namespace) -> EndpointBackend:
     """Make the backend of a server. The target's directory needs only tokenizer and generation config."""
     directory = builtin_dir(args.target) if is_builtin(args.target) else args.target
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        with guarded():
+            tokenizer = AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError) as error:
-        raise FsdError(f"target {args.target!r} has no tokenizer ({error}). Add its files.") from error
+        says = hub_fault(error)
+        fault = f"target {args.target!r} has no tokenizer ({error}). Add its files."
+        raise FsdError(fault if says is None else f"{args.target} {says}") from error
+    set_control_tokens(tokenizer, bool((args.target_kwargs or {}).get("allow_control_tokens")))
     return EndpointBackend(
         args.endpoint, args.endpoint_model or args.target, tokenizer, _generation_config(directory),
         args.max_new_tokens, None if args.no_request_seeds else args.seed, args.concurrency,

@@ -11,18 +11,13 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig
 
 from fsd_bench.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
 from fsd_infer.chat.encoding import Message, end_of_turn, need_tokenizer
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.engine import Request, decode
+from fsd_infer.decoder.requests import prepare
+from fsd_infer.engine import decode
 from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.token_ids import eos_ids
@@ -117,7 +112,6 @@ class LocalBackend:
         self.rule = parse_rule(RULE)
         self.max_new_tokens = max_new_tokens
         self.seed = seed
-        self.eos_ids = frozenset(end_ids(self.tokenizer, decoder.target.model.generation_config))
 
     def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
         for batch in batches:
@@ -129,21 +123,10 @@ class LocalBackend:
         drafter.forget()
         temperature, top_k, top_p = batch[0].sampling
         seed = stable_seed(self.seed, *(job.id for job in batch))
-        # Not by `generate`, which takes what a request leaves open from the model's generation config: nothing but what
-        # the job says shapes the distribution.
-        warpers: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature > 0 else []
-        if temperature > 0 and top_k:
-            warpers.append(TopKLogitsWarper(top_k))
-        if temperature > 0 and top_p < 1:
-            warpers.append(TopPLogitsWarper(top_p))
-        request = Request(
-            prompts=[job.prompt_ids for job in batch],
-            max_new_tokens=self.max_new_tokens,
-            greedy=temperature == 0,
-            processors=LogitsProcessorList(warpers) if warpers else None,
-            eos_token_ids=self.eos_ids,
-            generator=torch.Generator(target.device).manual_seed(seed),
-        )
+        drawn = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature else {}
+        options = {"max_new_tokens": self.max_new_tokens, **drawn}
+        request, _ = prepare(target, [job.prompt_ids for job in batch], None, options)
+        request.generator = torch.Generator(target.device).manual_seed(seed)
         answers = decode(target, drafter, self.rule, request)
         if self.recorder is not None:
             self.recorder.save([[*job.prompt_ids, *ids] for job, ids in zip(batch, answers.sequences, strict=True)])
@@ -289,6 +272,6 @@ def _drain(queue: SimpleQueue[_T]) -> Iterator[_T]:
 
 
 def end_ids(tokenizer: Any, generation_config: GenerationConfig | None) -> set[int]:
-    """Return the end tokens of an answer: the tokenizer's eos and those of the generation config."""
+    """Return the tokens at which servers end an answer: the tokenizer's eos and those of the generation config."""
     own = tokenizer.eos_token_id
     return eos_ids(generation_config) | (set() if own is None else {own})

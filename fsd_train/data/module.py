@@ -39,6 +39,7 @@ class AnswersDataModule(LightningDataModule):
         batch_tokens: padded tokens per training batch.
         validation_batch_tokens: padded tokens per validation batch (default: ``batch_tokens``).
         tokenizer: built-in name, directory or hub id, for rows without token ids.
+        allow_control_tokens: names of special tokens in messages become the tokens; by default they are text.
         features: directory of `fsd-train cache-features`; rows without cached features are skipped. None: the target
             runs in every step.
         num_workers: processes that collate (default: some with CUDA, none on a CPU).
@@ -61,6 +62,7 @@ class AnswersDataModule(LightningDataModule):
         batch_tokens: PositiveInt = 4096,
         validation_batch_tokens: PositiveInt | None = None,
         tokenizer: str | None = None,
+        allow_control_tokens: bool = False,
         features: str | None = None,
         num_workers: NonNegativeInt | None = None,
         pin_memory: bool | None = None,
@@ -73,7 +75,7 @@ class AnswersDataModule(LightningDataModule):
         self.train_files, self.validation_files = list(train_files), list(validation_files or [])
         self.validation_fraction, self.max_length = validation_fraction, max_length
         self.batch_tokens, self.validation_batch_tokens = batch_tokens, validation_batch_tokens or batch_tokens
-        self.tokenizer_name = tokenizer
+        self.tokenizer_name, self.allow_control_tokens = tokenizer, allow_control_tokens
         self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
         self.features = features
         self.row_check = RowCheck(strict)
@@ -85,7 +87,9 @@ class AnswersDataModule(LightningDataModule):
         """Read the files (idempotent). Raises DataError without rows, or for too many malformed ones."""
         if self.train_set is not None:
             return
-        tokenizer = None if self.tokenizer_name is None else load_tokenizer(self.tokenizer_name)
+        tokenizer = None
+        if self.tokenizer_name is not None:
+            tokenizer = load_tokenizer(self.tokenizer_name, allow_control_tokens=self.allow_control_tokens)
         fraction = 0.0 if self.validation_files else self.validation_fraction
         self.train_set, held = read_answers(
             self.train_files, tokenizer, validation_fraction=fraction, max_length=self.max_length, check=self.row_check

@@ -1,8 +1,9 @@
-// Weights in ggml's block types: their layout in records of 16 columns, reading files, products of few rows.
+// Weights in ggml's block types: their layout in records of 16 columns, and products of few rows.
 #pragma once
 
 #include "numbers.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -10,10 +11,12 @@
 namespace {
 
 // The layout of a block type. A code q stands for d · (q - BIAS) + m; a run of RUN codes in a column shares d and m.
-// Types with several runs per record hold one fp16 d and m, and multiply each by an integer per run.
-template <int BITS_, int RUN_, int RUNS_, int BIAS_, bool LEAST_>
+// Types with several runs per record hold one fp16 d and m, and multiply each by an integer per run. In types with a table,
+// a code stands for d · VALUES[q].
+template <int BITS_, int RUN_, int RUNS_, int BIAS_, bool LEAST_, bool TABLE_ = false>
 struct Form {
   static constexpr int BITS = BITS_, RUN = RUN_, RUNS = RUNS_, BIAS = BIAS_;
+  static constexpr bool TABLE = TABLE_;
   static constexpr bool LEAST = LEAST_;                                // has m
   static constexpr int SPAN = RUN * RUNS;                              // codes per record
   static constexpr int STEP = 64 * BITS;                               // bytes of 32 x 16 codes
@@ -21,10 +24,15 @@ struct Form {
   static constexpr int PER_RUN = RUNS > 1 ? RUNS * LANES : 0;          // bytes of the integers per run, for d or for m
   static constexpr int FP16 = CODES + PER_RUN * (1 + LEAST);           // offset of d and m
   static constexpr int RECORD = FP16 + 2 * LANES * (1 + LEAST);
-  static constexpr int SHIFT = BITS < 8 ? 128 : 0;                     // offset of a code as codes_of returns it
+  static constexpr int SHIFT = BITS < 8 && !TABLE ? 128 : 0;           // offset of a code as codes_of returns it
 };
 
-enum BlockKind : int { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };  // ggml's type numbers
+enum BlockKind : int {  // ggml's type numbers
+  Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ2_XXS = 16, KINDS
+};
+
+// What codes of IQ2_XXS stand for, as bf16: ±1, ±3.125 and ±5.375.
+constexpr bf16 VALUES[LANES] = {0x3F80, 0x4048, 0x40AC, 0, 0, 0, 0, 0, 0xBF80, 0xC048, 0xC0AC};
 
 // Call with(Form) for a block type. Returns false if there is no Form for it.
 template <class With>
@@ -35,17 +43,32 @@ inline bool with_form(int64_t kind, With with) {
     case Q5_0: return with(Form<5, 32, 1, 16, false>{}), true;
     case Q5_1: return with(Form<5, 32, 1, 0, true>{}), true;
     case Q8_0: return with(Form<8, 32, 1, 0, false>{}), true;
+    case Q2_K: return with(Form<4, 16, 16, 0, true>{}), true;
     case Q4_K: return with(Form<4, 32, 8, 0, true>{}), true;
     case Q5_K: return with(Form<5, 32, 8, 0, true>{}), true;
     case Q6_K: return with(Form<6, 16, 16, 32, false>{}), true;
+    case IQ2_XXS: return with(Form<4, 32, 8, 0, false, true>{}), true;
     default: return false;
   }
 }
 
+// Numbers of rows for which block products are compiled. A group of rows is filled up to one of them.
+#ifdef __AMX_BF16__
+constexpr int SIZES[] = {1, 2, 4, 6, 8, 12, 16};
+#else
+constexpr int SIZES[] = {1, 2, 3, 4, 5, 6, 7, 8};
+#endif
+constexpr int CLASSES = sizeof SIZES / sizeof *SIZES, TOGETHER = SIZES[CLASSES - 1];
+
+// The index of the least size that holds `rows`.
+inline int class_of(int rows) {
+  int found = 0;
+  while (SIZES[found] < rows) ++found;
+  return found;
+}
+
 // x [rows, depth] in the order in which block products read it. Rows form groups of at most TOGETHER. A group stores,
 // for each 32 numbers of depth, those numbers of all its rows, then three sums per row: of all 32 and of each half.
-constexpr int TOGETHER = 8;
-
 class Interleaved {
   static constexpr int64_t EACH = 32 * sizeof(bf16) + 3 * sizeof(float);  // bytes per row and 32 numbers of depth
   std::vector<char> memory;
@@ -57,38 +80,38 @@ class Interleaved {
 
   explicit Interleaved(bool many) : many(many) {}
 
-  // Call with(first row, number of rows, address) for each group.
+  // Call with(first row, number of rows, index of the group's size, address) for each group.
   template <class With>
-  void groups(int64_t depth, With with) const {
+  void groups(int64_t depth, With with) {
     const int count = (rows + TOGETHER - 1) / TOGETHER;
+    memory.resize(std::max<size_t>(memory.size(), count * TOGETHER * (depth / 32) * EACH));
+    char* start = memory.data();
     for (int group = 0, row = 0; group < count; ++group) {
-      const int own = (rows - row + count - group - 1) / (count - group);
-      with(row, own, memory.data() + row * (depth / 32) * EACH);
-      row += own;
+      const int own = (rows - row + count - group - 1) / (count - group), size = class_of(own);
+      with(row, own, size, start);
+      row += own, start += SIZES[size] * (depth / 32) * EACH;
     }
   }
 
   void take(const bf16* x, int count, int64_t depth) {
     rows = count;
-    memory.resize(rows * (depth / 32) * EACH);
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
-    groups(depth, [&](int first, int own, const char* start) {
-      for (int64_t b = 0; b < depth / 32; ++b) {
-        char* const numbers = (char*)start + b * own * EACH;
-        for (int m = 0; m < own; ++m) {
-          const __m512i some = _mm512_loadu_si512(x + (first + m) * depth + b * 32);
-          _mm512_storeu_si512(numbers + m * 64, some);
+    groups(depth, [&](int first, int own, int size, char* start) {
+      for (int64_t b = 0; b < depth / 32; ++b, start += SIZES[size] * EACH)
+        for (int m = 0; m < SIZES[size]; ++m) {
+          const __m512i some =
+              m < own ? _mm512_loadu_si512(x + (first + m) * depth + b * 32) : _mm512_setzero_si512();
+          _mm512_storeu_si512(start + m * 64, some);
           const __m512 pairs = _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)some, ones);
           const float low = _mm512_mask_reduce_add_ps(0x00FF, pairs), high = _mm512_mask_reduce_add_ps(0xFF00, pairs);
           const float sums[3] = {low + high, low, high};
-          for (int i = 0; i < 3; ++i) std::memcpy(numbers + own * 64 + (i * own + m) * 4, sums + i, 4);
+          for (int i = 0; i < 3; ++i) std::memcpy(start + SIZES[size] * 64 + (i * SIZES[size] + m) * 4, sums + i, 4);
         }
-      }
     });
   }
 };
 
-// Return pair `pair` of 32 numbers of depth for 16 columns: code + SHIFT, as bf16. Codes lie in 16-bit words, one per
+// Return pair `pair` of 32 numbers of depth for 16 columns: code + SHIFT or the table's value, as bf16. Codes lie in 16-bit words, one per
 // column and member of a pair: the low nibbles of four pairs in each, then planes of the higher bits.
 // As bf16, 0x4300 | code is exactly 128 + code.
 template <class F>
@@ -102,6 +125,11 @@ inline __m512bh codes_of(const uint8_t* codes, int pair) {
     return _mm512_cvtne2ps_pbh(half(1), half(0));
   }
   const __m512i words = _mm512_loadu_si512(codes + pair / 4 * 64);
+  if (F::TABLE) {
+    const __m512i values = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)VALUES));
+    const __m512i which = _mm512_and_si512(_mm512_srli_epi16(words, 4 * (pair % 4)), _mm512_set1_epi16(0x000F));
+    return (__m512bh)_mm512_permutexvar_epi16(which, values);
+  }
   __m512i found = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 4 * (pair % 4)), _mm512_set1_epi16(0x000F),
                                             _mm512_set1_epi16(0x4300), AND_OR);
   if (F::BITS > 4) {
@@ -131,6 +159,81 @@ inline void scales_of(const uint8_t* record, int run, __m512& d, __m512& m) {
   if (F::LEAST) m = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), m), whole(1));
 }
 
+// total += (m - d · (SHIFT + BIAS)) · Σ x, over the numbers x of one run. sums: as Interleaved has them.
+template <int M, class F>
+inline void add_least(__m512 d, __m512 least, const char* sums, int run, __m512* total) {
+  if (F::SHIFT == 0) return;
+  least = _mm512_fnmadd_ps(d, _mm512_set1_ps(F::SHIFT + F::BIAS), least);
+  for (int m = 0; m < M; ++m) {
+    float sum;
+    std::memcpy(&sum, sums + ((F::RUN == 32 ? 0 : 1 + run) * M + m) * 4, sizeof sum);
+    total[m] = _mm512_fmadd_ps(least, _mm512_set1_ps(sum), total[m]);
+  }
+}
+
+#ifdef __AMX_BF16__
+
+// sums [M, 16] = x Wt for M interleaved rows and 16 columns, on tiles that Multiplier::shape_for_blocks has shaped. A run
+// adds up products with the codes on a tile, then applies d and m once. Tiles load from memory and store to it, and wait for
+// it. So three steps of four runs are under way: codes are unpacked, multiplied, and their products added up.
+template <int M, class F>
+__attribute__((noinline)) void block_tile(const char* x, int64_t depth, const uint8_t* records, float* sums) {
+  constexpr int AHEAD = 4096, STEP = 4, RUNS = 32 / F::RUN;  // runs per step, and per 32 numbers of depth
+  constexpr int CODES = F::RUN * LANES;
+  alignas(64) uint16_t codes[2][STEP][CODES];
+  alignas(64) float dots[2][STEP][M * LANES];
+  __m512 total[M];
+  for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
+  const int64_t runs = depth / F::RUN;
+  const auto unpack = [&](int64_t run, uint16_t* to) {
+    const uint8_t* const from = records + run / F::RUNS * F::RECORD + run % F::RUNS / RUNS * F::STEP;
+    for (int line = 0; line < F::RECORD * F::RUN / F::SPAN; line += 64)
+      _mm_prefetch((const char*)from + AHEAD + line, _MM_HINT_T0);
+    const auto each = [&](auto first) {  // pairs are constants, so that shifts are
+#pragma GCC unroll 16
+      for (int pair = 0; pair < F::RUN / 2; ++pair)
+        _mm512_store_si512(to + pair * 32, (__m512i)codes_of<F>(from, first + pair));
+    };
+    if (run % RUNS) each(std::integral_constant<int, F::RUN / 2>{});
+    else each(std::integral_constant<int, 0>{});
+  };
+  const auto add = [&](int64_t run, const float* own) {
+    __m512 d, least;
+    scales_of<F>(records + run / F::RUNS * F::RECORD, (int)(run % F::RUNS), d, least);
+    for (int m = 0; m < M; ++m) total[m] = _mm512_fmadd_ps(d, _mm512_load_ps(own + m * LANES), total[m]);
+    add_least<M, F>(d, least, x + run / RUNS * M * 76 + M * 64, (int)(run % RUNS), total);
+  };
+#define PRODUCT(I, SUMS, X, CODES_)                                        \
+  if (I < count) {                                                         \
+    const int64_t run = first + I;                                         \
+    _tile_zero(SUMS);                                                      \
+    _tile_loadd(X, x + run / RUNS * M * 76 + run % RUNS * 32, 64);         \
+    _tile_loadd(CODES_, codes[at][I], 64);                                 \
+    _tile_dpbf16ps(SUMS, X, CODES_);                                       \
+    _tile_stored(SUMS, dots[at][I], LANES * 4);                            \
+  }
+  const int64_t steps = (runs + STEP - 1) / STEP;
+  for (int64_t step = 0; step < steps + 2; ++step) {
+    finish_stores();
+    if (step > 0 && step <= steps) {
+      const int64_t first = (step - 1) * STEP, at = (step - 1) % 2, count = runs - first;
+      PRODUCT(0, 0, 4, 6)
+      PRODUCT(1, 1, 5, 7)
+      PRODUCT(2, 2, 4, 6)
+      PRODUCT(3, 3, 5, 7)
+    }
+    if (step < steps)
+      for (int64_t i = 0, first = step * STEP; i < STEP && first + i < runs; ++i) unpack(first + i, codes[step % 2][i]);
+    if (step > 1)
+      for (int64_t i = 0, first = (step - 2) * STEP; i < STEP && first + i < runs; ++i)
+        add(first + i, dots[step % 2][i]);
+  }
+#undef PRODUCT
+  for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * LANES, total[m]);
+}
+
+#else
+
 // sums [M, 16] = x Wt for M interleaved rows and 16 columns. A run adds up products with the codes, then applies d and m
 // once. The order of additions is the same for every M, so a row's result does not depend on M.
 template <int M, class F>
@@ -159,18 +262,14 @@ __attribute__((noinline)) void block_tile(const char* x, int64_t depth, const ui
         __m512 d, least;
         scales_of<F>(record, part * (32 / F::RUN) + run, d, least);
         for (int m = 0; m < M; ++m) total[m] = _mm512_fmadd_ps(d, dots[m], total[m]);
-        if (F::SHIFT == 0) continue;
-        least = _mm512_fnmadd_ps(d, _mm512_set1_ps(F::SHIFT + F::BIAS), least);
-        for (int m = 0; m < M; ++m) {
-          float sum;
-          std::memcpy(&sum, x + M * 64 + ((F::RUN == 32 ? 0 : 1 + run) * M + m) * 4, sizeof sum);
-          total[m] = _mm512_fmadd_ps(least, _mm512_set1_ps(sum), total[m]);
-        }
+        add_least<M, F>(d, least, x + M * 64, run, total);
       }
       x += M * 76;
     }
   for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * LANES, total[m]);
 }
+
+#endif
 
 // Write 16 columns in bf16, each number rounded once; pairs of depth are `stride` numbers apart.
 template <class F>
@@ -194,127 +293,27 @@ void widen(const uint8_t* record, int64_t depth, bf16* to, int64_t stride) {
       }
 }
 
-// The products of a block type by number of rows, and the depth and bytes of its records.
+// The products of a block type by class of rows, the depth and bytes of its records, and the codes of a run.
 struct Tiles {
-  void (*of[TOGETHER])(const char* x, int64_t depth, const uint8_t* record, float* sums);
+  void (*of[CLASSES])(const char* x, int64_t depth, const uint8_t* record, float* sums);
   void (*widen)(const uint8_t* record, int64_t depth, bf16* to, int64_t stride);
   int64_t span, record;
+  int run;
 };
 
-template <class F, int... M>
-Tiles tiles_for(std::integer_sequence<int, M...>) {
-  return {{block_tile<M + 1, F>...}, widen<F>, F::SPAN, F::RECORD};
+template <class F, int... I>
+Tiles tiles_for(std::integer_sequence<int, I...>) {
+  return {{block_tile<SIZES[I], F>...}, widen<F>, F::SPAN, F::RECORD, F::RUN};
 }
 
 const Tiles& tiles_of(int64_t kind) {
   static const std::vector<Tiles> known = [] {
-    std::vector<Tiles> made(Q6_K + 1);
-    for (int64_t each = 0; each <= Q6_K; ++each)
-      with_form(each, [&](auto form) { made[each] = tiles_for<decltype(form)>(std::make_integer_sequence<int, TOGETHER>{}); });
+    std::vector<Tiles> made(KINDS);
+    for (int64_t each = 0; each < KINDS; ++each)
+      with_form(each, [&](auto form) { made[each] = tiles_for<decltype(form)>(std::make_integer_sequence<int, CLASSES>{}); });
     return made;
   }();
   return known[kind];
-}
-
-// One block of a row of a file, unpacked.
-struct Record {
-  uint8_t codes[256], scales[16], least[16];  // scales and least: of types with several runs
-  uint16_t d, m;
-};
-
-uint16_t halfword(const uint8_t* p) { return (uint16_t)(p[0] | p[1] << 8); }
-
-// Unpack a block from a row. Returns its bytes.
-int read_record(int64_t kind, const uint8_t* from, Record& to) {
-  const uint8_t* p = from;
-  if (kind != Q6_K) to.d = halfword(p), p += 2;
-  to.m = 0;
-  if (kind == Q4_1 || kind == Q5_1 || kind == Q4_K || kind == Q5_K) to.m = halfword(p), p += 2;
-  if (kind == Q8_0) {
-    std::memcpy(to.codes, p, 32);
-    return 34;
-  }
-  if (kind == Q6_K) {  // 210 bytes
-    for (int half = 0; half < 2; ++half)
-      for (int l = 0; l < 128; ++l) {
-        const int low = p[half * 64 + l % 64] >> (l / 64 * 4) & 15, high = p[128 + half * 32 + l % 32] >> (l / 32 * 2) & 3;
-        to.codes[half * 128 + l] = (uint8_t)(low | high << 4);
-      }
-    std::memcpy(to.scales, p + 192, 16);
-    to.d = halfword(p + 208);
-    return 210;
-  }
-  if (kind == Q4_K || kind == Q5_K) {  // 144 or 176
-    for (int run = 0; run < 4; ++run) {
-      to.scales[run] = p[run] & 63, to.least[run] = p[run + 4] & 63;
-      to.scales[run + 4] = (uint8_t)((p[run + 8] & 15) | p[run] >> 6 << 4);
-      to.least[run + 4] = (uint8_t)(p[run + 8] >> 4 | p[run + 4] >> 6 << 4);
-    }
-    const uint8_t *const high = p + 12, *const low = high + (kind == Q5_K ? 32 : 0);
-    for (int k = 0; k < 256; ++k) {
-      to.codes[k] = low[k / 64 * 32 + k % 32] >> (k / 32 % 2 * 4) & 15;
-      if (kind == Q5_K) to.codes[k] |= (uint8_t)((high[k % 32] >> (k / 32) & 1) << 4);
-    }
-    return kind == Q5_K ? 176 : 144;
-  }
-  uint32_t high = 0;
-  if (kind == Q5_0 || kind == Q5_1) std::memcpy(&high, p, 4), p += 4;
-  for (int k = 0; k < 32; ++k) to.codes[k] = (uint8_t)((p[k % 16] >> (k / 16 * 4) & 15) | (high >> k & 1) << 4);
-  return (int)(p + 16 - from);
-}
-
-// The place of code k of one of a record's 16 columns.
-template <class F>
-struct Place {
-  int64_t low, high;  // byte offsets in the record
-  int low_bit, high_bit;
-  Place(int k, int column) {
-    const int pair = k % 32 / 2, lane = column * 2 + k % 2;
-    constexpr int MORE = F::BITS > 4 && F::BITS < 8 ? F::BITS - 4 : 1, EACH = 16 / MORE;
-    const int64_t step = k / 32 * F::STEP;
-    if (F::BITS == 8) {
-      low = high = step + pair * 32 + lane, low_bit = high_bit = 0;
-      return;
-    }
-    low_bit = pair % 4 * 4, high_bit = pair % EACH * MORE;
-    low = step + pair / 4 * 64 + lane * 2 + low_bit / 8, low_bit %= 8;
-    high = step + 256 + pair / EACH * 64 + lane * 2 + high_bit / 8, high_bit %= 8;
-  }
-};
-
-template <class F>
-void put(const Record& from, int column, uint8_t* record) {
-  for (int k = 0; k < F::SPAN; ++k) {
-    const Place<F> at(k, column);
-    record[at.low] |= (uint8_t)((F::BITS == 8 ? from.codes[k] : from.codes[k] & 15) << at.low_bit);
-    if (F::BITS > 4 && F::BITS < 8) record[at.high] |= (uint8_t)(from.codes[k] >> 4 << at.high_bit);
-  }
-  for (int run = 0; F::RUNS > 1 && run < F::RUNS; ++run) {
-    record[F::CODES + run * LANES + column] = from.scales[run];
-    if (F::LEAST) record[F::CODES + F::PER_RUN + run * LANES + column] = from.least[run];
-  }
-  std::memcpy(record + F::FP16 + 2 * column, &from.d, 2);
-  if (F::LEAST) std::memcpy(record + F::FP16 + 2 * (LANES + column), &from.m, 2);
-}
-
-// The values of one column of a record, in fp32, each rounded once.
-template <class F>
-void get(const uint8_t* record, int column, float* y) {
-  alignas(64) float ds[LANES], ms[LANES];
-  for (int k = 0; k < F::SPAN; ++k) {
-    if (k % F::RUN == 0) {
-      __m512 d, m;
-      scales_of<F>(record, k / F::RUN, d, m);
-      _mm512_store_ps(ds, d);
-      _mm512_store_ps(ms, m);
-    }
-    const Place<F> at(k, column);
-    int code = record[at.low];
-    if (F::BITS == 8) code = (int8_t)code;
-    else code = code >> at.low_bit & 15;
-    if (F::BITS > 4 && F::BITS < 8) code |= (record[at.high] >> at.high_bit & ((1 << (F::BITS - 4)) - 1)) << 4;
-    y[k] = ds[column] * (float)(code - F::BIAS) + ms[column];
-  }
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 struct fsd_linear {
   const void* panels;    // the packed weight
   int64_t kind;          // ggml's number of its block type; 0: no blocks
+  int64_t side;          // columns of a panel: 32 or 64; for blocks BLOCK_SIDE (products.h)
   const float* scales;   // [columns], the scales of fp8 numbers; null: bf16
   const uint16_t* bias;  // [columns] or null
   int64_t columns, depth;

@@ -15,7 +15,7 @@ struct Scratch {
     projected = rows * (stack->query_heads + 2 * stack->key_heads) * stack->width;
     attended = rows * stack->query_heads * stack->width;
     gated = rows * stack->inner;
-    const int64_t scores = 2 * QUERIES * (f->used + 2 * LANES), block = LANES * stack->width, gates = 2 * rows * PANEL;
+    const int64_t scores = 2 * QUERIES * (f->used + 2 * LANES), block = LANES * stack->width, gates = 2 * rows * WIDEST;
     own = std::max(scores + block + 2 * LANES * stack->width, gates);  // per thread
   }
 
@@ -140,20 +140,30 @@ class Forward {
     }
   }
 
-  // gated = silu(gate) · up. A thread computes a panel of gates and the panel of ups that it multiplies.
+  // gated = silu(gate) · up. A thread computes some columns of gates and those of ups that it multiplies.
   void gate(const fsd_layer& layer) {
-    const Share own_panels(stack->inner / PANEL);
+    const int64_t side = std::max(layer.gate.side, layer.up.side);
+    const Share own_parts(stack->inner / side);
     take(multiply, normed, rows, {&layer.gate, &layer.up});
-    for (int64_t p = own_panels.begin; p < own_panels.end; ++p) {
-      panel_product(multiply, normed, rows, layer.gate, p, [&](int row, int at, __m512 sum) {
+    for (int64_t start = own_parts.begin * side; start < own_parts.end * side; start += side) {
+      columns(layer.gate, start, side, [&](int row, int64_t at, __m512 sum) {
         const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), sum)));
-        _mm512_storeu_ps(own + row * PANEL + at, _mm512_div_ps(sum, below));
+        _mm512_storeu_ps(own + row * side + at - start, _mm512_div_ps(sum, below));
       });
-      panel_product(multiply, normed, rows, layer.up, p, [&](int row, int at, __m512 sum) {
-        const __m512 gates = _mm512_loadu_ps(own + row * PANEL + at);
-        store(gated + row * stack->inner + p * PANEL + at, _mm512_mul_ps(gates, sum));
+      columns(layer.up, start, side, [&](int row, int64_t at, __m512 sum) {
+        const __m512 gates = _mm512_loadu_ps(own + row * side + at - start);
+        store(gated + row * stack->inner + at, _mm512_mul_ps(gates, sum));
       });
     }
+  }
+
+  // The product of `normed` with the columns [start, start + count) of a layer, whole panels; calls done(row, column, 16
+  // sums).
+  template <class Done>
+  void columns(const fsd_linear& linear, int64_t start, int64_t count, Done done) {
+    for (int64_t panel = start; panel < start + count; panel += linear.side)
+      panel_product(multiply, normed, rows, linear, panel,
+                    [&](int row, int at, __m512 sum) { done(row, panel + at, sum); });
   }
 };
 

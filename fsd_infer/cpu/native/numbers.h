@@ -11,15 +11,7 @@ namespace {
 
 using bf16 = uint16_t;
 using fp8 = int8_t;  // see widened()
-#ifdef __AMX_BF16__
-constexpr int64_t PANEL = 32;  // output columns side by side in a packed weight
-constexpr int MOST = 32;       // rows of a product whose sums, with x and weights, fit eight tiles
-#else
-constexpr int64_t PANEL = 64;
-constexpr int MOST = 6;        // the same for 32 registers
-#endif
-constexpr int LANES = 16;      // fp32 numbers in a vector
-constexpr int V = PANEL / LANES;
+constexpr int LANES = 16;  // fp32 numbers in a vector
 
 inline __m512 load(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
@@ -68,5 +60,8 @@ inline __m512 exponential(__m512 x) {
   const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.f), _CMP_LT_OQ);
   return _mm512_mask_mov_ps(_mm512_scalef_ps(y, whole), tiny, _mm512_setzero_ps());
 }
+
+// Finish all stores before the tile instructions that follow: GCC's do not say which memory they read.
+inline void finish_stores(const void* address = nullptr) { asm volatile("" ::"r"(address) : "memory"); }
 
 }  // namespace

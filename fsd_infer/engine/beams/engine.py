@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from fsd_infer.cpu import ops
 from fsd_infer.device.clock import clock_of
+from fsd_infer.device.cores import Team
 from fsd_infer.device.memory import check_caches
 from fsd_infer.device.rows import at_nodes, padded
 from fsd_infer.device.transfer import lists, to_device
@@ -63,11 +64,13 @@ def decode_beams(
         NonFiniteLogitsError: NaN or +inf among the target's processed log-probabilities.
     """
     check_beam_request(rules, request)
-    beams = _Beams(target, drafter, request, config, options or BeamOptions())
-    beams.prefill()
-    while beams.searches:
-        nodes = beams.draft()
-        beams.advance(nodes, beams.read(nodes))
+    with Team(target.device, request.generator is not None) as team:
+        beams = _Beams(target, drafter, request, config, options or BeamOptions())
+        beams.prefill()
+        while beams.searches:
+            team.fit()
+            nodes = beams.draft()
+            beams.advance(nodes, beams.read(nodes))
     return beams.outcome(config.num_return_sequences or 1)
 
 

@@ -110,7 +110,7 @@ def check_beam_request(rules: Sequence[Rule], request: Request) -> None:
             f"rule {lossy[0].describe()['rule']!r} has no meaning with num_beams > 1: a rule decides which tokens of "
             "one text are accepted, but beams compete. Use rule exact, or num_beams=1."
         )
-    if request.on_tokens is not None:
+    if request.on_tokens is not None or request.ends is not None:
         raise FsdError("a streamer shows one growing answer, but beams change places: leave it out, or num_beams=1.")
     if request.measure_log_likelihood and request.processors:
         raise FsdError(

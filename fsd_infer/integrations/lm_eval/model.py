@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,14 @@ from fsd_bench.likelihood import log_likelihoods
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.engine.stats import RowStats
-from fsd_infer.errors import FsdError
+from fsd_infer.errors import ContextLengthError, FsdError
+from fsd_infer.integrations.lm_eval.texts import Until, cut_before, with_turns
 from fsd_infer.registry import MOST_SEED, read_float, read_int
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.loading import parse_device, parse_dtype
 
 NEW_TOKENS = 256  # the harness's default
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
 HARNESS_DEVICE = "cuda:0"  # the harness's default
 
 
@@ -72,6 +75,7 @@ class FsdLM(TemplateLM):
             raise FsdError(f"target {target} has no tokenizer, but tasks are text: add its tokenizer files.")
         self.rows: list[RowStats] = []  # of all answers
         self.seconds = 0.0
+        self.cut_prompts = 0  # prompts and contexts that were too long
         self._templated = False
         self._batches = 0
 
@@ -79,7 +83,16 @@ class FsdLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return int(self.tokenizer.eos_token_id)
+        return self.prefix_token_id if self.tokenizer.eos_token_id is None else int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context: the tokenizer's BOS, else its EOS. Raises FsdError if none."""
+        named = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        prefix = next((token for token in named if token is not None), None)
+        if prefix is None:
+            raise FsdError("the tokenizer names no BOS and no EOS token, so an empty context cannot be encoded.")
+        return int(prefix)
 
     @property
     def tokenizer_name(self) -> str:
@@ -90,7 +103,7 @@ class FsdLM(TemplateLM):
         self._templated = True
         return str(
             self.tokenizer.apply_chat_template(
-                chat_history,
+                with_turns(chat_history),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
@@ -98,35 +111,71 @@ class FsdLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Encode text, with the tokenizer's special tokens unless a chat template has added them already."""
-        special = not self._templated if add_special_tokens is None else add_special_tokens
+        """Encode text, with the tokenizer's special tokens unless a chat template or the text has BOS already."""
+        bos = self.tokenizer.bos_token
+        has_bos = self._templated or bool(bos) and string.startswith(bos)
+        special = not has_bos if add_special_tokens is None else add_special_tokens
         return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])
 
     # log-likelihoods -----------------------------------------------------------------------------------------------
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return per pair of texts the continuation's log-likelihood, and whether greedy decoding would give it.
+
+        Raises ContextLengthError: a continuation longer than the context.
+        """
+        given = [index for index, request in enumerate(requests) if request.args[1]]
+        found = super().loglikelihood([requests[index] for index in given], disable_tqdm)
+        scores = dict(zip(given, found, strict=True))
+        return [scores.get(index, (0.0, True)) for index in range(len(requests))]  # an empty text is certain
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         longest = self.decoder.target.max_positions
-        pairs = []
+        pairs, lost = [], []
         for _, context, continuation in requests:
-            # truncate at the left, as the harness's other models do
-            context = context if longest is None else context[-max(longest - len(continuation), 1) :]
+            context = context or [self.prefix_token_id]
+            if longest is not None:
+                if len(continuation) > longest:
+                    raise ContextLengthError(
+                        f"a continuation has {len(continuation)} tokens, but the target a context of {longest}."
+                    )
+                room = longest + 1 - len(continuation)  # the last token is predicted, not read
+                lost.append(len(context) - room)
+                context = context[-room:]
             pairs.append((context, continuation))
-        sums = log_likelihoods(self.decoder.target, pairs)
-        return [(total, likeliest == len(answer)) for (total, likeliest), (_, answer) in zip(sums, pairs)]
+        self._announce(lost)
+        scored = [index for index, (_, answer) in enumerate(pairs) if answer]
+        sums = log_likelihoods(self.decoder.target, [pairs[index] for index in scored])
+        found = dict(zip(scored, sums, strict=True))
+        results = [found.get(index, (0.0, 0)) for index in range(len(pairs))]
+        return [(total, likeliest == len(answer)) for (total, likeliest), (_, answer) in zip(results, pairs)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        target = self.decoder.target
+        """Return the log-likelihood of each whole text after the prefix token, which is not scored."""
+        target, prefix = self.decoder.target, self.prefix_token_id
         sums = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
+            ids = self.tok_encode(text, add_special_tokens=False)
             windows = get_rolling_token_windows(
-                token_list=self.tok_encode(text), prefix_token=self.prefix_token_id,
+                token_list=ids[1:] if ids[:1] == [prefix] else ids, prefix_token=prefix,
                 max_seq_len=target.max_positions or 2048, context_len=1,
             )  # fmt: skip
             pairs = [make_disjoint_window(window) for window in windows]
             sums.append(sum(total for total, _ in log_likelihoods(target, pairs)))
         return sums
+
+    def _announce(self, lost: Sequence[int]) -> None:
+        """Warn of prompts that were cut on the left, and count them; ``lost`` are tokens per prompt, if positive."""
+        cut = [count for count in lost if count > 0]
+        if cut:
+            self.cut_prompts += len(cut)
+            warnings.warn(
+                f"{len(cut)} of {len(lost)} prompts do not fit the target's context of "
+                f"{self.decoder.target.max_positions} tokens and lost up to {max(cut)} tokens on the left.",
+                stacklevel=2,
+            )
 
     # answers -------------------------------------------------------------------------------------------------------
 
@@ -153,14 +202,21 @@ class FsdLM(TemplateLM):
         return answers
 
     def _answer(self, prompts: Sequence[str], until: list[str], options: dict[str, Any]) -> list[str]:
-        ids = [self.tok_encode(prompt) for prompt in prompts]
-        limit = self.decoder.target.max_positions
+        ids = [self.tok_encode(prompt) or [self.prefix_token_id] for prompt in prompts]
+        limit, wanted = self.decoder.target.max_positions, options["max_new_tokens"]
         if limit is not None:
-            room = max(limit - options["max_new_tokens"], 1)
+            room = limit - wanted
+            if room < 1:
+                raise ContextLengthError(
+                    f"max_gen_toks={wanted} leaves no room for a prompt in the target's context of {limit} tokens: "
+                    f"give less, for example --gen_kwargs max_gen_toks={max(limit // 2, 1)}."
+                )
+            self._announce([len(one) - room for one in ids])
             ids = [one[-room:] for one in ids]
+        stops = [Until(self.tokenizer, until, max(map(len, ids)))] if until else None
         start = time.perf_counter()
         generation = self.decoder.generate(
-            ids, self.rule, seed=self.seed + self._batches, stop_strings=until or None, **options
+            ids, self.rule, seed=self.seed + self._batches, stopping_criteria=stops, **options
         )
         self._batches += 1
         self.seconds += time.perf_counter() - start
@@ -176,6 +232,7 @@ class FsdLM(TemplateLM):
             "rule": self.rule.describe(),
             "drafter": self.decoder.drafter.describe(),
             "answers": answers,
+            "prompts_cut_on_the_left": self.cut_prompts,
         }
         if answers:
             facts |= {
@@ -196,7 +253,9 @@ def generate_options(asked: Mapping[str, Any]) -> tuple[list[str], dict[str, Any
     """
     options = dict(asked)
     until = options.pop("until", None) or []
-    limits = [options.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]
+    limits = [options.pop(name, None) for name in LIMITS]
+    if "max_length" in options:
+        raise FsdError("max_length counts the prompt too: give max_gen_toks, the answer's length alone.")
     temperature = read_float(str(options.pop("temperature", None) or 0.0))
     if temperature is None or not 0 <= temperature < math.inf:
         raise FsdError(f"temperature must be 0 or above and finite, got {asked['temperature']!r:.60}.")
@@ -213,11 +272,6 @@ def generate_options(asked: Mapping[str, Any]) -> tuple[list[str], dict[str, Any
             options.pop(name, None)
         options.update(do_sample=False, temperature=None, top_p=None, top_k=None)
     return list(until), options
-
-
-def cut_before(text: str, until: Sequence[str]) -> str:
-    """Return ``text`` up to the first occurrence of a text of ``until``."""
-    return text[: min((place for stop in until if stop and (place := text.find(stop)) >= 0), default=len(text))]
 
 
 def _count(name: str, value: int | str, least: int = 1) -> int:

@@ -19,13 +19,14 @@ from fsd_infer.chat.encoding import PromptRow, read_prompts
 from fsd_infer.chat.row_check import RowCheck
 from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
 from fsd_infer.errors import DataError
+from fsd_infer.integrations.lm_eval.texts import Conversation
 
 DATA = "FSD_TASKS"  # environment variable: folder of the data files, if --metadata does not name it
 SECONDS, MEMORY, FILE_BYTES = 10, 2 * 2**30, 2**20  # limits of a program under test
 
 
 def rows(file: str, data: str | None = None, category: str = "", score: str = "auto", **_: Any) -> dict[str, Any]:
-    """Return the documents of a prompt file that have a reference: {"test": dataset of ``prompt`` and ``row`` (JSON)}.
+    """Return the documents of a prompt file that have a reference: {"test": dataset}.
 
     Args:
         file: its name.
@@ -67,9 +68,23 @@ def _documents(file: str, rows: Sequence[PromptRow]) -> dict[str, Any]:
     if not rows:
         raise DataError(f"{file}: no row has a reference that can be scored.")
     documents = [
-        {"prompt": row.messages[-1]["content"], "row": json.dumps(dict(row.row)), "line": row.line} for row in rows
+        {
+            "prompt": Conversation.of(row.messages),
+            "messages": json.dumps(row.messages),
+            "row": json.dumps(dict(row.row)),
+            "line": row.line,
+        }
+        for row in rows
     ]
     return {"test": datasets.Dataset.from_list(documents)}
+
+
+def asked(doc: Mapping[str, Any]) -> str:
+    """Return a document's prompt with all turns of its conversation, which the model ``fsd`` puts in its template.
+
+    Other models of the harness see a conversation's texts as one turn.
+    """
+    return Conversation.of(json.loads(doc["messages"]))
 
 
 def score(doc: Mapping[str, Any], results: Sequence[str], kind: str = "auto") -> dict[str, float]:

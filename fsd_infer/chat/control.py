@@ -1,0 +1,181 @@
+"""Control tokens in messages: what users write is text, as in mistral-common, and cannot end a turn or open another.
+
+:func:`hidden` escapes the names of special tokens in messages, a chat template writes its own around them, and
+:func:`encode_hidden` encodes the escaped names as ordinary text.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from fsd_infer.chat.pieces import special_names
+
+_ESCAPE, _LITERAL, _FIRST = "\uf8fe", "\uf8ff", 0xF0000  # private characters: escape, itself, and the first name
+_ALLOWED, _KEPT, _PLAIN = "_fsd_control_tokens", "_fsd_control_names", "_fsd_plain"  # attributes of tokenizers
+_ESCAPED = re.compile(f"{_ESCAPE}(.)", re.DOTALL)
+_BEFORE = ("", "x", "\n", ".")  # texts that a part of a prompt may follow
+_Encoded = tuple[list[int], list[tuple[int, int]]]  # ids, and the characters that each stands for
+
+
+def set_control_tokens(tokenizer: Any, allowed: bool) -> None:
+    """Say whether names of special tokens in messages become the tokens. Without a word they do not."""
+    vars(tokenizer)[_ALLOWED] = allowed
+
+
+def hidden(tokenizer: Any, value: Any) -> Any:
+    """Return a text with the names of special tokens escaped; lists and objects with all their texts so."""
+    if vars(tokenizer).get(_ALLOWED):
+        return value
+    if isinstance(value, str):
+        pattern, codes = _names(tokenizer)
+        return pattern.sub(lambda found: _ESCAPE + codes[found[0]], value)
+    if isinstance(value, Mapping):
+        return {name: hidden(tokenizer, item) for name, item in value.items()}
+    return [hidden(tokenizer, item) for item in value] if isinstance(value, list) else value
+
+
+def encode_hidden(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Return the ids of a text, in which escaped names of special tokens are ordinary text."""
+    if _ESCAPE not in text:
+        return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    if getattr(tokenizer, "is_fast", False):
+        return encode_with_offsets(tokenizer, text, add_special_tokens)[0]
+    ids: list[int] = list(tokenizer("", add_special_tokens=add_special_tokens)["input_ids"])
+    for part, is_special in _parts(tokenizer, text):
+        options = {"add_special_tokens": False, "split_special_tokens": not is_special}
+        ids += tokenizer(_shown(tokenizer, part), **options)["input_ids"] if part else []
+    return ids
+
+
+def encode_with_offsets(tokenizer: Any, text: str, add_special_tokens: bool = False) -> _Encoded:
+    """Return ids and the characters of ``text`` that each stands for, as (start, end). Needs a fast tokenizer."""
+    found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+    ids, offsets = list(found["input_ids"]), [(int(start), int(end)) for start, end in found["offset_mapping"]]
+    if _ESCAPE not in text:
+        return ids, offsets
+    end = len(text)
+    for part, is_special in reversed(_parts(tokenizer, text)):
+        start = end - len(part)
+        if not is_special and _ESCAPE in part:
+            first = next((place for place, (a, b) in enumerate(offsets) if a >= start and b > 0), len(ids))
+            last = next((place for place, (a, b) in enumerate(offsets) if place >= first and b > end), len(ids))
+            made, spans = _as_text(tokenizer, part, ids[first:last])
+            ids[first:last] = made
+            offsets[first:last] = [(start + a, start + b) for a, b in spans]
+        end = start
+    return ids, offsets
+
+
+def encode_marked(
+    tokenizer: Any, turns: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> tuple[list[int], list[int]]:
+    """Return ids of a conversation and a mask, 1 where the template's generation markers mark them.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        turns: as the template reads them.
+        options: further arguments of the template.
+    """
+    template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+    given = {**tokenizer.special_tokens_map, **hidden_options(tokenizer, options), "chat_template": template}
+    rendered: Any = render_jinja_template(
+        conversations=[hidden_turns(tokenizer, turns)], return_assistant_tokens_mask=True, **given
+    )
+    (text,), (marked,) = rendered
+    ids, offsets = encode_with_offsets(tokenizer, text)
+    starts = [start for start, _ in marked]
+    last = [
+        bisect_left(starts, end) - 1 for _, end in offsets
+    ]  # the last part before its end
+    return ids, [int(place >= 0 and start < marked[place][1]) for place, (start, _) in zip(last, offsets)]
+
+
+def hidden_turns(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return turns with the names of special tokens escaped, but not in their roles."""
+    return [{**hidden(tokenizer, turn), "role": turn["role"]} for turn in turns]
+
+
+def hidden_options(tokenizer: Any, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return arguments of a chat template with the names of special tokens escaped where they hold users' texts."""
+    texts = ("tools", "documents")
+    return {name: hidden(tokenizer, value) if name in texts else value for name, value in (options or {}).items()}
+
+
+def _as_text(tokenizer: Any, part: str, encoded: list[int]) -> _Encoded:
+    """Encode a part without special tokens. ``encoded`` are its ids as they stand, by which its beginning is chosen.
+
+    Some tokenizers put a space before a text, but not before a part that follows a special token.
+    """
+    plain = _plain(tokenizer)
+    before = next((text for text in _BEFORE if _following(plain, text, part)[0] == encoded), "")
+    shown = _shown(tokenizer, part)
+    ids, spans = _following(plain, before, shown)
+    places = _places(tokenizer, part)  # of every shown character, and of the end
+    return ids, [(places[a], places[a] if b <= a else places[b - 1] + _width(part, places[b - 1])) for a, b in spans]
+
+
+def _following(plain: Any, before: str, text: str) -> _Encoded:
+    """Return the ids of a text behind another one."""
+    found = plain.encode(before + text, add_special_tokens=False)
+    first = bisect_left([start for start, _ in found.offsets], len(before)) if before else 0
+    return found.ids[first:], [(a - len(before), b - len(before)) for a, b in found.offsets[first:]]
+
+
+def _places(tokenizer: Any, part: str) -> list[int]:
+    """Return for each character of the shown text the place in ``part`` where it, or its escape, begins."""
+    places: list[int] = []
+    place = 0
+    for found in _ESCAPED.finditer(part):
+        places += [*range(place, found.start()), *[found.start()] * len(_shown(tokenizer, found[0]))]
+        place = found.end()
+    return [*places, *range(place, len(part) + 1)]
+
+
+def _width(part: str, place: int) -> int:
+    return 2 if part[place : place + 1] == _ESCAPE else 1
+
+
+def _shown(tokenizer: Any, text: str) -> str:
+    """Return a text without escapes."""
+    names = {code: name for name, code in _names(tokenizer)[1].items()}
+    return _ESCAPED.sub(lambda found: names.get(found[1], found[0]), text)
+
+
+def _parts(tokenizer: Any, text: str) -> list[tuple[str, bool]]:
+    """Split a text at its special tokens: (part, whether it is one), which joined are the text."""
+    pattern, codes = _names(tokenizer)
+    parts: list[tuple[str, bool]] = []
+    place = 0
+    for found in pattern.finditer(text):
+        if found[0] != _ESCAPE:
+            parts += [(text[place : found.start()], False), (found[0], True)]
+            place = found.end()
+    return [*parts, (text[place:], False)]
+
+
+def _names(tokenizer: Any) -> tuple[re.Pattern[str], dict[str, str]]:
+    """Return a pattern of the special tokens' names and of the escape, and the code of each."""
+    kept = vars(tokenizer)
+    if _KEPT not in kept:
+        names = sorted({name for name in special_names(tokenizer).values() if name.strip()}, key=len, reverse=True)
+        codes = {name: chr(_FIRST + place) for place, name in enumerate(names)} | {_ESCAPE: _LITERAL}
+        kept[_KEPT] = re.compile("|".join(map(re.escape, codes))), codes
+    return kept[_KEPT]
+
+
+def _plain(tokenizer: Any) -> Any:
+    """Return a copy of a fast tokenizer's core to which special tokens are text. Setting it there would race."""
+    kept = vars(tokenizer)
+    if _PLAIN not in kept:
+        plain = copy.deepcopy(tokenizer.backend_tokenizer)
+        plain.encode_special_tokens = True
+        plain.no_truncation()
+        plain.no_padding()
+        kept[_PLAIN] = plain
+    return kept[_PLAIN]

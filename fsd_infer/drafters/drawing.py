@@ -1,0 +1,103 @@
+"""Draw nodes of a tree from q: at temperature 1, trees of likely tokens alone miss what the target is likely to say.
+
+**The mixed law** (arXiv:2502.18779). A context has the likeliest tokens C as fixed children, and one child y drawn from
+q_r, the rest of q: q outside C, normalised. The exact rule accepts a child with probability p(C) + Σ min(p, q_r), the
+sum outside C, which is the most that any test of such a draft reaches. Without a drawn child it is p(C).
+
+**Why the output keeps the target's law.** The test of y assumes y ~ q_r, whatever the rest of the tree looks like. So
+a context's draw is decided before it is made: C, and that the context, its ancestors and y will be verified. All of
+that is a function of the text and of draws further up. What is decided after the draw is free: which nodes to expand,
+when to stop, and which of the other nodes to verify. None of it changes y, and a token of C that is not verified is
+emitted by the same draw from (p - q_r)+ as one that is.
+
+**Which contexts draw.** A node is worth verifying if its chance of being accepted reaches ``least``. Let ρ be the share
+of q_r that the target accepts. Measured with the shipped head, ρ hardly depends on C and grows with the largest q, as
+about 0.2 + 0.75·max q. A likely token c in C is accepted with probability p(c), about q(c). Left to the draw, it would
+add ρ·q(c). So it is fixed if (1 - ρ)·q(c), times the chance to get there, reaches ``least``. The context draws if ρ
+times the rest of q does. Where the drafter is sure, one drawn child is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fsd_infer.cpu import ops
+from fsd_infer.device.transfer import wide
+
+UNSURE, SURE = 0.2, 0.95  # ρ where the largest q is 0 and 1
+LEAST_REST = 1e-3  # a smaller rest of q is rounding
+
+
+class Drawing:
+    """The draws of one round.
+
+    Args:
+        process: the request's processors that do not depend on ids, [..., Vd] to [..., Vd]; None if there are none.
+        generator: of the draws; None: torch's global one.
+        nodes: drafts that each tree may have.
+        least: the least chance of acceptance at which a node is worth verifying.
+
+    Attributes:
+        scores: [B, E, Vd] of each depth, the distributions from which children are drawn.
+    """
+
+    def __init__(
+        self, process: Callable[[Tensor], Tensor] | None, generator: torch.Generator | None, nodes: int, least: float
+    ) -> None:
+        self.process, self.generator, self.left, self.least = process, generator, nodes, math.log(least)
+        self.scores: list[Tensor] = []
+        self._reserved: Tensor | None = None  # [B, n] expanded nodes that will be verified
+        self._left: Tensor | None = None  # [B] places that are not reserved
+
+    def propose(self, logits: Tensor, reach: Tensor, sees: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Propose children of the nodes that were expanded last.
+
+        Args:
+            logits: [B, E, Vd] of the drafter at these nodes.
+            reach: [B, E] log chance that each node is accepted.
+            sees: [B, E, n] which of all expanded nodes, the root excluded, lie above each of these, itself included.
+            width: w, most children of a node.
+
+        Returns:
+            [B, E, w] each: ln q of the candidates, -inf for none, the drawn one last; their entries of the drafter's
+            vocabulary; whether they were drawn.
+        """
+        logits = logits.float()
+        scores = logits if self.process is None else self.process(logits)
+        log_q, entries = ops.likeliest(scores, width)
+        ratio = UNSURE + (SURE - UNSURE) * log_q[..., :1].exp()
+        fixed = reach[..., None] + log_q + (1.0 - ratio).log() >= self.least
+        fixed[..., -1] = False  # the place of the drawn child
+        rest = (1.0 - (log_q.exp() * fixed).sum(-1)).clamp_min(0.0)
+        passes = (ratio[..., 0] * rest).log()
+        draws = self._reserve((reach + passes >= self.least) & (rest > LEAST_REST), sees)
+        outside = scores.scatter(-1, entries, scores.gather(-1, entries).masked_fill(fixed, -math.inf))
+        self.scores.append(outside)
+        drawn = torch.zeros_like(fixed)
+        drawn[..., -1] = draws
+        entries = torch.where(drawn, self._drawn(outside)[..., None], entries)
+        log_q = log_q.masked_fill(draws[..., None] & ~fixed, -math.inf)
+        return torch.where(drawn, passes[..., None], log_q), entries, drawn
+
+    def _reserve(self, wants: Tensor, sees: Tensor) -> Tensor:
+        """Return which of the contexts that want to draw may, [B, E], and reserve places for them."""
+        before = torch.zeros_like(sees[:, 0]) if self._reserved is None else self._reserved
+        before = torch.nn.functional.pad(before, (0, sees.shape[-1] - before.shape[-1]))
+        left = torch.full_like(wants[:, 0], self.left, dtype=torch.long) if self._left is None else self._left
+        cost = (1 + (sees & ~before[:, None]).sum(-1)) * wants
+        draws = wants & (cost.cumsum(-1) <= left[:, None])
+        self._reserved = before | (sees & draws[..., None]).any(1)
+        self._left = left - (cost * draws).sum(-1)
+        return draws
+
+    def _drawn(self, scores: Tensor) -> Tensor:
+        """Draw an entry of each row of scores [B, E, Vd]: [B, E]. An entry of probability 0 is never drawn."""
+        cdf = scores.softmax(-1).cumsum(-1, dtype=wide(scores.device))
+        total = cdf[..., -1:]
+        uniform = torch.rand(*scores.shape[:2], 1, generator=self.generator, device=scores.device)
+        share = torch.minimum(uniform.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
+        return torch.searchsorted(cdf, share, right=True)[..., 0].clamp_max(scores.shape[-1] - 1)

@@ -1,0 +1,63 @@
+"""Texts between the harness and the model: conversations inside documents, and where answers end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+
+class Conversation(str):
+    """A document's text that remembers its turns, since the harness passes a document on as one user turn."""
+
+    turns: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, turns: Sequence[Mapping[str, Any]]) -> Conversation:
+        """Return the turns' texts, separated by blank lines: what models without a chat template continue."""
+        made = cls("\n\n".join(str(turn["content"]) for turn in turns))
+        made.turns = [dict(turn) for turn in turns]
+        return made
+
+
+def with_turns(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the harness's messages with a document's own turns in the place of its text."""
+    return [
+        turn
+        for message in history
+        for turn in (message["content"].turns if isinstance(message["content"], Conversation) else [dict(message)])
+    ]
+
+
+class Until(StoppingCriteria):
+    """Ends an answer at a text of a task's ``until``, which transformers' criterion would also find in the prompt.
+
+    Args:
+        tokenizer: decodes the answer. Special tokens count, so ``<|im_end|>`` may end an answer.
+        until: the texts; empty ones are ignored.
+        start: length of the padded prompts in tokens.
+    """
+
+    def __init__(self, tokenizer: Any, until: Sequence[str], start: int) -> None:
+        self.tokenizer, self.start = tokenizer, start
+        self.until = [text for text in until if text]
+        self.tail = max((len(text.encode()) for text in self.until), default=0) + 8  # a token has a byte or more
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.tensor([self._ends(row) for row in input_ids[:, self.start :].tolist()], device=input_ids.device)
+
+    def _ends(self, answer: list[int]) -> bool:
+        # the tail's text may differ at its begin: a character without its first bytes, a space that is left out
+        return self._found(answer[-self.tail :]) and self._found(answer)
+
+    def _found(self, tokens: list[int]) -> bool:
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return any(stop in text for stop in self.until)
+
+
+def cut_before(text: str, until: Sequence[str]) -> str:
+    """Return ``text`` up to the first occurrence of a text of ``until``."""
+    return text[: min((place for stop in until if stop and (place := text.find(stop)) >= 0), default=len(text))]

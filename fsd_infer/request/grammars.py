@@ -1,0 +1,167 @@
+"""Grammars: a process of their own tries them first, and a thread with a deep stack compiles them.
+
+llguidance reads grammars by recursion, and one whose rules follow each other thousands deep ends the process. So
+:mod:`.grammar_child` tries every grammar with a smaller stack than the one that compiles it here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fsd_infer.errors import FsdError, imported
+from fsd_infer.request.grammar_child import STACK, TOO_DEEP
+
+MOST_TEXT = 1 << 20  # characters of a grammar
+SECONDS = 5.0  # that trying a grammar may take
+LEVELS = 1000  # rules or references that may always follow each other
+# llguidance's own bounds refuse 600 optional properties, or 2,000 alternatives; a mask stays within some 10 ms
+LIMITS = {"max_items_in_row": 20_000, "step_max_items": 200_000, "verbose_errors": False}
+_START = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); runpy.run_path(sys.argv[2], run_name='__main__')"
+)
+_Made = TypeVar("_Made")
+
+
+@lru_cache(maxsize=16)
+def serialised(maker: str, text: str, what: str, options: str = "") -> str:
+    """Return a grammar as llguidance serialises it, if answers can follow it.
+
+    Args:
+        maker: the method of llguidance's LLMatcher that reads the text.
+        text: the grammar.
+        what: it is, for the error.
+        options: JSON of another argument of the maker; empty: it has none.
+
+    Raises:
+        FsdError: a grammar that is malformed, not supported or too large, or that no text ends.
+    """
+    llguidance()
+    if len(text) > MOST_TEXT:
+        raise FsdError(f"the {what} has {len(text):,} characters, more than {MOST_TEXT:,}: give a shorter one.")
+    found = _CHILD.answer([maker, text, [LIMITS, *([json.loads(options)] if options else [])]])
+    if "malformed" in found:
+        raise FsdError(found["malformed"])
+    if "problem" in found:
+        raise FsdError(f"the {what} cannot be followed: {reason(found['problem'])}")
+    return found["grammar"]
+
+
+@lru_cache(maxsize=16)
+def compiled(vocabulary: Any, grammar: str) -> Any:
+    """Return llguidance's matcher of a grammar from :func:`serialised`, in its first state. Copy it before use.
+
+    Raises:
+        FsdError: a grammar of tokens that the vocabulary lacks.
+    """
+    library = llguidance()
+    limits = library.LLParserLimits(**LIMITS)
+    matcher = deeply(lambda: library.LLMatcher(vocabulary, grammar, limits=limits, log_level=0))
+    if matcher.is_error():
+        raise FsdError(f"the target's answers cannot follow the guide: {reason(matcher.get_error())}")
+    return matcher
+
+
+def deeply(make: Callable[[], _Made]) -> _Made:
+    """Return what a function makes in a thread with a stack of four times the bytes that the child has."""
+    made: list[_Made] = []
+    with _STACKS:
+        before = threading.stack_size(4 * STACK)
+        try:
+            thread = threading.Thread(target=lambda: made.append(make()))
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if not made:
+        raise FsdError("the grammar cannot be compiled; standard error says why.")
+    return made[0]
+
+
+def llguidance() -> Any:
+    """Return the library. Raises FsdError if it is not installed."""
+    return imported("llguidance", "structured output", "guided")
+
+
+def reason(text: str) -> str:
+    """Return of a message of llguidance's the first line, shortened, and the line that explains it."""
+    if TOO_DEEP in text:
+        return "it is nested more than 127 levels deep."
+    lines = [line for line in text.strip().splitlines() if line]
+    explained = [line for line in lines[1:] if line.startswith("error:")]
+    said = [line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}" for line in [*lines[:1], *explained[:1]]]
+    return " ".join(said).replace("NoExtensionBias", "no token may follow.") or "unknown reason"
+
+
+class Child:
+    """The process that tries grammars, started when the first one comes and again after it has ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def answer(self, request: list[Any]) -> dict[str, str]:
+        """Return the answer of :func:`.grammar_child.tried`, or a problem: the process ended, or took too long."""
+        late: list[bool] = []
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None and process.stdout is not None
+
+            def stop() -> None:
+                late.append(True)
+                process.kill()
+
+            timer = threading.Timer(SECONDS, stop)
+            timer.start()
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except OSError:
+                line = b""
+            finally:
+                timer.cancel()
+            if line:
+                return dict(json.loads(line))
+            self.close()
+        if late:
+            return {"problem": f"trying it takes more than {SECONDS:g} seconds: give a simpler one."}
+        return {
+            "problem": f"it is too deep or too large. Up to {LEVELS:,} rules or references may follow each other: "
+            "give a simpler one."
+        }
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-I", "-c", _START, json.dumps(sys.path), str(_SCRIPT)]
+            pipe = subprocess.PIPE
+            try:
+                with tempfile.TemporaryFile() as log:
+                    self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log)
+            except OSError as error:
+                raise FsdError(f"structured output starts {sys.executable}, which failed: {error}.") from error
+        return self._process
+
+
+_SCRIPT = Path(__file__).with_name("grammar_child.py")
+_STACKS = threading.Lock()
+_CHILD = Child()
+atexit.register(_CHILD.close)
+if hasattr(os, "register_at_fork"):  # a forked process starts a child of its own
+    os.register_at_fork(after_in_child=_CHILD.__init__)  # type: ignore[misc]
