@@ -90,9 +90,7 @@ def encode_marked(
     (text,), (marked,) = rendered
     ids, offsets = encode_with_offsets(tokenizer, text)
     starts = [start for start, _ in marked]
-    last = [
-        bisect_left(starts, end) - 1 for _, end in offsets
-    ]  # the last part before its end
+    last = [bisect_left(starts, end) - 1 for _, end in offsets]  # the last part before its end
     return ids, [int(place >= 0 and start < marked[place][1]) for place, (start, _) in zip(last, offsets)]
 
 
