@@ -26,7 +26,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "unknown speaker": ({"conversations": [{"from": "narrator", "value": "a"}]}, "turn 0 is from 'narrator'"),
     "no turns": ({"messages": []}, "messages must be a list of at least one turn"),
     "no speakers": ({"conversations": []}, "conversations must be a list of at least one turn"),
-    "empty turn": ({"messages": [{"role": "user", "content": " "}, BOT]}, "is empty"),
+    "empty turn": ({"messages": [{"role": "user", "content": ""}, BOT]}, "is empty"),
     "no answer": ({"messages": [USER]}, "no answer"),
     "answers of weight 0": ({"messages": [USER, {**BOT, "weight": 0}]}, "every answer has weight 0"),
     "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}, BOT]}, "half of a surrogate pair"),
@@ -73,7 +73,7 @@ def test_one_row_of_many_is_skipped_and_one_of_few_ends_the_command(
             check.finish()
         assert problem in str(caught.value) and ("1 of 11 rows" in str(caught.value)) == (not check.strict)
     # ids are compared with the vocabulary once the target is there
-    monkeypatch.setattr("fsd_train.data.module.load_tokenizer", lambda name: tiny_tokenizer())
+    monkeypatch.setattr("fsd_train.data.module.load_tokenizer", lambda name, **options: tiny_tokenizer())
     data = AnswersDataModule([str(write(path, 40, row))], tokenizer="toy", validation_fraction=0)
     data.setup()
     data.check(300, None)

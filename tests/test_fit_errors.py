@@ -222,3 +222,8 @@ def test_a_chain_of_causes_that_leads_into_itself_ends() -> None:
     with pytest.raises(FsdError, match="first"), config_errors():
         raise second
     assert list(causes(second)) == [second, first]
+    with pytest.raises(FsdError, match="^x:3: a fault$"), config_errors():
+        try:
+            raise FsdError("x:3: a fault") from FsdError("a fault")
+        except FsdError as error:
+            raise ValueError("of a library") from error

@@ -228,7 +228,7 @@ TURNS: list[dict[str, Any]] = [
 def test_rows_of_answers(data: st.DataObject, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `fit` and `validate` read before they train: each row is used, or skipped with its reason."""
     tokenizer = tiny_tokenizer(data.draw(st.sampled_from([CHATML, THINKING])))
-    monkeypatch.setattr("fsd_train.data.module.load_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr("fsd_train.data.module.load_tokenizer", lambda name, **options: tokenizer)
     rows: list[Any] = data.draw(st.lists(st.sampled_from(TURNS), min_size=1, max_size=3))
     for _ in range(data.draw(st.integers(0, 2))):
         rows = spoilt(rows, data.draw) or [None]

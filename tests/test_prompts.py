@@ -168,7 +168,7 @@ def test_what_cannot_be_encoded_is_reported() -> None:
     tokenizer = tiny_tokenizer("{{ raise_exception('roles must alternate') }}" + CHATML)
     with pytest.raises(DataError, match=r"roles user, user.*must alternate"):
         encode_chat(tokenizer, [USER, MORE])
-    for messages in ([], [{"role": "user", "content": " "}], "text"):
+    for messages in ([], [{"role": "user", "content": ""}], "text"):
         with pytest.raises(DataError):
             encode_chat(tiny_tokenizer(), messages)  # type: ignore[arg-type]
 

@@ -248,11 +248,17 @@ def run_errors() -> Iterator[None]:
 def raise_ours(error: Exception, otherwise: FsdError | None) -> NoReturn:
     """Raise the innermost FsdError that led to ``error``, because libraries wrap exceptions.
 
-    Without one, raise ``otherwise``, or ``error`` itself if that is None.
+    If it was raised from another FsdError, such as that of a row without its place, the outer one of these is raised.
+    Without any, raise ``otherwise``, or ``error`` itself if that is None.
     """
-    found = [cause for cause in causes(error) if isinstance(cause, FsdError)]
-    if found:
-        raise found[-1]  # it keeps its own cause, and must not become the cause of itself
+    inner: FsdError | None = None
+    before: BaseException | None = None
+    for cause in causes(error):
+        if isinstance(cause, FsdError) and not isinstance(before, FsdError):
+            inner = cause
+        before = cause
+    if inner is not None:
+        raise inner  # it keeps its own cause, and must not become the cause of itself
     if otherwise is None:
         raise error
     raise otherwise from error
