@@ -195,7 +195,7 @@ def test_files_that_are_cut_or_wrong(tmp_path: Path) -> None:
             load_target(broken, device="cpu", expand=False)
     for old, new, message in (
         (b"blk.1.attn_q", b"blk.9.attn_q", "has no place"),
-        (b"blk.1.attn_q", b"blk.0.attn_q", "lacks 1 tensors"),
+        (b"blk.1.attn_q", b"blk.0.attn_q", "is there twice"),
         (b"llama.block_count", b"llama.block_cound", "incomplete or invalid"),
         (b"token_embd", b"token_embx", "incomplete or invalid"),
     ):

@@ -63,7 +63,7 @@ def test_text_prompts_stop_strings_and_defaults(decoder: FuzzyDecoder) -> None:
     assert whole.sequences[0][: len(cut.sequences[0])] == cut.sequences[0]
     assert stop not in decoder.tokenizer.decode(cut.sequences[0][:-1])
     with pytest.raises(FsdError, match="empty"):
-        decoder.generate("  ", max_new_tokens=4)
+        decoder.generate("", max_new_tokens=4)
 
 
 @pytest.mark.parametrize("count", [1, 3])

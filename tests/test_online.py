@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.auto import AutoTree
-from fsd_infer.drafters.estimates import KNOTS, PRIORS, AutoMemory, Curve, LawKind, Prior
+from fsd_infer.drafters.estimates import KNOTS, PRIORS, AutoMemory, Curve, Kind, LawKind, Prior
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.drafters.shape import AUTO, parse_tree
 from tests.families import VOCAB, drafter_of, reference, tiny_model, tiny_prompts
@@ -193,8 +193,8 @@ def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
     curve = Curve()
     of_head = curve.chance(-0.5, 1, True)
     for _ in range(40):
-        curve.learn(-0.5, 1, True, grafted=True, accepted=False)
-    assert curve.chance(-0.5, 1, True) == of_head and curve.chance(-0.7, 1, True, grafted=True) < 0.6 * of_head
+        curve.learn(-0.5, 1, True, Kind.GRAFTED, accepted=False)
+    assert curve.chance(-0.5, 1, True) == of_head and curve.chance(-0.7, 1, True, Kind.GRAFTED) < 0.6 * of_head
 
 
 # decoding -------------------------------------------------------------------------------------------------------------

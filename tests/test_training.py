@@ -265,7 +265,8 @@ def test_rows_of_another_vocabulary_are_refused_before_training(toys: Path, tmp_
     """In training and validation files."""
     good = (toys / "answers.jsonl").read_text().splitlines(keepends=True)
     other = tmp_path / "other.jsonl"
-    other.write_text(good[0] + json.dumps({"prompt_ids": [5], "response_ids": [6, 64, 7]}) + "\n" + good[2])
+    bad = json.dumps({"prompt_ids": [5], "response_ids": [6, 64, 7]}) + "\n"
+    other.write_text(good[0] + 4 * bad + good[2])  # more than 5 % of all rows
     module = make(toys, draft_vocab_size=None)[0]
     for train, held in [(other, []), (toys / "answers.jsonl", [str(other)])]:
         run = trainer(tmp_path / "run")

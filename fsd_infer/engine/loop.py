@@ -97,7 +97,9 @@ class _Batch:
         self.team, self.clock = team, clock_of(self.device)
         self.phases: dict[str, float] = {}  # seconds by phase at the last ``on_round``
         self.prefill_seconds = 0.0
-        kept = target.prefixes if request.generator is None else None  # a seeded answer comes again, to its last bit
+        kept = target.prefixes
+        if kept is not None and kept.gives_back and request.generator is not None:
+            kept = None  # a seeded answer comes again, to its last bit
         self.prefixes = PrefixSession(kept, target.captured_layers, request.cache_keys)
         self.lengths = torch.tensor([len(prompt) for prompt in prompts])  # [B] tokens that the target has read
         markers = markers_of(rules, target.tokenizer)

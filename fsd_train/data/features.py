@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,9 @@ class FeatureRecorder:
         self._read: list[Prefix] = []
         target.prefixes = self  # type: ignore[assignment]
 
-    def find(self, prompt: Sequence[int], watched: tuple[int, ...], key: str = "") -> None:
+    gives_back = False
+
+    def find(self, prompt: Sequence[int], key: Hashable) -> None:
         return None
 
     def store(self, text: Prefix) -> None:
