@@ -15,6 +15,7 @@ from enum import IntEnum
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fsd_infer.cpu import ops
 from fsd_infer.drafters.shape import of_device
 from fsd_infer.drafters.visits import MOST_TILT
 
@@ -64,6 +65,8 @@ class Prior:
 PRIORS = {
     # weights in blocks: a forward over one token is short, and more tokens are bound by arithmetic
     "blocks": Prior((0.07, 0.15, 0.15, *[0.165] * (len(KNOTS) - 3)), (0.13, 0.018), (0.09, 0.3)),
+    # the same on AMX tiles, which take eight rows for hardly more than one
+    "blocks on tiles": Prior((0.02, 0.05, *[0.08] * (len(KNOTS) - 2)), (0.13, 0.018), (0.09, 0.3)),
     "cpu": Prior((0.01, 0.25, 0.05, *[0.09] * (len(KNOTS) - 3)), (0.06, 0.008), (0.04, 0.14)),
     "cuda": Prior((*[0.001] * 4, *[0.003] * (len(KNOTS) - 4)), (0.05, 0.0005), (0.03, 0.05)),
 }
@@ -71,7 +74,9 @@ PRIORS = {
 
 def prior_for(target: Target) -> Prior:
     """Return the costs of a round with a head that are assumed before anything was timed."""
-    return PRIORS["blocks"] if target.has_blocks else of_device(PRIORS, target.device)
+    if target.has_blocks:
+        return PRIORS["blocks on tiles" if ops.kernel_kind() == "amx" else "blocks"]
+    return of_device(PRIORS, target.device)
 
 
 class Slopes:
