@@ -97,7 +97,8 @@ class _Guard:
         host, path, streamed = request.url.host, unquote(request.url.path), bool(options.get("stream"))
         if ".." in path.split("/") or "//" in path.partition("/resolve/")[2]:
             raise HubError(f"{host} names {path!r:.120}, which leads out of a repository: it is not fetched.")
-        asks = request.method in ("GET", "HEAD") and not streamed
+        # parts of a file that is read over hours are left to their reader's own retries
+        asks = request.method in ("GET", "HEAD") and not streamed and "range" not in request.headers
         bound = max(ANSWER, constants.HF_HUB_ETAG_TIMEOUT) if asks else RECEIPT
         limits = request.extensions.get("timeout") or dict.fromkeys(("connect", "read", "write", "pool"))
         limits = {part: min(value or bound, bound) for part, value in limits.items()}

@@ -224,6 +224,7 @@ def test_messages_hold_no_control_tokens_unless_allowed(tokenizer: Any) -> None:
     assert content in tokenizer.decode(encode_chat(tokenizer, turns(content)))
     ((ids, mask),) = encode_conversation(tokenizer, turns(content)[:3])
     assert sum(mask) and content in tokenizer.decode([token for token, kept in zip(ids, mask) if kept])
+    assert names[0] not in str(hidden(tokenizer, {"properties": {names[0]: [names[0]]}})), "names of fields too"
     shown = hidden(tokenizer, content)
     ids, offsets = encode_with_offsets(tokenizer, shown)
     assert not specials & set(ids) and all(a <= b <= len(shown) for a, b in offsets)

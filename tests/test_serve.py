@@ -141,7 +141,7 @@ def test_the_queue_is_bounded_and_aborted_requests_stop(toy_decoder: FuzzyDecode
     batcher.submit([late])
     with pytest.raises(UnavailableError, match="2 answers are waiting"):
         batcher.submit([more])
-    aborted.cancelled = waiting.cancelled = True
+    batcher.cancel([aborted, waiting])
     go.set()
     assert ended.wait(30)
     batcher.close()

@@ -8,8 +8,10 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
+import h11
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -280,5 +282,43 @@ def test_the_decoding_thread_outlives_what_nobody_expects(
         batcher.submit([sound])
         assert ended.wait(60) and sound.reason == "length"
         assert isinstance(broken.reason, ZeroDivisionError)
+    finally:
+        batcher.close()
+
+
+@pytest.mark.parametrize(
+    "head", ["HTTP/1.1\r\nConnection: close", "HTTP/1.0", "HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c"]
+)
+def test_a_whole_request_is_never_late(head: str) -> None:
+    """However long its answer takes, and whatever follows on the connection."""
+    conn, cancelled = h11.Connection(h11.SERVER), threading.Event()
+    conn.receive_data(f"POST / {head}\r\nHost: a\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+    while conn.next_event() not in (h11.NEED_DATA, h11.PAUSED):
+        pass
+    here = SimpleNamespace(conn=conn, _late=SimpleNamespace(cancel=cancelled.set))
+    Connection._expect_no_more(here)  # type: ignore[arg-type]
+    assert cancelled.is_set() and here._late is None
+
+
+def test_an_answer_that_fails_fails_alone(toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of its batch of which nothing was seen are decoded again."""
+    ended = [threading.Event(), threading.Event()]
+    jobs = [make_job(toy_decoder, 4, lambda text, job, done=done: done.set() if job else None) for done in ended]
+    real = toy_decoder.generate
+
+    def fails(prompts: Any, rules: Any, **options: Any) -> Any:
+        if len(prompts) == 1:
+            return real(prompts, rules, **options)
+        for row in (0, 1):
+            options["ends"](row, 5)
+        jobs[0].text = "seen"
+        raise FsdError("the guide cannot go on.")
+
+    monkeypatch.setattr(toy_decoder, "generate", fails)
+    batcher = Batcher(toy_decoder, max_batch=2, max_queue=4)
+    try:
+        batcher.submit(jobs)
+        assert all(done.wait(60) for done in ended)
+        assert isinstance(jobs[0].reason, FsdError) and jobs[1].reason == "length" and len(jobs[1].ids) == 4
     finally:
         batcher.close()

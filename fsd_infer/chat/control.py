@@ -33,10 +33,10 @@ def hidden(tokenizer: Any, value: Any) -> Any:
     if vars(tokenizer).get(_ALLOWED):
         return value
     if isinstance(value, str):
-        pattern, codes = _names(tokenizer)
+        pattern, codes, _ = _names(tokenizer)
         return pattern.sub(lambda found: _ESCAPE + codes[found[0]], value)
     if isinstance(value, Mapping):
-        return {name: hidden(tokenizer, item) for name, item in value.items()}
+        return {hidden(tokenizer, name): hidden(tokenizer, item) for name, item in value.items()}
     return [hidden(tokenizer, item) for item in value] if isinstance(value, list) else value
 
 
@@ -59,17 +59,21 @@ def encode_with_offsets(tokenizer: Any, text: str, add_special_tokens: bool = Fa
     ids, offsets = list(found["input_ids"]), [(int(start), int(end)) for start, end in found["offset_mapping"]]
     if _ESCAPE not in text:
         return ids, offsets
-    end = len(text)
-    for part, is_special in reversed(_parts(tokenizer, text)):
-        start = end - len(part)
+    place = next((place for place, (_, b) in enumerate(offsets) if b), len(ids))  # after what the tokenizer puts first
+    made_ids, made = ids[:place], offsets[:place]
+    start = 0
+    for part, is_special in _parts(tokenizer, text):
+        end, first = start + len(part), place
+        while place < len(ids) and 0 < offsets[place][1] <= end:
+            place += 1
+        own, spans = ids[first:place], offsets[first:place]
         if not is_special and _ESCAPE in part:
-            first = next((place for place, (a, b) in enumerate(offsets) if a >= start and b > 0), len(ids))
-            last = next((place for place, (a, b) in enumerate(offsets) if place >= first and b > end), len(ids))
-            made, spans = _as_text(tokenizer, part, ids[first:last])
-            ids[first:last] = made
-            offsets[first:last] = [(start + a, start + b) for a, b in spans]
-        end = start
-    return ids, offsets
+            own, found_at = _as_text(tokenizer, part, own)
+            spans = [(start + a, start + b) for a, b in found_at]
+        made_ids += own
+        made += spans
+        start = end
+    return made_ids + ids[place:], made + offsets[place:]
 
 
 def encode_marked(
@@ -141,13 +145,13 @@ def _width(part: str, place: int) -> int:
 
 def _shown(tokenizer: Any, text: str) -> str:
     """Return a text without escapes."""
-    names = {code: name for name, code in _names(tokenizer)[1].items()}
+    names = _names(tokenizer)[2]
     return _ESCAPED.sub(lambda found: names.get(found[1], found[0]), text)
 
 
 def _parts(tokenizer: Any, text: str) -> list[tuple[str, bool]]:
     """Split a text at its special tokens: (part, whether it is one), which joined are the text."""
-    pattern, codes = _names(tokenizer)
+    pattern = _names(tokenizer)[0]
     parts: list[tuple[str, bool]] = []
     place = 0
     for found in pattern.finditer(text):
@@ -157,13 +161,14 @@ def _parts(tokenizer: Any, text: str) -> list[tuple[str, bool]]:
     return [*parts, (text[place:], False)]
 
 
-def _names(tokenizer: Any) -> tuple[re.Pattern[str], dict[str, str]]:
-    """Return a pattern of the special tokens' names and of the escape, and the code of each."""
+def _names(tokenizer: Any) -> tuple[re.Pattern[str], dict[str, str], dict[str, str]]:
+    """Return a pattern of the special tokens' names and of the escape, the code of each, and the name of each code."""
     kept = vars(tokenizer)
     if _KEPT not in kept:
         names = sorted({name for name in special_names(tokenizer).values() if name.strip()}, key=len, reverse=True)
         codes = {name: chr(_FIRST + place) for place, name in enumerate(names)} | {_ESCAPE: _LITERAL}
-        kept[_KEPT] = re.compile("|".join(map(re.escape, codes))), codes
+        shown = {code: name for name, code in codes.items()}
+        kept[_KEPT] = re.compile("|".join(map(re.escape, codes))), codes, shown
     return kept[_KEPT]
 
 

@@ -169,13 +169,13 @@ class RowCheck:
             listing.unlink(missing_ok=True)
         if len(self.bad) == self._told:
             return
-        self._told = len(self.bad)
         if speak and listing is not None:
             listing.parent.mkdir(parents=True, exist_ok=True)
             rows = [json.dumps({"row": row.where, "reason": row.reason}) + "\n" for row in self.bad]
             write_text(listing, "".join(rows))
         if self.too_many:
             raise self._error(listing)
+        self._told = len(self.bad)
         if speak:
             print("\n".join(self._said(listing)), file=sys.stderr)
 

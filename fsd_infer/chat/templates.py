@@ -55,11 +55,12 @@ def form_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> Templat
     """Return how the template reads turns, by what it writes of small ones. Raises as :func:`template_of`."""
     template = template_of(tokenizer, options)
     kept: dict[str, TemplateForm] = vars(tokenizer).setdefault(_KEPT, {})
-    if template not in kept:
+    found = kept.get(template)  # other threads may clear what is kept
+    if found is None:
         if len(kept) >= _MOST_KEPT:
             kept.clear()
-        kept[template] = _probed(tokenizer, template)
-    return kept[template]
+        found = kept[template] = _probed(tokenizer, template)
+    return found
 
 
 def turn_fields_of(tokenizer: Any) -> tuple[str, ...]:

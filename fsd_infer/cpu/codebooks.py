@@ -33,7 +33,7 @@ def _in_nibbles(codes: np.ndarray) -> np.ndarray:
 
 
 def rewritten(kind: int, rows: np.ndarray) -> np.ndarray:
-    """Return rows as ``read_record`` in native/blocks.h takes them: those of IQ2_XXS with a nibble per number.
+    """Return rows as ``read_record`` in native/records.h takes them: those of IQ2_XXS with a nibble per number.
 
     Args:
         kind: ggml's number of the type.

@@ -28,6 +28,7 @@ from fsd_infer.errors import FsdError
 logger = logging.getLogger(__name__)
 
 SECONDS = 0.15  # from one look to the next
+STALE = 2.0  # seconds after which a look is too old to compare with
 LEAST = 0.35  # cores that others may take unnoticed; a process that shares a core with a spinning thread gets half
 _COUNTS = Path("/proc/stat")
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # units of /proc/stat in a second
@@ -91,8 +92,8 @@ class Cores:
         with self._lock:
             if self._last is not None and time.monotonic() - self._last.at >= SECONDS:
                 now = self._look()
-                if now is not None:
-                    self._taken = cores_taken(self._last, now)
+                if now is not None:  # a look of long ago says nothing of now
+                    self._taken = cores_taken(self._last, now) if now.at - self._last.at <= STALE else 0.0
                 self._last = now
             beside = threads_beside(asked, self._count(), self._taken)
             if beside < asked and not self._said:

@@ -79,7 +79,7 @@ class Drawing:
         self.scores.append(outside)
         drawn = torch.zeros_like(fixed)
         drawn[..., -1] = draws
-        entries = torch.where(drawn, self._drawn(outside)[..., None], entries)
+        entries = torch.where(drawn, self._drawn(outside, draws)[..., None], entries)
         log_q = log_q.masked_fill(draws[..., None] & ~fixed, -math.inf)
         return torch.where(drawn, passes[..., None], log_q), entries, drawn
 
@@ -94,10 +94,16 @@ class Drawing:
         self._left = left - (cost * draws).sum(-1)
         return draws
 
-    def _drawn(self, scores: Tensor) -> Tensor:
-        """Draw an entry of each row of scores [B, E, Vd]: [B, E]. An entry of probability 0 is never drawn."""
+    def _drawn(self, scores: Tensor, draws: Tensor) -> Tensor:
+        """Draw an entry of the rows ``draws`` [B, E] of scores [B, E, Vd]: [B, E], arbitrary in other rows."""
+        if scores.device.type != "cpu":  # elsewhere a choice of rows would sync
+            return self._entries(scores)
+        return torch.zeros_like(draws, dtype=torch.long).masked_scatter(draws, self._entries(scores[draws]))
+
+    def _entries(self, scores: Tensor) -> Tensor:
+        """Draw an entry of each row of scores [..., Vd]: [...]. An entry of probability 0 is never drawn."""
         cdf = scores.softmax(-1).cumsum(-1, dtype=wide(scores.device))
         total = cdf[..., -1:]
-        uniform = torch.rand(*scores.shape[:2], 1, generator=self.generator, device=scores.device)
+        uniform = torch.rand(*scores.shape[:-1], 1, generator=self.generator, device=scores.device)
         share = torch.minimum(uniform.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
         return torch.searchsorted(cdf, share, right=True)[..., 0].clamp_max(scores.shape[-1] - 1)

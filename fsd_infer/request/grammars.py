@@ -130,9 +130,10 @@ class Child:
                 line = b""
             finally:
                 timer.cancel()
+            if late or not line:  # a process that was killed just after its answer must not be asked again
+                self.close()
             if line:
                 return dict(json.loads(line))
-            self.close()
         if late:
             return {"problem": f"trying it takes more than {SECONDS:g} seconds: give a simpler one."}
         return {

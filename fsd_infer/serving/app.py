@@ -66,8 +66,8 @@ class Service:
         self.preparing = ThreadPoolExecutor(PREPARING, "prepare")
 
     def close(self) -> None:
-        """End running answers with their next tokens, and wait for the threads."""
-        self.preparing.shutdown(cancel_futures=True)
+        """End running answers with their next tokens, and wait for the decoding thread."""
+        self.preparing.shutdown(wait=False, cancel_futures=True)
         self.batcher.close()
 
     def routes(self, api_key: str) -> APIRouter:

@@ -250,12 +250,10 @@ class Batcher:
             batch = [job for job in self.waiting if job.key == first.key][: 1 if alone else self.max_batch]
             for job in batch:
                 self.waiting.remove(job)
-            self._running = [job for job in batch if not job.cancelled]
-            return self._running
+            self._running = batch
+            return batch
 
     def _decode(self, batch: list[Job]) -> None:
-        if not batch:
-            return
         tokenizer, penalties = self.decoder.tokenizer, batch[0].penalties
         watched = any(job.on_round is not None or job.alternatives is not None for job in batch)
         start = max(len(job.prompt) for job in batch)  # processors see prompts padded to the longest
@@ -275,14 +273,17 @@ class Batcher:
                 **batch[0].sampling,
             )
         except Exception as error:
-            if len(batch) > 1 and not any(job.ids for job in batch):  # only one of them is at fault
-                for job in batch:
-                    self._decode([job])
-                return
+            # only one of them may be at fault: those of which nothing was seen are decoded again, each alone
+            again = [job for job in batch if len(batch) > 1 and not job.text and job.on_round is None]
             if not isinstance(error, FsdError):
                 log.exception("decoding failed")
             for job in batch:
-                job.finish(error)
+                if job not in again:
+                    job.finish(error)
+            for job in again:
+                job.ids.clear()
+                job.logprobs.clear()
+                self._decode([job])
             return
         known = found.stats.known or [0] * len(batch)
         for job, stats, cached in zip(batch, found.stats.rows, known, strict=True):

@@ -68,7 +68,7 @@ class Connection(H11Protocol):
             self._late = self.loop.call_later(self.request_seconds, self._refuse_late)
 
     def _expect_no_more(self) -> None:
-        if self._late is not None and self.conn.their_state is h11.DONE:
+        if self._late is not None and self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):  # it came whole
             self._late.cancel()
             self._late = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +68,7 @@ def check_numbers(values: Any, where: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         likely = isinstance(value, float) or abs(value) <= MOST
-        if name.endswith(("eps", "epsilon")):
+        if re.search(r"(^|_)(eps|epsilon)$", str(name)):
             likely = 0 <= value < 1
         elif name == "rope_theta":
             likely = 0 < value < math.inf

@@ -9,6 +9,7 @@ SentencePiece puts before a text, if the text begins with one.
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,7 +145,7 @@ def _tokens(facts: dict[str, Any]) -> list[str]:
     """Return the vocabulary. Raise ValueError for tokens that are there twice, and for shorter lists beside it."""
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(facts["tokenizer.ggml.tokens"])]
     if len(set(tokens)) < len(tokens):
-        twice = next(token for place, token in enumerate(tokens) if token in tokens[:place])
+        twice = next(token for token, count in Counter(tokens).items() if count > 1)
         raise ValueError(f"token {twice!r:.40} is there twice")
     for name in ("token_type", "scores"):
         if len(facts.get(f"tokenizer.ggml.{name}", tokens)) < len(tokens):

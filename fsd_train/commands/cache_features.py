@@ -26,7 +26,9 @@ def complete(args: argparse.Namespace) -> None:
         data, args.head = recipe.data, HeadOptions(**recipe.model.get("head") or {})
         args.target = args.target or recipe.model["target"]
         args.data = args.data or [*data["train_files"], *(data["validation_files"] or [])]
-        args.target_kwargs = args.target_kwargs or recipe.model.get("target_kwargs")
+        args.target_kwargs = args.target_kwargs or recipe.model.get("target_kwargs") or {}
+        if data.get("allow_control_tokens"):
+            args.target_kwargs = {**args.target_kwargs, "allow_control_tokens": True}
         args.output, args.max_length = args.output or data["features"], args.max_length or data["max_length"]
     args.max_length, args.target_kwargs = args.max_length or MAX_LENGTH, args.target_kwargs or {}
     missing = [f"--{name}" for name in ("target", "data", "output") if not getattr(args, name)]

@@ -92,13 +92,13 @@ class AnswersDataModule(LightningDataModule):
         if tokenizer is not None:
             set_control_tokens(tokenizer, self.allow_control_tokens)
         fraction = 0.0 if self.validation_files else self.validation_fraction
-        self.train_set, held = read_answers(
+        train, held = read_answers(
             self.train_files, tokenizer, validation_fraction=fraction, max_length=self.max_length, check=self.row_check
         )
         if self.validation_files:
             held, _ = read_answers(self.validation_files, tokenizer, max_length=self.max_length, check=self.row_check)
-        self.validation_set = held
         self._conclude(tokenizer)
+        self.train_set, self.validation_set = train, held
         if self.features is not None:
             self.feature_store = FeatureStore(self.features)
             self.train_set = self._cached(self.train_set, self.feature_store)
