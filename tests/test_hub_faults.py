@@ -55,7 +55,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy: Toy) -> Iterator[H
     head.save_pretrained(tmp_path / "head")
     with loopback_hub() as served:
         served.serve_this_process(monkeypatch, tmp_path / "cache")
-        for name, value in {"HF_ENDPOINT": served.url, "HF_DATASETS_CACHE": tmp_path / "datasets"}.items():
+        for name, value in {
+            "HF_ENDPOINT": served.url,
+            "HF_HUB_OFFLINE": False,
+            "HF_DATASETS_CACHE": tmp_path / "datasets",
+        }.items():
             monkeypatch.setattr(f"datasets.config.{name}", value)
         served.add("owner/one", toy.target)
         served.add("owner/head", tmp_path / "head")

@@ -32,6 +32,7 @@ TEXTS = [
     ("p.tsv", "id\tquestion\r\n1\ta, b\r\n2\t [c]\r\n"),
     ("p.json", '\ufeff\n["a, b", {"query": " [c]"}]'),
     ("array.jsonl", '[\n"a, b", {"turns": [" [c]", "later"]}]'),
+    ("one-line.jsonl", '["a, b", {"turns": [" [c]", "later"]}]\n'),
 ]
 
 

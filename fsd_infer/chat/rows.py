@@ -9,10 +9,11 @@ import codecs
 import csv
 import gzip
 import hashlib
+import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -110,15 +111,29 @@ def _text_rows(path: Path) -> Iterator[_Item]:
         if raw.strip():
             break
     opening, lines = begun[-1][1].lstrip()[:1] if begun else b"", chain(begun, lines)
+    if opening == b"[" and suffix not in (".txt", *_DELIMITERS):
+        kept = list(lines)
+        is_array, lines = _is_array([raw for _, raw in kept if raw.strip()]), iter(kept)
+    else:
+        is_array = False
     if suffix in _DELIMITERS:
         yield from _table_rows(path, lines, _DELIMITERS[suffix])
-    elif opening == b"[" and suffix != ".txt":
+    elif is_array:
         yield from _parsed(path, parse_json(b"".join(raw for _, raw in lines), str(path), _ADVICE))
     else:
         parse = _parse_line if suffix == ".txt" and opening != b"{" else parse_json
         for line, raw in lines:
             if raw.strip():
                 yield path, line, partial(parse, raw, f"{path}:{line}", _ADVICE)
+
+
+def _is_array(lines: Sequence[bytes]) -> bool:
+    """Whether lines that begin with a bracket are one array, not a row each of which the first is an array."""
+    try:
+        json.loads(lines[0])
+    except (ValueError, RecursionError):
+        return True
+    return len(lines) == 1
 
 
 def _parse_line(raw: bytes, where: str, advice: str) -> str:

@@ -179,7 +179,7 @@ def _sentencepiece(facts: dict[str, Any], tokens: list[str]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     kinds = facts["tokenizer.ggml.token_type"]
     skipped = [token for token, kind in zip(tokens, kinds) if kind in (_UNKNOWN, _CONTROL)]
-    merges = generate_merges(vocabulary, list(zip(tokens, facts["tokenizer.ggml.scores"])), skipped)
+    merges = generate_merges(vocabulary, dict(zip(tokens, facts["tokenizer.ggml.scores"])), skipped)
     unknown = _named(facts, tokens, "unknown")
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     begins = bool(facts.get("tokenizer.ggml.add_space_prefix", True))
