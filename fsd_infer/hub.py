@@ -188,7 +188,7 @@ def hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
 def hub_fault(error: BaseException, revision: str | None = None) -> str | FsdError | None:
     """Return what the Hub's part in an error is: the rest of a sentence about the repository, or an error of ours.
 
-    None if no error of the client is behind it.
+    None if no error of the client caused it.
     """
     chain: list[BaseException] = []
     cause: BaseException | None = error

@@ -128,7 +128,7 @@ def _text_rows(path: Path) -> Iterator[_Item]:
 
 
 def _is_array(lines: Sequence[bytes]) -> bool:
-    """Whether lines that begin with a bracket are one array, not a row each of which the first is an array."""
+    """Whether lines of which the first begins with a bracket are one array of rows, and not a row each."""
     try:
         json.loads(lines[0])
     except (ValueError, RecursionError):

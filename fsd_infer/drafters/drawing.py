@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer.cpu import ops
-from fsd_infer.device.transfer import wide
+from fsd_infer.device.rows import draw
 
 UNSURE, SURE = 0.2, 0.95  # ρ where the largest q is 0 and 1
 LEAST_REST = 1e-3  # a smaller rest of q is rounding
@@ -102,8 +102,6 @@ class Drawing:
 
     def _entries(self, scores: Tensor) -> Tensor:
         """Draw an entry of each row of scores [..., Vd]: [...]. An entry of probability 0 is never drawn."""
-        cdf = scores.softmax(-1).cumsum(-1, dtype=wide(scores.device))
-        total = cdf[..., -1:]
-        uniform = torch.rand(*scores.shape[:-1], 1, generator=self.generator, device=scores.device)
-        share = torch.minimum(uniform.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
-        return torch.searchsorted(cdf, share, right=True)[..., 0].clamp_max(scores.shape[-1] - 1)
+        rows = scores.softmax(-1).flatten(0, -2)
+        uniforms = torch.rand(len(rows), generator=self.generator, device=scores.device)
+        return draw(rows, uniforms).view(scores.shape[:-1]).clamp_max(scores.shape[-1] - 1)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fsd_infer.device.rows import draw
 from fsd_infer.device.transfer import on_host, to_device, wide
 from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError
@@ -251,16 +252,3 @@ class _Walk:
         weights = weights.scatter_reduce(1, tree.tokens, drafted, "amin")
         token = draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
         return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # all weights round to 0
-
-
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one index per row by inverse CDF; an index of weight 0 is never drawn.
-
-    Args:
-        weights: [R, M], at least 0, of any total; a total of 0 gives M.
-        uniforms: [R] in [0, 1).
-    """
-    cdf = weights.cumsum(-1, dtype=wide(weights.device))
-    total = cdf[:, -1]
-    share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)
