@@ -19,10 +19,10 @@ from fsd_infer.rules.tilted import FIRST_PRICE
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.tree_rounds import text_round
 
-V, SLOTS, LONGEST = 11, 24, 64
+V, SLOTS, LONGEST = 11, 30, 64
 RULES = [
     "tilted:1:novel=0:floor=0", "tilted:0.4:novel=2:floor=0.1", "lenient:0.4", "typical:0.2:0.5", "relaxed:3:0.4",
-    "threshold:0.2:0.6:novel=1", "cactus:0.5:novel=2", "exact",
+    "threshold:0.2:0.6:novel=1", "cactus:0.5:novel=2", "mars:0.7:novel=1", "asd:1:budget=3", "exact",
 ]  # fmt: skip
 
 
@@ -120,6 +120,7 @@ def requests(seed: int) -> list[tuple[Params, str, list[int], list[int]]]:
     found = []
     for slot in range(SLOTS):
         rule, temperature = RULES[slot % len(RULES)], (0.0, 0.7, 1.0)[slot // len(RULES)]
+        temperature = 0.0 if parse_rule(rule).greedy_only else temperature
         found.append((Params(temperature, {"rule": rule}), rule, tokens(4 + slot), tokens((slot + seed) % 6)))
     return found
 
@@ -169,10 +170,10 @@ def test_a_batch_without_rules_is_not_touched() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize(
-    "rule", ["tilted:0.4:novel=2:floor=0.1", "tilted", "tilted:1:budget=2", "relaxed:3:0.4", "fly:2:0.1"]
+    "rule", ["tilted:0.4:novel=2:floor=0.1", "tilted", "tilted:1:budget=2", "relaxed:3:0.4", "fly:2:0.1", "asd:1", "mars"]
 )
 def test_nothing_waits_for_the_device(rule: str, temperature: float) -> None:
-    if rule.startswith("fly") and temperature:
+    if parse_rule(rule).greedy_only and temperature:
         return
     with SimulatedDevice() as device:
         server = Server(device=SIM, method="ngram")
@@ -262,6 +263,7 @@ def test_a_budget_is_each_requests_own() -> None:
         (Params(0.7, {"rule": "tilted"}, top_p=0.9), "top_p = 1, top_k = 0 and min_p = 0"),
         (Params(0.7, {"rule": "tilted"}, top_k=5), "top_p = 1, top_k = 0 and min_p = 0"),
         (Params(0.7, {"rule": "fly"}), "'fly' needs temperature 0"),
+        (Params(0.7, {"rule": "asd"}), "'asd' needs temperature 0"),
         (Params(extra_args={"rule": "tilted", "only_in": "code"}), "only_in: a parameter of rules now"),
         (Params(extra_args={"rule": "tilted:only_in=a..a"}), "two different tokens"),
     ],

@@ -18,13 +18,14 @@ from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.errors import FsdError
-from fsd_infer.rules import Exact, Fly, Rule, Tilted, parse_rule
+from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
 
 PRICES = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (
     *(f"tilted:{price:g}" for price in PRICES),
     *(f"tilted:{price:g}:floor=0" for price in PRICES),
     *("typical:novel=3", "relaxed:novel=3", "fuzzy:js:0.2:novel=3", "fuzzy:js:0.3:novel=3", "fuzzy:js:0.4:novel=3"),
+    *("asd:novel=3", "asd:gap=0.5:novel=3", "mars:0.5:novel=3", "mars:novel=3"),
     *("fly:novel=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
 )
 HEATED = ("tilted:heat=0.2", "tilted", "tilted:heat=0.5", "tilted:heat=0.8")  # at temperature 0
@@ -228,7 +229,7 @@ def forecast(
 def _rules(rules: Sequence[str | Rule], temperature: float) -> dict[Rule, str]:
     """Return the names of exact and of the rules that can be forecast."""
     made = {parse_rule(rule): rule if isinstance(rule, str) else rule.name for rule in ("exact", *rules)}
-    return {rule: name for rule, name in made.items() if temperature == 0 or not isinstance(rule, Fly)}
+    return {rule: name for rule, name in made.items() if temperature == 0 or not rule.greedy_only}
 
 
 def _heats(rules: Iterable[Rule]) -> dict[Tilted, float]:

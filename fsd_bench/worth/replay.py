@@ -16,7 +16,7 @@ from torch import Tensor
 from fsd_infer.divergence import expand_draft
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.visits import likeliest, tilted
-from fsd_infer.rules import Exact, Fly, Rule, Source, Texts, Tilted, Verdict, Verification, apply_rules
+from fsd_infer.rules import Asd, Exact, Fly, Rule, Source, Texts, Tilted, Verdict, Verification, apply_rules
 from fsd_infer.tree import DraftTree
 
 Cell = tuple[Rule, TreeShape]
@@ -137,7 +137,7 @@ def looks_ahead(rule: Rule, sampled: bool) -> bool:
     if isinstance(rule, Tilted):
         return not sampled
     ours = type(rule).__module__.startswith("fsd_infer.rules.")
-    return not ours or isinstance(rule, Fly) or isinstance(rule, Exact) and rule.block
+    return not ours or isinstance(rule, (Asd, Fly)) or isinstance(rule, Exact) and rule.block
 
 
 @dataclass

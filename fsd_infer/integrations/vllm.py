@@ -30,7 +30,7 @@ from torch import Tensor
 from fsd_infer.device.transfer import to_device
 from fsd_infer.errors import FsdError
 from fsd_infer.integrations.vllm_step import Chains, Step
-from fsd_infer.rules import Exact, Fly, LossyRule, Rule, Tilted, parse_rule
+from fsd_infer.rules import Exact, LossyRule, Rule, Tilted, parse_rule
 from fsd_infer.rules.texts import NOWHERE, markers
 from fsd_infer.rules.tilted import FIRST_PRICE
 
@@ -90,8 +90,8 @@ class RuleRequest:
                 "applies them after the rule. Send these, or start the server with --generation-config vllm if the "
                 "model's own defaults set others."
             )
-        if isinstance(rule, Fly) and not asked.greedy:
-            raise ValueError("rule: 'fly' needs temperature 0.")
+        if rule.greedy_only and not asked.greedy:
+            raise ValueError(f"rule: {rule.name!r} needs temperature 0.")
         return asked
 
     @property
