@@ -77,7 +77,8 @@ BAD: dict[str, str] = {
     "typical:-1": "epsilon must be at least 0", "relaxed:3:2": "delta must be between 0 and 1",
     "cactus:inf": "delta must be between 0 and 1e.06, not inf", "cascade-token:1.1": "alpha must be at most 1",
     "ensemble:0": "weight must be", "fly:0": "window must be between 1 and 1024",
-    "fly:6:-1": "entropy must be at least 0", "asd:-1": "gap must be at least 0", "asd:1:1.5": "mismatches must be a whole",
+    "fly:6:-1": "entropy must be at least 0", "asd:-1": "gap must be at least 0",
+    "asd:1:1.5": "mismatches must be a whole number, not '1.5'",
     "asd:budget=-1": "budget must be at least 0", "mars:-0.1": "margin must be at least 0",
 }  # fmt: skip
 

@@ -170,7 +170,8 @@ def test_a_batch_without_rules_is_not_touched() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize(
-    "rule", ["tilted:0.4:novel=2:floor=0.1", "tilted", "tilted:1:budget=2", "relaxed:3:0.4", "fly:2:0.1", "asd:1", "mars"]
+    "rule",
+    ["tilted:0.4:novel=2:floor=0.1", "tilted", "tilted:1:budget=2", "relaxed:3:0.4", "fly:2:0.1", "asd:1", "mars"],
 )
 def test_nothing_waits_for_the_device(rule: str, temperature: float) -> None:
     if parse_rule(rule).greedy_only and temperature:

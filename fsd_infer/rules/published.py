@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.transfer import wide
-from fsd_infer.errors import FsdError
 from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
