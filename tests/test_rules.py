@@ -71,7 +71,7 @@ BAD: dict[str, str] = {
     "tilted:1:novel=2.5": "novel must be a whole number, not '2.5'",
     "tilted:1:novel=-1": "novel must be between 0 and 64, not -1",
     "tilted:2:gate=30": "gate must be at most 0.6931, the largest js, not 30",
-    "tilted:2:heat=0.3": "heat is for a learned price",
+    "tilted:2:heat=0.3": "heat is for a learned price", "tilted:toll=-1": "toll must be between 0 and 1e",
     "lenient:0": "lenience must be above 0 and at most 1, not 0.0",
     "threshold:2": "single must be between 0 and 1, not 2", "threshold:acc=0": "acc must be",
     "typical:-1": "epsilon must be at least 0", "relaxed:3:2": "delta must be between 0 and 1",

@@ -171,7 +171,16 @@ def test_a_batch_without_rules_is_not_touched() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize(
     "rule",
-    ["tilted:0.4:novel=2:floor=0.1", "tilted", "tilted:1:budget=2", "relaxed:3:0.4", "fly:2:0.1", "asd:1", "mars"],
+    [
+        "tilted:0.4:novel=2:floor=0.1",
+        "tilted",
+        "tilted:heat=0.3",
+        "tilted:1:budget=2",
+        "relaxed:3:0.4",
+        "fly:2:0.1",
+        "asd:1",
+        "mars",
+    ],
 )
 def test_nothing_waits_for_the_device(rule: str, temperature: float) -> None:
     if parse_rule(rule).greedy_only and temperature:
@@ -286,6 +295,12 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
     for rule in ("exact", "tilted:1:novel=2:budget=9", "tilted:inf:budget=0", "tilted:1:budget=9:only_in=think"):
         assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted")
+    for rule in ("tilted", "tilted:4:toll=1", "tilted:toll=2"):
+        assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
+    for rule in ("tilted:4", "tilted:2:toll=1", "tilted:heat=0.1"):
+        with pytest.raises(ValueError, match="this server allows tilted"):
+            RuleRequest.of(Params(extra_args={"rule": rule}))
+    monkeypatch.setenv("FSD_VLLM_MOST", "tilted:heat=0.3")
     assert RuleRequest.of(Params(extra_args={"rule": "tilted:heat=0.2"})).rule == parse_rule("tilted:heat=0.2")
     for rule in ("tilted:heat=0.4", "tilted:4"):
         with pytest.raises(ValueError, match="this server allows tilted"):

@@ -99,9 +99,9 @@ class Evidence:
         The vocabulary holds the drafts and the likeliest tokens. That is enough for rules that read only regrets and
         texts. The second value maps its ids to the target's.
         """
-        kept = dict.fromkeys([*self.tokens, *self.drawn])
+        kept = sorted({*self.tokens, *self.drawn})  # so that ties resolve as in the whole vocabulary
         number = {token: place for place, token in enumerate(kept)}
-        index = torch.tensor(list(kept), device=self.scores.device)
+        index = torch.tensor(kept, device=self.scores.device)
         narrow = self.scores[0][:, index]
         text = [number.setdefault(token, len(number)) for token in self.text]
         rows = []
@@ -114,7 +114,7 @@ class Evidence:
         at = torch.tensor([[*nodes, *[0] * (most - len(nodes))] for nodes in parts], device=narrow.device)
         scores = narrow[at]
         texts = Texts([text] * len(parts), device=narrow.device)
-        return Verification(tree, scores, scores, True, texts=texts), list(kept)
+        return Verification(tree, scores, scores, True, texts=texts), kept
 
     def part(self, nodes: Sequence[int]) -> Verification:
         """Return the same round on these nodes alone, ascending from the root."""

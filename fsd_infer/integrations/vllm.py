@@ -104,12 +104,13 @@ def no_looser(rule: Rule, most: Rule) -> bool:
     if most.only_in is None and isinstance(rule, LossyRule):
         rule = dataclasses.replace(rule, only_in=None)
     if isinstance(rule, Tilted) and isinstance(most, Tilted):
-        if (rule.price is None) != (most.price is None):
+        if (rule.heat is None) != (most.heat is None):
             return False  # a fixed price and a heat are not comparable
         return (
             rule.only_in == most.only_in
-            and (rule.learned_heat or 0.0) <= (most.learned_heat or 0.0)
+            and (rule.heat or 0.0) <= (most.heat or 0.0)
             and rule.first_price >= most.first_price
+            and rule.least_toll >= most.least_toll
             and rule.least_share >= most.least_share
             and (0 < rule.novel <= most.novel or not most.novel)
             and rule.nats <= most.nats

@@ -20,7 +20,7 @@ from fsd_infer.engine.request import Round
 from fsd_infer.rules import RULES, Source
 
 KNOBS = {  # rule -> its slider's parameter, lower bound, upper bound, first value
-    "tilted": ("heat", 0.05, 1.0, 0.3),
+    "tilted": ("toll", 0.0, 4.0, 1.0),
     "fuzzy": ("threshold", 0.0, 0.69, 0.3),
     "typical": ("epsilon", 0.0, 1.0, 0.09),
     "relaxed": ("delta", 0.0, 1.0, 0.6),
