@@ -8,17 +8,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fsd_bench.layouts import Layout
 from fsd_core.errors import ContextLengthError, DataError
 from fsd_core.text.conversations import template_options
 from fsd_core.text.encoding import PromptRow, encode_chat, encode_text, need_tokenizer, read_prompts
 from fsd_core.text.row_check import RowCheck, listing_of
 from fsd_core.text.templates import turn_fields_of
 
-REFERENCES = ("answer", "reference")  # fields that answers are scored against
+REFERENCES = ("answer", "reference", "scored_by", "letters")  # fields that answers are scored against
 
 
 def first_rows(
-    file: str | Path, limit: int | None = None, every: int = 1, strict: bool = False, output: str | Path | None = None
+    file: str | Path,
+    limit: int | None = None,
+    every: int = 1,
+    strict: bool = False,
+    output: str | Path | None = None,
+    layout: Layout | None = None,
 ) -> list[PromptRow]:
     """Return every ``every``-th row of a file, at most ``limit``. Later rows are not read.
 
@@ -28,12 +34,13 @@ def first_rows(
         every: the step between rows.
         strict: see :class:`.RowCheck`.
         output: file of results, beside which skipped rows are listed.
+        layout: of a public data set's file, see :mod:`fsd_bench.layouts`.
 
     Raises:
         DataError: no rows, or too many malformed ones among them.
     """
     check = RowCheck(strict)
-    rows = check.first(islice(read_prompts(file, check), 0, None, every), limit)
+    rows = check.first(islice(read_prompts(file, check, layout), 0, None, every), limit)
     check.finish(listing_of(output))
     return _some(file, rows)
 

@@ -13,6 +13,7 @@ from typing import Any
 from fsd_bench.base import Answer, Method, Turn
 from fsd_bench.environment import environment
 from fsd_bench.jobs import Asked, Session, in_turns, rotated, run_jobs, turns_of
+from fsd_bench.layouts import layout_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.methods import METHODS, Spec, make_methods, parse_methods
 from fsd_bench.models import Models
@@ -61,9 +62,16 @@ def run(
     """
     settings = Settings(prompts, methods, **options)
     settings.check()
-    rows = first_rows(settings.prompts, settings.limit, settings.every, settings.strict, json_path)
-    references = read_references(rows, settings.score)
-    measured = {key: value for key, value in settings.to_dict().items() if key not in ("baselines", "score", "strict")}
+    rows = first_rows(
+        settings.prompts, settings.limit, settings.every, settings.strict, json_path,
+        layout_of(settings.layout, settings.fields),
+    )  # fmt: skip
+    references = read_references(rows, settings.score, settings.run_code)
+    measured = {
+        key: value
+        for key, value in settings.to_dict().items()
+        if key not in ("baselines", "score", "strict", "run_code")
+    }
     path = None if json_path is None else partial_path(json_path, resume)
     groups = group_prompts([category_of(row) for row in rows], settings.batch_size)
     names = [spec.name for spec in parse_methods(methods)]

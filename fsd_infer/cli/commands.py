@@ -184,16 +184,28 @@ def bench(args: argparse.Namespace) -> int:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
     names = (
         "limit every max_new_tokens temperature repeat seed batch_size threads log_likelihood score isolate raw "
-        "strict resume"
+        "strict resume layout run_code"
     )
     record = fsd_bench.run(
         args.prompts, words(args.methods), json_path=args.json, progress=True, warmup=not args.no_warmup,
-        baselines=words(args.baseline or ""), **model_options(args), **picked(args, names),
+        baselines=words(args.baseline or ""), fields=named_fields(args.field), **model_options(args),
+        **picked(args, names),
     )  # fmt: skip
     print(bench_table(record))
     if args.json:
         print(f"record: {args.json}", file=sys.stderr)
     return 0
+
+
+def named_fields(texts: Sequence[str] | None) -> dict[str, str] | None:
+    """Return {our name: the file's} of ``NAME=FIELD`` texts. Raises FsdError for other texts."""
+    fields = {}
+    for text in texts or ():
+        ours, _, theirs = text.partition("=")
+        if not ours or not theirs:
+            raise FsdError(f"--field {text}: write NAME=FIELD, such as prompt=Question.")
+        fields[ours] = theirs
+    return fields or None
 
 
 def picked(args: argparse.Namespace, names: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fsd_core.console import needed
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, usable_name, writable, write_json, write_text
 from fsd_core.registry import read_float
-from fsd_infer.cli.commands import model_options, picked, set_threads, words
+from fsd_infer.cli.commands import model_options, named_fields, picked, set_threads, words
 
 
 def sweep(args: argparse.Namespace) -> int:
@@ -41,9 +41,17 @@ def table(args: argparse.Namespace) -> int:
         name: path and writable(path, "the table") for name, path in picked(args, "json markdown specbundle").items()
     }
     set_threads(args.threads)
-    named = picked(args, "limit max_new_tokens temperature seed score raw strict every repeat batch_size")
+    named = picked(
+        args, "limit max_new_tokens temperature seed score raw strict every repeat batch_size layout run_code"
+    )
     records = measure_sets(
-        parse_sets(words(args.sets)), words(args.methods), args.work, progress=True, **named, **model_options(args)
+        parse_sets(words(args.sets)),
+        words(args.methods),
+        args.work,
+        progress=True,
+        fields=named_fields(args.field),
+        **named,
+        **model_options(args),
     )
     found = field_table(records)
     print(text := markdown(found))
