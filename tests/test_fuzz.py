@@ -139,7 +139,8 @@ def test_command_lines(
     assert status in (0, BAD_INPUT), said
     if status == BAD_INPUT:
         lines = [text for text in said.replace("\r", "\n").split("\n") if text.strip()]
-        assert lines[-1].startswith("fsd-infer") and (len(lines) == 1 or name == "bench"), said
+        program = "fsd-bench" if name == "run" else "fsd-infer"
+        assert lines[-1].startswith(program) and (len(lines) == 1 or name == "run"), said
         one_line(lines[-1])
 
 
