@@ -18,7 +18,7 @@ setup(
             "py.typed",
         ],
         "fsd_core": ["py.typed"],
-        "fsd_bench": ["evidence/page.html", "lm_eval/tasks/*", "py.typed"],
+        "fsd_bench": ["board.html", "evidence/page.html", "lm_eval/tasks/*", "py.typed"],
         "fsd_train": ["commands/*.in", "commands/quickstart.yaml", "py.typed"],
         "fsd_train.shipped.recipes": ["*.yaml"],
         "fsd_train.shipped.data": ["quickstart_prompts.jsonl", "smollm2-135m-answers.jsonl.gz"],
