@@ -1,6 +1,6 @@
 """The field's table: what exact speculation and lossy rules keep of a target's score, and what they gain.
 
-Each set of prompts is one run of `fsd-infer bench`. The target decoding alone (``plain``) is the reference of accuracy,
+Each set of prompts is one run of `fsd-bench run`. The target decoding alone (``plain``) is the reference of accuracy,
 retention and speed. Speeds are also compared with the fastest method that decodes exactly, among those of the run: give
 ``exact`` several trees, so that the comparison is with its best.
 """
