@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from fsd_infer import __version__
-from fsd_infer.cpu.ops import kernel_choice
+from fsd_infer.backends.cpu.ops import kernel_choice
 from fsd_infer.device.cpuinfo import processor
 
 

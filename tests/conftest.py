@@ -19,9 +19,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fsd_infer import FuzzyDecoder
-from fsd_infer.cpu.kernels import found
-from fsd_infer.cpu.losses import say
-from fsd_infer.cpu.sets import SETS, VARIABLE
+from fsd_infer.backends.cpu.kernels import found
+from fsd_infer.backends.cpu.losses import say
+from fsd_infer.backends.cpu.sets import SETS, VARIABLE
 from fsd_infer.targets.loading import builtin_dir
 from tests.bench_toys import Toy, save_toy
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer import Target
-from fsd_infer.cpu.packing import can_pack
-from fsd_infer.cpu.sets import AVX512, SETS, VARIABLE
+from fsd_infer.backends.cpu.packing import can_pack
+from fsd_infer.backends.cpu.sets import AVX512, SETS, VARIABLE
 from fsd_infer.device.cpuinfo import cpu_flags
 from tests.families import tiny_prompts
 

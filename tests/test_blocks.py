@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
-from fsd_infer.cpu import ops
-from fsd_infer.cpu.kernels import FEW_TOKENS
-from fsd_infer.cpu.packing import Packed, packed_of
+from fsd_infer.backends.cpu import ops
+from fsd_infer.backends.cpu.kernels import FEW_TOKENS
+from fsd_infer.backends.cpu.packing import Packed, packed_of
 from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gguf_file import read_gguf
@@ -178,7 +178,7 @@ def test_what_is_expanded_is_said_once(tmp_path: Path, caplog: pytest.LogCapture
     path = save_model(tmp_path / "tiny.gguf", **kinds)
     for expand in (True, False, False):
         load_target(path, device="cpu", expand=expand)
-    [said] = [record.message for record in caplog.records if record.name == "fsd_infer.cpu.losses"]
+    [said] = [record.message for record in caplog.records if record.name == "fsd_infer.backends.cpu.losses"]
     assert said.startswith("tiny.gguf: weights are expanded to bf16") and "(2 in Q3_K). A file in Q4_0, " in said
     assert all(
         ops.holds_blocks(GGMLQuantizationType[name], 64, 256) for name in ops.READS.replace(" and", ",").split(", ")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsd_infer import FsdError, FuzzyDecoder, NoDrafter, Target
-from fsd_infer.cpu.ops import speed_up
+from fsd_infer.backends.cpu.ops import speed_up
 from fsd_infer.device import cores
 from fsd_infer.device.cores import Cores, Look, Team, cores_taken, team_size, threads_beside
 from tests.families import tiny_model
@@ -158,7 +158,7 @@ CHILD = """
 import os, signal, sys
 import torch
 torch.set_num_threads(2)
-from fsd_infer.cpu.ops import likeliest
+from fsd_infer.backends.cpu.ops import likeliest
 x = torch.randn(64, 60000)
 expected = likeliest(x, 5)[1]
 x.exp()  # OpenMP has threads now

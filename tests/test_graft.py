@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter
 from fsd_infer.drafters.graft import _warn_sampled, kept_of, union_of
 from fsd_infer.drafters.visits import likeliest

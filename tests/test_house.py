@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = ["fsd_infer", "fsd_bench", "fsd_train"]
-SEAM = "fsd_infer.cpu.ops"
+SEAM = "fsd_infer.backends.cpu.ops"
 PURE = ["fsd_infer.divergence", "fsd_infer.tree", "fsd_infer.rules"]
 MODELS = ["transformers", "huggingface_hub", "fsd_infer.targets"]
-HEAVY = [*MODELS, "safetensors", "fsd_infer.cpu.build"]
+HEAVY = [*MODELS, "safetensors", "fsd_infer.backends.cpu.build"]
 
 
 def imports_of(file: Path) -> Iterator[str]:
@@ -33,7 +33,7 @@ def test_the_cpu_room_has_one_door(repo_root: Path) -> None:
         f"{file.relative_to(repo_root)}: {name}"
         for file in outside
         for name in imports_of(file)
-        if f"{name}.".startswith("fsd_infer.cpu.") and not f"{name}.".startswith(f"{SEAM}.")
+        if f"{name}.".startswith("fsd_infer.backends.cpu.") and not f"{name}.".startswith(f"{SEAM}.")
     }
     assert not wrong
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
-from fsd_infer.cpu import stack as stack_module
-from fsd_infer.cpu.kernels import MOST_ROWS, Kernels
-from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
-from fsd_infer.cpu.packing import Packed, packed_of
+from fsd_infer.backends.cpu import stack as stack_module
+from fsd_infer.backends.cpu.kernels import MOST_ROWS, Kernels
+from fsd_infer.backends.cpu.ops import packed_products, restore, speed_up, stack_of
+from fsd_infer.backends.cpu.packing import Packed, packed_of
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
+from fsd_infer.backends.cpu.ops import packed_products, speed_up, weight_rows
+from fsd_infer.backends.cpu.packing import can_pack
 from fsd_infer.cli.main import main
-from fsd_infer.cpu.ops import packed_products, speed_up, weight_rows
-from fsd_infer.cpu.packing import can_pack
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import DraftRequest, GraftedDrafter
 from fsd_infer.drafters.itself import Itself, spelled

@@ -17,14 +17,14 @@ import torch
 from torch.nn import functional as F
 
 from fsd_infer import FuzzyDecoder, NoDrafter, Target
-from fsd_infer.cpu import build
-from fsd_infer.cpu import kernels as module
-from fsd_infer.cpu import sets as kernel_sets
-from fsd_infer.cpu.kernels import SIDES, Kernels, in_panels
-from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
-from fsd_infer.cpu.packing import can_pack, fp8_panels, fp8_values, pack_linears
-from fsd_infer.cpu.sets import SETS, VARIABLE
-from fsd_infer.cpu.structs import Linear
+from fsd_infer.backends.cpu import build
+from fsd_infer.backends.cpu import kernels as module
+from fsd_infer.backends.cpu import sets as kernel_sets
+from fsd_infer.backends.cpu.kernels import SIDES, Kernels, in_panels
+from fsd_infer.backends.cpu.ops import packed_products, restore, speed_up, stack_of
+from fsd_infer.backends.cpu.packing import can_pack, fp8_panels, fp8_values, pack_linears
+from fsd_infer.backends.cpu.sets import SETS, VARIABLE
+from fsd_infer.backends.cpu.structs import Linear
 from fsd_infer.errors import KernelsError
 from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
 from tests.kernel_toys import logits_through_cache, need_set, needs_kernels
@@ -121,7 +121,7 @@ def test_every_set_reads_every_layout(name: str, side: int) -> None:
 
 ELSEWHERE = """
 import torch
-from fsd_infer.cpu.packing import Packed
+from fsd_infer.backends.cpu.packing import Packed
 layer = torch.nn.Linear(96, 192, bias=False, dtype=torch.bfloat16).requires_grad_(False)
 made, x = Packed(layer), torch.randn(9, 96).bfloat16()
 y = made.kernels.linear(x, made.native)
@@ -150,7 +150,7 @@ COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 LOAD = """
 import ctypes, logging, os, sys
-from fsd_infer.cpu import build
+from fsd_infer.backends.cpu import build
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 print(*build.build(lambda path: ctypes.CDLL(str(path)).fsd_answer(), os.environ["SETS"].split()))
 """
@@ -250,7 +250,7 @@ def test_without_a_compiler_decoding_runs_and_says_so(
     fresh.setattr(shutil, "which", lambda name: None)
     if compiler:
         fresh.setenv("CXX", compiler)
-    with caplog.at_level(logging.WARNING, "fsd_infer.cpu.kernels"):
+    with caplog.at_level(logging.WARNING, "fsd_infer.backends.cpu.kernels"):
         assert module.kernels() is None
     assert said in caplog.text
     model = tiny_model("llama").bfloat16()
@@ -333,7 +333,7 @@ def test_other_processors_decode_through_torch(
     for made in (model, tiny_model("llama").bfloat16()):
         speed_up(made, release=True)
     if can_pack():
-        [said] = [record.message for record in caplog.records if record.name == "fsd_infer.cpu.losses"]
+        [said] = [record.message for record in caplog.records if record.name == "fsd_infer.backends.cpu.losses"]
         assert "Our CPU kernels need AVX512-BF16" in said
         assert ("lacks avx512_bf16" if machine == "x86_64" else "this is aarch64") in said
     assert module.kernels() is None and stack_of(model.model) is None

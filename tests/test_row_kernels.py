@@ -7,8 +7,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TopKLogitsWarper
 
-from fsd_infer.cpu import ops
-from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, kernels
+from fsd_infer.backends.cpu import ops
+from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, kernels
 from fsd_infer.divergence import divergence
 from fsd_infer.request.processors import TreeProcessors
 from tests.kernel_toys import needs_kernels

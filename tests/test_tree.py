@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsd_infer import Target, TreeShape
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.drafters import Drafter, DraftRequest, LMDrafter
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.visits import likeliest, visit_scores

@@ -2,7 +2,7 @@
 
 It replaces three kinds of parts, each by a seam of its own:
 
-* **decoder layers**: :meth:`Backend.stack_for` gives a :class:`~fsd_infer.targets.stack.Stack` for the families it knows;
+* **decoder layers**: :meth:`Backend.stack_for` gives a :class:`~fsd_infer.targets.stack.Stack` for families it knows;
 * **linear layers and embeddings**: :meth:`Backend.prepare` turns them into ones that read packed weights, which answer
   the questions of :mod:`fsd_infer.targets.weights` themselves;
 * **functions of tensors**: importing the backend registers its kernels with :mod:`fsd_core.functional`.

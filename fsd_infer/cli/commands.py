@@ -208,7 +208,7 @@ def words(text: str) -> list[str]:
 
 def warmup(args: argparse.Namespace) -> int:
     """Run `fsd-infer warmup`: do what a first request would wait for, and print the seconds of each part."""
-    from fsd_infer.cpu.ops import kernel_kind
+    from fsd_infer.backends.cpu.ops import kernel_kind
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.device.clock import Clock
     from fsd_infer.targets.builtin import builtin_dir

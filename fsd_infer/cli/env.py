@@ -24,7 +24,7 @@ def facts() -> dict[str, Any]:
     import torch
 
     from fsd_bench.environment import environment
-    from fsd_infer.cpu.ops import compiler_line, kernel_choice
+    from fsd_infer.backends.cpu.ops import compiler_line, kernel_choice
     from fsd_infer.device.cpuinfo import cpu_flags
     from fsd_infer.device.memory import free_bytes
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
+from fsd_infer.backends.cpu.ops import speed_up
 from fsd_infer.chat.encoding import encode_chat, encode_text, need_tokenizer
-from fsd_infer.cpu.ops import speed_up
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
@@ -93,12 +93,11 @@ class FuzzyDecoder:
                 round from the drafter's scores and earlier rounds' costs and acceptances (see
                 :mod:`fsd_infer.drafters.auto`). With a ``seed`` it depends on the text alone.
             pack: on a CPU, fuse operations of the decoder blocks and, in bf16, replace the linear layers' weights by
-                packed ones (see :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore`` undoes it. Quantised
-                layers stay. Default: True, but False for a model in memory, whose packed weights would be copies.
+                packed ones; ``decoder.backend.restore`` undoes it. Quantised layers stay. Default: True, but False for a model in memory, whose packed weights would be copies.
             expand: expand a GGUF file's quantised weights, also a built-in target's, to bf16. By default our CPU
                 kernels use the quantised weights: a forward reads less, and no weight is rounded.
             quantize: with our CPU kernels, store a head's weights in fp8 with a scale per output (see
-                :meth:`fsd_infer.cpu.packing.Packed.quantize`). The target's weights stay, so `exact` stays exact.
+                :meth:`.Packed.quantize`). The target's weights stay, so `exact` stays exact.
             cuda_graphs: see :meth:`use_graphs`.
             prefix_cache_bytes: size of a cache for prompts that start like an earlier prompt and its answer (see
                 :mod:`fsd_infer.targets.prefixes`). None: no cache.

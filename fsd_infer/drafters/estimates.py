@@ -15,7 +15,7 @@ from enum import IntEnum
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.drafters.shape import of_device
 from fsd_infer.drafters.visits import MOST_TILT
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.visits import likeliest, path_sums
 from fsd_infer.errors import FsdError

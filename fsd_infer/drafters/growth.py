@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.device.rows import at_nodes, visible_slots
 from fsd_infer.device.transfer import to_device

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.device.rows import at_nodes
 from fsd_infer.device.transfer import lists
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest

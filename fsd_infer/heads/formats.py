@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from fsd_infer.cpu.ops import weight_rows
+from fsd_infer.backends.cpu.ops import weight_rows
 from fsd_infer.errors import CheckpointError, VocabularyMismatchError, shortened
 from fsd_infer.files import read_json
 from fsd_infer.heads.config import EagleConfig, check_layer, default_fused_layers

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.errors import CheckpointError, shortened
 from fsd_infer.files import HUB_OPTIONS, disk_errors, replacing

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
 )
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.device.transfer import to_device
 from fsd_infer.divergence import expand_draft
 from fsd_infer.errors import FsdError

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import Divergence, divergence, expand_draft
 from fsd_infer.errors import FsdError, NonFiniteLogitsError

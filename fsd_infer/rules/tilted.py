@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import divergence
 from fsd_infer.errors import FsdError

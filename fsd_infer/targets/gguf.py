@@ -27,7 +27,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.errors import ModelLoadError, shortened
 from fsd_infer.files import write_json
 from fsd_infer.targets.gguf_file import Stored, read_gguf
@@ -75,7 +75,7 @@ def load_gguf(
         dtype: of expanded weights and of activations.
         attn_implementation: as in transformers; None: "sdpa".
         expand: whether to expand all weights. If not, weights that our kernels read stay in blocks, the model is ready
-            to decode, and :func:`fsd_infer.cpu.ops.restore` expands it.
+            to decode, and :func:`fsd_infer.backends.cpu.ops.restore` expands it.
 
     Returns:
         The model and its tokenizer.

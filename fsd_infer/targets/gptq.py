@@ -1,7 +1,7 @@
 """Load checkpoints of GPTQ and AWQ on a CPU, without the libraries that made them.
 
 A weight is scale · (code − zero), with a scale and a zero per output and group of inputs. All weights are expanded.
-Scales and zeros stay with each layer, so that our kernels can compute by codes (:mod:`fsd_infer.cpu.blocks`).
+Scales and zeros stay with each layer, so that our kernels can compute by codes (:mod:`fsd_infer.backends.cpu.blocks`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
 
-from fsd_infer.cpu.ops import keep_groups, say
+from fsd_infer.backends.cpu.ops import keep_groups, say
 from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.files import open_safetensors
 from fsd_infer.registry import is_whole

@@ -1,8 +1,7 @@
 """Untrained models that share a target's tensors: some of its layers, or all layers with rounded weights.
 
 A copy has its own module objects, so its layers can be left out and renumbered. Its only own weights are rounded ones;
-embeddings, norms and LM head are the target's. Packed linear layers (:mod:`fsd_infer.cpu`) use the target's packed
-weights.
+embeddings, norms and LM head are the target's. Layers that a backend packed use the target's packed weights.
 
 **Rounding by least squares.** In groups of 64 of an output's inputs, w ≈ z + s·n with whole n from 0 to 2^bits - 1.
 Scale s and zero z minimise a group's squared error. From several starts (the range, shrunk by several factors), two
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.targets.target import Target, layer_list
 

@@ -67,8 +67,8 @@ class StackOwner(Protocol):
         decoder: the module with ``layers`` and ``rotary_emb``.
         stack: what runs them.
         final_norm: the norm after the last layer, if any.
-        lm_head_is_plain: whether the logits are the LM head's linear map of ``final``, with a scale and a soft cap; else
-            a stack has to return logits of its own. True for heads, which read their outputs out by themselves.
+        lm_head_is_plain: whether the logits are the LM head's linear map of ``final``, with a scale and a soft cap. If
+            not, a stack has to return logits of its own. True for heads, which read their outputs out by themselves.
     """
 
     stack: Stack

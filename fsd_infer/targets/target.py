@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock
@@ -110,7 +110,7 @@ class Target(CachedModel):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether weights are held in the blocks of a quantised file (:mod:`fsd_infer.cpu.blocks`)."""
+        """Whether weights are held in the blocks of a quantised file (:mod:`fsd_infer.backends.cpu.blocks`)."""
         return any(packed.kind for packed in ops.packed_products(self.decoder))
 
     @property

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fsd_bench.jobs import decoding
-from fsd_infer.cpu.ops import speed_up
+from fsd_infer.backends.cpu.ops import speed_up
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
 from fsd_infer.errors import DataError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.cores import Team
 from fsd_infer.device.memory import check_caches

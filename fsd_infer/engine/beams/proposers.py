@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.cpu import ops
+from fsd_infer.backends.cpu import ops
 from fsd_infer.device.rows import at_nodes, padded
 from fsd_infer.device.transfer import lists, to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest, NoDrafter

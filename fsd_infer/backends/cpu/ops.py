@@ -1,7 +1,6 @@
-"""Operations with fast CPU kernels. Code outside :mod:`fsd_infer.cpu` imports this module only.
+"""Operations with fast CPU kernels. Code outside :mod:`fsd_infer.backends.cpu` imports this module only.
 
-Each operation runs in our kernels (:mod:`fsd_infer.cpu.kernels`) where they apply. Otherwise it runs in torch: on other
-devices, for other dtypes, under autograd, without AVX512-BF16, and with FSD_KERNELS=0.
+Each operation runs in our kernels where they apply. Otherwise it runs in torch: on other devices, for other dtypes, under autograd, without AVX512-BF16, and with FSD_KERNELS=0.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu.blocks import Blocks, keep_groups
-from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, found, kernels
-from fsd_infer.cpu.losses import READS, say, say_what_is_lost
-from fsd_infer.cpu.packing import (
+from fsd_infer.backends.cpu.blocks import Blocks, keep_groups
+from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, found, kernels
+from fsd_infer.backends.cpu.losses import READS, say, say_what_is_lost
+from fsd_infer.backends.cpu.packing import (
     hold_blocks,
     holds_blocks,
     is_plain,
@@ -25,7 +24,7 @@ from fsd_infer.cpu.packing import (
     table_size,
     weight_rows,
 )
-from fsd_infer.cpu.stack import DecoderStack
+from fsd_infer.backends.cpu.stack import DecoderStack
 from fsd_infer.errors import KernelsError
 
 __all__ = [
@@ -78,7 +77,7 @@ def kernel_choice() -> tuple[str | None, str]:
 
 def compiler_line() -> str:
     """Return the C++ compiler's command and the first line of its version, or why there is none."""
-    from fsd_infer.cpu.build import compiler_line as line  # imported late: rules need no compiler
+    from fsd_infer.backends.cpu.build import compiler_line as line  # imported late: rules need no compiler
 
     return line()
 

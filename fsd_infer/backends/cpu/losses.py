@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-from fsd_infer.cpu.kernels import found
+from fsd_infer.backends.cpu.kernels import found
 
 logger = logging.getLogger(__name__)
 

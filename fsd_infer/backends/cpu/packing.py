@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu.blocks import Blocks, blocks_of
-from fsd_infer.cpu.kernels import MOST_ROWS, address_of, in_panels, kernels, panels_of
-from fsd_infer.cpu.losses import say
-from fsd_infer.cpu.structs import Linear
+from fsd_infer.backends.cpu.blocks import Blocks, blocks_of
+from fsd_infer.backends.cpu.kernels import MOST_ROWS, address_of, in_panels, kernels, panels_of
+from fsd_infer.backends.cpu.losses import say
+from fsd_infer.backends.cpu.structs import Linear
 from fsd_infer.device.memory import trim
 
 _COMPUTED = "_computed_weight"  # attribute of a quantised layer
@@ -195,8 +195,7 @@ def _no_rows_of(weight: Tensor) -> nn.Parameter:
 def pack_linears(module: nn.Module, release: bool = False) -> int:
     """Replace the forward of every bf16 CPU ``nn.Linear`` in ``module`` by a packed one, and return their number.
 
-    Quantised layers compute by blocks if :func:`fsd_infer.cpu.blocks.blocks_of` and the kernels take them. Others keep
-    the forward of their library. Results agree with the plain layer's within bf16 rounding. Does nothing if oneDNN has
+    Quantised layers compute by blocks if :func:`.blocks_of` and the kernels take them. Others keep the forward of their library. Results agree with the plain layer's within bf16 rounding. Does nothing if oneDNN has
     no bf16.
 
     Args:

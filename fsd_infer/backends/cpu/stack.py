@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu.kernels import FEW_TOKENS, MOST_ROWS, Kernels, address_of, kernels
-from fsd_infer.cpu.packing import packed_of
-from fsd_infer.cpu.structs import Forward, Layer, Stack
+from fsd_infer.backends.cpu.kernels import FEW_TOKENS, MOST_ROWS, Kernels, address_of, kernels
+from fsd_infer.backends.cpu.packing import packed_of
+from fsd_infer.backends.cpu.structs import Forward, Layer, Stack
 from fsd_infer.device.cores import team_size
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))
@@ -24,7 +24,7 @@ _CAPTURE = "transformers.utils.output_capturing"  # its hooks only record output
 class DecoderStack:
     """Decoder layers of equal sizes with packed weights, whose computation the kernels know.
 
-    A row's result does not depend on the rows beside it (see :mod:`fsd_infer.cpu.kernels`). Forwards may run
+    A row's result does not depend on the rows beside it (see :mod:`fsd_infer.backends.cpu.kernels`). Forwards may run
     concurrently.
 
     Args:
