@@ -156,9 +156,7 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 @_replaceable
-def tree_union(
-    main: TreeTensors, side: TreeTensors, mains: int, depth: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tree_union(main: TreeTensors, side: TreeTensors, mains: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Merge two draft trees with the same roots, as :class:`fsd_infer.drafters.graft.GraftedDrafter` defines it.
 
     The nodes of ``main`` come first, then those of ``side``. Nodes of ``side`` that are in ``main`` are padding.

@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
+from fsd_core.errors import FsdError, ModelLoadError
+from fsd_core.registry import is_whole
+from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.backends.cpu.ops import speed_up
-from fsd_infer.chat.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
@@ -21,8 +23,6 @@ from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.request import Outcome, Round
-from fsd_infer.errors import FsdError, ModelLoadError
-from fsd_infer.registry import is_whole
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.request.options import shaping
 from fsd_infer.rules import RuleLike
@@ -93,7 +93,8 @@ class FuzzyDecoder:
                 round from the drafter's scores and earlier rounds' costs and acceptances (see
                 :mod:`fsd_infer.drafters.auto`). With a ``seed`` it depends on the text alone.
             pack: on a CPU, fuse operations of the decoder blocks and, in bf16, replace the linear layers' weights by
-                packed ones; ``decoder.backend.restore`` undoes it. Quantised layers stay. Default: True, but False for a model in memory, whose packed weights would be copies.
+                packed ones; ``decoder.backend.restore`` undoes it. Quantised layers stay. Default: True, but False for a
+                model in memory, whose packed weights would be copies.
             expand: expand a GGUF file's quantised weights, also a built-in target's, to bf16. By default our CPU
                 kernels use the quantised weights: a forward reads less, and no weight is rounded.
             quantize: with our CPU kernels, store a head's weights in fp8 with a scale per output (see

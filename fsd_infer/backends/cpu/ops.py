@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fsd_core.errors import KernelsError
 from fsd_infer.backends.cpu.blocks import Blocks, keep_groups
 from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, found, kernels
 from fsd_infer.backends.cpu.losses import READS, say, say_what_is_lost
@@ -25,7 +26,6 @@ from fsd_infer.backends.cpu.packing import (
     weight_rows,
 )
 from fsd_infer.backends.cpu.stack import DecoderStack
-from fsd_infer.errors import KernelsError
 
 __all__ = [
     "READS",

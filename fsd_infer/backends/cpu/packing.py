@@ -195,8 +195,8 @@ def _no_rows_of(weight: Tensor) -> nn.Parameter:
 def pack_linears(module: nn.Module, release: bool = False) -> int:
     """Replace the forward of every bf16 CPU ``nn.Linear`` in ``module`` by a packed one, and return their number.
 
-    Quantised layers compute by blocks if :func:`.blocks_of` and the kernels take them. Others keep the forward of their library. Results agree with the plain layer's within bf16 rounding. Does nothing if oneDNN has
-    no bf16.
+    Quantised layers compute by blocks if :func:`.blocks_of` and the kernels take them. Others keep the forward of their
+    library. Results agree with the plain layer's within bf16 rounding. Does nothing if oneDNN has no bf16.
 
     Args:
         module: the model or head.
