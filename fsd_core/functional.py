@@ -22,7 +22,7 @@ P, R = ParamSpec("P"), TypeVar("R")
 TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
 LEAST_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong
 
-_KERNELS: dict[str, dict[str, Callable[..., Any]]] = {}  # by function and device type
+KERNELS: dict[str, dict[str, Callable[..., Any]]] = {}  # by function and device type
 
 
 def register(name: str, device: str, kernel: Callable[..., Any]) -> None:
@@ -36,12 +36,12 @@ def register(name: str, device: str, kernel: Callable[..., Any]) -> None:
     Raises:
         KeyError: there is no such function.
     """
-    _KERNELS[name][device] = kernel
+    KERNELS[name][device] = kernel
 
 
 def _replaceable(plain: Callable[P, R]) -> Callable[P, R]:
     """Let kernels of the first tensor's device answer before the function itself."""
-    kernels = _KERNELS[plain.__name__] = {}
+    kernels = KERNELS[plain.__name__] = {}
 
     @wraps(plain)
     def function(*args: P.args, **kwargs: P.kwargs) -> R:

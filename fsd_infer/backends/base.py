@@ -32,8 +32,16 @@ class Backend:
     capture = False
 
     def describe(self) -> str | None:
-        """Return which kernels run here, for records of runs: "amx", "avx512" …; None for plain torch."""
+        """Return which kernels run here: "amx", "avx512" …; None for plain torch.
+
+        Raises:
+            KernelsError: the kernels that a setting asks for cannot run here.
+        """
         return None
+
+    def report(self) -> tuple[str | None, str]:
+        """Return :meth:`describe` and why. A setting that is wrong is no error here, but the reason."""
+        return None, "this device has no backend of its own"
 
     def reads_blocks(self, kind: int, rows: int, columns: int) -> bool:
         """Return whether a weight [rows, columns] may stay in the blocks of a GGUF file, of ggml's type ``kind``.
@@ -61,7 +69,7 @@ class Backend:
 
     def stack_for(self, owner: StackOwner) -> Stack:
         """Return what runs the layers of a prepared target or head: a stack of this backend, or the owner's own."""
-        return owner.stack
+        return owner.plain_stack
 
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
         """Return the (depth, width, nodes) of trees that are worth recording at loading; none where nothing is."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.errors import FsdError, ModelLoadError
-from fsd_infer.backends.cpu import ops
 from fsd_infer.targets.target import Target, layer_list
+from fsd_infer.targets.weights import replace_parameter, weight_rows
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -88,8 +88,8 @@ def _round(part: nn.Module, bits: int) -> None:
     for key, parameter in list(part.named_parameters(recurse=False)):
         if parameter.dim() < 2:
             continue
-        weight: Tensor = ops.weight_rows(part, None) if key == "weight" else parameter
-        ops.replace_parameter(part, key, round_weight(weight.detach(), bits))
+        weight: Tensor = weight_rows(part, None) if key == "weight" else parameter
+        replace_parameter(part, key, round_weight(weight.detach(), bits))
 
 
 def _copy_of(target: Target, name: str) -> Any:
@@ -97,7 +97,6 @@ def _copy_of(target: Target, name: str) -> Any:
     if any("_hf_hook" in vars(part) for part in target.model.modules()):
         raise ModelLoadError(f"{name}: {target.name} was placed by accelerate's hooks; load it without device_map.")
     model = _shared(target.model)
-    ops.forget_stacks(model)
     whole, text = target.model.config, target.config
     config = deepcopy(whole)
     new = {id(whole): config, id(text): config.get_text_config(decoder=True)}

@@ -138,7 +138,7 @@ class Kernels:
     def row_statistics(
         self, logits: Tensor, rows: Tensor | None = None, log_sum: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute :func:`fsd_infer.backends.cpu.ops.row_statistics` of logits [..., V] or of rows [R] of [M, V]."""
+        """Compute :func:`fsd_core.functional.row_stats` of logits [..., V] or of rows [R] of [M, V]."""
         rows = _checked(rows, logits)
         shape = logits.shape[:-1] if rows is None else rows.shape
         highest, where = torch.empty(shape), torch.empty(shape, dtype=torch.long)
@@ -148,7 +148,7 @@ class Kernels:
         return highest, where, total
 
     def row_entropies(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute :func:`fsd_infer.backends.cpu.ops.row_entropies`; arguments as of :meth:`row_statistics`."""
+        """Compute :func:`fsd_core.functional.row_entropy`; arguments as of :meth:`row_statistics`."""
         rows = _checked(rows, logits)
         found = torch.empty(logits.shape[:-1] if rows is None else rows.shape)
         sizes = found.numel(), logits.shape[-1]
@@ -156,7 +156,7 @@ class Kernels:
         return found
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Compute :func:`fsd_infer.backends.cpu.ops.likeliest` of logits [..., V] in bf16 or fp32; count <= V."""
+        """Compute :func:`fsd_core.functional.topk_logprobs` of logits [..., V] in bf16 or fp32; count <= V."""
         log_q = torch.empty(*logits.shape[:-1], count)
         where = torch.empty(log_q.shape, dtype=torch.long)
         columns = logits.shape[-1]
@@ -167,21 +167,21 @@ class Kernels:
         return log_q, where
 
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
-        """Compute :func:`fsd_infer.backends.cpu.ops.keep_largest` of scores [..., V] in fp32."""
+        """Compute :func:`fsd_core.functional.keep_top_k` of scores [..., V] in fp32."""
         found, columns = torch.empty_like(scores), scores.shape[-1]
         rows, threads = scores.numel() // columns, team_size()
         self._library.fsd_keep_largest(scores.data_ptr(), rows, columns, count, other, found.data_ptr(), threads)
         return found
 
     def ancestors(self, parents: Tensor) -> Tensor:
-        """Compute :func:`fsd_infer.backends.cpu.ops.ancestors` of int64 parents."""
+        """Compute :func:`fsd_core.functional.ancestors` of int64 parents."""
         batch, count = parents.shape
         found = torch.empty(batch, count, count, dtype=torch.bool)
         self._library.fsd_ancestors(parents.data_ptr(), batch, count, found.data_ptr())
         return found
 
     def union(self, main: TreeTensors, side: TreeTensors, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See :func:`fsd_infer.backends.cpu.ops.tree_union`: int64, but scores in fp32."""
+        """See :func:`fsd_core.functional.tree_union`: int64, but scores in fp32."""
         batch, count = len(main[0]), main[0].shape[1] + side[0].shape[1] - 1
         tokens, parents, proposers = (torch.empty(batch, count, dtype=torch.long) for _ in range(3))
         scores = torch.empty(batch, count)
@@ -200,7 +200,7 @@ class Kernels:
         ids: Tensor | None,
         rows: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Tensor:
-        """Compute D(p, q) in fp32, see :func:`fsd_infer.divergence.divergence`.
+        """Compute D(p, q) in fp32, see :func:`fsd_core.divergence.divergence`.
 
         Args:
             name: one of :data:`PLAIN_DIVERGENCES`; with ``ids`` one that is finite where q is 0.
