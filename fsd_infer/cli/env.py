@@ -23,11 +23,11 @@ def facts() -> dict[str, Any]:
     """Return versions, processor, kernels, devices, settings, and what runs where, ready for JSON."""
     import torch
 
-    from fsd_bench.environment import environment
     from fsd_infer.backends.choose import choose
     from fsd_infer.backends.cpu.build import compiler_line
     from fsd_infer.device.cpuinfo import cpu_flags
     from fsd_infer.device.memory import free_bytes
+    from fsd_infer.environment import environment
 
     flags = cpu_flags()
     (name, why), free = choose("cpu").report(), free_bytes(torch.device("cpu"))
