@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(common, ("--debug", "show tracebacks and the libraries' own messages"))
     table = (
         (commands.run, _bench_options, "measure methods on a file of prompts: speed, acceptance length, scores"),
+        (commands.table, _table_options, "print what rules keep of a target's score on sets of prompts, and gain"),
         (commands.sweep, _sweep_options, "measure what rules gain and cost, at several settings and temperatures"),
         (commands.calibrate, _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
         (commands.worth, _worth_options, "forecast what lossy rules gain with a drafter, from a run of exact"),
@@ -97,6 +98,26 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     )
     add(parser, "--score")
     add(parser, "--json", help="write the full record to FILE; FILE.partial.jsonl holds the runs until it is done")
+    add_models(parser)
+
+
+def _table_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sets", required=True, metavar="NAME=FILE,...", help="sets of prompts, each a row of the table per method"
+    )
+    parser.add_argument(
+        "--methods", default="plain,exact,tilted", help="as for run; give exact several trees: exact@shipped@6x4x16"
+    )
+    parser.add_argument("--work", required=True, metavar="DIR", help="write each set's record to DIR; rerun to resume")
+    for name, what in (("json", "as JSON"), ("markdown", "as Markdown"), ("specbundle", "as SpecBundle's data.json")):
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"write the table {what} to FILE")
+    add(parser, "--limit", "--max-new-tokens", "--temperature", "--seed", "--score", "--raw", "--strict")
+    add_counts(
+        parser,
+        ("--every", 1, "take every N-th prompt of a file"),
+        ("--repeat", 1, "runs per prompt and method"),
+        ("--batch-size", 1, "prompts decoded together"),
+    )
     add_models(parser)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsd_core.console import needed
 from fsd_core.errors import FsdError
-from fsd_core.files import jsonable, usable_name, writable, write_json
+from fsd_core.files import jsonable, usable_name, writable, write_json, write_text
 from fsd_core.options import picked, set_threads, words
 from fsd_core.registry import read_float
 
@@ -52,6 +52,31 @@ def sweep(args: argparse.Namespace) -> int:
     file = run_sweep(options, args.output, progress=True)
     write_page(file, page)
     print(f"answers: {file}\nreport: {page}", file=sys.stderr)
+    return 0
+
+
+def table(args: argparse.Namespace) -> int:
+    """Run `fsd-bench table`."""
+    needed("scipy")
+    from fsd_bench.table import field_table, markdown, measure_sets, parse_sets, specbundle
+    from fsd_infer.decoder.models import model_options
+
+    files = {
+        name: path and writable(path, "the table") for name, path in picked(args, "json markdown specbundle").items()
+    }
+    set_threads(args.threads)
+    named = picked(args, "limit max_new_tokens temperature seed score raw strict every repeat batch_size")
+    records = measure_sets(
+        parse_sets(words(args.sets)), words(args.methods), args.work, progress=True, **named, **model_options(args)
+    )
+    found = field_table(records)
+    print(text := markdown(found))
+    if files["json"] is not None:
+        write_json(files["json"], jsonable(found), indent=1)
+    if files["specbundle"] is not None:
+        write_json(files["specbundle"], jsonable(specbundle(records)), indent=1)
+    if files["markdown"] is not None:
+        write_text(files["markdown"], text)
     return 0
 
 

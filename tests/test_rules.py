@@ -71,13 +71,15 @@ BAD: dict[str, str] = {
     "tilted:1:novel=2.5": "novel must be a whole number, not '2.5'",
     "tilted:1:novel=-1": "novel must be between 0 and 64, not -1",
     "tilted:2:gate=30": "gate must be at most 0.6931, the largest js, not 30",
-    "tilted:2:heat=0.3": "heat is for a learned price",
+    "tilted:2:heat=0.3": "heat is for a learned price", "tilted:toll=-1": "toll must be between 0 and 1e",
     "lenient:0": "lenience must be above 0 and at most 1, not 0.0",
     "threshold:2": "single must be between 0 and 1, not 2", "threshold:acc=0": "acc must be",
     "typical:-1": "epsilon must be at least 0", "relaxed:3:2": "delta must be between 0 and 1",
     "cactus:inf": "delta must be between 0 and 1e.06, not inf", "cascade-token:1.1": "alpha must be at most 1",
     "ensemble:0": "weight must be", "fly:0": "window must be between 1 and 1024",
-    "fly:6:-1": "entropy must be at least 0",
+    "fly:6:-1": "entropy must be at least 0", "asd:-1": "gap must be at least 0",
+    "asd:1:1.5": "mismatches must be a whole number, not '1.5'",
+    "asd:budget=-1": "budget must be at least 0", "mars:-0.1": "margin must be at least 0",
 }  # fmt: skip
 
 
@@ -203,7 +205,7 @@ def test_where_the_walk_comes_and_all_at_once_agree(spec: str, shape: str, greed
 
 AS_EXACT = [
     *("fuzzy:js:0", "fuzzy:kl_qp:0:gate=processed", "random:0", "lenient:1", "threshold", "typical:inf:inf"),
-    *("relaxed:0", "cactus:0", "cascade-token:-0.1", "ensemble:1", "tilted:inf"),
+    *("relaxed:0", "cactus:0", "cascade-token:-0.1", "ensemble:1", "tilted:inf", "mars:0"),
     "tilted:inf:floor=0.1:gate=0.3:budget=1",
 ]
 
@@ -215,6 +217,7 @@ AS_EXACT = [
         ("fuzzy-strict:tv:0", KINDS[:2]),  # a sampled chain's other tokens come from p itself
         ("exact:block=true", KINDS[:2]),
         ("fly:entropy=inf", KINDS[1:2]),
+        *((f"asd:{zero}", KINDS[1:2]) for zero in ("budget=0:gap=inf", "inf:0", "0:9:budget=inf")),
     ],
 )
 def test_exact_token_for_token_at_the_end_of_its_range(spec: str, kinds: list[tuple[str, bool]]) -> None:

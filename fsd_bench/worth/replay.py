@@ -16,7 +16,7 @@ from torch import Tensor
 from fsd_core.divergence import expand_draft
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.visits import likeliest, tilted
-from fsd_infer.rules import Exact, Fly, Rule, Source, Texts, Tilted, Verdict, Verification, apply_rules
+from fsd_infer.rules import Asd, Exact, Fly, Rule, Source, Texts, Tilted, Verdict, Verification, apply_rules
 from fsd_infer.tree import DraftTree
 
 Cell = tuple[Rule, TreeShape]
@@ -99,9 +99,9 @@ class Evidence:
         The vocabulary holds the drafts and the likeliest tokens. That is enough for rules that read only regrets and
         texts. The second value maps its ids to the target's.
         """
-        kept = dict.fromkeys([*self.tokens, *self.drawn])
+        kept = sorted({*self.tokens, *self.drawn})  # so that ties resolve as in the whole vocabulary
         number = {token: place for place, token in enumerate(kept)}
-        index = torch.tensor(list(kept), device=self.scores.device)
+        index = torch.tensor(kept, device=self.scores.device)
         narrow = self.scores[0][:, index]
         text = [number.setdefault(token, len(number)) for token in self.text]
         rows = []
@@ -114,7 +114,7 @@ class Evidence:
         at = torch.tensor([[*nodes, *[0] * (most - len(nodes))] for nodes in parts], device=narrow.device)
         scores = narrow[at]
         texts = Texts([text] * len(parts), device=narrow.device)
-        return Verification(tree, scores, scores, True, texts=texts), list(kept)
+        return Verification(tree, scores, scores, True, texts=texts), kept
 
     def part(self, nodes: Sequence[int]) -> Verification:
         """Return the same round on these nodes alone, ascending from the root."""
@@ -137,7 +137,7 @@ def looks_ahead(rule: Rule, sampled: bool) -> bool:
     if isinstance(rule, Tilted):
         return not sampled
     ours = type(rule).__module__.startswith("fsd_infer.rules.")
-    return not ours or isinstance(rule, Fly) or isinstance(rule, Exact) and rule.block
+    return not ours or isinstance(rule, (Asd, Fly)) or isinstance(rule, Exact) and rule.block
 
 
 @dataclass

@@ -29,6 +29,7 @@ class Rule:
         name: the name of the class in :data:`RULES`.
         budget: nats a request may spend; None for no limit.
         only_in: the phase of the text to which the rule applies; None for the whole text.
+        greedy_only: the rule needs temperature 0.
 
     Raises:
         FsdError: a parameter of the wrong type, or out of range.
@@ -37,6 +38,7 @@ class Rule:
     name: ClassVar[str] = ""
     budget: float | None = None
     only_in: str | None = None
+    greedy_only: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, checks in parameters_of(type(self)).items():
@@ -50,6 +52,11 @@ class Rule:
     def law(self, evidence: Evidence) -> Law:
         """Return the law: a function of the text, the tree and ``evidence.coin`` alone."""
         raise NotImplementedError
+
+    def check_greedy(self, evidence: Evidence) -> None:
+        """Raise FsdError above temperature 0, for rules with :attr:`greedy_only`."""
+        if not evidence.greedy:
+            raise FsdError(f"rule {self.name!r} compares drafts with the target's choices: it needs temperature 0.")
 
     def charged_law(self, evidence: Evidence) -> Law:
         """Return :meth:`law` with the parameters that all rules share applied."""
