@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsd_core.errors import DataError
 from fsd_core.text.encoding import read_prompts
 from fsd_core.text.row_check import LISTING, RowCheck
+from fsd_infer import Target
 from fsd_infer.cli.main import main as fsd_infer
+from fsd_infer.heads.head import EagleHead
 from fsd_train.cli import main as fsd_train
+from fsd_train.commands import regenerate
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.data import AnswersDataModule, read_answers
 from fsd_train.data.answers import conclude
+from tests.families import save_head, tiny_head
 from tests.fuzzing import called
 from tests.test_prompts import BOT, USER
 from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer
@@ -218,3 +224,27 @@ def test_a_conversation_that_the_template_refuses_does_not_end_a_measurement(
     assert status == 0, err
     status, _, err = called(fsd_infer, [*argv, "--strict"])
     assert status == 2 and "rows.jsonl:2: the chat template refuses" in err.splitlines()[-1], err
+
+
+def test_what_a_recipe_says_of_control_tokens_holds_for_all_of_its_commands(chat: Path, tmp_path: Path) -> None:
+    """Names of special tokens inside messages: prompts of regenerate, and the ids that export counts."""
+    recipe = json.loads((chat / "recipe.yaml").read_text())
+    for allowed in (False, True):
+        recipe["data"]["allow_control_tokens"] = allowed
+        path = tmp_path / "recipe.yaml"
+        path.write_text(json.dumps(recipe))
+        args = PARSERS["regenerate"]().parse_args(["--config", str(path), "--prompts", "x", "--output", "y"])
+        regenerate.resolve(args)
+        assert bool(args.target_kwargs.get("allow_control_tokens")) is allowed
+    target = Target.from_pretrained(str(chat / "target"), dtype=torch.float32)
+    save_head(
+        tmp_path / "head", tiny_head(target).head, target.fingerprint(), {"hyperparameters": {"target": target.name}}
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [USER, {"role": "assistant", "content": "<|start|>" * 50}]}) + "\n")
+    command = ["export", str(tmp_path / "head"), str(tmp_path / "out"), "--draft-vocab-size", "4", "--data", str(rows)]
+    for allowed in (False, True):
+        given = ["--target-kwargs", json.dumps({"allow_control_tokens": allowed})]
+        assert fsd_train([*command, *given]) == 0
+        ids = EagleHead.from_pretrained(tmp_path / "out").draft_ids
+        assert ids is not None and (target.tokenizer.convert_tokens_to_ids("<|start|>") in ids.tolist()) is allowed
