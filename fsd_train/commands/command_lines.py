@@ -118,6 +118,10 @@ _EXPORT: Options = {
         "cover more text at the price of slower drafts (default: the trained ids)",
     ),
     "--data": {"nargs": "+", "metavar": "FILE", "help": "answers in which --draft-vocab-size counts ids"},
+    "--target-kwargs": {
+        **TARGET_KWARGS,
+        "help": "further keywords to load the target with; a recipe's data.allow_control_tokens goes here, for --data",
+    },
     "--strict": _STRICT,
 }
 
