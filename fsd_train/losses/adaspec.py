@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -35,12 +34,14 @@ def largest(values: Tensor, rows: Rows, keep: float) -> Tensor:
     Returns:
         [R] bool.
     """
-    chosen = torch.zeros_like(values, dtype=torch.bool)
-    for step in range(len(rows.chains)):
-        here = (rows.step == step).nonzero().squeeze(1)
-        count = math.ceil(keep * len(here) - 1e-9)
-        chosen[here[values[here].topk(count).indices]] = True
-    return chosen
+    # by step, each step's largest values first; counts stay on the device, which nothing waits for
+    order = values.argsort(descending=True, stable=True)
+    order = order[rows.step[order].argsort(stable=True)]
+    counts = rows.sum_by_step(torch.ones_like(values, dtype=torch.float64))
+    wanted, begins = (keep * counts - 1e-9).ceil(), counts.cumsum(0) - counts
+    step = rows.step[order]
+    ranks = torch.arange(len(order), device=values.device) - begins[step]  # within the step
+    return torch.zeros_like(values, dtype=torch.bool).index_copy(0, order, ranks < wanted[step])
 
 
 @LOSSES.register("adaspec")

@@ -20,7 +20,11 @@ _kl_pq = divergence_rows("kl_pq")
 
 def expected_length(acceptance: Tensor) -> Tensor:
     """Return the expected number of accepted drafts Σ_k Π_{j≤k} a_j [C] for acceptance [S, C]."""
-    return acceptance.cumprod(0).sum(0)
+    # by Horner's rule: the backward pass of torch's cumprod looks for zeros on the host
+    length = torch.zeros_like(acceptance[0])
+    for accepted in acceptance.flip(0):
+        length = accepted * (1 + length)
+    return length
 
 
 def soft_gate(distance: Tensor, threshold: float, softness: float) -> Tensor:
