@@ -16,8 +16,8 @@ from fsd_train.losses.base import (
     Rows,
     Schedule,
     as_loss,
+    batch_mean,
     reference_of,
-    weighted_mean,
 )
 from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
 from fsd_train.types import PositiveInt, Share
@@ -96,10 +96,10 @@ class AdaSpecLoss(Loss):
             return self.inner(batch)
         gap = self.gap(batch)
         chosen = largest(gap, batch.rows, self.keep.at(batch.progress, batch.step))
-        kept = batch.with_weights(batch.weights * chosen)
+        kept = batch.only(chosen)
         out = self.inner(kept)
-        out.parts["gap"] = weighted_mean(gap, batch.weights)
-        out.parts["gap_kept"] = weighted_mean(gap, kept.weights)
+        out.parts["gap"] = batch_mean(gap, batch.rows)
+        out.parts["gap_kept"] = batch_mean(gap, kept.rows)
         return out
 
     @torch.no_grad()
