@@ -21,8 +21,8 @@ from benchmarks.recorded import BUILT_IN, PROMPTS, ROOT, parser_of, run_resumed
 from benchmarks.workplace import Workplace, shown_command
 from fsd_bench import parse_methods
 from fsd_bench.report import bench_table
+from fsd_core.errors import FsdError
 from fsd_infer.drafters.shape import parse_tree
-from fsd_infer.errors import FsdError
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, fetch_gguf, is_builtin, shipped_drafter
 from fsd_infer.targets.loading import resolve_target
 

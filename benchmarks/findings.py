@@ -18,8 +18,8 @@ from fsd_bench.evidence.settings import EXACT
 from fsd_bench.evidence.summary import summarise
 from fsd_bench.evidence.sweep import Sweep, read_sweep
 from fsd_bench.record import write_record
-from fsd_infer.errors import FsdError
-from fsd_infer.files import jsonable
+from fsd_core.errors import FsdError
+from fsd_core.files import jsonable
 
 RATIOS = {"× τ": "tau", "forwards ×": "target_forwards", "length ×": "answer_tokens", "speed ×": "speed"}
 DIFFERENCES = {  # heading: quantity, scale, digits

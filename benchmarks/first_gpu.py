@@ -32,7 +32,7 @@ from benchmarks.workplace import shown_command
 from fsd_bench.environment import environment
 from fsd_bench.record import write_record
 from fsd_bench.report import bench_table
-from fsd_infer.files import write_text
+from fsd_core.files import write_text
 
 RULES = "hf-generate,plain,exact,fuzzy:js:0.3,tilted:2"
 KEPT = ("tokens_per_second", "decode_tokens_per_second", "tau", "identical_to_baseline", "gate_open_fraction",

@@ -34,12 +34,12 @@ from benchmarks.workplace import Workplace
 from fsd_bench.prompts import encode_rows, first_rows
 from fsd_bench.record import write_record
 from fsd_bench.worth.forecasts import forecast
-from fsd_infer.cli.report import number, percent, table
+from fsd_core.files import jsonable
+from fsd_core.hub import is_hub_id
+from fsd_core.tables import number, percent, table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
-from fsd_infer.files import jsonable
 from fsd_infer.heads.hub import find_head
-from fsd_infer.hub import is_hub_id
 from fsd_infer.targets.builtin import is_builtin
 from fsd_infer.targets.target import Target
 

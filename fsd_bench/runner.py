@@ -22,9 +22,9 @@ from fsd_bench.record import BenchPrompt, build_record, write_record
 from fsd_bench.runs import Job, RunFile, read_lines
 from fsd_bench.score import Reference, measure, read_references
 from fsd_bench.settings import Settings, set_threads
-from fsd_infer.chat.encoding import PromptRow
-from fsd_infer.errors import FsdError
-from fsd_infer.files import jsonable, writable
+from fsd_core.errors import FsdError
+from fsd_core.files import jsonable, writable
+from fsd_core.text.encoding import PromptRow
 from fsd_infer.targets.target import Target
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from fsd_bench.likelihood import log_likelihoods
 from fsd_bench.prompts import encode_rows, first_rows
+from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.errors import FsdError
 from fsd_infer.targets.sharing import with_layers
 from fsd_infer.targets.target import Target
 

@@ -18,10 +18,10 @@ from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import SweepOptions, parse_settings
 from fsd_bench.evidence.summary import summarise
 from fsd_bench.evidence.sweep import read_sweep, sweep
+from fsd_core.errors import CheckpointError, DataError
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.decoder.calibrated import FILE, Calibrated, calibrated, write_calibrated
-from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.rules import Fuzzy, Tilted
 from tests.bench_toys import Toy
 from tests.text_toys import write_rows

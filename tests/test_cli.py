@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, run
+from fsd_core.files import writable, write_text
+from fsd_core.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.main import build_parser, main
-from fsd_infer.cli.options import gibibytes, positive, real_number, thread_count, whole_number
-from fsd_infer.cli.run import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, run
-from fsd_infer.files import writable, write_text
 from fsd_infer.rules import Source
 from fsd_train.commands.command_lines import PARSERS
 from tests.bench_toys import Toy
@@ -177,7 +177,7 @@ def test_a_bug_keeps_its_traceback(
 
 
 def test_a_pipe_that_closes_early_is_no_error() -> None:
-    script = "from fsd_infer.cli.run import run; run('p', lambda: print('x\\n' * 10**6))"
+    script = "from fsd_core.console import run; run('p', lambda: print('x\\n' * 10**6))"
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None and child.stderr is not None
     child.stdout.read(10)

@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from fsd_bench.score import asked_options, read_references
+from fsd_core.console import BAD_INPUT, run
+from fsd_core.errors import DataError
+from fsd_core.registry import read_float
+from fsd_core.text.conversations import row_conversation, row_questions
+from fsd_core.text.encoding import encode_chat, read_prompts
+from fsd_core.text.masks import encode_conversation
+from fsd_core.text.rows import read_rows
 from fsd_infer import RULES, FuzzyDecoder, parse_rule
-from fsd_infer.chat.conversations import row_conversation, row_questions
-from fsd_infer.chat.encoding import encode_chat, read_prompts
-from fsd_infer.chat.masks import encode_conversation
-from fsd_infer.chat.rows import read_rows
 from fsd_infer.cli.main import build_parser, main
-from fsd_infer.cli.run import BAD_INPUT, run
 from fsd_infer.divergence import DIVERGENCES
-from fsd_infer.errors import DataError
-from fsd_infer.registry import read_float
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.serving.app import make_app
 from fsd_infer.serving.listen import Connection

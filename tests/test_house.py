@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ["fsd_infer", "fsd_bench", "fsd_train"]
+PACKAGES = ["fsd_core", "fsd_infer", "fsd_bench", "fsd_train"]
 SEAM = "fsd_infer.cpu.ops"
 PURE = ["fsd_infer.divergence", "fsd_infer.tree", "fsd_infer.rules"]
 MODELS = ["transformers", "huggingface_hub", "fsd_infer.targets"]
@@ -36,6 +36,13 @@ def test_the_cpu_room_has_one_door(repo_root: Path) -> None:
         if f"{name}.".startswith("fsd_infer.cpu.") and not f"{name}.".startswith(f"{SEAM}.")
     }
     assert not wrong
+
+
+def test_the_core_stands_alone(repo_root: Path) -> None:
+    files = list((repo_root / "fsd_core").rglob("*.py"))
+    assert len(files) > 10
+    found = {(file.name, name) for file in files for name in imports_of(file) if name.startswith("fsd_")}
+    assert {name for name in found if not name[1].startswith("fsd_core.")} == set()
 
 
 def test_decoding_needs_nothing_of_training_or_of_the_bench(repo_root: Path) -> None:

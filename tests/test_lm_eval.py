@@ -16,7 +16,7 @@ import torch
 from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
-from fsd_infer.errors import ContextLengthError, DataError, FsdError
+from fsd_core.errors import ContextLengthError, DataError, FsdError
 from tests.bench_toys import Toy
 from tests.text_toys import write_rows
 

@@ -17,10 +17,10 @@ from fsd_bench.models import Models
 from fsd_bench.prompts import encode_rows, rows_digest
 from fsd_bench.runs import Job, RunFile, read_lines, read_run
 from fsd_bench.score import Reference, measure, read_references
-from fsd_infer.chat.encoding import PromptRow
-from fsd_infer.chat.pieces import token_pieces
-from fsd_infer.errors import FsdError
-from fsd_infer.files import jsonable, usable_name, writable
+from fsd_core.errors import FsdError
+from fsd_core.files import jsonable, usable_name, writable
+from fsd_core.text.encoding import PromptRow
+from fsd_core.text.pieces import token_pieces
 
 
 def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, rows: Sequence[PromptRow] = ()) -> Path:

@@ -16,17 +16,17 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from fsd_infer.cli.run import needed
-from fsd_infer.errors import DataError, FsdError
-from fsd_infer.files import jsonable, writable, write_text
+from fsd_core.console import needed
+from fsd_core.errors import DataError, FsdError
+from fsd_core.files import jsonable, writable, write_text
 
 LONGEST_PROMPT = 2**27  # characters: a device or a pipe may never end
 
 
 def generate(args: argparse.Namespace) -> int:
     """Run `fsd-infer generate`."""
-    from fsd_infer.chat.conversations import check_text
-    from fsd_infer.chat.encoding import need_tokenizer
+    from fsd_core.text.conversations import check_text
+    from fsd_core.text.encoding import need_tokenizer
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.rules import parse_rule
 
@@ -70,7 +70,7 @@ def generate(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> None:
     """Print an answer as the options ask, and its statistics on standard error."""
-    from fsd_infer.chat.pieces import token_pieces
+    from fsd_core.text.pieces import token_pieces
     from fsd_infer.cli import report
     from fsd_infer.rules import Source
 

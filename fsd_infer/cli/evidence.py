@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fsd_core.console import needed
+from fsd_core.errors import FsdError
+from fsd_core.files import jsonable, usable_name, writable, write_json
+from fsd_core.registry import read_float
 from fsd_infer.cli.commands import model_options, picked, set_threads, words
-from fsd_infer.cli.run import needed
-from fsd_infer.errors import FsdError
-from fsd_infer.files import jsonable, usable_name, writable, write_json
-from fsd_infer.registry import read_float
 
 
 def sweep(args: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from fsd_infer.cli import commands, env, evidence
-from fsd_infer.cli.options import (
+from fsd_core.console import Parser, run
+from fsd_core.options import (
     MODELS,
     HelpFormatter,
     add,
@@ -25,11 +25,11 @@ from fsd_infer.cli.options import (
     real_number,
     whole_number,
 )
-from fsd_infer.cli.run import Parser, run
+from fsd_infer.cli import commands, env, evidence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status, see :func:`fsd_infer.cli.run.run`."""
+    """Run one command and return its exit status, see :func:`fsd_core.console.run`."""
     args = build_parser().parse_args(argv)
     return run("fsd-infer", partial(_command, args), args.debug)
 

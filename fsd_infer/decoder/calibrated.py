@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fsd_core.errors import CheckpointError, FsdError
+from fsd_core.files import read_json, writable, write_json
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
-from fsd_infer.errors import CheckpointError, FsdError
-from fsd_infer.files import read_json, writable, write_json
 from fsd_infer.rules import Rule, parse_rule
 from fsd_infer.targets.target import Target
 

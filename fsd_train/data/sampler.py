@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from fsd_infer.errors import CheckpointError, DataError
+from fsd_core.errors import CheckpointError, DataError
 
 MOST_PADDING = 0.1  # share of a batch's positions
 

@@ -8,9 +8,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import Any
 
-from fsd_infer.errors import DataError
-from fsd_infer.files import parse_json
-from fsd_infer.registry import MOST_SEED, read_float, read_int
+from fsd_core.errors import DataError
+from fsd_core.files import parse_json
+from fsd_core.registry import MOST_SEED, read_float, read_int
 
 MOST_COUNT = 2**31 - 1  # tokens, prompts, repeats ...
 MOST_GIB = 2**20

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
 
 UNEXPECTED = 1  # an internal error
 BAD_INPUT = 2  # as argparse exits
