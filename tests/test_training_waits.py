@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target
 from fsd_train.callbacks import DecodedTau, ExportHead
-from fsd_train.losses import Schedule
+from fsd_train.losses import DraftBatch, LMHead, Schedule
 from fsd_train.models import DistillationModule, EagleModule, LMModule
 from tests import train_toys
 from tests.families import load_head, reference
+from tests.loss_toys import VARIANTS, build_loss, make_batch
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.train_toys import TRAINER, answers_of, batch_of, eagle_module, ready, save_toy_target
 
@@ -84,6 +86,47 @@ def check_steps(module: Any, toys: Path, device: SimulatedDevice, watch: list[in
 @pytest.mark.parametrize(("loss", "args"), LOSSES, ids=str)
 def test_steps_of_a_head_do_not_wait(toys: Path, loss: Any, args: dict[str, Any], device: SimulatedDevice) -> None:
     check_steps(lambda: eagle(toys, loss, args, head={"fused_layers": [0]}), toys, device, [0])
+
+
+@pytest.mark.parametrize("loss", ["kl_pq", "fsd"])
+def test_steps_of_a_head_with_an_lm_head_do_not_wait(toys: Path, loss: str, device: SimulatedDevice) -> None:
+    head = {"layout": "eagle3", "fused_layers": [0, 1], "final_norm": False, "feature_scale": False}
+    check_steps(lambda: eagle(toys, loss, head=head, context_ids=False, noise=0.0), toys, device, [0, 1])
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("loss", "args"), [*VARIANTS, ("adaspec", {"reference": "x"}), LOSSES[-1]], ids=str)
+def test_no_loss_waits_forwards_or_backwards(
+    loss: Any, args: dict[str, Any], own: bool, device: SimulatedDevice
+) -> None:
+    if own and loss == "eagle":
+        args = {"w_feature": 0.0}
+    found = []
+    for where in (torch.device("cpu"), SIM):
+        batch = on_device(make_batch(own=own).batch(), where)
+        if loss == "adaspec":
+            batch = replace(batch, reference=batch.estimates.detach().roll(1, 0))
+        leaves = [batch.estimates] if batch.own_head is None else [batch.estimates, batch.own_head.weight]
+        device.waits.clear()
+        value = build_loss(loss, args)(batch).loss
+        gradients = torch.autograd.grad(value, leaves)
+        assert not device.waits
+        found.append([each.detach().cpu() for each in (value, *gradients)])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def on_device(batch: DraftBatch, where: torch.device) -> DraftBatch:
+    """A batch whose estimates, and LM head if it has one of its own, are leaves on another device."""
+
+    def head(of: LMHead | None, trained: bool) -> LMHead | None:
+        return None if of is None else replace(of, weight=of.weight.detach().to(where).requires_grad_(trained))
+
+    kept = head(batch.head, False)
+    assert kept is not None
+    return replace(
+        batch, estimates=batch.estimates.detach().to(where).requires_grad_(), features=batch.features.to(where),
+        rows=batch.rows.to(where), head=kept, own_head=head(batch.own_head, True),
+    )  # fmt: skip
 
 
 def test_steps_of_a_small_model_do_not_wait(toys: Path, tmp_path: Path, device: SimulatedDevice) -> None:

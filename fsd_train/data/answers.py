@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -31,6 +32,7 @@ from fsd_train.repository import find
 log = logging.getLogger(__name__)
 
 MOST_ID = 2**31 - 1  # ids are kept as 32-bit numbers
+MOST_STEPS = 7  # of a chain in training, see fsd_train.types.ChainSteps
 _Sided = tuple[float, tuple[str, list[int], list[int]], tuple[int, str]]  # point, row, its highest id and place
 
 
@@ -66,6 +68,7 @@ class AnswersDataset(Dataset[Item]):
         self.lengths = [len(ids) for _, ids, _ in rows]
         self._ids = [torch.as_tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
         self._masks = [torch.as_tensor(mask, dtype=torch.bool) for _, _, mask in rows]
+        self._supervised: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -76,6 +79,21 @@ class AnswersDataset(Dataset[Item]):
         if self.store is not None:
             item["features"] = self.store.get(sequence_key(ids))
         return item
+
+    def supervised(self, index: int) -> Tensor:
+        """Count a sequence's supervised rows by chain step: [:data:`MOST_STEPS`].
+
+        A row of step s needs s + 2 answer tokens in a row, none of them the sequence's first token
+        (:mod:`fsd_train.models.unroll`).
+        """
+        if index not in self._supervised:
+            run = answer = self._masks[index][1:]
+            counts = []
+            for step in range(MOST_STEPS):
+                run = run[:-1] & answer[step + 1 :]
+                counts.append(run.sum())
+            self._supervised[index] = torch.stack(counts)
+        return self._supervised[index]
 
     def cached(self, store: FeatureStore) -> AnswersDataset:
         """Return a dataset of the rows whose features are cached, with their features."""
@@ -285,6 +303,7 @@ class Batch(TypedDict):
     index: Tensor
     ids: list[str]
     features: NotRequired[Tensor]  # [B, M, F], if cached
+    supervised: NotRequired[np.ndarray]  # [MOST_STEPS], in training: see ResumableLoader
 
 
 def collate(items: Sequence[Mapping[str, Any]]) -> Batch:

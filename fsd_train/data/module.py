@@ -182,6 +182,7 @@ class AnswersDataModule(LightningDataModule):
             workers = min(max(1, cores), 2 if store is None else 8)  # features are read from files
         sampler = TokenBudgetSampler(rows.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
         return ResumableLoader(
-            rows, sampler, collate_fn=collate, num_workers=workers,
+            rows, sampler, lambda: int(getattr(trainer, "accumulate_grad_batches", 1)),
+            collate_fn=collate, num_workers=workers,
             pin_memory=on_cuda if self.pin_memory is None else self.pin_memory, persistent_workers=workers > 0,
         )  # fmt: skip

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from fsd_core.errors import CheckpointError, DataError
 
@@ -82,6 +83,12 @@ class TokenBudgetSampler(Sampler[list[int]]):
         size = math.ceil(len(batches) / self.replicas)
         return [batches[i % len(batches)] for i in range(self.rank, size * self.replicas, self.replicas)]
 
+    def of_step(self, batch: int, accumulate: int) -> list[list[int]]:
+        """Return the batches of all replicas in the optimizer step of this replica's batch number ``batch``."""
+        batches, first = self._all(), batch // accumulate * accumulate
+        last = min(first + accumulate, len(self))  # the last step of an epoch may have fewer
+        return [batches[i % len(batches)] for i in range(first * self.replicas, last * self.replicas)]
+
     @property
     def own(self) -> int:
         """Number of this replica's batches before the repeated ones."""
@@ -145,17 +152,24 @@ class TokenBudgetSampler(Sampler[list[int]]):
 class ResumableLoader(DataLoader[Any]):
     """A DataLoader whose position Trainer stores in checkpoints, to resume with the next batch.
 
+    In training, batches get ``supervised``: the rows by chain step that an optimizer step has per batch, over all
+    accumulated batches of all replicas. A loss that divides its sums by them has the same gradient however the rows
+    are divided among batches and replicas.
+
     In validation, batches that the sampler repeats have an empty loss mask, so that no row counts twice.
 
     Args:
-        dataset: dataset indexed by the sampler's batches; in validation these collate to batches with a ``loss_mask``.
+        dataset: dataset indexed by the sampler's batches, with a method ``supervised``.
         sampler: the order.
+        accumulate: returns the number of batches per optimizer step.
         options: options of DataLoader.
     """
 
-    def __init__(self, dataset: Dataset[Any], sampler: TokenBudgetSampler, **options: Any) -> None:
+    def __init__(
+        self, dataset: Any, sampler: TokenBudgetSampler, accumulate: Callable[[], int] = lambda: 1, **options: Any
+    ) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
-        self.order = sampler
+        self.order, self._accumulate = sampler, accumulate
         self._given = 0  # batches of the epoch so far, those before a resume included
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -163,9 +177,19 @@ class ResumableLoader(DataLoader[Any]):
         self._given = self.order.skip
         for batch in super().__iter__():
             self._given += 1
-            if not self.order.shuffle and self._given > self.order.own:
+            if self.order.shuffle:
+                batch["supervised"] = self._per_batch(self._given - 1)
+            elif self._given > self.order.own:
                 batch["loss_mask"].zero_()
             yield batch
+
+    def _per_batch(self, number: int) -> np.ndarray:
+        """Return the supervised rows by chain step in the optimizer step of a batch, divided by its usual batches."""
+        accumulate = self._accumulate()
+        dataset: Any = self.dataset
+        rows = [index for batch in self.order.of_step(number, accumulate) for index in batch]
+        counts = np.sum([dataset.supervised(index) for index in rows], axis=0)
+        return np.asarray(counts / (accumulate * self.order.replicas))  # Trainer divides by these in any case
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.order.epoch, "batch": self._given, "replicas": self.order.replicas}

@@ -228,8 +228,8 @@ class DistillationModule(RunModule, ABC):
     def _log_step(self, out: LossOutput, rows: Rows) -> None:
         """Log a batch's loss, its parts and agreements; loss and agreements cover all ranks at log steps."""
         steps = self.unroll_steps if self.steps_differ else 1
-        seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks with a loss, agreeing rows, counted rows
-        seen[0], seen[1] = out.loss.detach(), len(rows.position) > 0
+        seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks, agreeing rows, counted rows
+        seen[0], seen[1] = out.loss.detach(), 1
         if out.agreement is not None:
             agree = out.agreement.float()
             each = (rows.sum_by_step(agree), rows.sum_by_step(torch.ones_like(agree)))
@@ -237,7 +237,7 @@ class DistillationModule(RunModule, ABC):
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if not self._alone and (self.global_step + 1) % every == 0:
             seen = self.trainer.strategy.reduce(seen, reduce_op="sum")
-        self.log("loss", seen[0] / seen[1].clamp_min(1), prog_bar=True)
+        self.log("loss", seen[0] / seen[1], prog_bar=True)
         for name, value in out.parts.items():
             self.log(name, value)
         if out.agreement is not None:

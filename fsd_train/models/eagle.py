@@ -43,8 +43,7 @@ class EagleModule(DistillationModule):
             target's end-of-sequence ids. None: the whole vocabulary.
         context_ids: add the ids of a batch's prompts to a reduced draft vocabulary, as decoding does
             (:class:`fsd_infer.drafters.vocabulary.ContextVocabulary`).
-        chain_share: share of the batch's chains, drawn per batch, that run beyond step 0, in (0, 1]. Unbiased, except
-            for loss ``fsd``, which sees only the sampled chains.
+        chain_share: share of the batch's chains, drawn per batch, that run beyond step 0, in (0, 1]. Unbiased.
         noise: half-width of uniform noise on input features, in the scaled space if the head has a feature_scale.
             Must be 0 for layout "eagle3", which does not read final features.
         optimizer: optimizer of the weights; vectors (norms, biases) get no weight decay.
@@ -161,7 +160,8 @@ class EagleModule(DistillationModule):
         """Run the head over a batch and return the supervised rows."""
         share = self.chain_share if self.training else 1.0
         generator = self._generator() if share < 1.0 else None
-        plan = plan_chains(on_host(batch, "loss_mask"), steps, self.step_decay, share, generator)
+        counts = batch.get("supervised") if self.training else None
+        plan = plan_chains(on_host(batch, "loss_mask"), steps, self.step_decay, share, generator, counts)
         raw = self._features(batch)
         features = self.target.features_of(raw, self.head.config.fused_layers).to(self.head.fc.weight.dtype)
         inputs = features[:, :-1]

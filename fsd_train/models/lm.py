@@ -151,7 +151,8 @@ class LMModule(DistillationModule):
         """Return the drafter's logits and the target's features at the supervised rows."""
         if self.training:
             batch = self.maybe_on_policy(batch)
-        rows = plan_positions(on_host(batch, "loss_mask"), steps, self.step_decay).to(self.device)
+        counts = batch.get("supervised") if self.training else None
+        rows = plan_positions(on_host(batch, "loss_mask"), steps, self.step_decay, counts).to(self.device)
         features, ids = self._features(batch), batch["input_ids"]
         # position i+1 of either model predicts token i+2: one position after a head's input
         return DraftBatch(

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -150,7 +151,12 @@ class Plan:
 
 
 def plan_chains(
-    loss_mask: Tensor, steps: int, decay: float = 1.0, share: float = 1.0, generator: torch.Generator | None = None
+    loss_mask: Tensor,
+    steps: int,
+    decay: float = 1.0,
+    share: float = 1.0,
+    generator: torch.Generator | None = None,
+    supervised_rows: np.ndarray | None = None,
 ) -> Plan:
     """Plan the chains of a batch and their rows.
 
@@ -160,6 +166,8 @@ def plan_chains(
         decay: base of the weight decay^s of step s.
         share: share of the chains, see :func:`chain_roots`.
         generator: generator of their choice.
+        supervised_rows: rows by chain step that the batch's optimizer step has per batch
+            (:class:`fsd_train.data.sampler.ResumableLoader`). None: the batch's own.
     """
     wanted = supervised(loss_mask, steps)
     rows, length = wanted.shape[1:]
@@ -184,15 +192,30 @@ def plan_chains(
     ends = (source[position] >= 0).sum(1).cumsum(0)
     row = torch.zeros_like(source)
     row[place, step] = torch.arange(len(place))
-    starts = position if steps == 1 else at[0][there.all(0)]
+    whole = there.all(0)
+    starts, represented = (position, torch.ones(len(position))) if steps == 1 else (at[0][whole], stands_for[whole])
     chains = torch.stack([row[starts + number, number] for number in range(steps)])
     feature = torch.searchsorted(position, place)
-    planned = Rows(position, feature, step, weight[place, step], chains, [0, *ends.tolist()])
+    total, chain_total = totals(wanted.flatten(1).sum(1) if supervised_rows is None else supervised_rows, steps, decay)
+    planned = Rows(
+        position, feature, step, weight[place, step], chains, represented, [0, *ends.tolist()], total, chain_total
+    )
     return Plan(roots, source[place, step], planned)
 
 
-def plan_positions(loss_mask: Tensor, steps: int, decay: float = 1.0) -> Rows:
-    """Return the rows for a drafter whose drafts do not depend on the step: one per position, with summed weights."""
+def totals(counts: Tensor | np.ndarray, steps: int, decay: float) -> tuple[Tensor, Tensor]:
+    """Return the sums of weights, over rows and over chains, of these counts of supervised rows by chain step."""
+    counts = torch.as_tensor(counts[:steps], dtype=torch.float32)
+    return (counts * decay ** torch.arange(steps)).sum(), counts[-1]
+
+
+def plan_positions(
+    loss_mask: Tensor, steps: int, decay: float = 1.0, supervised_rows: np.ndarray | None = None
+) -> Rows:
+    """Return the rows for a drafter whose drafts do not depend on the step: one per position, with summed weights.
+
+    Arguments as of :func:`plan_chains`.
+    """
     wanted = supervised(loss_mask, steps)
     position = wanted[0].flatten().nonzero().squeeze(1)
     counted = wanted.flatten(1)[:, position]  # [S, N]
@@ -202,4 +225,7 @@ def plan_positions(loss_mask: Tensor, steps: int, decay: float = 1.0) -> Rows:
     whole = (following < len(position)) & (position[inside] == position + torch.arange(steps)[:, None])
     whole &= counted.gather(1, inside)
     zeros, numbers = torch.zeros_like(position), torch.arange(len(position))
-    return Rows(position, numbers, zeros, weight, inside[:, whole.all(0)], list(range(len(position) + 1)))
+    chains, ends = inside[:, whole.all(0)], list(range(len(position) + 1))
+    total, chain_total = totals(counted.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
+    stands_for = torch.ones(chains.shape[1])
+    return Rows(position, numbers, zeros, weight, chains, stands_for, ends, total, chain_total)
