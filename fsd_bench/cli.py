@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "--prompts", "--strict", "--raw")
+    _layout_options(parser)
     add(parser, "--limit", help="take only the first N prompts (default: all)")
     parser.add_argument(
         "--methods", default="hf-generate,plain,exact,fuzzy:js:0.3",
@@ -101,6 +102,19 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     add_models(parser)
 
 
+def _layout_options(parser: argparse.ArgumentParser) -> None:
+    """Add what reads and scores files of other layouts."""
+    parser.add_argument(
+        "--layout", metavar="NAME", help="layout of a public data set's file: gpqa, aime, math-500, hle, humaneval, "
+        "livecodebench, speed-bench, spec-bench or mt-bench",
+    )  # fmt: skip
+    parser.add_argument(
+        "--field", action="append", metavar="NAME=FIELD",
+        help="the file's field for prompt, answer, category, ...; may be given several times",
+    )  # fmt: skip
+    add_flags(parser, ("--run-code", "score answers that are programs by running them, with limits but no sandbox"))
+
+
 def _table_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sets", required=True, metavar="NAME=FILE,...", help="sets of prompts, each a row of the table per method"
@@ -112,6 +126,7 @@ def _table_options(parser: argparse.ArgumentParser) -> None:
     for name, what in (("json", "as JSON"), ("markdown", "as Markdown"), ("specbundle", "as SpecBundle's data.json")):
         parser.add_argument(f"--{name}", metavar="FILE", help=f"write the table {what} to FILE")
     add(parser, "--limit", "--max-new-tokens", "--temperature", "--seed", "--score", "--raw", "--strict")
+    _layout_options(parser)
     add_counts(
         parser,
         ("--every", 1, "take every N-th prompt of a file"),

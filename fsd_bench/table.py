@@ -1,6 +1,6 @@
 """The field's table: what exact speculation and lossy rules keep of a target's score, and what they gain.
 
-Each set of prompts is one run of `fsd-infer bench`. The target decoding alone (``plain``) is the reference of accuracy,
+Each set of prompts is one run of `fsd-bench run`. The target decoding alone (``plain``) is the reference of accuracy,
 retention and speed. Speeds are also compared with the fastest method that decodes exactly, among those of the run: give
 ``exact`` several trees, so that the comparison is with its best.
 """
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsd_bench.layouts import LAYOUTS
 from fsd_bench.runner import run
 from fsd_bench.settings import Settings
 from fsd_core.errors import FsdError
@@ -53,7 +54,7 @@ def measure_sets(
     """Return the record of each set, by name. Records stay in ``directory``, where the same call continues.
 
     Args:
-        sets: name -> file of prompts.
+        sets: name -> file of prompts. A set with a layout's name is a public file of that layout.
         methods: see :mod:`fsd_bench.methods`; ``plain`` must be among them.
         directory: of the records.
         progress: show progress bars.
@@ -70,11 +71,12 @@ def measure_sets(
     records = {}
     for name, file in sets.items():
         path = directory / f"{name}.json"
+        named = {**options, "layout": name} if name in LAYOUTS.names() and not options.get("layout") else options
         if not path.exists():
             unfinished = path.with_name(path.name + ".partial.jsonl").exists()
-            run(file, methods, json_path=path, resume=unfinished, progress=progress, baselines=baselines, **options)
+            run(file, methods, json_path=path, resume=unfinished, progress=progress, baselines=baselines, **named)
         records[name] = json.loads(path.read_text(encoding="utf-8"))
-        _check(path, records[name], Settings(file, methods, baselines=baselines, **options))
+        _check(path, records[name], Settings(file, methods, baselines=baselines, **named))
     return records
 
 

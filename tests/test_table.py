@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.cli import main
 from fsd_bench.record import BenchPrompt, build_record
 from fsd_bench.table import best_exact, parse_sets, rows_of, specbundle
 from fsd_core.errors import FsdError
-from fsd_infer.cli.main import main
 from tests.bench_toys import Toy
 from tests.text_toys import write_rows
 
