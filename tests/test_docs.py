@@ -125,7 +125,7 @@ def test_the_table_of_engines_is_its_record(repo_root: Path) -> None:
 
 
 def test_links_lead_somewhere(repo_root: Path) -> None:
-    rooms = ("docs", "benchmarks", "data", "recipes", "fsd_infer", "fsd_train")
+    rooms = ("docs", "benchmarks", "data", "recipes", "fsd_core", "fsd_infer", "fsd_train")
     pages = [repo_root / "README.md", *(page for room in rooms for page in (repo_root / room).rglob("*.md"))]
     dead = [
         f"{page}: {link}"

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fsd_core.errors import DataError
+from fsd_core.text.encoding import encode_chat
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
-from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.errors import DataError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
 from fsd_train.commands.doctor import Doctor, runs_of

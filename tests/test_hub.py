@@ -12,10 +12,10 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 
+from fsd_core.errors import CheckpointError, DataError, FsdError
+from fsd_core.text.conversations import row_conversation, row_messages
+from fsd_core.text.rows import read_rows, rows_digest
 from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, Target, load_drafter
-from fsd_infer.chat.conversations import row_conversation, row_messages
-from fsd_infer.chat.rows import read_rows, rows_digest
-from fsd_infer.errors import CheckpointError, DataError, FsdError
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fsd_infer.cli.options import MOST_COUNT, TARGET_KWARGS, json_object, positive, real_number, whole_number
-from fsd_infer.cli.run import Parser
-from fsd_infer.files import HUB_ID
+from fsd_core.console import Parser
+from fsd_core.files import HUB_ID
+from fsd_core.options import MOST_COUNT, TARGET_KWARGS, json_object, positive, real_number, whole_number
+from fsd_core.registry import MOST_SEED, read_float
 from fsd_infer.heads import FORMATS
-from fsd_infer.registry import MOST_SEED, read_float
 from fsd_train import LONGEST, MAX_LENGTH
 
 

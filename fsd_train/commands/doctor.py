@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from fsd_bench.openai_client import Server
-from fsd_infer.chat.conversations import template_options
-from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.chat.row_check import RowCheck, listing_of
-from fsd_infer.chat.rows import read_rows
+from fsd_core.errors import DataError
+from fsd_core.files import writable, write_json
+from fsd_core.openai_client import Server
+from fsd_core.text.conversations import template_options
+from fsd_core.text.encoding import encode_chat
+from fsd_core.text.row_check import RowCheck, listing_of
+from fsd_core.text.rows import read_rows
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.engine.drafts import drafts_text
-from fsd_infer.errors import DataError
-from fsd_infer.files import writable, write_json
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.rules.verification import Source
 from fsd_infer.targets.loading import parse_dtype

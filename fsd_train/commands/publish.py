@@ -11,16 +11,16 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, try_to_load_from_cache
 
-from fsd_infer.chat.encoding import read_prompts
-from fsd_infer.chat.row_check import RowCheck
+from fsd_core.errors import CheckpointError, DataError
+from fsd_core.hub import hub_errors, is_hub_id
+from fsd_core.text.encoding import read_prompts
+from fsd_core.text.row_check import RowCheck
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
-from fsd_infer.errors import CheckpointError, DataError
 from fsd_infer.heads.export import obstacle
 from fsd_infer.heads.formats import CONFIG, OLD, OURS, head_kind, read_config
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.weights import INDEX, SINGLE
-from fsd_infer.hub import hub_errors, is_hub_id
 from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
 from fsd_infer.targets.target import Target
 from fsd_train.commands.export import record_of, target_of
