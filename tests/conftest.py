@@ -8,6 +8,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imp
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("FSD_THREADS", "fixed")  # how busy a machine is says nothing about the code
 
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
+
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from fsd_infer import FuzzyDecoder

@@ -23,27 +23,32 @@ _MOST_SPLITS = 64
 
 
 class Blocks(NamedTuple):
-    """How the kernel cuts its work: rows and slots of a tile, and warps of a program."""
+    """How the kernel cuts its work: rows and slots of a tile, warps of a program, and tiles that are on their way."""
 
     rows: int
     slots: int
     warps: int
+    stages: int
 
     @classmethod
     def of(cls, rows: int, width: int, itemsize: int) -> Blocks:
-        """Choose tiles that fit 99 KB of shared memory, the least of the cards since Ampere.
+        """Choose tiles that fit 99 KB of shared memory, the least of the cards since Ampere, and 255 registers.
 
         Args:
             rows: queries that share a key head.
             width: of a head, padded to a power of two.
             itemsize: bytes of a number.
         """
-        if itemsize > 2:  # without tensor cores, each product is unrolled
-            most, slots = 32, 16
+        if itemsize > 2:  # without tensor cores each product is unrolled
+            most, slots, warps = 32, 16, 4
+        elif width <= 64:
+            most, slots, warps = 128, 64, 8
+        elif width <= 128:
+            most, slots, warps = 64, 64, 4
         else:
-            most, slots = (128, 64) if width <= 128 else (64, 32)
+            most, slots, warps = 64, 32, 8
         size = min(most, max(16, triton.next_power_of_2(rows)))
-        return cls(size, slots, 8 if size == 128 else 4)
+        return cls(size, slots, warps if size == most else 4, 3 if size == 16 and width <= 128 else 2)
 
 
 @triton.jit
@@ -146,15 +151,14 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-@torch.library.custom_op("fsd::tree_attention", mutates_args=())
 def tree_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     lengths: Tensor,
     sees: Tensor,
-    positions: Tensor,
     scale: float,
+    positions: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
     splits: int = 0,
@@ -166,8 +170,8 @@ def tree_attention(
         keys, values: [B, key heads, S, D], of equal strides.
         lengths: [B] int64; slots 0 to length - 1 hold the text, token i in slot i.
         sees: [B, M, E] bool; whether token m sees slot length + e. Includes any window's limit.
-        positions: [B, M] int64, read if there is a window.
         scale: of the scores.
+        positions: [B, M] int64, of the new tokens; needed if there is a window.
         window: a token sees the text's tokens less than this many positions before it; 0: all.
         softcap: scores become softcap · tanh(score / softcap); 0: they do not.
         splits: parts of the slots, a power of two; 0: as the device needs.
@@ -185,19 +189,16 @@ def tree_attention(
     rows = batch * count * heads
     acc = out if splits == 1 else query.new_empty(rows, splits, width, dtype=torch.float32)
     high, total = query.new_empty(2, rows, splits, dtype=torch.float32)
+    seen = sees.contiguous().view(torch.uint8)
+    assert (positions is not None or not window) and query.dtype == keys.dtype == values.dtype
     assert query.stride(3) == keys.stride(3) == 1 and keys.stride() == values.stride()
     _attend[splits, row_blocks, batch * key_heads](
-        query, keys, values, lengths, sees.contiguous().view(torch.uint8), positions.contiguous(), acc, high, total,
+        query, keys, values, lengths, seen, lengths if positions is None else positions.contiguous(), acc, high, total,
         scale, softcap, window, count, sees.shape[-1],
         *query.stride()[:3], *keys.stride()[:3],
         SPLITS=splits, HEADS=key_heads, GROUP=group, D=width, BLOCK_D=block_d, BLOCK_R=blocks.rows,
-        BLOCK_S=blocks.slots, WINDOWED=window > 0, CAPPED=softcap > 0, num_warps=blocks.warps, num_stages=2,
+        BLOCK_S=blocks.slots, WINDOWED=window > 0, CAPPED=softcap > 0, num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     if splits > 1:
         _join[(rows,)](acc, high, total, out, SPLITS=splits, D=width, BLOCK_D=block_d, num_warps=4)
     return out
-
-
-@tree_attention.register_fake
-def _(query: Tensor, *_: object, **__: object) -> Tensor:
-    return query.new_empty(query.shape)

@@ -47,7 +47,7 @@ def _read(X, ROWS, KEYS, SUMS, columns, stride, CHUNKS, COUNT: tl.constexpr, BLO
     out = place * CHUNKS + chunk
     tl.store(SUMS + 3 * out, high)
     tl.store(SUMS + 3 * out + 1, tl.sum(weight, 0))
-    tl.store(SUMS + 3 * out + 2, tl.sum(tl.where(weight > 0, weight * shifted, 0.0), 0))
+    tl.store(SUMS + 3 * out + 2, tl.sum(weight * tl.where(weight > 0, shifted, 0.0), 0))
     keys = tl.where(inside, _keys(x, ids), _LEAST)
     for rank in tl.static_range(COUNT):
         best = tl.max(keys, 0)
@@ -117,7 +117,23 @@ def row_pass(logits: Tensor, count: int, rows: Tensor | None = None) -> tuple[Te
 
 def topk_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the highest log-probabilities [..., count] in fp32, falling, and their tokens, of logits [..., V]."""
-    if count > MOST_LIKELY:
-        return NotImplemented
     values, ids, total, _ = row_pass(logits, count)
     return values - total[..., None], ids
+
+
+def row_max(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return each row's largest number and its first token."""
+    values, ids, _, _ = row_pass(logits, 1, rows)
+    return values[..., 0], ids[..., 0]
+
+
+def row_stats(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return :func:`row_max` and each row's ln Σ exp, or its largest number if that is infinite or NaN."""
+    values, ids, total, _ = row_pass(logits, 1, rows)
+    highest = values[..., 0]
+    return highest, ids[..., 0], torch.where(highest.isfinite(), total, highest)
+
+
+def row_entropy(logits: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return the entropy of each row's softmax in nats."""
+    return row_pass(logits, 1, rows)[3]
