@@ -11,14 +11,14 @@ setup(
     package_dir={"fsd_train.shipped.recipes": "recipes", "fsd_train.shipped.data": "data"},
     package_data={
         "fsd_infer": [
-            "cpu/kernels.cpp",
-            "cpu/native/*.h",
+            "backends/cpu/kernels.cpp",
+            "backends/cpu/native/*.h",
             "serving/page.html",
             "shipped/**/*",
             "py.typed",
         ],
         "fsd_core": ["py.typed"],
-        "fsd_bench": ["evidence/page.html", "lm_eval/tasks/*", "py.typed"],
+        "fsd_bench": ["board.html", "evidence/page.html", "lm_eval/tasks/*", "py.typed"],
         "fsd_train": ["commands/*.in", "commands/quickstart.yaml", "py.typed"],
         "fsd_train.shipped.recipes": ["*.yaml"],
         "fsd_train.shipped.data": ["quickstart_prompts.jsonl", "smollm2-135m-answers.jsonl.gz"],

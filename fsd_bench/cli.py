@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         (commands.calibrate, _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
         (commands.worth, _worth_options, "forecast what lossy rules gain with a drafter, from a run of exact"),
         (commands.estimate, _estimate_options, "compute memory and the least time of a round on GPUs from a config"),
+        (commands.board, _board_options, "write one page of many records: filters, intervals, commands"),
         (commands.skip_layers, _skip_options, "find layers that a drafter made from the target can skip"),
     )
     add_commands(parser, table, common)
@@ -189,6 +190,14 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
     )
     add(parser, "--max-new-tokens", default=1024)
     add_flags(parser, ("--cuda-graphs", "count the memory of CUDA graphs"))
+
+
+def _board_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "records", nargs="+", metavar="FILE", help="records of `fsd-bench run --json`, or SpecForge's results"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="write the page to FILE")
+    parser.add_argument("--title", default="Speculative decoding, measured", help="the page's title")
 
 
 def _skip_options(parser: argparse.ArgumentParser) -> None:

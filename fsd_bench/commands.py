@@ -144,6 +144,16 @@ def skip_layers(args: argparse.Namespace) -> int:
     return 0
 
 
+def board(args: argparse.Namespace) -> int:
+    """Run `fsd-bench board`."""
+    from fsd_bench.board import write_board
+
+    page = writable(args.output, "the board")
+    rows = write_board([Path(usable_name(name, "a record")) for name in args.records], page, args.title)
+    print(f"board of {rows} rows: {page}")
+    return 0
+
+
 def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords that sweep and calibrate share."""
     from fsd_infer.decoder.models import model_options

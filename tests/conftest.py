@@ -23,11 +23,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from fsd_infer import FuzzyDecoder
-from fsd_infer.cpu.kernels import found
-from fsd_infer.cpu.losses import say
-from fsd_infer.cpu.sets import SETS, VARIABLE
+from fsd_infer.backends.choose import choose
+from fsd_infer.backends.cpu.kernels import found
+from fsd_infer.backends.cpu.sets import SETS, VARIABLE
 from fsd_infer.targets.loading import builtin_dir
+from fsd_infer.targets.weights import say
 from tests.bench_toys import Toy, save_toy
+
+choose("cpu")  # its kernels answer, as where a decoder was loaded
 
 # How busy a machine is says nothing about the code. Examples depend on the test alone, so one commit has one result.
 settings.register_profile("steady", suppress_health_check=[HealthCheck.too_slow], print_blob=True, derandomize=True)

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from fsd_infer.drafters.visits import path_sums
+from fsd_core.functional import path_sums
 from fsd_infer.rules import Evidence, Rule, Texts, Verdict, Verification
 from fsd_infer.rules._walk import walk
 from fsd_infer.tree import DraftTree, Nodes

@@ -2,7 +2,7 @@
 
 It replaces three kinds of parts, each by a seam of its own:
 
-* **decoder layers**: :meth:`Backend.stack_for` gives a :class:`~fsd_infer.targets.stack.Stack` for the families it knows;
+* **decoder layers**: :meth:`Backend.stack_for` gives a :class:`~fsd_infer.targets.stack.Stack` for families it knows;
 * **linear layers and embeddings**: :meth:`Backend.prepare` turns them into ones that read packed weights, which answer
   the questions of :mod:`fsd_infer.targets.weights` themselves;
 * **functions of tensors**: importing the backend registers its kernels with :mod:`fsd_core.functional`.
@@ -32,8 +32,16 @@ class Backend:
     capture = False
 
     def describe(self) -> str | None:
-        """Return which kernels run here, for records of runs: "amx", "avx512" …; None for plain torch."""
+        """Return which kernels run here: "amx", "avx512" …; None for plain torch.
+
+        Raises:
+            KernelsError: the kernels that a setting asks for cannot run here.
+        """
         return None
+
+    def report(self) -> tuple[str | None, str]:
+        """Return :meth:`describe` and why. A setting that is wrong is no error here, but the reason."""
+        return None, "this device has no backend of its own"
 
     def reads_blocks(self, kind: int, rows: int, columns: int) -> bool:
         """Return whether a weight [rows, columns] may stay in the blocks of a GGUF file, of ggml's type ``kind``.
@@ -61,7 +69,7 @@ class Backend:
 
     def stack_for(self, owner: StackOwner) -> Stack:
         """Return what runs the layers of a prepared target or head: a stack of this backend, or the owner's own."""
-        return owner.stack
+        return owner.plain_stack
 
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
         """Return the (depth, width, nodes) of trees that are worth recording at loading; none where nothing is."""

@@ -25,8 +25,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fsd_core import functional
 from fsd_core.tensors import draw
-from fsd_infer.cpu import ops
 
 UNSURE, SURE = 0.2, 0.95  # ρ where the largest q is 0 and 1
 LEAST_REST = 1e-3  # a smaller rest of q is rounding
@@ -68,7 +68,7 @@ class Drawing:
         """
         logits = logits.float()
         scores = logits if self.process is None else self.process(logits)
-        log_q, entries = ops.likeliest(scores, width)
+        log_q, entries = functional.topk_logprobs(scores, width)
         ratio = UNSURE + (SURE - UNSURE) * log_q[..., :1].exp()
         fixed = reach[..., None] + log_q + (1.0 - ratio).log() >= self.least
         fixed[..., -1] = False  # the place of the drawn child

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fsd_core import functional
+from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_core.tensors import draw, on_host, to_device, wide
-from fsd_infer.divergence import divergence
 from fsd_infer.rules.evidence import Contexts, Evidence, refuse
 from fsd_infer.rules.laws import Law, lifted
 from fsd_infer.rules.verification import Source, Verdict
@@ -130,7 +131,7 @@ class _Walk:
             self.opened = self.opened.index_put(where, token)
             chance = self.tree.tokens == evidence.above(self.opened)
         else:
-            r, cost = log_r.softmax(-1), divergence("kl_qp")(at.scores, log_r)
+            r, cost = log_r.softmax(-1), functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
             self.slot = torch.where(slot >= 0, slot + sum(map(len, self.dense)), self.slot)
             self.dense.append(r)
             chance = r.flatten()[above.clamp_min(0) * r.shape[1] + self.tree.tokens].to(self.open.dtype)

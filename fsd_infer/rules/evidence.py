@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fsd_core import functional
+from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.tensors import wide
-from fsd_infer.cpu import ops
-from fsd_infer.divergence import Divergence, divergence, expand_draft
 from fsd_infer.rules.texts import Texts, inside, known, known_tokens
 from fsd_infer.rules.verification import Verification
 
@@ -75,7 +75,7 @@ class Evidence:
 
     @cached_property
     def _maxima(self) -> tuple[Tensor, Tensor]:
-        return ops.row_maxima(self.round.scores)
+        return functional.row_max(self.round.scores)
 
     @property
     def likeliest(self) -> Tensor:
@@ -85,17 +85,19 @@ class Evidence:
     @cached_property
     def log_p_max(self) -> Tensor:
         """ln p of the target's likeliest token, at contexts with children."""
-        return self._at_inner(lambda scores, rows: torch.sub(*ops.row_statistics(scores, rows)[::2]))
+        return self._at_inner(lambda scores, rows: torch.sub(*functional.row_stats(scores, rows)[::2]))
 
     @cached_property
     def entropy(self) -> Tensor:
         """-Σ p ln p in nats at contexts with children."""
-        return self._at_inner(ops.row_entropies)
+        return self._at_inner(functional.row_entropy)
 
     def best(self, k: int) -> Tensor:
         """[B, N, k] ln p of the k likeliest tokens in descending order, at contexts with children. k is at most V."""
         k = min(k, self.round.scores.shape[-1])
-        return self._at_inner(lambda scores, rows: ops.likeliest(scores if rows is None else scores[rows], k)[0])
+        return self._at_inner(
+            lambda scores, rows: functional.topk_logprobs(scores if rows is None else scores[rows], k)[0]
+        )
 
     def _at_inner(self, statistic: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
         """Evaluate a statistic of rows of [M, V] at contexts with children; if lazy, at those alone."""
@@ -150,7 +152,7 @@ class Evidence:
         scores, entries = (tree.q_scores, self._entries) if self.sampled else (self.draft_scores, tree.tokens)
         assert scores is not None
         own = scores.flatten(1).gather(1, row * scores.shape[-1] + entries.clamp_min(0)).float()
-        return (own - ops.row_statistics(scores)[2].gather(1, row)).masked_fill(entries < 0, -math.inf)
+        return (own - functional.row_stats(scores)[2].gather(1, row)).masked_fill(entries < 0, -math.inf)
 
     @property
     def _entries(self) -> Tensor:
@@ -197,7 +199,7 @@ class Evidence:
         pair = self.round.scores.flatten(0, 1), tree.q_scores.flatten(0, 1)
         of_q = rows * tree.q_scores.shape[1] + tree.q_index[rows, nodes].clamp_min(0)
         which = rows * tree.tokens.shape[1] + nodes, of_q
-        value = divergence("tv").with_reduced_drafter(*pair, tree.draft_ids, which)
+        value = functional.divergence_rows(*pair, divergence("tv"), tree.draft_ids, which)
         return value.new_zeros(where.shape).index_put((rows, nodes), value)
 
     @property
@@ -250,12 +252,12 @@ class Evidence:
         """
         round, index, raw = self.round, self.tree.q_index, self._maxima[0]
         if round.scores is not round.logits:
-            raw = ops.row_maxima(round.logits)[0]
+            raw = functional.row_max(round.logits)[0]
         wrong = {"the target's logits": ~(raw.abs() < math.inf)}
         if round.scores is not round.logits:
             wrong["the target's processed logits"] = ~(self._maxima[0].abs() < math.inf)
         if reads_q and self.tree.q_logits.shape[1]:  # only rows that a node points to count
-            largest = ops.row_maxima(self.tree.q_logits)[0].gather(1, index.clamp_min(0))
+            largest = functional.row_max(self.tree.q_logits)[0].gather(1, index.clamp_min(0))
             wrong["the drafter's logits"] = ~(largest.abs() < math.inf) & (index >= 0)
         elif self.tree.parents.shape[1] > 1:
             wrong["the drafter's logits"] = self.tree.scores.isnan()
@@ -344,7 +346,7 @@ class Contexts:
         """[R] D(p, q), infinite where no q is known.
 
         Args:
-            measure: see :mod:`fsd_infer.divergence`.
+            measure: see :mod:`fsd_core.divergence`.
             processed: compare distributions after the request's processors. Temperature 0 always compares raw ones,
                 since processed ones are one-hot.
         """
@@ -352,14 +354,14 @@ class Contexts:
         if not tree.q_logits.shape[1]:
             return torch.full(self.rows.shape, math.inf, device=self.rows.device)
         if processed and not self.evidence.greedy:
-            value = measure(self.scores, self.q_scores)
+            value = functional.divergence_rows(self.scores, self.q_scores, measure)
         elif self._whole:  # fp32 copies that other quantities share
-            value = measure.with_reduced_drafter(self.logits, self.q_logits, tree.draft_ids)
+            value = functional.divergence_rows(self.logits, self.q_logits, measure, tree.draft_ids)
         else:
             q_rows = self.rows * tree.q_logits.shape[1] + self.of(tree.q_index).clamp_min(0)
             pair = logits.flatten(0, 1), tree.q_logits.flatten(0, 1)
             which = self.rows * logits.shape[1] + self.nodes, q_rows
-            value = measure.with_reduced_drafter(*pair, tree.draft_ids, which)
+            value = functional.divergence_rows(*pair, measure, tree.draft_ids, which)
         return value.masked_fill(~self.has_q, math.inf)
 
     def known_tokens(self, n: int) -> Tensor:

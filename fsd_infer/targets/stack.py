@@ -7,10 +7,16 @@ take. Nothing else asks on which processor a forward runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
+
+from fsd_core.tensors import additive
+from fsd_infer.device.cache import cache_argument
 
 
 class Outputs(NamedTuple):
@@ -39,7 +45,7 @@ class Stack(Protocol):
         cache: Any,
         *,
         capture: Sequence[int] = (),
-        attended: Tensor | None = None,
+        embeds: Tensor | None = None,
         keep: int = 0,
     ) -> Outputs:
         """Run one forward.
@@ -51,7 +57,7 @@ class Stack(Protocol):
                 for heads in training: causal attention without a cache.
             cache: a :class:`fsd_infer.device.cache.SlotCache` that has the new tokens' slots, or None.
             capture: numbers of the layers whose outputs to return, ascending.
-            attended: [B, M, A] input of the first layer's attention in place of norm(x), of EAGLE-3 heads.
+            embeds: [B, M, E] of an EAGLE-3 head, whose first layer attends to [norm(embeds) ; norm(inputs)].
             keep: return the logits of the last ``keep`` tokens only (0: of all), if it computes logits.
 
         Raises:
@@ -64,14 +70,18 @@ class StackOwner(Protocol):
     """A target or a draft head.
 
     Attributes:
-        decoder: the module with ``layers`` and ``rotary_emb``.
-        stack: what runs them.
+        stack: what runs its layers.
+        plain_stack: the stack that runs transformers' layers.
+        decoder: the module with ``layers`` and ``rotary_emb``, and ``embed_tokens`` if inputs are token ids.
         final_norm: the norm after the last layer, if any.
-        lm_head_is_plain: whether the logits are the LM head's linear map of ``final``, with a scale and a soft cap; else
-            a stack has to return logits of its own. True for heads, which read their outputs out by themselves.
+        lm_head_is_plain: whether the logits are the LM head's linear map of ``final``, with a scale and a soft cap. If
+            not, a stack has to return logits of its own. True for heads, which read their outputs out by themselves.
     """
 
     stack: Stack
+
+    @property
+    def plain_stack(self) -> Stack: ...
 
     @property
     def decoder(self) -> nn.Module: ...
@@ -81,3 +91,86 @@ class StackOwner(Protocol):
 
     @property
     def lm_head_is_plain(self) -> bool: ...
+
+
+class TransformersStack:
+    """A causal LM's own modules: its layers under a 4-D mask, and its LM head.
+
+    Args:
+        model: the causal LM.
+        decoder: its decoder.
+        layers: the decoder's layers; empty for a decoder without a list of them, whose layers cannot be captured.
+    """
+
+    def __init__(self, model: Any, decoder: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self.model, self.decoder, self.layers = model, decoder, layers
+        self._is_eager = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
+        self._takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        visible: Mapping[str, Tensor] | None,
+        cache: Any,
+        *,
+        capture: Sequence[int] = (),
+        embeds: Tensor | None = None,
+        keep: int = 0,
+    ) -> Outputs:
+        assert visible is not None and embeds is None, "for targets"
+        masks = {kind: self._for_attention(mask) for kind, mask in visible.items()}
+        options: dict[str, Any] = {cache_argument(type(self.model)): cache}
+        if keep and self._takes_keep:
+            options["logits_to_keep"] = keep
+        with self.captured(capture) as found:
+            out = self.model(
+                input_ids=inputs,
+                position_ids=positions,
+                attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
+                use_cache=True,
+                **options,
+            )
+        final, *others = found
+        return Outputs(final, others, out.logits[:, -keep:])  # [-0:] is all
+
+    @contextmanager
+    def captured(self, capture: Sequence[int]) -> Iterator[list[Tensor]]:
+        """Yield a list that gets the final features and the outputs of these layers once the decoder has run.
+
+        transformers' ``output_hidden_states`` keeps every layer's output instead.
+        """
+        last = len(self.layers) - 1
+        inner = [number for number in capture if number != last]
+        found: list[Tensor] = []
+        with _outputs_of([self.decoder, *(self.layers[number] for number in inner)]) as outputs:
+            yield found
+        by_number = dict(zip([last, *inner], outputs, strict=True))
+        found += [by_number[number] for number in (last, *capture)]
+
+    def _for_attention(self, mask: Tensor) -> Tensor:
+        """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""
+        mask = mask[:, None]
+        return additive(mask, self.model.dtype) if self._is_eager else mask
+
+
+@contextmanager
+def _outputs_of(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Yield a list that holds the hidden states [B, M, H] that each module returned to this thread, in their order."""
+    thread, found = threading.get_ident(), dict[int, Tensor]()
+
+    def watch(place: int, module: nn.Module) -> Any:
+        def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+            if threading.get_ident() == thread:  # others may run the same module
+                found[place] = output if isinstance(output, Tensor) else output[0]
+
+        return module.register_forward_hook(keep)
+
+    hooks = [watch(place, module) for place, module in enumerate(modules)]
+    outputs: list[Tensor] = []
+    try:
+        yield outputs
+        outputs += [found[place] for place in range(len(modules))]
+    finally:
+        for hook in hooks:
+            hook.remove()

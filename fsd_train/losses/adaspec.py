@@ -60,7 +60,7 @@ class AdaSpecLoss(Loss):
             own draft vocabulary does not matter.
         keep: share of tokens, in (0, 1], or a :class:`fsd_train.losses.base.Schedule`.
         loss: loss on the chosen tokens.
-        divergence: D, a name of :mod:`fsd_infer.divergence`.
+        divergence: D, a name of :mod:`fsd_core.divergence`.
         chunk_size: memory bound of the gap in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
 

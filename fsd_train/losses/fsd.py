@@ -42,7 +42,7 @@ class FsdLoss(Loss):
     e = Σ min(p, q). Otherwise a node has ``width`` = k children sampled from q, and e = Σ p·(1−(1−q)^k).
 
     Args:
-        divergence: D, a name of :mod:`fsd_infer.divergence`, on raw distributions.
+        divergence: D, a name of :mod:`fsd_core.divergence`, on raw distributions.
         threshold: T, or several values over which the loss is averaged. 0 is exact decoding.
         softness: s > 0, in the unit of D.
         width: children per node; None: a sampled chain.

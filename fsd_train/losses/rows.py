@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsd_infer.divergence import Divergence, divergence
+from fsd_core.divergence import Divergence, divergence
 from fsd_train.losses.base import DraftBatch
 
 # A block has chunk_size/LIVE rows. At the peak 6 to 18 tensors of its size are alive: logits, log-probabilities and
