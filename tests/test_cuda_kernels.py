@@ -112,7 +112,11 @@ def test_rows_that_are_no_distributions() -> None:
 
 
 def test_norms_rotations_and_silu() -> None:
-    x, delta, weight = torch.randn(5, 96, device=DEVICE), torch.randn(5, 96, device=DEVICE), torch.randn(96, device=DEVICE)
+    x, delta, weight = (
+        torch.randn(5, 96, device=DEVICE),
+        torch.randn(5, 96, device=DEVICE),
+        torch.randn(96, device=DEVICE),
+    )
     total, normed = layer.add_norm(x, delta, weight, 1e-5)
     torch.testing.assert_close(total, x + delta)
     torch.testing.assert_close(normed, F.rms_norm(x + delta, (96,), weight, 1e-5))

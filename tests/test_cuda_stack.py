@@ -13,11 +13,14 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from fsd_core.tensors import visible_slots
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.backends.cuda import interface
+from fsd_infer.backends.cuda.backend import CudaBackend
 from fsd_infer.backends.cuda.fused import fused
 from fsd_infer.backends.cuda.stack import CudaStack, fusible, knows_layers
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.targets.masks import layer_windows
-from tests.families import WINDOW, tiny_model
+from tests.families import WINDOW, tiny_head, tiny_model
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 FAMILIES = {
@@ -41,12 +44,15 @@ def test_a_tree_is_read_as_its_paths(family: str, told: bool) -> None:
     texts = torch.randint(1, 97, (2, 21), device=DEVICE)
     cache = SlotCache(model.config, 2, 30)
     with torch.inference_mode():
-        for row in range(2):  # the texts, causally
+        for row in range(2):  # transformers' layers read the texts
             part, count = cache.row(row), int(lengths[row])
             ordered = torch.arange(count, device=DEVICE)[None]
             part.set_write_slots(ordered, 0, count)
             causal = torch.ones(1, count, count, dtype=torch.bool, device=DEVICE).tril()
-            stack(texts[row : row + 1, :count], ordered, masks(causal, ordered, model.config), part)
+            whole = {kind: mask[:, None] for kind, mask in masks(causal, ordered, model.config).items()}
+            options = {"attention_mask": whole if len(whole) > 1 else whole.popitem()[1]}
+            options[cache_argument(type(model.model))] = part
+            model.model(texts[row : row + 1, :count], position_ids=ordered, **options)
         sees = torch.eye(4, dtype=torch.bool, device=DEVICE)
         sees[:, 0] = sees[3, 1] = True
         slots = lengths[:, None] + torch.arange(4, device=DEVICE)
@@ -129,3 +135,42 @@ def test_hooks_and_quantised_layers_are_seen() -> None:
     handle.remove()
     model.model.layers[1].mlp.up_proj = nn.Sequential(model.model.layers[1].mlp.up_proj)
     assert not knows_layers(owner_of(model))
+
+
+def test_other_families_attend_without_copies() -> None:
+    """transformers' layers call the tree's attention, and are the same model; cuDNN stays the caller's choice."""
+    model = tiny_model("granite", num_attention_heads=2, num_key_value_heads=1)
+    tokens = torch.randint(1, 97, (2, 5))
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    mask[1, 0, 3, 2] = False
+    backend = CudaBackend()
+    with torch.inference_mode():
+        right = model(tokens, attention_mask=mask).logits
+        backend.prepare(model)
+        assert model.config._attn_implementation == interface.NAME
+        calls: list[bool] = []
+        owner = SimpleNamespace(decoder=model.model, lm_head_is_plain=True, plain_stack=lambda *_, **__: calls.append(
+            torch.backends.cuda.cudnn_sdp_enabled()))  # fmt: skip
+        torch.testing.assert_close(model(tokens, attention_mask=mask).logits, right, atol=1e-4, rtol=1e-4)
+        backend.stack_for(owner)(tokens, tokens, None, None)  # type: ignore[arg-type]
+    assert calls == [False] and torch.backends.cuda.cudnn_sdp_enabled()
+    backend.restore(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("rule", ["exact", "tilted:2"])
+def test_decoding_by_the_stack(rule: str) -> None:
+    """Target and EAGLE-3 head run by the stack: the answer of transformers' layers."""
+    model = tiny_model("llama", num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
+    target = Target(model)
+    drafter = tiny_head(target, TreeShape(2, 2, 4), layout="eagle3", fused_layers=[0, 1, 2])
+    decoder, prompt = FuzzyDecoder(target, drafter), list(range(1, 9))
+    right = decoder.generate([prompt], rule=rule, max_new_tokens=6, do_sample=False).sequences
+    backend, owners = CudaBackend(), [target, *drafter.stack_owners()]
+    assert len(owners) == 2
+    for owner in owners:
+        backend.prepare(owner.decoder)
+        owner.stack = backend.stack_for(owner)
+        assert isinstance(owner.stack, CudaStack)
+    assert decoder.generate([prompt], rule=rule, max_new_tokens=6, do_sample=False).sequences == right
+    decoder.restore()

@@ -13,7 +13,7 @@ LOADERS = {f"fsd_infer/{name}.py" for name in ("cli/commands", "cli/env", "decod
     "fsd_bench/environment.py"
 }
 SEEN_BY_BACKENDS = {f"fsd_infer.{name}" for name in ("device.cache", "device.cores", "device.cpuinfo", "device.memory")}
-SEEN_BY_BACKENDS |= {f"fsd_infer.targets.{name}" for name in ("stack", "weights")}
+SEEN_BY_BACKENDS |= {f"fsd_infer.targets.{name}" for name in ("masks", "stack", "weights")}
 PURE = ["fsd_core.divergence", "fsd_infer.tree", "fsd_infer.rules"]
 MODELS = ["transformers", "huggingface_hub", "fsd_infer.targets"]
 HEAVY = [*MODELS, "safetensors", "fsd_infer.backends.cpu.build"]

@@ -35,24 +35,27 @@ class CudaBackend(Backend):
     def describe(self) -> str | None:
         return "triton" if uses_triton() else None
 
-    def prepare(self, model: nn.Module, release: bool = False, weights: Literal["fp8"] | None = None) -> None:
-        """Join products of one input, in place. Weights are held once before and after, and heads keep their dtype."""
-        if uses_triton():
-            from fsd_infer.backends.cuda.fused import fused
-            from fsd_infer.backends.cuda.stack import fusible
+    def report(self) -> tuple[str | None, str]:
+        return self.describe(), "Triton is installed" if uses_triton() else "FSD_KERNELS=0, or no Triton"
 
-            for group in fusible(model):
-                fused(group)
+    def prepare(self, model: nn.Module, release: bool = False, weights: Literal["fp8"] | None = None) -> None:
+        """Join products of one input, in place, and attend without copies of keys. Heads keep their dtype."""
+        if uses_triton():
+            from fsd_infer.backends.cuda import fused, interface, stack
+
+            for group in stack.fusible(model):
+                fused.fused(group)
+            interface.use(model)
 
     def restore(self, model: nn.Module) -> int:
         if not uses_triton():
             return 0
-        from fsd_infer.backends.cuda.fused import unfuse
-        from fsd_infer.backends.cuda.stack import fusible
+        from fsd_infer.backends.cuda import fused, interface, stack
 
-        groups = fusible(model)
+        groups = stack.fusible(model)
         for group in groups:
-            unfuse(group)
+            fused.unfuse(group)
+        interface.leave(model)
         return sum(map(len, groups))
 
     def stack_for(self, owner: StackOwner) -> Stack:
@@ -96,7 +99,7 @@ class WithoutCudnn:
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Let scaled_dot_product_attention choose among torch's own kernels only. The caller's choice returns afterwards."""
+    """Let scaled_dot_product_attention choose among torch's own kernels, and restore the caller's choice afterwards."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

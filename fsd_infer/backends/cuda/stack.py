@@ -16,13 +16,10 @@ from torch import Tensor, nn
 from fsd_infer.backends.cuda.attention import MOST_NEW, tree_attention
 from fsd_infer.backends.cuda.fused import can_fuse, fused
 from fsd_infer.backends.cuda.layer import add_norm, rotate_and_store, silu_mul
+from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.targets.masks import layer_windows
 from fsd_infer.targets.stack import Outputs, Stack, StackOwner
-
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))
-_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # depend on the position alone
-_WATCHERS = ("transformers.utils.output_capturing", "fsd_infer.targets.stack")  # whose hooks only record outputs
 
 
 class Visible(NamedTuple):
@@ -58,15 +55,7 @@ class CudaStack:
         self._key_heads = attention.k_proj.out_features // self._width
         self._kinds: Sequence[str] | None = getattr(decoder.config, "layer_types", None)
         self._windows = layer_windows(decoder.config)
-        parts = [part for layer in self._layers for part in layer.modules()]
-        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether a module of the layers has a hook, which the stack would not call."""
-        return any(self._hooks) and any(
-            getattr(hook, "__module__", "") not in _WATCHERS for hooks in self._hooks for hook in hooks.values()
-        )
+        self._hooks = hooks_of(self._layers)
 
     def __call__(
         self,
@@ -81,7 +70,7 @@ class CudaStack:
     ) -> Outputs:
         """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says."""
         many = inputs.shape[1] > MOST_NEW
-        if visible is None or many or not isinstance(cache, SlotCache) or self.is_hooked:
+        if visible is None or many or not isinstance(cache, SlotCache) or is_hooked(self._hooks):
             return self.fallback(inputs, positions, visible, cache, capture=capture, embeds=embeds, keep=keep)
         attended: Tensor | None = None
         if embeds is not None:
@@ -149,12 +138,12 @@ class CudaStack:
         slots: Tensor,
     ) -> Tensor:
         """Return the heads' outputs [T, heads · D] for the attention's input [B, M, A]; write keys and values."""
-        attention = layer.self_attn
-        norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
-        query = rotate_and_store(
-            F.linear(normed, *fused(_qkv(layer))), angles, None if norms is None else (norms[0].weight, norms[1].weight),
-            0.0 if norms is None else norms[0].variance_epsilon, keys, values, slots.expand(len(normed), -1),
-        )  # fmt: skip
+        attention, qkv = layer.self_attn, F.linear(normed, *fused(_qkv(layer)))
+        norms, epsilon = None, 0.0
+        if hasattr(attention, "q_norm"):
+            norms, epsilon = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.variance_epsilon
+        slots = slots.expand(len(normed), -1)
+        query = rotate_and_store(qkv, angles, norms, epsilon, keys, values, slots)
         lengths, sees, window = visible
         heads = tree_attention(query, keys, values, lengths, sees, self._scale, positions if window else None, window)
         return heads.flatten(0, 1).flatten(1)
@@ -193,7 +182,7 @@ def knows_layers(owner: StackOwner) -> bool:
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers) or not owner.lm_head_is_plain:
         return False
-    if not _is_of_family(rotary, "RotaryEmbedding") or rotary.rope_type not in _FIXED_ANGLES:
+    if not is_of_family(rotary, "RotaryEmbedding") or rotary.rope_type not in FIXED_ANGLES:
         return False
     if not all(_is_known_layer(layer) and can_fuse(_qkv(layer)) and can_fuse(_gate_up(layer)) for layer in layers):
         return False
@@ -212,13 +201,8 @@ def _is_known_layer(layer: Any) -> bool:
     eagle3 = hasattr(layer, "hidden_norm")  # its owner norms its attention's input
     attention = getattr(layer, "self_attn", None)
     return (
-        (eagle3 or _is_of_family(layer, "DecoderLayer"))
-        and _is_of_family(attention, "Attention")
+        (eagle3 or is_of_family(layer, "DecoderLayer"))
+        and is_of_family(attention, "Attention")
         and type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
         and type(attention.o_proj) is type(layer.mlp.down_proj) is nn.Linear
     )
-
-
-def _is_of_family(module: Any, kind: str) -> bool:
-    made_by_transformers = type(module).__module__.startswith("transformers.models.")
-    return made_by_transformers and type(module).__name__ in {family + kind for family in _FAMILIES}
