@@ -207,6 +207,23 @@ def test_kernels_and_plain_torch_agree(spec: str, shape: str, greedy: bool, monk
         assert_same(one, verdict_of(rule, round))
 
 
+@pytest.mark.parametrize(("shape", "greedy"), KINDS)
+@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:floor=0:novel=0"])
+def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) -> None:
+    """Answers have a token each, the root. So the one drawn at depth d is token 1 + d of the answer, from 0."""
+    for seed in range(6):
+        round = any_round(shape, seed, greedy)
+        depth = round.tree.max_depth
+        free, exact = parse_rule(spec)(round), Exact()(round)
+        assert_same(parse_rule(f"{spec}:settle=1")(round), free)
+        assert_same(parse_rule(f"{spec}:settle={2 + depth}")(round), exact)
+        partly = parse_rule(f"{spec}:settle=2")(round)
+        assert torch.equal(partly.tokens[:, 0], exact.tokens[:, 0]) and not partly.gate_open[:, 0].any()
+        assert depth < 2 or (partly.accepted >= exact.accepted).all()
+        longer = replace(round, texts=Texts([[1, *row] for row in round.tree.tokens[:, :1].tolist()]))
+        assert_same(parse_rule(f"{spec}:settle=2")(longer), free)
+
+
 AS_EXACT = [
     *("fuzzy:js:0", "fuzzy:kl_qp:0:gate=processed", "random:0", "lenient:1", "threshold", "typical:inf:inf"),
     *("relaxed:0", "cactus:0", "cascade-token:-0.1", "ensemble:1", "tilted:inf", "mars:0"),

@@ -34,6 +34,7 @@ class Evidence:
         logits, scores: [1, N, V], raw and processed, on the target's device.
         greedy, temperature: of the request.
         text: token ids of the prompt and the answer so far, the root included.
+        answered: tokens of the answer so far, the root included.
         room: tokens that the answer may still have.
         generator: of the replay's draws.
         children: of each node.
@@ -46,6 +47,7 @@ class Evidence:
     greedy: bool
     temperature: float
     text: list[int]
+    answered: int
     room: int
     generator: torch.Generator
     children: dict[int, list[int]] = field(init=False)
@@ -113,7 +115,8 @@ class Evidence:
         most = tree.tokens.shape[1]
         at = torch.tensor([[*nodes, *[0] * (most - len(nodes))] for nodes in parts], device=narrow.device)
         scores = narrow[at]
-        texts = Texts([text] * len(parts), device=narrow.device)
+        answer, prompt = text[len(text) - self.answered :], text[: len(text) - self.answered]
+        texts = Texts([answer] * len(parts), [prompt] * len(parts), narrow.device)
         return Verification(tree, scores, scores, True, texts=texts), kept
 
     def part(self, nodes: Sequence[int]) -> Verification:
@@ -125,8 +128,13 @@ class Evidence:
         uniforms = torch.rand(1, len(nodes), 3, generator=self.generator).to(index.device)
         return Verification(
             self.tree.keep(index[None]), logits, scores, self.greedy, uniforms,
-            process_draft=None if self.greedy else self._process, texts=Texts([self.text], device=index.device),
+            process_draft=None if self.greedy else self._process, texts=Texts(*self._texts, device=index.device),
         )  # fmt: skip
+
+    @property
+    def _texts(self) -> tuple[list[list[int]], list[list[int]]]:
+        begins = len(self.text) - self.answered
+        return [self.text[begins:]], [self.text[:begins]]
 
     def _process(self, tree: DraftTree) -> Tensor:
         return expand_draft(tree.q_logits, tree.draft_ids, self.logits.shape[-1]) / self.temperature

@@ -111,6 +111,7 @@ def no_looser(rule: Rule, most: Rule) -> bool:
             and (rule.heat or 0.0) <= (most.heat or 0.0)
             and rule.first_price >= most.first_price
             and rule.least_toll >= most.least_toll
+            and rule.settled >= most.settled
             and rule.least_share >= most.least_share
             and (0 < rule.novel <= most.novel or not most.novel)
             and rule.nats <= most.nats
@@ -216,8 +217,8 @@ class FuzzyRules(_Processor):
             mine = step.drafted & here
             allowance = asked.rule.allowance(evidence.round.scores, asked.greedy)
             if allowance is not None:
-                if asked.rule.only_in is not None:
-                    here = here & evidence.inside(asked.rule.only_in)
+                where = asked.rule.lossy_at(evidence)
+                here = here if where is None else here & where
                 self.allowed[step.slot] += allowance.float().masked_fill(~here, 0.0)
             left = None if asked.rule.budget is None else self.left[step.slot]
             lift, cost = evidence.lifted(asked.rule, mine, left)

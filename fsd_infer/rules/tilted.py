@@ -24,7 +24,7 @@ from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
 LEAST_PRICE = 1e-3
-PRICE, TOLL = 3.0, 1.0  # the defaults
+PRICE, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
 FIRST_PRICE = 2.0  # a learned price before any spending
 RARE = 100.0  # the floor of a learned price: a hot sample takes such a token this many times less often than the best
 LIKELY = 16  # a hot sample is drawn from this many tokens; fewer tokens allow less, never more
@@ -46,8 +46,9 @@ class Tilted(LossyRule):
     a draft that is the target's own choice.
 
     At temperature 0 the harm of a deviation hardly depends on its regret: one that costs 0.1 nats turns a right answer
-    wrong as often as one that costs 1. So by default each deviation also costs a toll, whatever its regret, and few
-    are left: those that win several drafts.
+    wrong as often as one that costs 1. What it depends on is how much of the answer is still to come. So by default
+    each deviation also costs a toll, whatever its regret, which leaves those that win several drafts; and an answer's
+    first tokens are exact.
 
     With a heat the rule learns its price, and spends about what the target's own samples would. At each emitted token,
     a hot sample costs some nats on average: a sample of p^(1/(1 + heat)), at temperature 0 of softmax(logits/heat). The
@@ -55,7 +56,7 @@ class Tilted(LossyRule):
     penalty: Neely, 2010). So spending follows the allowance within a few nats.
 
     Args:
-        price: how many accepted drafts a nat is worth, at least 0.001 (rounding decides below it). None: 3, or
+        price: how many accepted drafts a nat is worth, at least 0.001 (rounding decides below it). None: 2, or
             learned if a heat is given.
         floor: drafts below this share of the likeliest token's probability count as not drafted. None: 0.25; with a
             learned price, the share a hot sample takes 100 times less often than the likeliest token.
@@ -65,6 +66,7 @@ class Tilted(LossyRule):
         heat: the heat of a learned price. 0.3 allows about 0.04 nats per token of chat and 0.015 of a worked sum.
         toll: accepted drafts that each deviation costs besides its regret, at temperature 0. None: 1; with a price or a
             heat, 0.
+        settle: how many first tokens are exact. None: 48; with a price or a heat, 0.
 
     Raises:
         UnknownNameError: unknown divergence.
@@ -87,11 +89,17 @@ class Tilted(LossyRule):
             raise FsdError("rule 'tilted': heat is for a learned price: leave out price or heat.")
 
     @property
+    def _by_default(self) -> bool:
+        return self.price is None and self.heat is None
+
+    @property
     def least_toll(self) -> float:
         """The toll, given or by default."""
-        if self.toll is not None:
-            return self.toll
-        return TOLL if self.price is None and self.heat is None else 0.0
+        return self.toll if self.toll is not None else TOLL if self._by_default else 0.0
+
+    @property
+    def settled(self) -> int:
+        return self.settle if self.settle is not None else SETTLE if self._by_default else 0
 
     @property
     def least_share(self) -> float:
