@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -210,15 +210,33 @@ class Target(CachedModel):
         return weight, bias if bias is None or ids is None else bias[ids].contiguous()
 
     @torch.no_grad()
-    def features(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the features [B, M, F] of right-padded ids [B, M] (attention_mask [B, M], 1 on real tokens)."""
-        out = self.decoder(
-            input_ids=ids,
-            attention_mask=attention_mask,
-            use_cache=False,
-            output_hidden_states=bool(self.captured_layers),
-        )
-        return self._joined(out.last_hidden_state, self._captured_of(out.hidden_states))
+    def features(self, ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
+        """Return the features [B, M, F] of right-padded ids [B, M] (attention_mask [B, M], 1 on real tokens).
+
+        Other ``inputs`` go to the model's forward. Only the captured layers' outputs are kept.
+        """
+        with self._outputs_of(self.captured_layers) as seen:
+            out = self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False, **inputs)
+        last, final = int(self.config.num_hidden_layers) - 1, out.last_hidden_state
+        return self._joined(final, [final if layer == last else seen[layer] for layer in self.captured_layers])
+
+    @contextmanager
+    def _outputs_of(self, numbers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect the outputs of decoder layers, by number, in forwards within the context."""
+        seen: dict[int, Tensor] = {}
+
+        def keep(number: int, layer: nn.Module, inputs: Any, output: Any) -> None:
+            seen[number] = output[0] if isinstance(output, tuple) else output
+
+        hooks = [
+            layer.register_forward_hook(partial(keep, number))
+            for number, layer in zip(numbers, self.layers(numbers), strict=True)
+        ]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def reduced_lm_head(self, ids: Tensor) -> nn.Linear:
         """Return the rows ids [Vd] of the LM head as a frozen linear layer."""
