@@ -1,7 +1,6 @@
 """Training on the simulated device and on CUDA: losses are the CPU's, and no step waits.
 
-`make test-gpu` runs those on CUDA. One wait is transformers': it looks for packed sequences in position ids before the
-first layer of each model.
+`make test-gpu` runs those on CUDA.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("eagle", {"w_feature": 0.3}), ("kl_pq", {}), ("lk", {}), ("fsd", {"threshold": [0.2, 0.4], "w_feature": 0.1}),
     ([{"name": "js"}, {"name": "fsd", "weight": Schedule(0.1, 1.0)}], {}),
 ]  # fmt: skip
-PACKED = {("fsd_infer/targets/target.py", "Target.features"), ("fsd_train/models/small_lm.py", "SmallLM.hidden")}
 
 
 @pytest.fixture
@@ -77,7 +75,7 @@ def check_steps(module: Any, toys: Path, device: SimulatedDevice, watch: list[in
     losses = [[step().cpu() for step in (here, there)]]  # what happens once may wait
     device.waits.clear()
     second = there()
-    assert device.waits and {(wait.file, wait.function) for wait in device.waits} <= PACKED
+    assert not device.waits
     losses.append([here(), second.cpu()])
     for of_cpu, of_sim in losses:
         torch.testing.assert_close(of_sim, of_cpu)
@@ -180,9 +178,8 @@ def test_a_run(
     module = eagle(toys)
     trainer.fit(module, answers_of(toys, features=str(toys / "features") if cached else None))
     assert trainer.global_step == 2
-    of_target = set() if cached else {"Target.features"}
     # the verdict on the step before, and in validation nothing
-    assert watch.seen[-2:] == [{"StopOnNonFinite.on_before_optimizer_step"} | of_target, of_target]
+    assert watch.seen[-2:] == [{"StopOnNonFinite.on_before_optimizer_step"}, set()]
     assert float(trainer.callback_metrics["val_tau"]) >= 1
     head = load_head(tmp_path / "head")
     torch.testing.assert_close(head.fc.weight, module.head.fc.weight.detach().cpu(), atol=1e-3, rtol=1e-2)  # bf16
@@ -227,9 +224,8 @@ def test_three_steps_are_those_of_the_cpu(toys: Path, loss: Any, args: dict[str,
 @pytest.mark.gpu
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize(("loss", "args"), LOSSES, ids=str)
-def test_no_wait(toys: Path, loss: Any, args: dict[str, Any], half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever waits raises, by torch's own account; transformers' look at the positions is left out."""
-    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+def test_no_wait(toys: Path, loss: Any, args: dict[str, Any], half: bool) -> None:
+    """Whatever waits raises, by torch's own account."""
     step = step_of(eagle(toys, loss, args, head={"fused_layers": [0]}), toys, DEVICE, [0])
     with torch.autocast("cuda", torch.bfloat16, enabled=half):
         for _ in range(2):

@@ -102,7 +102,7 @@ _CACHE_FEATURES: Options = {
         "type": real_number, "default": 0.0, "metavar": "SHARE",
         "help": "smallest share of answer tokens in a row; others are left out",
     },
-    "--batch-tokens": _count(2048, "padded tokens per forward"),
+    "--batch-tokens": _count(2048, "tokens per forward"),
     "--dtype": {"default": "bfloat16", "choices": ["bfloat16", "float32"], "help": "data type of the target"},
     "--strict": _STRICT,
 }  # fmt: skip

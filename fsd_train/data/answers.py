@@ -10,10 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from typing_extensions import NotRequired
 
@@ -293,42 +291,3 @@ def _placed(row: Row, tokenizer: Any, max_length: int, vocab_size: int | None) -
 
 def _dataset(part: Sequence[_Sided], highest: tuple[int, str]) -> AnswersDataset:
     return AnswersDataset([row for _, row, _ in part], highest, tops=[top for _, _, top in part])
-
-
-class Batch(TypedDict):
-    """Right-padded sequences: tensors [B, M], ``index`` [B], and the rows' ``ids``."""
-
-    input_ids: Tensor
-    loss_mask: Tensor
-    index: Tensor
-    ids: list[str]
-    features: NotRequired[Tensor]  # [B, M, F], if cached
-    supervised: NotRequired[np.ndarray]  # [MOST_STEPS], in training: see ResumableLoader
-
-
-def collate(items: Sequence[Mapping[str, Any]]) -> Batch:
-    """Collate items of a dataset into one right-padded batch."""
-    batch: Batch = {
-        "input_ids": pad_sequence([item["input_ids"] for item in items], batch_first=True),
-        "loss_mask": pad_sequence([item["loss_mask"] for item in items], batch_first=True),
-        "index": torch.tensor([item["index"] for item in items]),
-        "ids": [item["id"] for item in items],
-    }
-    if "features" in items[0]:
-        batch["features"] = pad_sequence([item["features"] for item in items], batch_first=True)
-    return batch
-
-
-_HOST = "host_"  # prefix of arrays that stay in host memory when a batch moves to its device
-
-
-def keep_on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Add views of ids and mask that stay in host memory, so that planning a step does not sync with the device."""
-    views = {_HOST + name: batch[name].numpy() for name in ("input_ids", "loss_mask")}  # tensors would be moved
-    return {**batch, **views}
-
-
-def on_host(batch: Mapping[str, Any], name: str) -> Tensor:
-    """Return a batch's ``input_ids`` or ``loss_mask`` in host memory; syncs with the device without a kept view."""
-    kept = batch.get(_HOST + name)
-    return batch[name].cpu() if kept is None else torch.from_numpy(kept)

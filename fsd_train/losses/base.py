@@ -89,7 +89,7 @@ class Rows:
     indexing). Every position has a row of step 0.
 
     Attributes:
-        position: [N] flat index b·(M−1) + i, ascending.
+        position: [N] index i in the packed row, ascending.
         feature: [R] index of each row's position among the N, ascending.
         step: [R] chain step, from 0.
         weight: [R] fp32.
