@@ -11,8 +11,8 @@ setup(
     package_dir={"fsd_train.shipped.recipes": "recipes", "fsd_train.shipped.data": "data"},
     package_data={
         "fsd_infer": [
-            "cpu/kernels.cpp",
-            "cpu/native/*.h",
+            "backends/cpu/kernels.cpp",
+            "backends/cpu/native/*.h",
             "serving/page.html",
             "shipped/**/*",
             "py.typed",

@@ -40,12 +40,12 @@ import torch
 from benchmarks.recorded import BUILT_IN, parser_of, record_main
 from fsd_bench.intervals import mean_interval
 from fsd_bench.jobs import decoding
-from fsd_bench.prompts import first_rows
 from fsd_bench.score import read_references
 from fsd_bench.worth.replay import Evidence
 from fsd_bench.worth.watch import Watch, Watching
 from fsd_core.files import append_json
 from fsd_core.tables import number, table
+from fsd_core.text.encoding import read_prompts
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
 from fsd_infer.rules import Source, apply_rules, parse_rule
@@ -176,7 +176,7 @@ def promises(answers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the record. Raises FsdError."""
-    rows = [row for file in args.prompts for row in first_rows(file)]
+    rows = [row for file in args.prompts for row in read_prompts(file)]
     references, decoder = read_references(rows, "ifeval"), None
     stored = [json.loads(line) for line in args.work.read_text("utf-8").splitlines()] if args.work.exists() else []
     lines = {line["id"]: line for line in stored}

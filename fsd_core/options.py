@@ -117,7 +117,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "expand a GGUF file's or a built-in target's weights to bf16 on a CPU",
     },
-    "--cuda-graphs": {"action": "store_true", "help": "record forwards on a GPU as CUDA graphs and replay them"},
+    "--cuda-graphs": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "record forwards as CUDA graphs and replay them (default: on a GPU)",
+    },
     "--threads": {"type": thread_count, "metavar": "N", "help": "CPU threads (default: torch's)"},
 }  # fmt: skip
 SHARED: dict[str, dict[str, Any]] = {

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsd_core import functional
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.tensors import draw
 from fsd_infer.rules import Exact, Fuzzy, RandomGate, Rule, Source, Texts, Verification, parse_rule
@@ -196,11 +197,14 @@ def test_rows_do_not_see_each_other(spec: str, shape: str, greedy: bool) -> None
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "budget" not in spec])
-def test_where_the_walk_comes_and_all_at_once_agree(spec: str, shape: str, greedy: bool) -> None:
-    rule = parse_rule(spec)
-    for seed in range(8):
-        round = any_round(shape, seed, greedy)
-        assert_same(verdict_of(rule, round, True), verdict_of(rule, round, False))
+def test_kernels_and_plain_torch_agree(spec: str, shape: str, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, rounds = parse_rule(spec), [any_round(shape, seed, greedy) for seed in range(8)]
+    found = [verdict_of(rule, round) for round in rounds]
+    for kernels in functional.KERNELS.values():
+        monkeypatch.delitem(kernels, "cpu", raising=False)
+    for round, one in zip(rounds, found, strict=True):
+        round.tree = replace(round.tree)  # what it has cached is forgotten
+        assert_same(one, verdict_of(rule, round))
 
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
@@ -312,16 +316,15 @@ def test_draws_never_leave_the_support(weights: list[float], uniform: float) -> 
     assert weights[index[0]] > 0
 
 
-@pytest.mark.parametrize("lazy", [True, False])
-def test_logits_of_a_narrower_type_count_as_what_they_are(lazy: bool) -> None:
+def test_logits_of_a_narrower_type_count_as_what_they_are() -> None:
     for seed in range(8):  # bf16 rounds to many ties, which the smallest token wins
         round = tree_round(seed, greedy=True)
         narrow = round.logits.bfloat16()
         wide = narrow.float()
         for spec in ("exact", "fuzzy:js:0.3", "draft-only"):
             rule = parse_rule(spec)
-            found = verdict_of(rule, replace(round, logits=narrow, scores=narrow), lazy)
-            assert_same(found, verdict_of(rule, replace(round, logits=wide, scores=wide), lazy))
+            found = verdict_of(rule, replace(round, logits=narrow, scores=narrow))
+            assert_same(found, verdict_of(rule, replace(round, logits=wide, scores=wide)))
 
 
 def test_sampled_drafts_have_to_be_a_chain() -> None:

@@ -32,7 +32,7 @@ def plain(price: float, **options: Any) -> Tilted:
 
 def law_table(rule: Rule, round: Verification) -> np.ndarray:
     """[B, N, V] what the rule emits from at every node."""
-    evidence = Evidence(round, lazy=False)
+    evidence = Evidence(round)
     return rule.charged_law(evidence).log_probs(evidence).exp().numpy()
 
 
@@ -102,19 +102,18 @@ def _may_take(round: Verification, known: torch.Tensor, row: int, node: int, chi
     return child == choice if choice is not None and known[row, choice] else not known[row, child]
 
 
-@pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize(
     "options", [f":floor={x}:novel={n}" for x, n in ((0, 0), (0, 2), (0.2, 0))] + [":novel=2:toll=0.6"]
 )
 @pytest.mark.parametrize("price", [0.1, 0.5, 1.0, 2.0])
-def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str, lazy: bool) -> None:
+def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str) -> None:
     rule = parse_rule(f"tilted:{price}{options}")
     assert isinstance(rule, Tilted)
     lossy = 0
     for seed in range(12):
         round = tree_round(seed, greedy=True, mask=seed % 3 == 0)
         answers = [[int(t) % 12 for t in range(row, row + 9)] + [int(round.tree.tokens[row, 0])] for row in range(6)]
-        verdict = verdict_of(rule, replace(round, texts=Texts(answers)), lazy)
+        verdict = verdict_of(rule, replace(round, texts=Texts(answers)))
         again = known(Texts(answers), round.tree, rule.novel) if rule.novel else torch.zeros(6, 9).bool()
         for row in range(6):
             scores = round.scores[row]
@@ -196,7 +195,7 @@ def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> 
     for seed in range(4):
         base = tree_round(seed, nodes=12, mask=seed % 2 == 1)
         round = replace(base, scores=base.scores * scale)
-        lift = plain(float(price)).law(Evidence(round, lazy=False)).lift
+        lift = plain(float(price)).law(Evidence(round)).lift
         assert lift is not None and not lift.isnan().any()
         exact = mpmath.mpf(price)
         for row in range(2):

@@ -26,8 +26,8 @@ def test_wheel_decodes_and_trains(repo_root: Path, tmp_path: Path) -> None:
     shipped = {
         "fsd_train/shipped/recipes/template.yaml",
         "fsd_bench/evidence/page.py",
-        "fsd_infer/cpu/kernels.cpp",
-        "fsd_infer/cpu/native/layers.h",
+        "fsd_infer/backends/cpu/kernels.cpp",
+        "fsd_infer/backends/cpu/native/layers.h",
     }
     assert {
         *shipped,

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from fsd_infer.drafters.visits import path_sums
+from fsd_core.functional import path_sums
 from fsd_infer.rules import Evidence, Rule, Texts, Verdict, Verification
 from fsd_infer.rules._walk import walk
 from fsd_infer.tree import DraftTree, Nodes
@@ -117,11 +117,11 @@ def take(tree: DraftTree, rows: Tensor) -> DraftTree:
     return DraftTree(**{name: x if x is None else x[rows] for name, x in values.items()}, draft_ids=tree.draft_ids)
 
 
-def verdict_of(rule: Rule, round: Verification, lazy: bool) -> Verdict:
-    """What the rule says, if contexts are asked for where the walk comes, or all at once."""
+def verdict_of(rule: Rule, round: Verification) -> Verdict:
+    """What the rule says."""
     rows = list(range(round.tree.tokens.shape[0]))
     budget = INF if rule.budget is None else rule.budget
-    evidence, left = Evidence(round, lazy), round.budget_left
+    evidence, left = Evidence(round), round.budget_left
     left = torch.full([len(rows)], budget, dtype=torch.float64) if left is None else left
     return walk(evidence, [(rule.charged_law(evidence), rows)], left)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsd_infer.divergence import expand_draft
+from fsd_core.divergence import expand_draft
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.rules import Asd, Exact, Fly, Rule, Source, Texts, Tilted, Verdict, Verification, apply_rules

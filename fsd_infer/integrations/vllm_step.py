@@ -127,7 +127,7 @@ class Chains(Evidence):
         )
         uniforms = None if greedy else scores.new_empty(batch, nodes, 3)  # nothing is drawn here
         round = Verification(tree, scores, scores, greedy, uniforms, texts=step.texts, overspent=overspent)
-        super().__init__(round, lazy=False)
+        super().__init__(round)
 
     def lifted(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the lift of the draft after each node and the law's cost there, in nats, [B, N] each.

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsd_core import functional
+from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
-from fsd_infer.cpu import ops
-from fsd_infer.divergence import divergence
 from fsd_infer.rules.base import MOST_NOVEL, RULES, LossyRule
 from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate
@@ -62,7 +62,7 @@ class Tilted(LossyRule):
             learned price, the share a hot sample takes 100 times less often than the likeliest token.
         gate: tilt only where ``divergence`` of target and drafter (raw) is at most this. V assumes open gates below.
             None: tilt everywhere, even where no q is known.
-        divergence: a name in :data:`fsd_infer.divergence.DIVERGENCES`.
+        divergence: a name in :data:`fsd_core.divergence.DIVERGENCES`.
         heat: the heat of a learned price. 0.3 allows about 0.04 nats per token of chat and 0.015 of a worked sum.
         toll: accepted drafts that each deviation costs besides its regret, at temperature 0. None: 1; with a price or a
             heat, 0.
@@ -172,7 +172,7 @@ def sampling_cost(scores: Tensor, heat: float, greedy: bool) -> Tensor:
     At temperature 0 the cost is the mean regret, E[max(scores) - scores] under softmax(scores/heat). Above, it is
     KL(p^(1/(1+heat)) || p) with p = softmax(scores). Both use the ``LIKELY`` likeliest tokens alone.
     """
-    top, _ = ops.likeliest(scores, min(LIKELY, scores.shape[-1]))
+    top, _ = functional.topk_logprobs(scores, min(LIKELY, scores.shape[-1]))
     regret = top[..., :1] - top
     if greedy:
         return ((-regret / heat).softmax(-1) * regret.nan_to_num(posinf=0.0)).sum(-1)

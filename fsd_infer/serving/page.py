@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fsd_core.divergence import divergence, expand_draft
 from fsd_core.text.pieces import Pieces, token_pieces
-from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.engine.ngrams import kinds
 from fsd_infer.engine.request import Round
 from fsd_infer.rules import RULES, Source
