@@ -72,13 +72,15 @@ BAD: dict[str, str] = {
     "tilted:1:novel=2.5": "novel must be a whole number, not '2.5'",
     "tilted:1:novel=-1": "novel must be between 0 and 64, not -1",
     "tilted:2:gate=30": "gate must be at most 0.6931, the largest js, not 30",
-    "tilted:2:heat=0.3": "heat is for a learned price",
+    "tilted:2:heat=0.3": "heat is for a learned price", "tilted:toll=-1": "toll must be between 0 and 1e",
     "lenient:0": "lenience must be above 0 and at most 1, not 0.0",
     "threshold:2": "single must be between 0 and 1, not 2", "threshold:acc=0": "acc must be",
     "typical:-1": "epsilon must be at least 0", "relaxed:3:2": "delta must be between 0 and 1",
     "cactus:inf": "delta must be between 0 and 1e.06, not inf", "cascade-token:1.1": "alpha must be at most 1",
     "ensemble:0": "weight must be", "fly:0": "window must be between 1 and 1024",
-    "fly:6:-1": "entropy must be at least 0",
+    "fly:6:-1": "entropy must be at least 0", "asd:-1": "gap must be at least 0",
+    "asd:1:1.5": "mismatches must be a whole number, not '1.5'",
+    "asd:budget=-1": "budget must be at least 0", "mars:-0.1": "margin must be at least 0",
 }  # fmt: skip
 
 
@@ -205,9 +207,26 @@ def test_kernels_and_plain_torch_agree(spec: str, shape: str, greedy: bool, monk
         assert_same(one, verdict_of(rule, round))
 
 
+@pytest.mark.parametrize(("shape", "greedy"), KINDS)
+@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:floor=0:novel=0"])
+def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) -> None:
+    """Answers have a token each, the root. So the one drawn at depth d is token 1 + d of the answer, from 0."""
+    for seed in range(6):
+        round = any_round(shape, seed, greedy)
+        depth = round.tree.max_depth
+        free, exact = parse_rule(spec)(round), Exact()(round)
+        assert_same(parse_rule(f"{spec}:settle=1")(round), free)
+        assert_same(parse_rule(f"{spec}:settle={2 + depth}")(round), exact)
+        partly = parse_rule(f"{spec}:settle=2")(round)
+        assert torch.equal(partly.tokens[:, 0], exact.tokens[:, 0]) and not partly.gate_open[:, 0].any()
+        assert depth < 2 or (partly.accepted >= exact.accepted).all()
+        longer = replace(round, texts=Texts([[1, *row] for row in round.tree.tokens[:, :1].tolist()]))
+        assert_same(parse_rule(f"{spec}:settle=2")(longer), free)
+
+
 AS_EXACT = [
     *("fuzzy:js:0", "fuzzy:kl_qp:0:gate=processed", "random:0", "lenient:1", "threshold", "typical:inf:inf"),
-    *("relaxed:0", "cactus:0", "cascade-token:-0.1", "ensemble:1", "tilted:inf"),
+    *("relaxed:0", "cactus:0", "cascade-token:-0.1", "ensemble:1", "tilted:inf", "mars:0"),
     "tilted:inf:floor=0.1:gate=0.3:budget=1",
 ]
 
@@ -219,6 +238,7 @@ AS_EXACT = [
         ("fuzzy-strict:tv:0", KINDS[:2]),  # a sampled chain's other tokens come from p itself
         ("exact:block=true", KINDS[:2]),
         ("fly:entropy=inf", KINDS[1:2]),
+        *((f"asd:{zero}", KINDS[1:2]) for zero in ("budget=0:gap=inf", "inf:0", "0:9:budget=inf")),
     ],
 )
 def test_exact_token_for_token_at_the_end_of_its_range(spec: str, kinds: list[tuple[str, bool]]) -> None:

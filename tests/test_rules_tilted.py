@@ -102,7 +102,9 @@ def _may_take(round: Verification, known: torch.Tensor, row: int, node: int, chi
     return child == choice if choice is not None and known[row, choice] else not known[row, child]
 
 
-@pytest.mark.parametrize("options", [":floor=0:novel=0", ":floor=0:novel=2", ":floor=0.2:novel=0"])
+@pytest.mark.parametrize(
+    "options", [f":floor={x}:novel={n}" for x, n in ((0, 0), (0, 2), (0.2, 0))] + [":novel=2:toll=0.6"]
+)
 @pytest.mark.parametrize("price", [0.1, 0.5, 1.0, 2.0])
 def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str) -> None:
     rule = parse_rule(f"tilted:{price}{options}")
@@ -118,12 +120,19 @@ def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str)
             worth = []
             for way in ways(round.tree, row):
                 loss = [float(scores[a].max() - scores[a, round.tree.tokens[row, b]]) for a, b in zip(way, way[1:])]
-                if any(math.exp(-x) < rule.floor for x in loss) or INF in loss:
+                if any(math.exp(-x) < rule.least_share for x in loss) or INF in loss:
                     continue
                 if not all(_may_take(round, again, row, a, b) for a, b in zip(way, way[1:])):
                     continue
                 wins = sum(not again[row, node] for node in way[1:])
-                worth.append((wins - price * sum(loss), [round.tree.tokens[row, node] for node in way[1:]], loss))
+                other = sum(int(scores[a].argmax()) != round.tree.tokens[row, b] for a, b in zip(way, way[1:]))
+                worth.append(
+                    (
+                        wins - price * sum(loss) - rule.least_toll * other,
+                        [round.tree.tokens[row, node] for node in way[1:]],
+                        loss,
+                    )
+                )
             best = max(worth, key=lambda one: one[0])
             taken = int(verdict.accepted[row])
             # where the best way ends, the target's own choice follows, which may be a draft that wins nothing
@@ -237,7 +246,7 @@ def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
     ("spec", "greedy"),
     [
         *product(["tilted:0.1", "fuzzy:js:inf", "random:1", "lenient:0.1", "typical:0:0", "cactus:5"], [False, True]),
-        ("fly:1:0", True),
+        *(("fly:1:0", True), ("asd:inf:9:budget=inf", True), ("mars:inf", False), ("mars:inf", True)),
     ],
 )
 def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_it(spec: str, greedy: bool) -> None:

@@ -10,7 +10,10 @@ import torch
 from fsd_infer.backends.base import Backend
 
 # module and class by device type; a new backend is a folder and a line here
-BACKENDS = {"cpu": ("fsd_infer.backends.cpu.backend", "CpuBackend")}
+BACKENDS = {
+    "cpu": ("fsd_infer.backends.cpu.backend", "CpuBackend"),
+    "cuda": ("fsd_infer.backends.cuda.backend", "CudaBackend"),
+}
 
 
 def choose(device: torch.device | str) -> Backend:

@@ -79,7 +79,7 @@ class FuzzyDecoder:
         pack: bool | None = None,
         expand: bool = False,
         quantize: bool = True,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = None,
         prefix_cache_bytes: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         **model_kwargs: Any,
@@ -101,7 +101,7 @@ class FuzzyDecoder:
                 kernels use the quantised weights: a forward reads less, and no weight is rounded.
             quantize: with our CPU kernels, store a head's weights in fp8 with a scale per output (see
                 :meth:`.Packed.quantize`). The target's weights stay, so `exact` stays exact.
-            cuda_graphs: see :meth:`use_graphs`.
+            cuda_graphs: see :meth:`use_graphs` (default: True on CUDA).
             prefix_cache_bytes: size of a cache for prompts that start like an earlier prompt and its answer (see
                 :mod:`fsd_infer.targets.prefixes`). None: no cache.
             adapters: directories of LoRA adapters by name, from which each request may choose one. They stay beside the
@@ -132,7 +132,7 @@ class FuzzyDecoder:
         decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), quantize)
         if named if pack is None else pack:
             decoder.prepare(release=named)
-        if cuda_graphs:
+        if decoder.backend.capture if cuda_graphs is None else cuda_graphs:
             decoder.use_graphs()
         decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack is not False)
         if left_out := shaping(getattr(wrapped.model, "generation_config", None)):

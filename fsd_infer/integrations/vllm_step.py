@@ -39,6 +39,11 @@ class SlotTexts(Texts):
         """[B]"""
         return self._states.total_len.gpu[self._slot].long()
 
+    @property
+    def answered(self) -> Tensor:
+        """[B]"""
+        return self.lengths - self._states.prompt_len.gpu[self._slot].long()
+
     @cached_property
     def tokens(self) -> Tensor:
         """[B, L] padded with -1."""

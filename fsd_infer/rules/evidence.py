@@ -234,6 +234,11 @@ class Evidence:
             self._known[n] = found if copies is None else found | copies
         return self._known[n]
 
+    @property
+    def answered(self) -> Tensor:
+        """Number of the answer's tokens before the one that is drawn at each context."""
+        return self.texts.answered[:, None] + self.tree.depths
+
     def inside(self, phase: str) -> Tensor:
         """bool; whether the token after the context is in a phase, see :mod:`fsd_infer.rules.texts`."""
         if phase not in self.texts.markers:

@@ -13,16 +13,13 @@ from fsd_infer.backends.cpu.kernels import FEW_TOKENS, MOST_ROWS, Kernels, addre
 from fsd_infer.backends.cpu.packing import packed_of
 from fsd_infer.backends.cpu.structs import Forward, Layer
 from fsd_infer.backends.cpu.structs import Stack as NativeStack
+from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cores import team_size
 from fsd_infer.targets.stack import Outputs, StackOwner
 
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))
-_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # depend on the position alone
 # most slots that many tokens may attend to, by set of kernels: above, torch is faster
 MOST_SLOTS = {"avx512": 512, "amx": 2048}
-# modules whose hooks only record outputs, on request
-_WATCHERS = ("transformers.utils.output_capturing", "fsd_infer.targets.stack")
 
 
 class CpuStack:
@@ -62,8 +59,7 @@ class CpuStack:
             scale=attention.scaling,
         )
         self._angles: tuple[Tensor, Tensor] | None = None  # cosines and sines by position, [P, D] each
-        parts = [part for layer in decoder.layers for part in layer.modules()]
-        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._hooks = hooks_of(decoder.layers)
 
     @classmethod
     def of(cls, owner: StackOwner) -> CpuStack | None:
@@ -72,7 +68,7 @@ class CpuStack:
         layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
         if compiled is None or not isinstance(layers, nn.ModuleList) or not len(layers):
             return None
-        if not _is_known(rotary, "RotaryEmbedding") or rotary.rope_type not in _FIXED_ANGLES:
+        if not is_of_family(rotary, "RotaryEmbedding") or rotary.rope_type not in FIXED_ANGLES:
             return None
         held: list[Any] = []
         made = [_native(layer, held, first=index == 0) for index, layer in enumerate(layers)]
@@ -81,13 +77,6 @@ class CpuStack:
         if len(known) < len(layers) or len(sizes) > 1 or not owner.lm_head_is_plain:
             return None
         return cls(owner, compiled, known, held)
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether a module of the layers has a hook, which the stack would not call."""
-        return any(self._hooks) and any(
-            getattr(hook, "__module__", "") not in _WATCHERS for hooks in self._hooks for hook in hooks.values()
-        )
 
     def takes(self, visible: Tensor) -> bool:
         """Return whether the kernels are fastest for a mask [B, M, S]; above their limits torch is."""
@@ -107,7 +96,7 @@ class CpuStack:
     ) -> Outputs:
         """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says."""
         mask = None if visible is None else next(iter(visible.values()))
-        if mask is None or not isinstance(cache, SlotCache) or not self.takes(mask) or self.is_hooked:
+        if mask is None or not isinstance(cache, SlotCache) or not self.takes(mask) or is_hooked(self._hooks):
             return self.fallback(inputs, positions, visible, cache, capture=capture, embeds=embeds, keep=keep)
         assert visible is not None
         masks = [mask] * self.number if len(visible) == 1 else [visible[kind] for kind in self._kinds]
@@ -180,16 +169,11 @@ class CpuStack:
         return angles
 
 
-def _is_known(module: Any, kind: str) -> bool:
-    made_by_transformers = type(module).__module__.startswith("transformers.models.")
-    return made_by_transformers and type(module).__name__ in {family + kind for family in _FAMILIES}
-
-
 def _native(layer: Any, held: list[Any], first: bool) -> Layer | None:
     """Return a layer's struct, or None if the kernels do not know it. ``held`` gets the tensors that it points to."""
     eagle3 = first and hasattr(layer, "hidden_norm")  # the caller norms its attention's input
     attention = getattr(layer, "self_attn", None)
-    if not (eagle3 or _is_known(layer, "DecoderLayer")) or not _is_known(attention, "Attention"):
+    if not (eagle3 or is_of_family(layer, "DecoderLayer")) or not is_of_family(attention, "Attention"):
         return None
     attention, mlp = layer.self_attn, layer.mlp
     norms = [layer.input_layernorm, getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)]
