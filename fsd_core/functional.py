@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from fsd_core.tensors import at_nodes, draw
+
 if TYPE_CHECKING:
     from fsd_core.divergence import Divergence
 
@@ -57,47 +59,44 @@ def _replaceable(plain: Callable[P, R]) -> Callable[P, R]:
 
 
 @_replaceable
-def row_max(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the largest number of each row and its first index.
-
-    Args:
-        logits: [..., V]; [M, V] with ``rows``.
-        rows: [R] int64, indices of the rows to read; None: all rows.
+def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest number of each row of [..., V] and its first index.
 
     Returns:
-        Values [...] or [R] in fp32, NaN if the row has one. Indices of the same shape in int64, arbitrary for NaN.
-
-    Raises:
-        IndexError: a row is out of range.
+        Values [...] in fp32, NaN if the row has one. Indices [...] in int64, arbitrary for NaN.
     """
-    logits = logits if rows is None else logits[rows]
     return logits.amax(-1).float(), logits.argmax(-1)
 
 
 @_replaceable
-def row_stats(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return :func:`row_max` and each row's ln Σ exp in fp32, or its largest number if that is infinite or NaN."""
-    logits = logits if rows is None else logits[rows]
+def row_stats(logits: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return :func:`row_max` and each row's ln Σ exp in fp32, or its largest number if that is infinite or NaN.
+
+    Args:
+        logits: [..., V].
+        where: [...] bool, the rows that count; results of others are arbitrary. None: all.
+    """
     return logits.amax(-1).float(), logits.argmax(-1), logits.float().logsumexp(-1)
 
 
 @_replaceable
-def row_entropy(logits: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Return the entropy of each row's softmax in nats: [...] or [R] in fp32.
+def row_entropy(logits: Tensor, where: Tensor | None = None) -> Tensor:
+    """Return the entropy of each row's softmax in nats: [...] in fp32.
 
-    Arguments as of :func:`row_max`. The result is arbitrary for a row of invalid logits.
+    Arguments as of :func:`row_stats`. The result is arbitrary for a row of invalid logits.
     """
-    log_p = (logits if rows is None else logits[rows]).float().log_softmax(-1)
+    log_p = logits.float().log_softmax(-1)
     return -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)  # 0 · ln 0 = 0
 
 
 @_replaceable
-def topk_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the k highest log-probabilities of each row and their tokens.
 
     Args:
         logits: [..., V], with k <= V.
         k: how many to return.
+        where: as of :func:`row_stats`.
 
     Returns:
         Log-probabilities [..., k] in fp32, falling, and tokens [..., k] in int64.
@@ -118,23 +117,53 @@ def divergence_rows(
     q_logits: Tensor,
     measure: Divergence,
     draft_ids: Tensor | None = None,
-    rows: tuple[Tensor | None, Tensor | None] = (None, None),
+    q_index: Tensor | None = None,
 ) -> Tensor:
-    """Return D(p, q) per row in nats, fp32 (fp64 if an argument is): [...], or [R] with ``rows``.
+    """Return D(p, q) per row of p in nats, in fp32 (fp64 if an argument is).
 
     Args:
-        p_logits: [..., V] the target's, or [M, V] with ``rows``.
-        q_logits: [..., Vd] the drafter's, or [I, Vd] with ``rows``.
+        p_logits: [..., V] the target's; [B, N, V] with ``q_index``.
+        q_logits: [..., Vd] the drafter's; [B, I, Vd] with ``q_index``.
         measure: D, see :mod:`fsd_core.divergence`.
         draft_ids: [Vd] the tokens of q's columns, elsewhere q is 0; None: V = Vd.
-        rows: [R] int64 each, the rows of p and of q to compare; None: all in order.
+        q_index: [B, N] int64, the row of q for each row of p, -1 for none; None: all in order.
+
+    Returns:
+        [...]; [B, N] with ``q_index``, infinite where it is -1.
 
     Raises:
         IndexError: a row or a token is out of range.
         VocabularyMismatchError: ``draft_ids`` or V does not fit ``q_logits``.
     """
-    p_logits, q_logits = (x if which is None else x[which] for x, which in zip((p_logits, q_logits), rows, strict=True))
-    return measure.with_reduced_drafter(p_logits, q_logits, draft_ids)
+    if q_index is None:
+        return measure.with_reduced_drafter(p_logits, q_logits, draft_ids)
+    q_logits = at_nodes(q_logits, q_index.clamp_min(0))
+    return measure.with_reduced_drafter(p_logits, q_logits, draft_ids).masked_fill(q_index < 0, math.inf)
+
+
+@_replaceable
+def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
+    """Draw an index from each row's softmax by inverse CDF; one of probability 0 is never drawn.
+
+    Args:
+        logits: [..., V].
+        uniforms: [...] in [0, 1).
+        where: [...] bool, the rows that count; results of others are arbitrary.
+
+    Returns:
+        [...] int64.
+    """
+    rows = logits.softmax(-1).flatten(0, -2)
+    return draw(rows, uniforms.flatten()).view(uniforms.shape).clamp_max(logits.shape[-1] - 1)
+
+
+@_replaceable
+def upper_bound(values: Tensor, most: int) -> int:
+    """Return at least the largest of some whole numbers: ``most``, a bound that needs no transfer to the host.
+
+    Where reading them costs nothing, kernels return the largest itself, and loops end sooner.
+    """
+    return most
 
 
 # trees ------------------------------------------------------------------------------------------------------------

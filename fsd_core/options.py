@@ -14,7 +14,8 @@ from fsd_core.registry import MOST_SEED, read_float, read_int
 
 MOST_COUNT = 2**31 - 1  # tokens, prompts, repeats ...
 MOST_GIB = 2**20
-SCORES = ("auto", "number", "choice", "ifeval", "chrf", "rouge", "none")  # fsd_bench.score imports too much for --help
+# fsd_bench.score imports too much for --help
+SCORES = ("auto", "number", "choice", "ifeval", "chrf", "rouge", "letter", "math", "text", "code", "none")
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:

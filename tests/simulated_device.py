@@ -31,6 +31,7 @@ WAITS = {  # the size of the result, or a result on the host, depends on numbers
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
     aten.unique_consecutive, aten.unique_dim_consecutive, aten.bincount, aten.equal, aten.multinomial,
 }  # fmt: skip
+BACKWARD_WAITS = {aten.cumprod, aten.prod}  # their gradients look for zeros on the host, but not in subclasses
 PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot}
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 
@@ -216,6 +217,8 @@ class SimulatedDevice(TorchDispatchMode):
             raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found sim:0 and cpu")
         if packet in PRODUCTS and not tensors[0].is_floating_point():
             raise NotImplementedError(f'"{packet}_cuda" not implemented for {tensors[0].dtype}')
+        if packet in BACKWARD_WAITS and torch.is_grad_enabled():
+            self.waited(func)
         if packet in WAITS or packet is aten.repeat_interleave and kwargs.get("output_size") is None:
             self.waited(func)
 

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = ["fsd_core", "fsd_infer", "fsd_bench", "fsd_train"]
-LOADERS = {f"fsd_infer/{name}.py" for name in ("cli/commands", "cli/env", "decoder/fuzzy")} | {
-    "fsd_bench/environment.py"
-}
+LOADERS = {f"fsd_infer/{name}.py" for name in ("cli/commands", "cli/env", "decoder/fuzzy", "environment")}
 SEEN_BY_BACKENDS = {f"fsd_infer.{name}" for name in ("device.cache", "device.cores", "device.cpuinfo", "device.memory")}
 SEEN_BY_BACKENDS |= {f"fsd_infer.targets.{name}" for name in ("masks", "stack", "weights")}
-PURE = ["fsd_core.divergence", "fsd_infer.tree", "fsd_infer.rules"]
+PURE = ["fsd_core.divergence", "fsd_core.functional", "fsd_infer.tree", "fsd_infer.rules"]
 MODELS = ["transformers", "huggingface_hub", "fsd_infer.targets"]
 HEAVY = [*MODELS, "safetensors", "fsd_infer.backends.cpu.build"]
 

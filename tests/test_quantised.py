@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tests.gguf_toys import FITTING
 from tests.kernel_toys import CPU, prepare, restore
 from tests.loopback_hub import loopback_hub
 from tests.quantised_checkpoints import AT_LOAD, STORED, load, packed, write
+from tests.test_adapters import save_adapter
 from tests.train_toys import fit_command
 
 NEEDED = {
@@ -266,14 +268,17 @@ def test_group_sizes(method: str, size: int) -> None:
         return {f"layer.{part}": tensor for part, tensor in {**made, **more}.items()}
 
     found = state()
-    kept = expand(found, facts, torch.float32, "made")
+    kept = expand(found, facts, torch.float32, "made", lost := Counter())
     torch.testing.assert_close(found["layer.weight"], right)
-    assert list(kept) == ([] if inputs % width and width < inputs else ["layer"])
+    ragged = inputs % width > 0 and width < inputs
+    assert [why.split(",")[0] for why in lost] == (["with groups of several sizes"] if ragged else [])
+    assert list(kept) == ([] if ragged else ["layer"])
     if method == "gptq":  # inputs in another order
         other = torch.randperm(inputs)
         found = state(g_idx=group[other].int(), qweight=packed(codes[other], 4))
-        expand(found, facts, torch.float32, "made")
+        expand(found, facts, torch.float32, "made", lost := Counter())
         torch.testing.assert_close(found["layer.weight"], right[:, other])
+        assert list(lost) == ([] if count == 1 else ["with groups in the order of activations (desc_act)"])
         for wrong in (group - 1, group + 1, group[:-1]):
             with pytest.raises(CheckpointError, match="parts of layer"):
                 expand(state(g_idx=wrong.int()), facts, torch.float32, "made")
@@ -299,6 +304,29 @@ def test_a_checkpoint_of_gptq_comes_from_the_hub(plain: Path, tmp_path: Path, mo
     assert not info["missing_keys"] and made.generation_config.eos_token_id == [5, 7]
     for name, weight in local.state_dict().items():
         assert torch.equal(weight, made.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}}]
+)
+def test_adapters_that_only_peft_computes_stay_beside_quantised_weights(
+    plain: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Given as directory like given by name; they are refused, before weights are read, where they would be merged."""
+    model = load_target(str(plain), dtype=torch.float32, device="cpu")[0]
+    base = write(model, tmp_path / "gptq", "gptq int4")
+    adapter = save_adapter(tmp_path / "adapter", model, str(base), **options)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    whole = FuzzyDecoder.from_pretrained(str(adapter), "none", **like)
+    named = FuzzyDecoder.from_pretrained(str(base), "none", adapters={"one": adapter}, **like)
+    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "chat": False}
+    right = named.generate([[5, 9, 11]], adapter="one", **asked).sequences
+    assert whole.generate([[5, 9, 11]], **asked).sequences == right
+    assert named.generate([[5, 9, 11]], **asked).sequences != right
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(plain)}))
+    with pytest.raises(ModelLoadError, match="not a plain LoRA adapter .*(use_dora|rank_pattern)="):
+        load_target(str(adapter), **like)
 
 
 def test_what_configs_are_called() -> None:

@@ -39,16 +39,17 @@ def test_statistics_of_rows(columns: int, dtype: torch.dtype, compiled: bool, fr
     again, where = functional.row_max(x)
     torch.testing.assert_close(again, highest, equal_nan=True, rtol=0, atol=0)
     assert torch.equal(where, best)
-    rows = torch.tensor([13, 0, 2, 2, 12])
-    for found, whole in zip(functional.row_stats(x.flatten(0, 1), rows), (highest, best, total), strict=True):
-        torch.testing.assert_close(found, whole.flatten()[rows], equal_nan=True)
+    where = torch.zeros(2, 7, dtype=torch.bool)
+    where.view(-1)[[13, 0, 2, 12]] = True
+    for found, whole in zip(functional.row_stats(x, where), (highest, best, total), strict=True):
+        torch.testing.assert_close(found[where], whole[where], equal_nan=True)
+    for found, whole in zip(functional.topk_logprobs(x, 2, where), functional.topk_logprobs(x, 2), strict=True):
+        assert found.shape == (2, 7, 2)
+        torch.testing.assert_close(found[0, 0], whole[0, 0])
     p, entropy = x.double().softmax(-1), functional.row_entropy(x)
     fit = highest.isfinite()
     torch.testing.assert_close(entropy[fit].double(), torch.special.entr(p)[fit].sum(-1), rtol=1e-5, atol=1e-5)
-    picked = functional.row_entropy(x.flatten(0, 1), rows)
-    torch.testing.assert_close(picked, entropy.flatten()[rows], equal_nan=True)
-    with pytest.raises(IndexError):
-        functional.row_max(x.flatten(0, 1), rows + 1)
+    torch.testing.assert_close(functional.row_entropy(x, where)[where & fit], entropy[where & fit])
 
 
 @needs_kernels
@@ -115,17 +116,18 @@ def test_divergences(name: str, dtype: torch.dtype, columns: int, drafted: int |
 @pytest.mark.parametrize("q_type", [torch.bfloat16, torch.float32])
 def test_some_rows_are_compared_where_they_lie(name: str, p_type: torch.dtype, q_type: torch.dtype) -> None:
     measure, ids = divergence(name), torch.randperm(97)[:40]
-    p, q = torch.randn(6, 97).to(p_type), torch.randn(3, 40).to(q_type)
-    rows = torch.tensor([5, 0, 5, 2]), torch.tensor([2, 2, 0, 1])
-    found = functional.divergence_rows(p, q, measure, ids, rows)
-    expected = measure.with_reduced_drafter(p[rows[0]].double(), q[rows[1]].double(), ids)
-    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
-    found = functional.divergence_rows(p, q, measure, ids, (None, rows[1][[0, 2, 3, 1, 2, 0]]))
-    expected = measure.with_reduced_drafter(p.double(), q[[2, 0, 1, 2, 0, 2]].double(), ids)
-    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
-    for wrong in ((rows[0] + 1, rows[1]), (rows[0], rows[1] - 4)):
-        with pytest.raises(IndexError):
-            functional.divergence_rows(p, q, measure, ids, wrong)
+    p, q = torch.randn(2, 4, 97).to(p_type), torch.randn(2, 3, 40).to(q_type)
+    index = torch.tensor([[2, -1, 0, 2], [1, 0, -1, -1]])
+    found = functional.divergence_rows(p, q, measure, ids, index)
+    for row, node in torch.cartesian_prod(torch.arange(2), torch.arange(4)).tolist():
+        if index[row, node] < 0:
+            assert found[row, node] == torch.inf
+        else:
+            pair = p[row, node].double(), q[row, index[row, node]].double()
+            expected = measure.with_reduced_drafter(*pair, ids)
+            torch.testing.assert_close(found[row, node].double(), expected, atol=1e-6, rtol=1e-5)
+    with pytest.raises(IndexError):
+        functional.divergence_rows(p, q, measure, ids, index + 3)
 
 
 @needs_kernels

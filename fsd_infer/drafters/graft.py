@@ -119,8 +119,7 @@ class GraftedSession(DraftSession):
         if self.auto is not None:
             return kept_of(union, main, self.auto.keep(union))
         nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes, union.held)
-        if nodes.device.type == "cpu":  # drop padding; on other devices a sync would cost more than it
-            nodes = nodes[:, : 1 + int(union.is_draft.sum(1).max())]
+        nodes = nodes[:, : 1 + functional.upper_bound(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return kept_of(union, main, nodes)
 
 

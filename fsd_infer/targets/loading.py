@@ -180,8 +180,8 @@ def _located(
     options = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
     source = resolve_target(name_or_dir, progress=progress, subfolder=options.get("subfolder"))
     adapter = adapter_of(name_or_dir)
-    if adapter is not None and read_adapter_config(adapter).get("revision"):
-        options.setdefault("revision", read_adapter_config(adapter)["revision"])  # of the base model
+    if adapter is not None and (revision := read_adapter_config(adapter, beside=True).get("revision")):
+        options.setdefault("revision", revision)  # of the base model
     if os.path.isdir(source):
         options.pop("subfolder", None)
     return source, options
@@ -278,7 +278,7 @@ def load_target(
     options |= {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
     load = explained(name_or_dir, source)(_load)
     model, tokenizer, quantised = load_whole(
-        source, lambda: load(source, where, options, place, allow_control_tokens), **where
+        source, lambda: load(source, where, options, place, allow_control_tokens, adapter), **where
     )
     model.requires_grad_(False)
     if adapter is not None:
@@ -288,7 +288,12 @@ def load_target(
 
 
 def _load(
-    source: str, where: dict[str, Any], options: dict[str, Any], place: torch.device, allow_control_tokens: bool
+    source: str,
+    where: dict[str, Any],
+    options: dict[str, Any],
+    place: torch.device,
+    allow_control_tokens: bool,
+    adapter: Path | None = None,
 ) -> tuple[Any, PreTrainedTokenizerBase | None, bool]:
     """Return model, tokenizer, and whether the model is quantised.
 
@@ -298,6 +303,7 @@ def _load(
         options: others of transformers, changed in place.
         place: device to load on.
         allow_control_tokens: as in :func:`load_target`.
+        adapter: directory of one that will be applied, merged or, to a quantised model, beside the weights.
     """
     config = _config(source, **where)
     check_size(source, config, where["trust_remote_code"])
@@ -305,6 +311,8 @@ def _load(
         options["quantization_config"] = quantization_config(options["quantization_config"])
     stored = method_of(config) is not None
     quantised = stored or method_of(options.get("quantization_config")) is not None
+    if adapter is not None:
+        read_adapter_config(adapter, beside=quantised)  # refused before the weights are read
     expanded = place.type == "cpu" and method_of(config) in METHODS
     if quantised:
         check_quantization(config if stored else options["quantization_config"], place, stored)

@@ -211,10 +211,13 @@ class Target(CachedModel):
         return weight, bias if bias is None or ids is None else bias[ids].contiguous()
 
     @torch.no_grad()
-    def features(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the features [B, M, F] of right-padded ids [B, M] (attention_mask [B, M], 1 on real tokens)."""
+    def features(self, ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
+        """Return the features [B, M, F] of right-padded ids [B, M] (attention_mask [B, M], 1 on real tokens).
+
+        Other ``inputs`` go to the model's forward. Only the captured layers' outputs are kept.
+        """
         with self.plain_stack.captured(self.captured_layers) as found:
-            self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False)
+            self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False, **inputs)
         return self._joined(*found)
 
     def reduced_lm_head(self, ids: Tensor) -> nn.Linear:

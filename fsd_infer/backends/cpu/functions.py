@@ -12,29 +12,45 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
+from fsd_core.tensors import draw
 from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, kernels
 
 _FEW_LARGEST = 256  # the kernel inserts into a sorted list, which is slower than torch's selection for more
 
 
-def row_max(logits: Tensor, rows: Tensor | None = None) -> Any:
+def row_max(logits: Tensor) -> Any:
     compiled = _compiled(logits)
-    return NotImplemented if compiled is None else compiled.row_statistics(logits.contiguous(), rows, log_sum=False)[:2]
+    return NotImplemented if compiled is None else compiled.row_statistics(logits.contiguous(), None, log_sum=False)[:2]
 
 
-def row_stats(logits: Tensor, rows: Tensor | None = None) -> Any:
+def row_stats(logits: Tensor, where: Tensor | None = None) -> Any:
     compiled = _compiled(logits)
-    return NotImplemented if compiled is None else compiled.row_statistics(logits.contiguous(), rows)
+    if compiled is None:
+        return NotImplemented
+    if where is None:
+        return compiled.row_statistics(logits.contiguous())
+    flat, rows = _chosen(logits, where)
+    return tuple(_spread(found, rows, where) for found in compiled.row_statistics(flat, rows))
 
 
-def row_entropy(logits: Tensor, rows: Tensor | None = None) -> Any:
+def row_entropy(logits: Tensor, where: Tensor | None = None) -> Any:
     compiled = _compiled(logits)
-    return NotImplemented if compiled is None else compiled.row_entropies(logits.contiguous(), rows)
+    if compiled is None:
+        return NotImplemented
+    if where is None:
+        return compiled.row_entropies(logits.contiguous())
+    flat, rows = _chosen(logits, where)
+    return _spread(compiled.row_entropies(flat, rows), rows, where)
 
 
-def topk_logprobs(logits: Tensor, k: int) -> Any:
+def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> Any:
     compiled = _compiled(logits)
-    return NotImplemented if compiled is None else compiled.likeliest(logits.contiguous(), k)
+    if compiled is None:
+        return NotImplemented
+    if where is None:
+        return compiled.likeliest(logits.contiguous(), k)
+    flat, rows = _chosen(logits, where)
+    return tuple(_spread(found, rows, where) for found in compiled.likeliest(flat[rows], k))
 
 
 def keep_top_k(scores: Tensor, k: int, other: float = -math.inf) -> Any:
@@ -47,20 +63,46 @@ def divergence_rows(
     q_logits: Tensor,
     measure: Any,
     draft_ids: Tensor | None = None,
-    rows: tuple[Tensor | None, Tensor | None] = (None, None),
+    q_index: Tensor | None = None,
 ) -> Any:
     """Take the five plain forms, over a reduced vocabulary those that are finite where q is 0."""
     if measure.name not in PLAIN_DIVERGENCES or draft_ids is not None and measure.infinite_on_reduced_vocabulary:
         return NotImplemented
-    pair = tuple(zip((p_logits, q_logits), rows, strict=True))
-    shapes = [x.shape[:-1] if which is None else which.shape for x, which in pair]
     width = p_logits.shape[-1] if draft_ids is None else draft_ids.shape[0]
     compiled = _compiled(p_logits, q_logits)
-    if compiled is None or shapes[0] != shapes[1] or q_logits.shape[-1] != width:
+    fits = q_logits.shape[-1] == width and (q_index is not None or p_logits.shape[:-1] == q_logits.shape[:-1])
+    if compiled is None or not fits:
         return NotImplemented
     ids = None if draft_ids is None else draft_ids.long().contiguous()  # files may store narrower integers
-    of_p, of_q = (None if which is None else which.contiguous() for which in rows)
-    return compiled.divergence(measure.name, p_logits.contiguous(), q_logits.contiguous(), ids, (of_p, of_q))
+    p_logits, q_logits = p_logits.contiguous(), q_logits.contiguous()
+    if q_index is None:
+        return compiled.divergence(measure.name, p_logits, q_logits, ids)
+    known = q_index >= 0
+    flat, rows = _chosen(p_logits, known)
+    of_q = (q_index + q_logits.shape[1] * torch.arange(len(q_index))[:, None])[known]
+    found = compiled.divergence(measure.name, flat, q_logits.flatten(0, 1), ids, (rows, of_q))
+    return _spread(found, rows, known, math.inf)
+
+
+def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
+    """Compute the rows that count alone: what a choice of rows costs elsewhere, a transfer, costs nothing here."""
+    found = draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
+    return torch.zeros_like(where, dtype=torch.long).masked_scatter(where, found)
+
+
+def upper_bound(values: Tensor, most: int) -> int:
+    return int(values.max())
+
+
+def _chosen(logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits [..., V] as [M, V], and the rows [R] that count."""
+    return logits.contiguous().view(-1, logits.shape[-1]), where.flatten().nonzero().squeeze(-1)
+
+
+def _spread(found: Tensor, rows: Tensor, where: Tensor, other: float = 0.0) -> Tensor:
+    """Return results [R, ...] at their places in [..., ...], ``other`` elsewhere."""
+    whole = found.new_full((where.numel(), *found.shape[1:]), other)
+    return whole.index_copy_(0, rows, found).unflatten(0, where.shape)
 
 
 def ancestors(parents: Tensor) -> Any:
@@ -83,7 +125,6 @@ def _compiled(*logits: Tensor) -> Kernels | None:
 
 def register() -> None:
     """Let the kernels answer on CPUs."""
-    for kernel in (
-        row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, ancestors, tree_union,
-    ):  # fmt: skip
+    of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, sample_rows)
+    for kernel in (*of_rows, upper_bound, ancestors, tree_union):
         functional.register(kernel.__name__, "cpu", kernel)
