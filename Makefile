@@ -34,7 +34,7 @@ lint: $(STAMP)  ## ruff, mypy, the spelling and the length of sentences
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
-	$(BIN)/python scripts/prose.py --worst 5 --max-share 0.02 --hold docs fsd_infer fsd_bench fsd_train
+	$(BIN)/python scripts/prose.py --worst 5 --max-share 0.02 --hold docs fsd_core fsd_infer fsd_bench fsd_train
 
 test: lint  ## lint, then the fast tests, in WORKERS processes
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -66,10 +66,9 @@ test-vllm: $(STAMP)  ## exported heads decode in vLLM as they do here; it is ins
 bench: $(STAMP)  ## speed beside transformers, vLLM, llama.cpp and OpenVINO; options: BENCH_ARGS="--target DIR ..."
 	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
 
-docs: $(STAMP)  ## the API reference, from the docstrings, in build/docs
+docs: $(STAMP)  ## the site: pages and the API reference from the docstrings, in build/docs
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c requirements.lock -e '.[docs]'
-	$(BIN)/python -m pdoc --docformat google --output-directory build/docs fsd_train fsd_bench fsd_infer \
-	  $$(git ls-files fsd_infer | sed -nE 's#^fsd_infer/([a-z_]+)(/__init__)?\.py$$#fsd_infer.\1#p' | grep -v __init__)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lock: $(STAMP)  ## resolve requirements.lock again, keeping torch where it is
 	$(BIN)/python -m pip install --quiet uv
@@ -80,4 +79,4 @@ lock: $(STAMP)  ## resolve requirements.lock again, keeping torch where it is
 
 clean:  ## remove the environment and everything tools left behind (not the model cache of the user)
 	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
-	find fsd_infer fsd_bench fsd_train tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find fsd_core fsd_infer fsd_bench fsd_train tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,7 +4,7 @@ from setuptools import find_packages, setup
 
 setup(
     packages=[
-        *find_packages(include=["fsd_infer*", "fsd_bench*", "fsd_train*"]),
+        *find_packages(include=["fsd_core*", "fsd_infer*", "fsd_bench*", "fsd_train*"]),
         "fsd_train.shipped.recipes",
         "fsd_train.shipped.data",
     ],
@@ -15,10 +15,10 @@ setup(
             "cpu/native/*.h",
             "serving/page.html",
             "shipped/**/*",
-            "integrations/lm_eval/tasks/*",
             "py.typed",
         ],
-        "fsd_bench": ["evidence/page.html", "py.typed"],
+        "fsd_core": ["py.typed"],
+        "fsd_bench": ["board.html", "evidence/page.html", "lm_eval/tasks/*", "py.typed"],
         "fsd_train": ["commands/*.in", "commands/quickstart.yaml", "py.typed"],
         "fsd_train.shipped.recipes": ["*.yaml"],
         "fsd_train.shipped.data": ["quickstart_prompts.jsonl", "smollm2-135m-answers.jsonl.gz"],

@@ -21,8 +21,8 @@ from benchmarks.recorded import BUILT_IN, PROMPTS, ROOT, parser_of, run_resumed
 from benchmarks.workplace import Workplace, shown_command
 from fsd_bench import parse_methods
 from fsd_bench.report import bench_table
+from fsd_core.errors import FsdError
 from fsd_infer.drafters.shape import parse_tree
-from fsd_infer.errors import FsdError
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, fetch_gguf, is_builtin, shipped_drafter
 from fsd_infer.targets.loading import resolve_target
 
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         gguf=(None, "the target for llama.cpp and OpenVINO (default: the built-in one's file)"), prompts=PROMPTS,
         limit=24, every=10, max_new_tokens=64, repeat=1, blocks=6,
         thresholds=("0.1,0.3", "thresholds of js for the fuzzy rule"),
-        tree=("auto", "tree of heads, as `fsd-infer bench` takes it"),
+        tree=("auto", "tree of heads, as `fsd-bench run` takes it"),
         methods=(None, "methods of this package and transformers (default: all that the target has drafters for)"),
         peers=(",".join(PEER_METHODS), "other engines; '': none"),
         output=(ROOT / "benchmarks" / "results", "directory of the record"), threads=os.cpu_count() or 1,

@@ -18,8 +18,8 @@ from fsd_bench.evidence.settings import EXACT
 from fsd_bench.evidence.summary import summarise
 from fsd_bench.evidence.sweep import Sweep, read_sweep
 from fsd_bench.record import write_record
-from fsd_infer.errors import FsdError
-from fsd_infer.files import jsonable
+from fsd_core.errors import FsdError
+from fsd_core.files import jsonable
 
 RATIOS = {"× τ": "tau", "forwards ×": "target_forwards", "length ×": "answer_tokens", "speed ×": "speed"}
 DIFFERENCES = {  # heading: quantity, scale, digits
@@ -73,7 +73,7 @@ def _difference(values: dict[str, float] | None, scale: float, digits: int) -> s
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the sweep, write the record and print its tables. Return 2 after bad input."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.findings", description=__doc__.split("\n\n")[0])
-    parser.add_argument("sweep", type=Path, help="file of `fsd-infer sweep`")
+    parser.add_argument("sweep", type=Path, help="file of `fsd-bench sweep`")
     parser.add_argument("record", type=Path, help="file of the record")
     args = parser.parse_args(argv)
     try:

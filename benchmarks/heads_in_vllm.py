@@ -27,10 +27,10 @@ from torch import Tensor
 
 from benchmarks.peers import PEERS, install, vllm_variables
 from benchmarks.recorded import parser_of, record_main
+from fsd_core.errors import FsdError
+from fsd_core.text.encoding import encode_chat, read_prompts
 from fsd_infer import FuzzyDecoder, Target
-from fsd_infer.chat.encoding import encode_chat, read_prompts
 from fsd_infer.drafters import EagleDrafter, TreeShape
-from fsd_infer.errors import FsdError
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.weights import SINGLE

@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Questions in order: {"workload", "turns", and what differs from a greedy answer}."""
-    from fsd_infer.chat.rows import read_jsonl
+    from fsd_core.text.rows import read_jsonl
 
     rows = [row for _, row in read_jsonl(args.prompts)]
     kinds = {"chat": CHAT, "rag": ("rag",), "summaries": ("summarization",)}
@@ -265,7 +265,7 @@ def partial_of(args: argparse.Namespace) -> Path:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """{method: [answers]}: a process for each group of workloads and method, in turns. A killed run goes on with the
     one that it was at."""
-    from fsd_infer.files import append_json
+    from fsd_core.files import append_json
 
     groups: dict[str, str] = {}
     for row in rows_of(args):
@@ -324,7 +324,7 @@ def summary(answers: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str
 def report(record: dict[str, Any]) -> str:
     """A table of tokens per forward, tokens per second and both as ratios to the baseline's."""
     from fsd_bench.intervals import ratio_text
-    from fsd_infer.cli.report import table
+    from fsd_core.tables import table
 
     rows = [
         [workload, method, str(cell["answers"]), f"{cell['tau']:.2f}", ratio_text(cell["tau_ratio"]),

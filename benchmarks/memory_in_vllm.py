@@ -22,7 +22,7 @@ from benchmarks.memory import TARGET, TARGETS, build_parser, report, rows_of, su
 from benchmarks.peers import HERE, vllm_variables
 from benchmarks.recorded import record_main
 from fsd_bench.process import ProcessMethod
-from fsd_infer.files import append_json
+from fsd_core.files import append_json
 from fsd_infer.targets.loading import load_tokenizer, resolve_target
 
 METHODS = {"vllm": [], "vllm ngram": ["--drafts", "ngram"], "vllm suffix": ["--drafts", "suffix"]}

@@ -45,7 +45,7 @@ def target() -> Any:
 
 def texts(seed: int) -> Iterator[list[int]]:
     """Prompts with their answers, again and again; with a seed other than 0, other tokens stand here and there."""
-    from fsd_infer.chat.rows import read_jsonl
+    from fsd_core.text.rows import read_jsonl
 
     draws = Random(seed)
     while True:

@@ -82,7 +82,7 @@ class Decoder:
         self._process.communicate()
 
     def _read(self) -> Any:
-        from fsd_infer.errors import FsdError
+        from fsd_core.errors import FsdError
 
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -136,7 +136,7 @@ def report(record: dict[str, Any]) -> str:
     """Return the table: medians, and in brackets what share of the speed alone is left."""
     from statistics import median
 
-    from fsd_infer.cli.report import table
+    from fsd_core.tables import table
 
     rows = []
     for case, by_count in record["tokens_per_second"].items():

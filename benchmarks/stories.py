@@ -5,7 +5,7 @@
 
 The target continues made beginnings. Every loss trains the public drafter on these texts by ``recipes/stories.yaml``,
 for the same number of steps. All drafters then continue held-out beginnings of other templates, names and events: one
-`fsd-infer bench` over rules and chain lengths. Finished parts stay in ``--work``, and the same command continues there.
+`fsd-bench run` over rules and chain lengths. Finished parts stay in ``--work``, and the same command continues there.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from benchmarks.recorded import ROOT, parser_of, record_main, run_resumed
 from benchmarks.workplace import Workplace
 from fsd_bench.intervals import ratio_interval, ratio_text
 from fsd_bench.report import bench_table
-from fsd_infer.cli.report import percent, table
+from fsd_core.errors import FsdError
+from fsd_core.files import write_text
+from fsd_core.tables import percent, table
 from fsd_infer.drafters import TreeShape
-from fsd_infer.errors import FsdError
-from fsd_infer.files import write_text
 from fsd_train.cli import main as fsd_train
 from fsd_train.losses import FsdLoss
 from fsd_train.losses.rows import divergence_rows

@@ -21,10 +21,10 @@ from typing import Any
 from benchmarks.recorded import BUILT_IN, PROMPTS, ROOT, parser_of, record_main
 from fsd_bench import run
 from fsd_bench.intervals import ratio_interval, ratio_text
-from fsd_infer.chat.rows import read_jsonl
-from fsd_infer.cli.report import number, table
+from fsd_core.files import write_text
+from fsd_core.tables import number, table
+from fsd_core.text.rows import read_jsonl
 from fsd_infer.drafters.shape import AUTO
-from fsd_infer.files import write_text
 
 KINDS = {
     "chat": ("writing", "roleplay", "humanities", "stem"),

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
 
 
 class Workplace:

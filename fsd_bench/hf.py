@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fsd_bench.base import Answer, Method, TimedRun
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
 from fsd_infer.request.options import only_stated
 from fsd_infer.targets.token_ids import eos_ids, left_pad, pad_id
 

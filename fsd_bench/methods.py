@@ -35,10 +35,10 @@ from fsd_bench.hf import GenerateMethod
 from fsd_bench.models import Models
 from fsd_bench.process import ProcessMethod
 from fsd_bench.server import Server, ServerMethod
+from fsd_core.errors import FsdError, UnknownNameError
+from fsd_core.registry import Registry, read_int
 from fsd_infer.drafters import TreeShape
 from fsd_infer.engine.beams import BeamOptions
-from fsd_infer.errors import FsdError, UnknownNameError
-from fsd_infer.registry import Registry, read_int
 from fsd_infer.rules import RULES, parse_rule
 from fsd_infer.targets.loading import load_target
 

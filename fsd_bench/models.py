@@ -10,9 +10,9 @@ from typing import Any
 
 from typing_extensions import Self
 
+from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, TreeShape
-from fsd_infer.errors import FsdError
 from fsd_infer.targets.loading import load_config, load_target, load_tokenizer, parse_device, parse_dtype
 from fsd_infer.targets.masks import max_positions
 from fsd_infer.targets.target import Target

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsd_infer.errors import FsdError, ModelLoadError, shortened
+from fsd_core.errors import FsdError, ModelLoadError, shortened
 from fsd_infer.targets.loading import attention_for, explained, load_config
 from fsd_infer.targets.target import Target
 

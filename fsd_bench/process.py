@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsd_bench.base import Method, TimedRun, typed
-from fsd_infer.errors import FsdError
-from fsd_infer.files import parse_json
+from fsd_core.errors import FsdError
+from fsd_core.files import parse_json
 
 STOP_SECONDS = 20.0
 

@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.chat.conversations import template_options
-from fsd_infer.chat.encoding import PromptRow, encode_chat, encode_text, need_tokenizer, read_prompts
-from fsd_infer.chat.row_check import RowCheck, listing_of
-from fsd_infer.chat.templates import turn_fields_of
-from fsd_infer.errors import ContextLengthError, DataError
+from fsd_core.errors import ContextLengthError, DataError
+from fsd_core.text.conversations import template_options
+from fsd_core.text.encoding import PromptRow, encode_chat, encode_text, need_tokenizer, read_prompts
+from fsd_core.text.row_check import RowCheck, listing_of
+from fsd_core.text.templates import turn_fields_of
 
 REFERENCES = ("answer", "reference")  # fields that answers are scored against
 

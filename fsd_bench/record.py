@@ -14,9 +14,9 @@ from typing import Any
 from fsd_bench.base import OF_TEXT, Answer, TimedRun, Turn
 from fsd_bench.intervals import interval
 from fsd_bench.paired import QUANTITIES, RATES, SUMS, against, intervals, pooled
+from fsd_core.errors import FsdError
+from fsd_core.files import jsonable, write_text
 from fsd_infer.engine.drafts import Drafts
-from fsd_infer.errors import FsdError
-from fsd_infer.files import jsonable, write_text
 
 # entries of a list, two levels deep in indented JSON
 _DEEP = re.compile(r"^(  )(\{$.*?^  \}|\[$.*?^  \])", re.MULTILINE | re.DOTALL)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fsd_bench.base import TimedRun, typed
-from fsd_infer.errors import FsdError
-from fsd_infer.files import append_json, jsonable, write_text
+from fsd_core.errors import FsdError
+from fsd_core.files import append_json, jsonable, write_text
 
 VERSION = 3  # of the format
 

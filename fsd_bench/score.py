@@ -35,9 +35,9 @@ from importlib import import_module
 from typing import Any
 
 from fsd_bench.base import Answer
-from fsd_infer.chat.encoding import PromptRow
+from fsd_core.errors import DataError, FsdError
+from fsd_core.text.encoding import PromptRow
 from fsd_infer.engine.ngrams import copied_ngrams, coverage, repeated_ngrams
-from fsd_infer.errors import DataError, FsdError
 
 AUTO = "auto"
 NONE = "none"

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from fsd_bench.base import Answer, Method, TimedRun
-from fsd_bench.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
+from fsd_core.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
 
 __all__ = ["Server", "ServerError", "ServerMethod"]
 

@@ -13,7 +13,7 @@ from fsd_bench.methods import parse_methods
 from fsd_bench.models import ModelOptions
 from fsd_bench.record import choose_baselines
 from fsd_bench.score import AUTO, check_score
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
 
 
 @dataclass

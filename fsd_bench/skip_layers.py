@@ -1,4 +1,4 @@
-"""`fsd-infer skip-layers`: find the decoder layers that a drafter made of the target can skip.
+"""`fsd-bench skip-layers`: find the decoder layers that a drafter made of the target can skip.
 
 The search is greedy. Each step drops the layer whose loss keeps the agreement with the whole target highest. Agreement
 is the share of tokens of the target's own greedy answers that the smaller model finds likeliest, given the text before
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from fsd_bench.likelihood import log_likelihoods
 from fsd_bench.prompts import encode_rows, first_rows
+from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.errors import FsdError
 from fsd_infer.targets.sharing import with_layers
 from fsd_infer.targets.target import Target
 

@@ -13,7 +13,7 @@ from fsd_bench.base import Method
 from fsd_bench.methods import make_methods
 from fsd_bench.models import Models
 from fsd_bench.settings import Settings, set_threads
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
 
 
 def private_stdout() -> TextIO:

@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fsd_core.errors import FsdError, VocabularyMismatchError
+from fsd_core.registry import Registry, read_int
 from fsd_infer.cpu import ops
-from fsd_infer.errors import FsdError, VocabularyMismatchError
-from fsd_infer.registry import Registry, read_int
 
 LN2 = math.log(2.0)
 ZERO = -1e30  # log-probabilities up to this mean probability 0; finite, to avoid inf - inf

@@ -14,9 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fsd_core.tensors import lists, padded, to_device
 from fsd_infer.cpu import ops
-from fsd_infer.device.rows import padded
-from fsd_infer.device.transfer import lists, to_device
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fsd_infer.errors import CheckpointError
+from fsd_core.errors import CheckpointError
 from fsd_infer.targets.target import Target
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from fsd_infer.cli.run import BAD_INPUT, needed, run
-from fsd_infer.errors import UnknownNameError
+from fsd_core.console import BAD_INPUT, needed, run
+from fsd_core.errors import UnknownNameError
 from fsd_train.commands.command_lines import COMMANDS, PARSERS
 
 HELP = {
@@ -30,7 +30,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the console command; :func:`fsd_infer.cli.run.run` defines its exit status."""
+    """Run the console command; :func:`fsd_core.console.run` defines its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print(usage(), file=sys.stderr if not args else sys.stdout)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from fsd_infer.errors import CheckpointError, DataError
+from fsd_core.errors import CheckpointError, DataError
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import callbacks_of, check_weights, read_checkpoint
 

@@ -20,7 +20,7 @@ import networkx as nx
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-PACKAGES = ("fsd_infer", "fsd_bench", "fsd_train")
+PACKAGES = ("fsd_core", "fsd_infer", "fsd_bench", "fsd_train")
 
 
 def modules(root: Path, package: str) -> nx.DiGraph:

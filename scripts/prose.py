@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md")
-PACKAGES = ("fsd_infer", "fsd_bench", "fsd_train", "benchmarks", "scripts", "examples", "tests")
+PACKAGES = ("fsd_core", "fsd_infer", "fsd_bench", "fsd_train", "benchmarks", "scripts", "examples", "tests")
 NOT_PROSE = [(r"!\[[^]]*\]\([^)]*\)|<[^>\s][^>]*>", ""), (r"\[([^]]*)\]\([^)]*\)", r"\1"), (r"(`+).+?\1", "code")]
 STARTS = re.compile(r"^\s*([-*+]|\d+\.|#+|>)\s")  # a list item, a heading or a quotation
 CODE = re.compile(r"\s*(\||```|>>>)|.*\S {3,}\S")  # and tables, of Markdown or set with spaces

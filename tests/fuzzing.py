@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
 
 FUZZ = settings(
     deadline=None,

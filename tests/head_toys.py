@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fsd_core.text.encoding import encode_chat
 from fsd_infer import Target
-from fsd_infer.chat.encoding import encode_chat
 from fsd_train.models.eagle import EagleModule
 from tests.text_toys import tiny_tokenizer, write_rows
 from tests.train_toys import answers_of, options, trainer

@@ -146,13 +146,13 @@ class SimulatedDevice(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(self._lifts)
 
     def waited(self, op: Any) -> None:
-        """Count a wait, with the innermost line of ours outside of fsd_infer/device/transfer.py."""
+        """Count a wait, with the innermost line of ours outside of fsd_core/tensors.py."""
         if self.graph is not None:
             raise RuntimeError(f"{op}: operation not permitted when stream is capturing")
         frame: Any = sys._getframe()
         while frame is not None:
             file = frame.f_code.co_filename
-            if file.startswith(OURS) and not file.endswith("transfer.py"):
+            if file.startswith(OURS) and not file.endswith("fsd_core/tensors.py"):
                 self.waits.append(Wait(str(op), file[len(str(ROOT)) + 1 :], frame.f_lineno, frame.f_code.co_qualname))
                 return
             frame = frame.f_back

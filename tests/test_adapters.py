@@ -15,8 +15,8 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_infer import FsdError, FuzzyDecoder, Target
-from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.targets.adapters import (
     _HARMLESS,
     _READ,

@@ -11,11 +11,11 @@ from fastapi.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from fsd_core.text.control import encode_with_offsets, hidden, set_control_tokens
+from fsd_core.text.encoding import encode_chat, special_ids
+from fsd_core.text.masks import encode_conversation
+from fsd_core.text.pieces import Pieces, token_pieces
 from fsd_infer import FuzzyDecoder
-from fsd_infer.chat.control import encode_with_offsets, hidden, set_control_tokens
-from fsd_infer.chat.encoding import encode_chat, special_ids
-from fsd_infer.chat.masks import encode_conversation
-from fsd_infer.chat.pieces import Pieces, token_pieces
 from fsd_infer.serving.app import make_app
 from fsd_infer.serving.batcher import Logprob
 from fsd_infer.serving.replies import _by_text

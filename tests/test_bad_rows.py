@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fsd_infer.chat.encoding import read_prompts
-from fsd_infer.chat.row_check import LISTING, RowCheck
+from fsd_core.errors import DataError
+from fsd_core.text.encoding import read_prompts
+from fsd_core.text.row_check import LISTING, RowCheck
 from fsd_infer.cli.main import main as fsd_infer
-from fsd_infer.errors import DataError
 from fsd_train.cli import main as fsd_train
 from fsd_train.data import AnswersDataModule, read_answers
 from fsd_train.data.answers import conclude

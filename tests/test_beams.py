@@ -11,10 +11,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import fsd_infer
+from fsd_core.errors import CacheMemoryError
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
 from fsd_infer.drafters import DraftRequest, DraftSession, LookupDrafter, RecycleDrafter
 from fsd_infer.engine.beams import BeamOptions
-from fsd_infer.errors import CacheMemoryError
 from tests.beam_toys import doubled, drafters_for, noisy_target
 from tests.families import FAMILIES, VOCAB, tiny_model, tiny_prompts
 

@@ -13,11 +13,11 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fsd_core.errors import ModelLoadError
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import ops
 from fsd_infer.cpu.kernels import FEW_TOKENS
 from fsd_infer.cpu.packing import Packed, packed_of
-from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.loading import load_target

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, Qwen2Config
 
-from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError
+from fsd_core.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError
 from fsd_infer.targets import builtin
 from fsd_infer.targets import loading as models
 from fsd_infer.targets.loading import load_target

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import MoshiConfig, MoshiForCausalLM
 
+from fsd_core.errors import ContextLengthError, ModelLoadError
 from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.drafters import LookupDrafter
-from fsd_infer.errors import ContextLengthError, ModelLoadError
 from tests.families import WINDOW, noisy_model, reference, tiny_model, tiny_prompts
 
 ORIGINAL = 24

@@ -14,9 +14,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
+from fsd_core.errors import DataError, FsdError
+from fsd_core.text.encoding import encode_chat
 from fsd_infer import Target
-from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.errors import DataError, FsdError
 from fsd_train.data import AnswersDataModule, TokenBudgetSampler, read_answers
 from fsd_train.data import features as module
 from fsd_train.data.answers import AnswersDataset, encode_row

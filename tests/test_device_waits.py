@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import fsd_infer.device.transfer
+import fsd_core.tensors
 import fsd_infer.rules._walk
 from fsd_infer import Target, parse_rule
 from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter, TreeShape
@@ -127,7 +127,7 @@ def test_a_round_waits_for_a_gpu_once(
     target = Target(tiny_model("llama").to("cuda"))
     drafter = drafter_of(kind, target, TreeShape.chain(3))
     waits = 0
-    transfer = fsd_infer.device.transfer.on_host
+    transfer = fsd_core.tensors.on_host
 
     def on_host(*tensors: Tensor) -> Any:
         nonlocal waits
@@ -143,7 +143,7 @@ def test_a_round_waits_for_a_gpu_once(
         return max(row.target_forwards for row in outcome.stats.rows)
 
     run()  # what happens once may wait
-    for module in (fsd_infer.device.transfer, fsd_infer.rules._walk):
+    for module in (fsd_core.tensors, fsd_infer.rules._walk):
         monkeypatch.setattr(module, "on_host", on_host)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -125,7 +125,7 @@ def test_the_table_of_engines_is_its_record(repo_root: Path) -> None:
 
 
 def test_links_lead_somewhere(repo_root: Path) -> None:
-    rooms = ("docs", "benchmarks", "data", "recipes", "fsd_infer", "fsd_train")
+    rooms = ("docs", "benchmarks", "data", "recipes", "fsd_core", "fsd_infer", "fsd_train")
     pages = [repo_root / "README.md", *(page for room in rooms for page in (repo_root / room).rglob("*.md"))]
     dead = [
         f"{page}: {link}"
@@ -134,6 +134,13 @@ def test_links_lead_somewhere(repo_root: Path) -> None:
         if "://" not in link and not (page.parent / link).exists()
     ]
     assert not dead and len(pages) > 20
+
+
+def test_every_page_is_on_the_site(repo_root: Path) -> None:
+    """`make docs` builds the site and fails at a page that does not exist."""
+    listed = re.findall(r": ([a-z-]+\.md)$", (repo_root / "mkdocs.yml").read_text("utf-8"), re.M)
+    pages = {page.name for page in (repo_root / "docs").glob("*.md")} - {"README.md"}  # the list of pages itself
+    assert set(listed) == pages | {"index.md", "reference.md"} and len(listed) == len(set(listed))
 
 
 def test_the_code_on_the_page_of_extensions_runs(repo_root: Path) -> None:

@@ -13,9 +13,9 @@ from scipy import stats as scipy_stats
 from transformers import StoppingCriteriaList, SynthIDTextWatermarkingConfig
 
 import fsd_infer
+from fsd_core.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer import Exact, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target, TreeShape
 from fsd_infer.drafters import GraftedDrafter
-from fsd_infer.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer.rules import Source, parse_rule
 from fsd_infer.targets.token_ids import left_pad
 from fsd_infer.tree import Nodes

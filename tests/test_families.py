@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from fsd_core.errors import ModelLoadError
 from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.device.cache import cache_argument
-from fsd_infer.errors import ModelLoadError
 from tests import families
 from tests.families import (
     CUDA,

@@ -19,8 +19,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsd_infer.cli.run import run
-from fsd_infer.errors import FsdError, causes
+from fsd_core.console import run
+from fsd_core.errors import FsdError, causes
 from fsd_train.cli import main
 from fsd_train.commands.fit import HEAD, TrainCLI, config_errors, configured, quiet
 from tests.fuzzing import FUZZ, JUNK, called, changed, places

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsd_core.tensors import padded
 from fsd_infer import FsdError, Target
-from fsd_infer.device.rows import padded
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, LookupDrafter, MemoryDrafter
 from fsd_infer.drafters.free import Chance, Options, best_first
 from fsd_infer.drafters.memory import FILED, NEAR, Recall

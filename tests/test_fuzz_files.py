@@ -17,8 +17,8 @@ from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
 from fsd_bench.record import write_record
+from fsd_core.console import BAD_INPUT
 from fsd_infer.cli.main import main as infer
-from fsd_infer.cli.run import BAD_INPUT
 from fsd_train.cli import main as train
 from tests.fuzzing import FUZZ, called, one_line, spoilt
 from tests.test_adapters import save_adapter

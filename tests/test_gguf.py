@@ -11,8 +11,8 @@ from gguf import RopeScalingType
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from benchmarks import write_gguf as writer
+from fsd_core.errors import ModelLoadError
 from fsd_infer import FuzzyDecoder
-from fsd_infer.errors import ModelLoadError
 from fsd_infer.targets.gguf import expand_gguf
 from fsd_infer.targets.loading import load_config, load_target
 from tests.families import tiny_model

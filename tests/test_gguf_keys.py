@@ -14,8 +14,8 @@ from gguf import GGUFWriter, RopeScalingType
 from transformers import AutoTokenizer
 
 from benchmarks.write_gguf import finish
+from fsd_core.errors import ModelLoadError
 from fsd_infer import FuzzyDecoder
-from fsd_infer.errors import ModelLoadError
 from fsd_infer.targets.gguf import expand_gguf
 from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fsd_core.errors import CheckpointError
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, load_drafter
-from fsd_infer.errors import CheckpointError
 from fsd_infer.heads.config import EagleConfig, usual_layers
 from fsd_infer.heads.export import FORMATS, TOKEN_MAP, TargetFacts, export_head
 from fsd_infer.heads.head import EagleHead

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters.vocabulary import ContextVocabulary
-from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.callbacks import ExportHead
 from fsd_train.commands.export import load_module

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ["fsd_infer", "fsd_bench", "fsd_train"]
+PACKAGES = ["fsd_core", "fsd_infer", "fsd_bench", "fsd_train"]
 SEAM = "fsd_infer.cpu.ops"
 PURE = ["fsd_infer.divergence", "fsd_infer.tree", "fsd_infer.rules"]
 MODELS = ["transformers", "huggingface_hub", "fsd_infer.targets"]
@@ -38,16 +38,20 @@ def test_the_cpu_room_has_one_door(repo_root: Path) -> None:
     assert not wrong
 
 
+def test_the_core_stands_alone(repo_root: Path) -> None:
+    files = list((repo_root / "fsd_core").rglob("*.py"))
+    assert len(files) > 10
+    found = {(file.name, name) for file in files for name in imports_of(file) if name.startswith("fsd_")}
+    assert {name for name in found if not name[1].startswith("fsd_core.")} == set()
+
+
 def test_decoding_needs_nothing_of_training_or_of_the_bench(repo_root: Path) -> None:
-    """But the commands of ``fsd-infer`` that are the bench's own, and lm-eval, which scores as the bench does."""
     here = repo_root / "fsd_infer"
     users: dict[str, set[str]] = {"fsd_train": set(), "fsd_bench": set()}
     for file in here.rglob("*.py"):
         for name in imports_of(file):
             users.get(name.partition(".")[0], set()).add(str(file.relative_to(here)))
-    lm_eval = {f"integrations/lm_eval/{name}.py" for name in ("model", "scoring")}
-    users_of_bench = {f"cli/{name}.py" for name in ("commands", "env", "evidence")} | lm_eval
-    assert users == {"fsd_train": set(), "fsd_bench": users_of_bench}
+    assert users == {"fsd_train": set(), "fsd_bench": set()}
 
 
 def test_maths_needs_no_models_and_no_compiler(repo_root: Path) -> None:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from huggingface_hub import constants, get_session
 
+from fsd_core.hub import LARGE, is_damaged
+from fsd_core.text.rows import read_rows, rows_digest
 from fsd_infer import FsdError, Target
-from fsd_infer.chat.rows import read_rows, rows_digest
 from fsd_infer.drafters.corpus import open_corpus
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
-from fsd_infer.hub import LARGE, is_damaged
 from fsd_infer.targets.loading import load_config, load_target, load_tokenizer
 from fsd_train.cli import main as cli
 from tests.bench_toys import Toy
@@ -131,7 +131,7 @@ def test_a_hub_that_is_not_there(
         hub.url = f"http://127.0.0.1:{free.getsockname()[1]}"
     hub.serve_this_process(monkeypatch, tmp_path / "empty")
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.url)
-    monkeypatch.setattr("fsd_infer.hub._TOLD", set())
+    monkeypatch.setattr("fsd_core.hub._TOLD", set())
     text = said(LOADS[kind], "runs/mytarget")
     assert sum(waits) < 5
     if kind in ("rows", "digest"):

@@ -16,7 +16,7 @@ import torch
 from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
-from fsd_infer.errors import ContextLengthError, DataError, FsdError
+from fsd_core.errors import ContextLengthError, DataError, FsdError
 from tests.bench_toys import Toy
 from tests.text_toys import write_rows
 
@@ -25,9 +25,9 @@ pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-from fsd_infer.integrations.lm_eval import TASKS, FsdLM, scoring
-from fsd_infer.integrations.lm_eval.model import generate_options
-from fsd_infer.integrations.lm_eval.texts import Until, cut_before
+from fsd_bench.lm_eval import TASKS, FsdLM, scoring
+from fsd_bench.lm_eval.model import generate_options
+from fsd_bench.lm_eval.texts import Until, cut_before
 
 PROGRAM = {"prompt": "def twice(x):\n", "test": "def check(f):\n    assert f(4) == 8\n", "entry_point": "twice"}
 

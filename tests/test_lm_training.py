@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from fsd_core.errors import DataError
 from fsd_infer import FuzzyDecoder, LMDrafter, Target, TreeShape
 from fsd_infer.divergence import divergence
 from fsd_infer.drafters.itself import Itself
 from fsd_infer.drafters.lm import load_lm
-from fsd_infer.errors import DataError
 from fsd_infer.targets.adapters import is_adapter
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.cli import main as cli

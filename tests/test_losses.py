@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import DataError, FsdError
+from fsd_core.errors import DataError, FsdError
 from fsd_infer.rules import Exact, Fuzzy, Verification
 from fsd_infer.tree import DraftTree
 from fsd_train.losses import LMHead, Schedule, as_loss

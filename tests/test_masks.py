@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from fsd_infer.chat import encoding
-from fsd_infer.chat.conversations import row_conversation, row_messages
-from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.chat.masks import encode_conversation
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
+from fsd_core.text import encoding
+from fsd_core.text.conversations import row_conversation, row_messages
+from fsd_core.text.encoding import encode_chat
+from fsd_core.text.masks import encode_conversation
 from tests.test_prompts import BOT, LAST, MORE, USER, marked
 from tests.text_toys import CHATML, THINKING, tiny_tokenizer
 

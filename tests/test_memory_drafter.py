@@ -24,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from fsd_bench.engine import EngineMethod
+from fsd_core.errors import DataError
 from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.cli.main import main
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, MemoryDrafter
@@ -31,7 +32,6 @@ from fsd_infer.drafters import corpus as corpora
 from fsd_infer.drafters.corpus import SUFFIX, open_corpus
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.prefixes import END, LEAST_MATCH, SORTED, Prefixes, Store, sorted_prefixes
-from fsd_infer.errors import DataError
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.batcher import Batcher
 from fsd_infer.tree import DraftTree

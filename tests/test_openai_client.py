@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsd_bench.openai_client import Server, ServerError
+from fsd_core.openai_client import Server, ServerError
 from tests.openai_server import replying
 
 BODY = {"model": "toy", "prompt": [1, 2], "max_tokens": 3}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fsd_core.errors import KernelsError
 from fsd_infer import FuzzyDecoder, NoDrafter, Target
 from fsd_infer.cpu import build
 from fsd_infer.cpu import kernels as module
@@ -25,7 +26,6 @@ from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
 from fsd_infer.cpu.packing import can_pack, fp8_panels, fp8_values, pack_linears
 from fsd_infer.cpu.sets import SETS, VARIABLE
 from fsd_infer.cpu.structs import Linear
-from fsd_infer.errors import KernelsError
 from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
 from tests.kernel_toys import logits_through_cache, need_set, needs_kernels
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fsd_bench.prompts import encode_rows
-from fsd_infer.chat.conversations import row_conversation, row_messages
-from fsd_infer.chat.encoding import encode_chat, end_of_turn, read_prompts
-from fsd_infer.chat.masks import encode_conversation
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
+from fsd_core.text.conversations import row_conversation, row_messages
+from fsd_core.text.encoding import encode_chat, end_of_turn, read_prompts
+from fsd_core.text.masks import encode_conversation
 from fsd_train.data import read_answers
 from tests.text_toys import CHATML, OTHERWISE, THINKING, tiny_tokenizer, write_rows
 

@@ -17,10 +17,10 @@ from scipy.stats import chisquare
 from torch import nn
 from transformers import GenerationConfig
 
+from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.cpu import ops
 from fsd_infer.cpu.packing import can_pack, packed_of
-from fsd_infer.errors import CheckpointError, ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gptq import expand, load_expanded
 from fsd_infer.targets.loading import load_config, load_target

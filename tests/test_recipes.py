@@ -12,9 +12,9 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from fsd_core.errors import ModelLoadError
+from fsd_core.text.encoding import encode_chat
 from fsd_infer import FuzzyDecoder
-from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.errors import ModelLoadError
 from fsd_infer.heads.formats import read_config
 from fsd_train.cli import main as cli
 from fsd_train.commands.new_recipe import recipe_for

@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from fsd_bench.openai_client import EXTENSIONS, UNSHAPED
+from fsd_core.errors import FsdError
+from fsd_core.openai_client import EXTENSIONS, UNSHAPED
+from fsd_core.text.encoding import encode_chat
 from fsd_infer import FuzzyDecoder
-from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from fsd_train.commands.regenerate import AnswerFile

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsd_infer.device.rows import draw
-from fsd_infer.errors import FsdError, NonFiniteLogitsError
+from fsd_core.errors import FsdError, NonFiniteLogitsError
+from fsd_core.tensors import draw
 from fsd_infer.rules import Exact, Fuzzy, RandomGate, Rule, Source, Texts, Verification, parse_rule
 from fsd_infer.rules.fuzzy import _warn_never_opens
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, take, tree_round, verdict_of

@@ -17,9 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsd_core.errors import CheckpointError
 from fsd_infer import Target
 from fsd_infer.drafters.lm import load_lm
-from fsd_infer.errors import CheckpointError
 from fsd_train.cli import main as cli
 from fsd_train.commands.export import load_module
 from fsd_train.models import DistillationModule, EagleModule

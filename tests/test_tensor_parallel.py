@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsd_core.errors import FsdError, ModelLoadError
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import EagleDrafter, LMDrafter, LookupDrafter, TreeShape
 from fsd_infer.drafters.loading import choose_trees
-from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from tests.train_toys import SIZES, VOCAB, join_group, run_group, toy_model
 

@@ -13,11 +13,11 @@ import torch
 from fastapi.testclient import TestClient
 from transformers import AutoTokenizer
 
+from fsd_core.errors import DataError
+from fsd_core.text.encoding import encode_chat
 from fsd_infer import FuzzyDecoder
-from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.chat.tools import HERMES, LLAMA, MISTRAL, CallReader, ToolFormat, tool_format
-from fsd_infer.errors import DataError
 from fsd_infer.serving.app import make_app
+from fsd_infer.serving.tools import HERMES, LLAMA, MISTRAL, CallReader, ToolFormat, tool_format
 from tests import serve_toys
 from tests.serve_toys import CHAT, streamed
 from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer

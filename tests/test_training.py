@@ -14,9 +14,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from fsd_core.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.divergence import divergence, expand_draft
-from fsd_infer.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
 from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule

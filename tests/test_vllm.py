@@ -17,8 +17,8 @@ from lightning.pytorch import seed_everything
 
 from benchmarks.heads_in_vllm import compare
 from benchmarks.peers import vllm_variables
+from fsd_core.text.encoding import encode_chat
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
-from fsd_infer.chat.encoding import encode_chat
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead

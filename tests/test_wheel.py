@@ -29,7 +29,13 @@ def test_wheel_decodes_and_trains(repo_root: Path, tmp_path: Path) -> None:
         "fsd_infer/cpu/kernels.cpp",
         "fsd_infer/cpu/native/layers.h",
     }
-    assert {*shipped, "fsd_infer/py.typed", "fsd_train/py.typed", "fsd_train/commands/recipe.yaml.in"} <= names
+    assert {
+        *shipped,
+        "fsd_core/py.typed",
+        "fsd_infer/py.typed",
+        "fsd_train/py.typed",
+        "fsd_train/commands/recipe.yaml.in",
+    } <= names
     assert not any(name.startswith(("tests", "benchmarks", "scripts")) for name in names)
 
     call([sys.executable, "-m", "venv", "env"], tmp_path)

@@ -24,7 +24,7 @@ from fsd_bench import Method
 from fsd_bench.methods import METHODS, Kind, Spec
 from fsd_bench.models import Models
 from fsd_bench.process import ProcessMethod
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
 
 HERE = Path(__file__).resolve().parent
 FILES = ("directory", "bf16", "f16", "gguf")  # forms of a target

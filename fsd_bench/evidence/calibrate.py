@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from fsd_bench.base import Turn
-from fsd_bench.environment import environment
 from fsd_bench.evidence.candidates import AUTO, forecast_rules
 from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
@@ -26,10 +25,11 @@ from fsd_bench.evidence.summary import summarise
 from fsd_bench.evidence.sweep import read_sweep, sweep
 from fsd_bench.paired import RATES, sums
 from fsd_bench.score import read_references
-from fsd_infer.chat.encoding import PromptRow
+from fsd_core.errors import DataError, FsdError
+from fsd_core.files import jsonable, usable_name, writable, write_json
+from fsd_core.text.encoding import PromptRow
 from fsd_infer.decoder.calibrated import Calibrated, check_calibrated, write_calibrated
-from fsd_infer.errors import DataError, FsdError
-from fsd_infer.files import jsonable, usable_name, writable, write_json
+from fsd_infer.environment import environment
 from fsd_infer.targets.target import Target
 
 SCORE, NATS, SPEED = "score", "nats", "speed"

@@ -8,7 +8,7 @@ from fsd_bench.evidence.settings import EXACT, SweepOptions
 from fsd_bench.prompts import encode_rows
 from fsd_bench.worth.forecasts import forecast
 from fsd_bench.worth.run import verdict
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
 
 AUTO = "auto"
 PROMPTS, TOKENS = 16, 96  # of the forecast

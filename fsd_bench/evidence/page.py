@@ -17,9 +17,9 @@ from fsd_bench.evidence.charts import Point, Series, bars, chart
 from fsd_bench.evidence.summary import summarise, tau_by_position
 from fsd_bench.evidence.sweep import At, Sweep, read_sweep
 from fsd_bench.intervals import mean_text, ratio_text
-from fsd_infer.cli.report import number, percent
-from fsd_infer.errors import FsdError
-from fsd_infer.files import write_text
+from fsd_core.errors import FsdError
+from fsd_core.files import write_text
+from fsd_core.tables import number, percent
 from fsd_infer.rules import Source
 
 ORIGIN = {Source.TARGET: "", Source.EXACT: "e", Source.GATE: "g"}

@@ -11,9 +11,9 @@ from typing import Any
 from fsd_bench.models import ModelOptions
 from fsd_bench.prompts import spread_rows
 from fsd_bench.score import AUTO, check_score
-from fsd_infer.chat.encoding import PromptRow
+from fsd_core.errors import FsdError
+from fsd_core.text.encoding import PromptRow
 from fsd_infer.drafters import TreeShape
-from fsd_infer.errors import FsdError
 from fsd_infer.rules import Rule, parse_rule
 
 EXACT = "exact"
@@ -68,7 +68,7 @@ class SweepOptions(ModelOptions):
     """The options of a sweep, besides those of its models. Settings without a tree take the run's.
 
     Attributes:
-        prompts: files of prompts, see :func:`fsd_infer.chat.encoding.read_prompts`.
+        prompts: files of prompts, see :func:`fsd_core.text.encoding.read_prompts`.
         rules: see :func:`parse_settings`.
         temperatures: 0 is greedy.
         limit: most prompts of each file, evenly spread over it; None for all.

@@ -13,11 +13,11 @@ from tqdm import tqdm
 from fsd_bench.jobs import decoding
 from fsd_bench.worth.replay import Replay, Tally
 from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch, Watching
+from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine.drafts import Drafts
-from fsd_infer.errors import FsdError
 from fsd_infer.rules import Exact, Fly, Rule, Tilted, parse_rule
 
 PRICES = (8, 4, 2, 1.5, 1, 0.7, 0.5)

@@ -1,4 +1,4 @@
-"""``fsd-infer worth``: load models and prompts by name, forecast, and print tables and a recommendation."""
+"""``fsd-bench worth``: load models and prompts by name, forecast, and print tables and a recommendation."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.environment import environment
 from fsd_bench.models import ModelOptions
 from fsd_bench.prompts import encode_rows, spread_rows
 from fsd_bench.worth.forecasts import COSTS, Forecast, Row, forecast
-from fsd_infer.cli.report import number, percent, table
+from fsd_core.errors import FsdError
+from fsd_core.tables import number, percent, table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.engine.drafts import drafts_text
-from fsd_infer.errors import FsdError
+from fsd_infer.environment import environment
 from fsd_infer.rules import parse_rule
 
 
@@ -24,7 +24,7 @@ class WorthOptions(ModelOptions):
     """The options of a forecast, besides those of its models. ``tree`` is decoded with, and cut.
 
     Attributes:
-        prompts: file of prompts, see :func:`fsd_infer.chat.encoding.read_prompts`.
+        prompts: file of prompts, see :func:`fsd_core.text.encoding.read_prompts`.
         rules: rules besides the usual ones.
         temperature: 0 is greedy.
         limit: most prompts, evenly spread; None for all.

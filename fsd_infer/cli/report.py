@@ -1,11 +1,12 @@
-"""Plain text for the terminal: tables, a line of statistics, and tokens marked by their source."""
+"""Plain text for the terminal: a line of statistics, and tokens marked by their source."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
+from fsd_core.tables import percent
 from fsd_infer.engine.drafts import drafts_text
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.rules import Source
@@ -15,28 +16,6 @@ COLOURS = {Source.TARGET: "", Source.EXACT: "\x1b[32m", Source.GATE: "\x1b[1;35m
 MARKS = {Source.TARGET: ("", ""), Source.EXACT: ("[", "]"), Source.GATE: ("{", "}")}
 MEANINGS = {Source.TARGET: "target", Source.EXACT: "exact acceptance", Source.GATE: "open gate"}
 RESET = "\x1b[0m"
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an aligned table: the first column left, the others right."""
-    lines = [list(headers), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-
-    def row(cells: Sequence[str]) -> str:
-        first = cells[0].ljust(widths[0])
-        return "  ".join([first, *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:]))]).rstrip()
-
-    return "\n".join([row(lines[0]), "  ".join("-" * width for width in widths), *map(row, lines[1:])])
-
-
-def number(value: Any, digits: int = 2) -> str:
-    """Format a number for a table, None as "-"."""
-    return "-" if value is None else value if isinstance(value, str) else f"{value:.{digits}f}"
-
-
-def percent(share: float | None, digits: int) -> str:
-    """Format a share as a percentage for a table, None as "-"."""
-    return number(None if share is None else 100 * share, digits)
 
 
 def stats_line(stats: GenerationStats) -> str:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from fsd_infer.files import cache_dir, replacing, sha256_of
+from fsd_core.files import cache_dir, replacing, sha256_of
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = [

@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsd_core.errors import KernelsError
 from fsd_infer.cpu.codebooks import rewritten
 from fsd_infer.cpu.sets import VARIABLE, wanted
 from fsd_infer.cpu.structs import Forward, Linear, Stack, Tree
 from fsd_infer.device.cores import team_size
-from fsd_infer.errors import KernelsError
 
 logger = logging.getLogger(__name__)
 

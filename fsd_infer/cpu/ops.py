@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fsd_core.errors import KernelsError
 from fsd_infer.cpu.blocks import Blocks, keep_groups
 from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, found, kernels
 from fsd_infer.cpu.losses import READS, say, say_what_is_lost
@@ -26,7 +27,6 @@ from fsd_infer.cpu.packing import (
     weight_rows,
 )
 from fsd_infer.cpu.stack import DecoderStack
-from fsd_infer.errors import KernelsError
 
 __all__ = [
     "READS",

@@ -6,8 +6,8 @@ import os
 import platform
 from dataclasses import dataclass
 
+from fsd_core.errors import KernelsError
 from fsd_infer.device.cpuinfo import cpu_flags
-from fsd_infer.errors import KernelsError
 
 VARIABLE = "FSD_KERNELS"
 # every processor with AVX512-BF16 has VNNI too

@@ -6,16 +6,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fsd_core.errors import CheckpointError, FsdError
+from fsd_core.files import read_json, writable, write_json
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
-from fsd_infer.errors import CheckpointError, FsdError
-from fsd_infer.files import read_json, writable, write_json
 from fsd_infer.rules import Rule, parse_rule
 from fsd_infer.targets.target import Target
 
 CALIBRATED = "calibrated"
 FILE = "calibrated.json"
-_ADVICE = "Delete it and calibrate again with `fsd-infer calibrate`."
+_ADVICE = "Delete it and calibrate again with `fsd-bench calibrate`."
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def calibrated(drafter: Drafter, target: Target, temperature: float) -> tuple[Ru
         raise FsdError(f"rule 'calibrated' is read beside a drafter's files, but {drafter.name} has none: name a rule.")
     file = drafter.directory / FILE
     if not file.exists():
-        raise FsdError(f"{file}: nothing was calibrated yet. Run `fsd-infer calibrate`, or name a rule.")
+        raise FsdError(f"{file}: nothing was calibrated yet. Run `fsd-bench calibrate`, or name a rule.")
     entries = [entry for entry in _entries(file) if entry.get("target") == target.weights_digest()]
     known = [entry["temperature"] for entry in entries]
     if temperature not in known:

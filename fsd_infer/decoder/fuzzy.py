@@ -11,7 +11,9 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from fsd_infer.chat.encoding import encode_chat, encode_text, need_tokenizer
+from fsd_core.errors import FsdError, ModelLoadError
+from fsd_core.registry import is_whole
+from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.cpu.ops import speed_up
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
@@ -21,8 +23,6 @@ from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.request import Outcome, Round
-from fsd_infer.errors import FsdError, ModelLoadError
-from fsd_infer.registry import is_whole
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.request.options import shaping
 from fsd_infer.rules import RuleLike
@@ -258,7 +258,7 @@ class FuzzyDecoder:
             prompts: text, messages or ids; or a list of these; or a tensor of ids [T] or [B, T], or what a tokenizer
                 returns. Padding is left out as in transformers: where the mask is 0, or a tensor has the padding token.
             rule: a rule or its text, ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``; or a list of them, one per
-                prompt; or "calibrated" for the setting of `fsd-infer calibrate` at the request's temperature.
+                prompt; or "calibrated" for the setting of `fsd-bench calibrate` at the request's temperature.
             generation_config: as in transformers. By default answers follow the target's own law: of the model's
                 configuration only special tokens and lengths count, and transformers' top_k of 50 does not. Pass the
                 model's configuration to decode by it.

@@ -20,16 +20,16 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from fsd_infer.chat.conversations import check_text
-from fsd_infer.chat.encoding import need_tokenizer
+from fsd_core.errors import FsdError, ModelLoadError, shortened
+from fsd_core.registry import is_whole
+from fsd_core.tensors import lists
+from fsd_core.text.conversations import check_text
+from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.decoder.calibrated import CALIBRATED, calibrated
-from fsd_infer.device.transfer import lists
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.engine.beams import BeamOptions, decode_beams
-from fsd_infer.errors import FsdError, ModelLoadError, shortened
-from fsd_infer.registry import is_whole
 from fsd_infer.request.options import (
     check_config,
     check_inputs,

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fsd_infer.errors import CacheMemoryError
+from fsd_core.errors import CacheMemoryError
 
 
 def check_caches(needed: int, rows: int, tokens: int, device: torch.device, limit: int | None, held: int = 0) -> None:

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import lists
+from fsd_core.tensors import lists
 from fsd_infer.drafters.estimates import KNOTS, AutoMemory, Costs, Kind, Knowledge, LawKind, Trees
 from fsd_infer.tree import DraftTree
 

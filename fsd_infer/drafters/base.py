@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fsd_core.registry import Registry
+from fsd_core.tensors import to_device
 from fsd_infer.device.cuda_graphs import Recorder
-from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.estimates import AutoMemory
 from fsd_infer.drafters.shape import TreeShape
-from fsd_infer.registry import Registry
 from fsd_infer.tree import DraftTree
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from fsd_infer.chat.conversations import check_text, row_conversation
-from fsd_infer.chat.encoding import encode_chat, need_tokenizer
-from fsd_infer.chat.hub_rows import HubRows, is_hub_name
-from fsd_infer.chat.rows import Row, read_rows
+from fsd_core.errors import CheckpointError, DataError, FsdError
+from fsd_core.files import cache_dir, locked, open_safetensors, replacing, usable_name
+from fsd_core.text.conversations import check_text, row_conversation
+from fsd_core.text.encoding import encode_chat, need_tokenizer
+from fsd_core.text.hub_rows import HubRows, is_hub_name
+from fsd_core.text.rows import Row, read_rows
 from fsd_infer.drafters.prefixes import END, Prefixes, sorted_prefixes
-from fsd_infer.errors import CheckpointError, DataError, FsdError
-from fsd_infer.files import cache_dir, locked, open_safetensors, replacing, usable_name
 from fsd_infer.targets.target import Target
 
 FORMAT = "fsd-memory-1"
@@ -45,7 +45,7 @@ def open_corpus(name: str | os.PathLike[str], target: Target) -> Prefixes:
     index, and the next call starts again.
 
     Args:
-        name: what :func:`fsd_infer.chat.rows.read_rows` reads, but no pipe: a file, a directory, or a dataset's name on
+        name: what :func:`fsd_core.text.rows.read_rows` reads, but no pipe: a file, a directory, or a dataset's name on
             the Hub, whose index is kept in the cache.
         target: the model whose tokenizer encodes the texts.
 

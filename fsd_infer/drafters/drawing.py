@@ -25,8 +25,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fsd_core.tensors import draw
 from fsd_infer.cpu import ops
-from fsd_infer.device.rows import draw
 
 UNSURE, SURE = 0.2, 0.95  # ρ where the largest q is 0 and 1
 LEAST_REST = 1e-3  # a smaller rest of q is rounding

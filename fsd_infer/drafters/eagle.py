@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
-from fsd_infer.device.rows import at_nodes
-from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.drafters.shape import TreeShape

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.shape import LARGEST_OF_LM, TreeShape, check_tree
-from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Nodes
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_core.errors import FsdError
 from fsd_infer.cpu import ops
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.visits import likeliest, path_sums
-from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
 LEAST_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from fsd_core.tensors import at_nodes, to_device, visible_slots
 from fsd_infer.cpu import ops
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
-from fsd_infer.device.rows import at_nodes, visible_slots
-from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.estimates import Prior, prior_for

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsd_infer.errors import FsdError
-from fsd_infer.registry import read_int
+from fsd_core.errors import FsdError
+from fsd_core.registry import read_int
 from fsd_infer.targets.sharing import with_layers, with_rounded_weights
 from fsd_infer.targets.target import Target
 

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.device.rows import at_nodes, visible_slots
-from fsd_infer.device.transfer import to_device
+from fsd_core.errors import VocabularyMismatchError
+from fsd_core.tensors import at_nodes, to_device, visible_slots
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.estimates import Prior
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.drafters.shape import LARGEST_OF_LM, TreeShape
-from fsd_infer.errors import VocabularyMismatchError
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsd_core.errors import FsdError, ModelLoadError, UnknownNameError
+from fsd_core.files import usable_name
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
 from fsd_infer.drafters.estimates import AutoMemory, prior_for
 from fsd_infer.drafters.free import FreeDrafter, free_drafters
@@ -16,8 +18,6 @@ from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import LMDrafter, load_lm
 from fsd_infer.drafters.shape import AUTO, TreeShape, default_shape, of_device
-from fsd_infer.errors import FsdError, ModelLoadError, UnknownNameError
-from fsd_infer.files import usable_name
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.corpus import open_corpus
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
 from fsd_infer.drafters.prefixes import END, SORTED, STORE_BYTES, Occurrence, Prefixes, Source, Store, match_size
-from fsd_infer.errors import FsdError
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 

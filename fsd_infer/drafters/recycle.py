@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_core.errors import FsdError
+from fsd_core.tensors import at_nodes, lists
 from fsd_infer.cpu import ops
-from fsd_infer.device.rows import at_nodes
-from fsd_infer.device.transfer import lists
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
-from fsd_infer.errors import FsdError
 from fsd_infer.tree import DraftTree
 
 BUCKETS = 12  # of a candidate's log-probability

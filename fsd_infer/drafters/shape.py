@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch
 
-from fsd_infer.errors import FsdError
-from fsd_infer.registry import is_whole, read_float, read_int
+from fsd_core.errors import FsdError
+from fsd_core.registry import is_whole, read_float, read_int
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import wide
+from fsd_core.tensors import wide
 
 MOST_TILT = 2.5  # e^(2.5 · 256), for the deepest tree, is finite in fp64; a larger tilt hardly changes a choice
 

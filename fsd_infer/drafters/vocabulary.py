@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.device.transfer import to_device
+from fsd_core.tensors import to_device
 from fsd_infer.targets.target import Target
 
 NEVER = -1e4  # a logit whose q underflows to 0 in every dtype; -inf would make 0 · ln 0 NaN

@@ -13,19 +13,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fsd_core.errors import FsdError
+from fsd_core.tensors import at_nodes, padded, to_device, visible_slots
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.cores import Team
 from fsd_infer.device.cuda_graphs import TOKENS
 from fsd_infer.device.memory import check_caches
-from fsd_infer.device.rows import at_nodes, padded, visible_slots
-from fsd_infer.device.transfer import to_device
 from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.estimates import LawKind
 from fsd_infer.drafters.shape import AUTO
 from fsd_infer.engine.request import Outcome, Request, Round
 from fsd_infer.engine.stats import GenerationStats, RowRecord, describe_rules
-from fsd_infer.errors import FsdError
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_prompts, read_prompts
 from fsd_infer.rules import Rule, Texts, Verdict, Verification, apply_rules

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from fsd_infer.errors import CheckpointError, shortened
+from fsd_core.errors import CheckpointError, shortened
+from fsd_core.registry import did_you_mean, is_whole
 from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, llama_layer, own_layer
-from fsd_infer.registry import did_you_mean, is_whole
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fsd_infer.errors import CheckpointError
-from fsd_infer.files import replacing, write_json
+from fsd_core.errors import CheckpointError
+from fsd_core.files import replacing, write_json
 from fsd_infer.heads import FORMATS
 from fsd_infer.heads.config import EagleConfig, entering_ids, usual_layers
 from fsd_infer.heads.formats import AUX_IDS, CONFIG, D2T, DRAFT_IDS, EAGLE3_FIELDS, FIRST_LAYER, LM_HEAD, MIDLAYER, T2D

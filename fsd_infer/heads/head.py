@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from fsd_core.errors import CheckpointError, shortened
+from fsd_core.files import HUB_OPTIONS, disk_errors, replacing
+from fsd_core.hub import hub_errors, is_hub_id, load_whole
 from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.errors import CheckpointError, shortened
-from fsd_infer.files import HUB_OPTIONS, disk_errors, replacing
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.formats import CONFIG, read_head
 from fsd_infer.heads.hub import find_head
 from fsd_infer.heads.layers import Eagle3Layer, LayerFusion, build_layers, is_eager, mask_for, no_bars, run_layers
 from fsd_infer.heads.weights import SINGLE
-from fsd_infer.hub import hub_errors, is_hub_id, load_whole
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target

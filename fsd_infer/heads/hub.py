@@ -9,11 +9,11 @@ from typing import Any
 from huggingface_hub import _CACHED_NO_EXIST, HfApi, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from fsd_infer.errors import CheckpointError
-from fsd_infer.files import read_weight_map
+from fsd_core.errors import CheckpointError
+from fsd_core.files import read_weight_map
+from fsd_core.hub import hub_errors, is_hub_id, load_whole
 from fsd_infer.heads.formats import CONFIG, head_kind, kind_of, read_config, unpickle
 from fsd_infer.heads.weights import AGAIN, INDEX, SINGLE, Weights, has_weights
-from fsd_infer.hub import hub_errors, is_hub_id, load_whole
 
 _FEW = 4  # most layers of an EAGLE head; the weights of larger models are not examined
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoConfig, DynamicCache
 from transformers.utils import logging
 
+from fsd_core.tensors import additive
 from fsd_infer.device.cache import cache_argument
-from fsd_infer.device.rows import additive
 
 EAGLE3_LAYERS = ("llama", "qwen3")  # layer types of published EAGLE-3 heads
 

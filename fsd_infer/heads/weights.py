@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fsd_infer.errors import CheckpointError
-from fsd_infer.files import open_safetensors, read_weight_map
+from fsd_core.errors import CheckpointError
+from fsd_core.files import open_safetensors, read_weight_map
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 AGAIN = "Copy or export the drafter again."

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import to_device
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
+from fsd_core.tensors import to_device
 from fsd_infer.integrations.vllm_step import Chains, Step
 from fsd_infer.rules import Exact, Fly, LossyRule, Rule, Tilted, parse_rule
 from fsd_infer.rules.texts import NOWHERE, markers

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsd_infer.errors import FsdError, imported
+from fsd_core.errors import FsdError, imported
 from fsd_infer.request.grammar_child import STACK, TOO_DEEP
 
 MOST_TEXT = 1 << 20  # characters of a grammar

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import to_device
-from fsd_infer.errors import FsdError, shortened
-from fsd_infer.files import STRICT_JSON
+from fsd_core.errors import FsdError, shortened
+from fsd_core.files import STRICT_JSON
+from fsd_core.tensors import to_device
 from fsd_infer.request.grammar_child import TOO_DEEP
 from fsd_infer.request.grammars import compiled, reason, serialised
 

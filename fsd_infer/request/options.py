@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from fsd_infer.errors import FsdError
-from fsd_infer.registry import did_you_mean
+from fsd_core.errors import FsdError
+from fsd_core.registry import did_you_mean
 from fsd_infer.targets.token_ids import eos_ids
 
 # honoured, most of them through the logits processors and stopping criteria that ``generate`` makes

@@ -16,10 +16,10 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
 )
 
+from fsd_core.errors import FsdError
+from fsd_core.tensors import to_device
 from fsd_infer.cpu import ops
-from fsd_infer.device.transfer import to_device
 from fsd_infer.divergence import expand_draft
-from fsd_infer.errors import FsdError
 from fsd_infer.request.guide import GuideProcessor
 from fsd_infer.tree import DraftTree
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fsd_core.errors import ContextLengthError, FsdError
+from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.device.rows import at_nodes
-from fsd_infer.device.transfer import to_device
-from fsd_infer.errors import ContextLengthError, FsdError
 from fsd_infer.targets.masks import rotary_limit
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target

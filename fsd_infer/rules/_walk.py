@@ -17,10 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsd_infer.device.rows import draw
-from fsd_infer.device.transfer import on_host, to_device, wide
+from fsd_core.errors import FsdError
+from fsd_core.tensors import draw, on_host, to_device, wide
 from fsd_infer.divergence import divergence
-from fsd_infer.errors import FsdError
 from fsd_infer.rules.evidence import Contexts, Evidence, refuse
 from fsd_infer.rules.laws import Law, lifted
 from fsd_infer.rules.verification import Source, Verdict

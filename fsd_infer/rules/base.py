@@ -11,10 +11,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from fsd_infer.device.rows import at_nodes
-from fsd_infer.device.transfer import to_device
-from fsd_infer.errors import FsdError
-from fsd_infer.registry import Registry
+from fsd_core.errors import FsdError
+from fsd_core.registry import Registry
+from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.rules._walk import walk
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law

@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fsd_core.errors import FsdError, NonFiniteLogitsError
+from fsd_core.tensors import wide
 from fsd_infer.cpu import ops
-from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import Divergence, divergence, expand_draft
-from fsd_infer.errors import FsdError, NonFiniteLogitsError
 from fsd_infer.rules.texts import Texts, inside, known, known_tokens
 from fsd_infer.rules.verification import Verification
 

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fsd_core.errors import FsdError
 from fsd_infer.divergence import divergence
-from fsd_infer.errors import FsdError
 from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import AtContexts, Law, Test

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import wide
+from fsd_core.tensors import wide
 from fsd_infer.rules.evidence import Contexts, Evidence
 
 AtContexts = Callable[[Contexts], Tensor]

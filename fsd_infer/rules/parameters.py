@@ -8,8 +8,8 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from fsd_infer.errors import FsdError
-from fsd_infer.registry import read_float, read_int
+from fsd_core.errors import FsdError
+from fsd_core.registry import read_float, read_int
 
 _TYPES: dict[Any, tuple[str, Any]] = {
     float: ("a number", (int, float)),

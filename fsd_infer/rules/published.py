@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import wide
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
+from fsd_core.tensors import wide
 from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law

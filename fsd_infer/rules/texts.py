@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fsd_infer.device.transfer import to_device
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
+from fsd_core.tensors import to_device
 from fsd_infer.tree import DraftTree
 
 _PADDING = -1

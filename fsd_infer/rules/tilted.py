@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsd_core.errors import FsdError
+from fsd_core.tensors import wide
 from fsd_infer.cpu import ops
-from fsd_infer.device.transfer import wide
 from fsd_infer.divergence import divergence
-from fsd_infer.errors import FsdError
 from fsd_infer.rules.base import MOST_NOVEL, RULES, LossyRule
 from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate

@@ -17,10 +17,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from fsd_core.errors import FsdError
+from fsd_core.files import jsonable
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.stats import RowStats
-from fsd_infer.errors import FsdError
-from fsd_infer.files import jsonable
 from fsd_infer.rules import parse_rule
 from fsd_infer.rules.texts import markers_of
 from fsd_infer.serving.batcher import Batcher, Job, UnavailableError

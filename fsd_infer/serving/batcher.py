@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.chat.pieces import Piece, Pieces
+from fsd_core.errors import FsdError
+from fsd_core.text.pieces import Piece, Pieces
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.request import Round
 from fsd_infer.engine.stats import RowStats
-from fsd_infer.errors import FsdError
 from fsd_infer.request.guide import Guide
 from fsd_infer.rules import Rule
 from fsd_infer.serving.text import AnswerText

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from fsd_infer.chat.conversations import check_text
-from fsd_infer.chat.tools import Tool
+from fsd_core.text.conversations import check_text
 from fsd_infer.request.guide import Guide
+from fsd_infer.serving.tools import Tool
 
 UNSUPPORTED = "extra_forbidden"  # pydantic's name for a field that is not declared here
 GUIDED = "response_format, guided_json, guided_regex and guided_grammar"

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
 
 ANY_HOST = "*"
 LONGEST = 1000  # characters of an error

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsd_infer.chat.encoding import encode_chat
-from fsd_infer.chat.tools import CallReader, Tool, ToolFormat, tool_format
+from fsd_core.errors import FsdError
+from fsd_core.text.encoding import encode_chat
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.errors import FsdError
 from fsd_infer.request.guide import COMPACT, Guide
 from fsd_infer.rules import parse_rule
 from fsd_infer.rules.texts import markers_of
 from fsd_infer.serving.batcher import Job, Penalties
 from fsd_infer.serving.fields import GUIDED, ChatAsked, CompletionAsked
+from fsd_infer.serving.tools import CallReader, Tool, ToolFormat, tool_format
 
 Completion = ChatAsked | CompletionAsked
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsd_infer.chat.pieces import Pieces, token_pieces
+from fsd_core.text.pieces import Pieces, token_pieces
 from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.engine.ngrams import kinds
 from fsd_infer.engine.request import Round

@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsd_infer.chat.pieces import Piece
-from fsd_infer.chat.tools import CallReader, ToolCall
+from fsd_core.text.pieces import Piece
 from fsd_infer.serving.batcher import Job, Logprob
+from fsd_infer.serving.tools import CallReader, ToolCall
 
 LOWEST = -9999.0  # OpenAI's log-probability of a token that cannot come: JSON has no infinity
 

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fsd_infer.chat.pieces import Pieces, special_names
-from fsd_infer.chat.tools import overlap
+from fsd_core.text.pieces import Pieces, special_names
+from fsd_infer.serving.tools import overlap
 
 
 class AnswerText:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsd_infer.errors import CheckpointError, ModelLoadError, shortened
-from fsd_infer.files import open_safetensors, read_json
+from fsd_core.errors import CheckpointError, ModelLoadError, shortened
+from fsd_core.files import open_safetensors, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

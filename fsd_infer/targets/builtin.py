@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fsd_core.errors import ModelLoadError
+from fsd_core.files import cache_dir, locked, sha256_of, write_json
+from fsd_core.registry import Registry
 from fsd_infer.cpu.ops import kernel_kind
-from fsd_infer.errors import ModelLoadError
-from fsd_infer.files import cache_dir, locked, sha256_of, write_json
-from fsd_infer.registry import Registry
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fsd_infer.errors import CheckpointError, ModelLoadError
-from fsd_infer.files import open_safetensors, read_json, read_weight_map
+from fsd_core.errors import CheckpointError, ModelLoadError
+from fsd_core.files import open_safetensors, read_json, read_weight_map
 from fsd_infer.targets.masks import layer_windows, max_positions
 
 MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits

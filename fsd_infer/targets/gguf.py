@@ -27,9 +27,9 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from fsd_core.errors import ModelLoadError, shortened
+from fsd_core.files import write_json
 from fsd_infer.cpu import ops
-from fsd_infer.errors import ModelLoadError, shortened
-from fsd_infer.files import write_json
 from fsd_infer.targets.gguf_file import Stored, read_gguf
 from fsd_infer.targets.gguf_keys import Numbers, check_foreign_keys, check_keys, end_ids, own_keys
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer, write_tokenizer

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from fsd_infer.errors import ModelLoadError
+from fsd_core.errors import ModelLoadError
 
 LONGEST = 2**31 - 1
 

@@ -19,8 +19,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import generate_merges
 
-from fsd_infer.errors import ModelLoadError
-from fsd_infer.files import write_json
+from fsd_core.errors import ModelLoadError
+from fsd_core.files import write_json
 from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.gguf_keys import end_ids
 

@@ -17,10 +17,10 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
 
+from fsd_core.errors import CheckpointError, ModelLoadError
+from fsd_core.files import open_safetensors
+from fsd_core.registry import is_whole
 from fsd_infer.cpu.ops import keep_groups, say
-from fsd_infer.errors import CheckpointError, ModelLoadError
-from fsd_infer.files import open_safetensors
-from fsd_infer.registry import is_whole
 
 METHODS = ("gptq", "awq")
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")

@@ -20,10 +20,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fsd_infer.chat.control import set_control_tokens
-from fsd_infer.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
-from fsd_infer.files import HUB_ID, HUB_OPTIONS, usable_name
-from fsd_infer.hub import HubError, hub_fault, load_whole
+from fsd_core.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
+from fsd_core.files import HUB_ID, HUB_OPTIONS, usable_name
+from fsd_core.hub import HubError, hub_fault, load_whole
+from fsd_core.text.control import set_control_tokens
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter, read_adapter_config
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, gguf_of, is_builtin, is_gguf
 from fsd_infer.targets.checks import check_directory, check_loaded, check_numbers, check_size

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_core.errors import ModelLoadError
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.errors import ModelLoadError
 
 _CHANGING = ("longrope", "dynamic")  # rotary kinds whose frequencies change with the text's length
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsd_core.errors import ModelLoadError
 from fsd_infer.cpu.ops import is_plain
-from fsd_infer.errors import ModelLoadError
 from fsd_infer.targets.gptq import METHODS, check_form
 
 PLAIN = "unquantised weights"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import FsdError
-from fsd_infer.registry import is_whole
+from fsd_core.errors import FsdError
+from fsd_core.registry import is_whole
 
 LEAST = 16  # tokens of the shortest prefix: copying a shorter one costs more than it saves
 

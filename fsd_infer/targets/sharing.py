@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fsd_core.errors import FsdError, ModelLoadError
 from fsd_infer.cpu import ops
-from fsd_infer.errors import FsdError, ModelLoadError
 from fsd_infer.targets.target import Target, layer_list
 
 M = TypeVar("M", bound=nn.Module)

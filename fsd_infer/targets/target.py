@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsd_core.errors import ModelLoadError
+from fsd_core.tensors import additive
 from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock
-from fsd_infer.device.rows import additive
-from fsd_infer.errors import ModelLoadError
 from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
 from fsd_infer.targets.checks import check_decodable
 from fsd_infer.targets.loading import load_target

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from fsd_infer.device.transfer import to_device
-from fsd_infer.errors import FsdError
-from fsd_infer.registry import is_whole
+from fsd_core.errors import FsdError
+from fsd_core.registry import is_whole
+from fsd_core.tensors import to_device
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad: int) -> list[list[int]]:

@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fsd_bench.jobs import decoding
+from fsd_core.errors import DataError
 from fsd_infer.cpu.ops import speed_up
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
-from fsd_infer.errors import DataError
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks.export import ExportHead, averaged

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from fsd_infer.errors import CheckpointError, DataError
+from fsd_core.errors import CheckpointError, DataError
 from fsd_train.callbacks.decoded import DecodedTau
 from fsd_train.callbacks.export import ExportHead
 from fsd_train.checkpoints import callbacks_of, check_checkpoint, read_checkpoint

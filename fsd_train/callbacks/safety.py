@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsd_infer.errors import NonFiniteLossError
+from fsd_core.errors import NonFiniteLossError
 from fsd_train.checkpoints import callbacks_of, check_checkpoint
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from fsd_infer.chat.row_check import LISTING, RowCheck
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
+from fsd_core.text.row_check import LISTING, RowCheck
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
 from fsd_train.commands.fit import read_recipe

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fsd_infer.cli.options import MOST_COUNT, TARGET_KWARGS, json_object, positive, real_number, whole_number
-from fsd_infer.cli.run import Parser
-from fsd_infer.files import HUB_ID
+from fsd_core.console import Parser
+from fsd_core.files import HUB_ID
+from fsd_core.options import MOST_COUNT, TARGET_KWARGS, json_object, positive, real_number, whole_number
+from fsd_core.registry import MOST_SEED, read_float
 from fsd_infer.heads import FORMATS
-from fsd_infer.registry import MOST_SEED, read_float
 from fsd_train import LONGEST, MAX_LENGTH
 
 
@@ -134,7 +134,8 @@ _PUBLISH: Options = {
         "help": "prompts for measuring the acceptance length",
     },
     "--strict": _STRICT,
-    "--limit": _count(8, "number of prompts"),
+    "--curve": {"metavar": "FILE", "help": "picture of the training, as LossCurve writes it, to show on the card"},
+    "--limit": _count(16, "number of prompts"),
     "--max-new-tokens": _count(64, "tokens of each answer"),
     "--tree": {"default": "5,6,16", "metavar": "D,W,N", "help": "depth, width and nodes of the draft tree"},
     "--revision": {"metavar": "BRANCH", "help": "branch to upload to (default: main)"},
@@ -145,7 +146,16 @@ _PUBLISH: Options = {
 _DOCTOR: Options = {
     "--target": {**_TARGET, "required": True},
     "--target-kwargs": TARGET_KWARGS,
-    "--head": {"required": True, "metavar": "DIR", "help": "directory of the head, of any format"},
+    "--head": {"metavar": "DIR", "help": "directory of the head, of any format"},
+    "--overfit": {
+        "type": positive,
+        "nargs": "?",
+        "const": 60,
+        "metavar": "SECONDS",
+        "help": "instead of a head, train one on a single answer for SECONDS (%(const)s if no number is given), export "
+        "it, decode with it, and name the stage at which acceptance is lost",
+    },
+    "--config": {"metavar": "RECIPE", "help": "recipe of --overfit (default: what new-recipe writes for the target)"},
     "--trained-on": {
         "metavar": "NAME",
         "help": "target that the head was trained for, to measure the loss of agreement (default: found for adapters "

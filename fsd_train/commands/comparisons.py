@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import requests
 
-from fsd_bench.openai_client import EXTENSIONS, UNSHAPED, Server
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
+from fsd_core.openai_client import EXTENSIONS, UNSHAPED, Server
 from fsd_infer.heads.formats import read_config
 from fsd_infer.targets.adapters import base_of
 from fsd_infer.targets.loading import adapter_of, is_builtin

@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import Timer
 from fsd_bench.estimate import head_on_paper, planned_head, weights_read, weights_used
 from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.roofline import Hardware, Work, device_rows, seconds, size
-from fsd_infer.cli.report import table
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
+from fsd_core.tables import table
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.commands.fit import Recipe, head_module, quiet, read_recipe, run_errors

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.chat.row_check import RowCheck
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
+from fsd_core.hub import load_whole
+from fsd_core.text.row_check import RowCheck
 from fsd_infer.heads.export import TargetFacts, export_head
 from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
-from fsd_infer.hub import load_whole
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import read_checkpoint

@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from fsd_infer.cli.run import one_line
-from fsd_infer.errors import DataError, FsdError, causes
+from fsd_core.console import one_line
+from fsd_core.errors import DataError, FsdError, causes
 from fsd_train.callbacks.progress import Announce, RunProgress
 from fsd_train.callbacks.runs import AUTO, RunDirectory
 from fsd_train.checkpoints import check_checkpoint

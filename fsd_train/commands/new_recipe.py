@@ -12,8 +12,8 @@ from pathlib import Path
 import yaml
 from jinja2 import StrictUndefined, Template
 
-from fsd_infer.errors import DataError
-from fsd_infer.files import write_text
+from fsd_core.errors import DataError
+from fsd_core.files import write_text
 from fsd_infer.targets.loading import EAGER_FAMILIES
 from fsd_train.commands.sizing import (
     SMALL,

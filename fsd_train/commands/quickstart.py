@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from fsd_infer.errors import FsdError
+from fsd_core.errors import FsdError
 from fsd_infer.targets.builtin import builtin_dir, shipped_drafter
 from fsd_train.repository import find
 

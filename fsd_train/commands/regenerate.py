@@ -22,13 +22,13 @@ from typing import IO, Any
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
-from fsd_infer.chat.control import set_control_tokens
-from fsd_infer.chat.row_check import RowCheck, listing_of
-from fsd_infer.chat.rows import read_jsonl, rows_digest
+from fsd_core.errors import ContextLengthError, DataError, FsdError
+from fsd_core.files import disk_errors, read_json, write_json
+from fsd_core.hub import guarded, hub_fault
+from fsd_core.text.control import set_control_tokens
+from fsd_core.text.row_check import RowCheck, listing_of
+from fsd_core.text.rows import read_jsonl, rows_digest
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.errors import ContextLengthError, DataError, FsdError
-from fsd_infer.files import disk_errors, read_json, write_json
-from fsd_infer.hub import guarded, hub_fault
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
 from fsd_train import LONGEST
 from fsd_train.commands.fit import read_recipe

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsd_bench.estimate import planned_head
 from fsd_bench.planned import EXPERTS, Sizes, count_weights, planned_target, sizes_of
 from fsd_bench.roofline import Part
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.losses.rows import default_chunk_size

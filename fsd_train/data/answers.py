@@ -16,13 +16,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from typing_extensions import NotRequired
 
-from fsd_infer.chat.conversations import WEIGHT, row_conversation, row_questions, template_options
-from fsd_infer.chat.encoding import row_id
-from fsd_infer.chat.masks import encode_conversation
-from fsd_infer.chat.row_check import RowCheck
-from fsd_infer.chat.rows import Row, read_rows
-from fsd_infer.chat.templates import turn_fields_of
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
+from fsd_core.text.conversations import WEIGHT, row_conversation, row_questions, template_options
+from fsd_core.text.encoding import row_id
+from fsd_core.text.masks import encode_conversation
+from fsd_core.text.row_check import RowCheck
+from fsd_core.text.rows import Row, read_rows
+from fsd_core.text.templates import turn_fields_of
 from fsd_train import MAX_LENGTH
 from fsd_train.data.features import FeatureStore, sequence_key
 from fsd_train.data.sampler import stable_seed
@@ -202,7 +202,7 @@ def read_answers(
     """Read files of answers.
 
     Args:
-        paths: files or directories, see :func:`fsd_infer.chat.rows.read_rows` and :func:`fsd_train.repository.find`.
+        paths: files or directories, see :func:`fsd_core.text.rows.read_rows` and :func:`fsd_train.repository.find`.
         tokenizer: tokenizer for rows without ids.
         max_length: most tokens of a sequence. Longer ones are cut, and skipped if no answer token remains.
         validation_fraction: share of the prompts in the second dataset, at least one prompt unless 0. All sequences of

@@ -13,12 +13,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from transformers import GenerationConfig
 
-from fsd_bench.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
-from fsd_infer.chat.encoding import Message, end_of_turn, need_tokenizer
+from fsd_core.errors import FsdError
+from fsd_core.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
+from fsd_core.text.encoding import Message, end_of_turn, need_tokenizer
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.decoder.requests import prepare
 from fsd_infer.engine import decode
-from fsd_infer.errors import FsdError
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_train.data.features import FeatureRecorder
@@ -36,7 +36,7 @@ class Job:
     Attributes:
         id: id of the answer, with the suffix ``/N`` for turn N ≥ 2 of a conversation.
         messages: the conversation so far.
-        prompt_ids: token ids of `fsd_infer.chat.encoding.encode_chat`.
+        prompt_ids: token ids of `fsd_core.text.encoding.encode_chat`.
         temperature, top_k, top_p: sampling; temperature 0 is greedy, top_k 0 and top_p 1 are off.
         source: origin of the prompt, for statistics.
         fields: fields of the prompt's row to keep in the answer.
@@ -149,7 +149,7 @@ class EndpointBackend:
         seed: seed of each request, together with the row's id; None: send none.
         concurrency: most requests in flight.
         group: most answers per yielded group.
-        attempts, pause: see :class:`fsd_bench.openai_client.Server`.
+        attempts, pause: see :class:`fsd_core.openai_client.Server`.
 
     Raises:
         FsdError: an address is missing or malformed.

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from fsd_infer.errors import DataError
-from fsd_infer.files import open_safetensors, read_json, replacing, write_json
+from fsd_core.errors import DataError
+from fsd_core.files import open_safetensors, read_json, replacing, write_json
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
 from fsd_train.data.sampler import TokenBudgetSampler

@@ -11,9 +11,9 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fsd_infer.chat.control import set_control_tokens
-from fsd_infer.chat.row_check import LISTING, RowCheck
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
+from fsd_core.text.control import set_control_tokens
+from fsd_core.text.row_check import LISTING, RowCheck
 from fsd_infer.targets.loading import load_tokenizer
 from fsd_train import MAX_LENGTH
 from fsd_train.checkpoints import check_order

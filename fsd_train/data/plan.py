@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.chat.conversations import PROMPT_FIELDS, row_exchanges, template_options
-from fsd_infer.chat.encoding import PromptRow, encode_chat, encode_text, read_prompts
-from fsd_infer.chat.row_check import RowCheck
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
+from fsd_core.text.conversations import PROMPT_FIELDS, row_exchanges, template_options
+from fsd_core.text.encoding import PromptRow, encode_chat, encode_text, read_prompts
+from fsd_core.text.row_check import RowCheck
 from fsd_train.data.backends import Answer, Job, stable_seed
 
 WINDOW = 16  # batches sorted by length together: little padding, while a prefix of the output stays a fair sample

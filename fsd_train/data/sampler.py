@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fsd_infer.errors import CheckpointError, DataError
+from fsd_core.errors import CheckpointError, DataError
 
 MOST_PADDING = 0.1  # share of a batch's positions
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
 from fsd_train.losses.base import (
     LOSSES,
     DraftBatch,

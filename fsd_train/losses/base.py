@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import to_device
-from fsd_infer.errors import DataError
-from fsd_infer.registry import Registry
+from fsd_core.errors import DataError
+from fsd_core.registry import Registry
+from fsd_core.tensors import to_device
 from fsd_train.types import NonNegativeFloat, PositiveFloat
 
 if TYPE_CHECKING:

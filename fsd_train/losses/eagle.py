@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, with_features
 from fsd_train.losses.rows import RowFunction, mean_of_rows
 from fsd_train.types import NonNegativeFloat, PositiveInt

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, weighted_mean, with_features
 from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
 from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
+from fsd_core.errors import DataError
 from fsd_infer.divergence import divergence, reduced
-from fsd_infer.errors import DataError
 from fsd_infer.rules import Exact, Fuzzy, parse_rule
 from fsd_train.losses.base import DraftBatch, LMHead, Rows
 from fsd_train.losses.fsd import expected_length

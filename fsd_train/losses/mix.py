@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
 from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, Schedule, as_loss, reference_of
 from fsd_train.types import NonNegativeFloat
 

@@ -12,8 +12,8 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from fsd_core.errors import DataError
 from fsd_infer.drafters import Drafter, TreeShape
-from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import check_target, check_weights, source_of, target_record
 from fsd_train.data.features import FeatureStore

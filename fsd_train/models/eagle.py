@@ -12,10 +12,10 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 from torch.optim import AdamW
 
-from fsd_infer.chat.encoding import special_ids
-from fsd_infer.device.transfer import to_device
+from fsd_core.errors import DataError
+from fsd_core.tensors import to_device
+from fsd_core.text.encoding import special_ids
 from fsd_infer.drafters import EagleDrafter, TreeShape
-from fsd_infer.errors import DataError
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 
-from fsd_infer.device.transfer import to_device
+from fsd_core.errors import DataError
+from fsd_core.tensors import to_device
 from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.drafters.lm import check_same_vocabulary, load_lm
-from fsd_infer.errors import DataError
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import callbacks_of
 from fsd_train.data.answers import keep_on_host, on_host

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
 from fsd_train.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, ShareOrNone
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
 from fsd_train.callbacks.safety import CheckResume, StopOnNonFinite
 from fsd_train.checkpoints import callbacks_of
 from fsd_train.models.optim import WarmupCosine

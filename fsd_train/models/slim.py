@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from fsd_infer.files import open_safetensors, read_weight_map
+from fsd_core.files import open_safetensors, read_weight_map
 from fsd_infer.targets.adapters import adapter_digest
 from fsd_infer.targets.loading import adapter_of, attention_for, explained, resolve_target
 from fsd_infer.targets.target import Target

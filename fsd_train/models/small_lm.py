@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from fsd_core.errors import DataError, ModelLoadError
+from fsd_core.files import disk_errors, write_text
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import check_same_vocabulary
-from fsd_infer.errors import DataError, ModelLoadError
-from fsd_infer.files import disk_errors, write_text
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.masks import max_positions
 from fsd_infer.targets.target import Target

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.errors import CheckpointError, DataError
+from fsd_core.errors import CheckpointError, DataError
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from fsd_core.errors import NonFiniteLogitsError
+from fsd_core.tensors import at_nodes, lists, padded, to_device
 from fsd_infer.cpu import ops
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.cores import Team
 from fsd_infer.device.memory import check_caches
-from fsd_infer.device.rows import at_nodes, padded
-from fsd_infer.device.transfer import lists, to_device
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine import Outcome, Request
 from fsd_infer.engine.beams.forest import Begun, Forest, Node, lay_out
@@ -23,7 +23,6 @@ from fsd_infer.engine.beams.proposers import needs_features, proposer_of
 from fsd_infer.engine.beams.sampling import Draw, chances_of_width, draw, dynamic_width, guesses_of
 from fsd_infer.engine.beams.search import Beam, Hypothesis, Planner, Search, Terms, most_nodes
 from fsd_infer.engine.stats import GenerationStats
-from fsd_infer.errors import NonFiniteLogitsError
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_prompts, read_prompts
 from fsd_infer.rules import Rule

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsd_infer.device.transfer import to_device
+from fsd_core.tensors import to_device
 
 Guess = tuple[list[float], list[int]]  # log-probabilities, descending, and their tokens
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from fsd_core.errors import FsdError
+from fsd_core.registry import read_float, read_int
 from fsd_infer.drafters.base import Drafter, NoDrafter
 from fsd_infer.drafters.shape import of_device
 from fsd_infer.engine import Request
-from fsd_infer.errors import FsdError
-from fsd_infer.registry import read_float, read_int
 from fsd_infer.rules import Exact, Rule
 
 _MOST = 2**16

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_core.errors import FsdError
+from fsd_core.tensors import at_nodes, lists, padded, to_device
 from fsd_infer.cpu import ops
-from fsd_infer.device.rows import at_nodes, padded
-from fsd_infer.device.transfer import lists, to_device
 from fsd_infer.drafters.base import Drafter, DraftRequest, NoDrafter
 from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.free import Options, Table
@@ -28,7 +28,6 @@ from fsd_infer.drafters.lm import LMDrafter, warn_context
 from fsd_infer.drafters.memory import MemoryDrafter, Recall
 from fsd_infer.drafters.recycle import Recycled, RecycleDrafter
 from fsd_infer.engine.beams.forest import Begun, Forest, Guess, Node, lay_out
-from fsd_infer.errors import FsdError
 from fsd_infer.request.prompts import read_prompts
 
 Rows = Sequence[Sequence[Node]]  # [B] rows of nodes, some of them empty

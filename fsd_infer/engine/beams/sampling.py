@@ -22,7 +22,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fsd_infer.device.rows import padded
+from fsd_core.tensors import padded
 from fsd_infer.engine.beams.forest import Guess, Node
 
 Draw = tuple[float, int, int]  # score, beam, token

@@ -19,10 +19,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsd_infer.chat.hub_rows import HubRows, is_hub_name
-from fsd_infer.chat.row_check import Fields, RowCheck
-from fsd_infer.errors import DataError, imported
-from fsd_infer.files import parse_json, parse_text
+from fsd_core.errors import DataError, imported
+from fsd_core.files import parse_json, parse_text
+from fsd_core.text.hub_rows import HubRows, is_hub_name
+from fsd_core.text.row_check import Fields, RowCheck
 
 LONGEST_LINE = 2**28  # bytes
 _ADVICE = "Write one JSON object per line, in UTF-8."
@@ -57,7 +57,7 @@ def read_rows(path: str | Path, check: RowCheck | None = None) -> Iterator[Row]:
     gzip-compressed. If a directory has several splits, ``train`` is read.
 
     Args:
-        path: a file, "-" (standard input), a dataset's name on the Hub (:mod:`fsd_infer.chat.hub_rows`), a directory
+        path: a file, "-" (standard input), a dataset's name on the Hub (:mod:`fsd_core.text.hub_rows`), a directory
             of `Dataset.save_to_disk`, or a directory with .parquet files in it or in its subdirectory ``data``.
         check: takes account of the rows, also of lines that are no row, which are skipped. None: those are errors.
 

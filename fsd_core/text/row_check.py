@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from fsd_infer.chat.conversations import ANSWERS, turn_fields
-from fsd_infer.errors import DataError
-from fsd_infer.files import write_text
+from fsd_core.errors import DataError
+from fsd_core.files import write_text
+from fsd_core.text.conversations import ANSWERS, turn_fields
 
 MOST_SKIPPED = 0.05  # share of the rows
 LISTING = "skipped-rows.jsonl"  # in the directory of an output; an output that is a file gets it as suffix

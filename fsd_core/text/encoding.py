@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.chat.control import encode_hidden, hidden, hidden_options, hidden_turns
-from fsd_infer.chat.conversations import Message, check_messages, check_text, row_messages, template_options
-from fsd_infer.chat.pieces import special_names
-from fsd_infer.chat.row_check import RowCheck
-from fsd_infer.chat.rows import read_rows
-from fsd_infer.chat.templates import WORD, turns_for
-from fsd_infer.errors import DataError, FsdError
+from fsd_core.errors import DataError, FsdError
+from fsd_core.text.control import encode_hidden, hidden, hidden_options, hidden_turns
+from fsd_core.text.conversations import Message, check_messages, check_text, row_messages, template_options
+from fsd_core.text.pieces import special_names
+from fsd_core.text.row_check import RowCheck
+from fsd_core.text.rows import read_rows
+from fsd_core.text.templates import WORD, turns_for
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def read_prompts(path: str | Path, check: RowCheck | None = None) -> Iterator[Pr
     """Yield every prompt of a data file or directory.
 
     Args:
-        path: as for :func:`fsd_infer.chat.rows.read_rows`.
+        path: as for :func:`fsd_core.text.rows.read_rows`.
         check: takes account of the rows, and of malformed ones, which are skipped. None: those are errors.
 
     Raises:

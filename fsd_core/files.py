@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
-from fsd_infer.errors import CheckpointError, DataError, FsdError
+from fsd_core.errors import CheckpointError, DataError, FsdError
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")

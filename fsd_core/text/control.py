@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsd_infer.chat.pieces import special_names
+from fsd_core.text.pieces import special_names
 
 _ESCAPE, _LITERAL, _FIRST = "\uf8fe", "\uf8ff", 0xF0000  # private characters: escape, itself, and the first name
 _ALLOWED, _KEPT, _PLAIN = "_fsd_control_tokens", "_fsd_control_names", "_fsd_plain"  # attributes of tokenizers

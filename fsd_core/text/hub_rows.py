@@ -16,9 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fsd_infer.chat.conversations import PROMPT_FIELDS
-from fsd_infer.errors import DataError, imported, shortened
-from fsd_infer.registry import read_int
+from fsd_core.errors import DataError, imported, shortened
+from fsd_core.registry import read_int
+from fsd_core.text.conversations import PROMPT_FIELDS
 
 PREFIX = "hf:"
 _NAME = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([^?@\s]+))?(?:\?(.*))?")
@@ -81,7 +81,7 @@ class HubRows:
         Raises:
             DataError: no such dataset, revision, split or column, no answer from the Hub, or no package `datasets`.
         """
-        from fsd_infer.hub import guarded
+        from fsd_core.hub import guarded
 
         datasets = imported("datasets", f"reading hf:{self.repository}", "train", DataError)
         number = 0
@@ -126,7 +126,7 @@ class HubRows:
         return hashlib.sha256(f"{text} {commit}".encode()).hexdigest()
 
     def _commit(self) -> str:
-        from fsd_infer.hub import guarded
+        from fsd_core.hub import guarded
 
         with guarded():
             return str(
@@ -135,7 +135,7 @@ class HubRows:
 
     def _fault(self, error: Exception) -> str | None:
         """Return what the Hub says about the dataset, whose cause `datasets` may hide; None if it has no part."""
-        from fsd_infer.hub import hub_fault
+        from fsd_core.hub import hub_fault
 
         says = hub_fault(error, self.revision)
         if says is None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsd_infer.chat.conversations import THOUGHT, THOUGHTS, WEIGHT, Message
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
+from fsd_core.text.conversations import THOUGHT, THOUGHTS, WEIGHT, Message
 
 WORD = "Rhubarb"  # no template contains it
 _KEPT = "_fsd_template_forms"  # attribute of tokenizers

@@ -8,8 +8,8 @@ from typing import Any
 
 from typing_extensions import NotRequired, TypedDict
 
-from fsd_infer.errors import DataError
-from fsd_infer.files import STRICT_JSON
+from fsd_core.errors import DataError
+from fsd_core.files import STRICT_JSON
 
 ROLES = ("system", "user", "assistant", "tool")
 # role of each speaker in ShareGPT's `conversations`

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import requests
 from requests.adapters import HTTPAdapter
 
-from fsd_infer.errors import FsdError, causes
+from fsd_core.errors import FsdError, causes
 
 API_KEY = "OPENAI_API_KEY"  # the environment variable
 LONGEST_PAUSE = 30.0  # seconds

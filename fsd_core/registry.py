@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
 from typing import Any, Generic, TypeVar
 
-from fsd_infer.errors import UnknownNameError
+from fsd_core.errors import UnknownNameError
 
 T = TypeVar("T")
 

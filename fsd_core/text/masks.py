@@ -10,11 +10,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fsd_infer.chat.control import encode_marked, encode_with_offsets, hidden
-from fsd_infer.chat.conversations import WEIGHT, Message, check_messages
-from fsd_infer.chat.encoding import encode_chat, encode_rendered, refusal, render, special_ids
-from fsd_infer.chat.templates import WORD, template_of, turns_for
-from fsd_infer.errors import DataError
+from fsd_core.errors import DataError
+from fsd_core.text.control import encode_marked, encode_with_offsets, hidden
+from fsd_core.text.conversations import WEIGHT, Message, check_messages
+from fsd_core.text.encoding import encode_chat, encode_rendered, refusal, render, special_ids
+from fsd_core.text.templates import WORD, template_of, turns_for
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FEW = 8  # answers of a conversation whose prompts are all rendered

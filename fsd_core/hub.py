@@ -33,8 +33,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import hf_raise_for_status
 
-from fsd_infer.errors import FsdError, ModelLoadError, shortened
-from fsd_infer.files import HUB_ID, open_safetensors, sha256_of
+from fsd_core.errors import FsdError, ModelLoadError, shortened
+from fsd_core.files import HUB_ID, open_safetensors, sha256_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsd_infer.errors import DataError
-from fsd_infer.files import STRICT_JSON, json_text
+from fsd_core.errors import DataError
+from fsd_core.files import STRICT_JSON, json_text
 
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 

@@ -1,0 +1,1 @@
+"""What decoding, measuring and training share; it imports none of them."""
