@@ -60,7 +60,7 @@ test-versions: $(STAMP)  ## the fast tests with the lowest and the highest versi
 	    python -m pytest -q -W ignore -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) || failed=1; \
 	done; exit $$failed
 
-test-wheel: $(STAMP)  ## a wheel in an empty environment outside the checkout decodes and trains
+test-wheel: $(STAMP)  ## sdist and wheel: checked, and decoding and training in an empty environment
 	$(BIN)/python -m pytest -m slow tests/test_wheel.py
 
 test-quant: $(STAMP)  ## quantised targets, with the libraries that compute them
