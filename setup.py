@@ -46,8 +46,8 @@ if __name__ == "__main__":
         package_dir={"fsd_train.shipped.recipes": "recipes", "fsd_train.shipped.data": "data"},
         package_data={
             "fsd_infer": [
-                "cpu/kernels.cpp",
-                "cpu/native/*.h",
+                "backends/cpu/kernels.cpp",
+                "backends/cpu/native/*.h",
                 "serving/page.html",
                 "shipped/smollm2-135m/*",  # the maths adapter is in the repository alone
                 "py.typed",

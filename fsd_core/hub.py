@@ -43,6 +43,7 @@ WAIT = 30  # most seconds that the Hub may ask to wait
 ANSWER = 10.0  # seconds for an answer without a file's content
 RECEIPT = 120.0  # seconds for the answer to an upload, or between two parts of a file, where the client has no bound
 LARGE = 1 << 26  # bytes of a file that is hashed when it comes, and later checked by its header alone
+_sessions: Any = import_module(get_session.__module__)
 # httpx, or what the client has in its place
 _http: Any = import_module(HTTPError.__module__.partition(".")[0])
 _NAME = re.compile(r"\w[\w.+=-]{0,199}", re.ASCII)  # of a file in a folder, which cannot lead out of it
@@ -74,24 +75,39 @@ def guarded() -> Iterator[None]:
     client uses its cache, or raises an error. An answer that is an error, or that asks to wait long, is tried again
     :data:`TRIES` times at most.
     """
-    client: Any = get_session()
-    if isinstance(client.send, _Guard):
+    first: Any = get_session()
+    if isinstance(first.send, _Guard):
         yield
         return
-    client.send = _Guard(client.send)
+    clients, failed, silent = [], Counter[tuple[str, str]](), set[str]()
+
+    def watched(client: Any) -> Any:
+        client.send = _Guard(client.send, failed, silent)
+        clients.append(client)
+        return client
+
+    factory = _sessions._GLOBAL_CLIENT_FACTORY
+    watched(first)
+    _sessions._GLOBAL_CLIENT_FACTORY = lambda: watched(factory())  # huggingface_hub makes another after some errors
     try:
         yield
     finally:
-        vars(client).pop("send", None)
+        _sessions._GLOBAL_CLIENT_FACTORY = factory
+        for client in clients:
+            vars(client).pop("send", None)
 
 
 class _Guard:
-    """The ``send`` of an HTTP client, guarded."""
+    """The ``send`` of an HTTP client, guarded.
 
-    def __init__(self, send: Callable[..., Any]) -> None:
-        self.send = send
-        self.failed: Counter[tuple[str, str]] = Counter()
-        self.silent: set[str] = set()  # hosts that do not answer
+    Args:
+        send: as the client has it.
+        failed: how often requests failed, by method and address.
+        silent: hosts that do not answer.
+    """
+
+    def __init__(self, send: Callable[..., Any], failed: Counter[tuple[str, str]], silent: set[str]) -> None:
+        self.send, self.failed, self.silent = send, failed, silent
 
     def __call__(self, request: Any, **options: Any) -> Any:
         host, path, streamed = request.url.host, unquote(request.url.path), bool(options.get("stream"))

@@ -80,7 +80,7 @@ def decoded(dtype, drafter):
 
 assert decoded("fp32", DRAFTER) == decoded("fp32", "none")
 assert len(decoded("bf16", "none")[0]) == 8
-assert "fsd_infer.cpu.build" not in sys.modules
+assert "fsd_infer.backends.cpu.build" not in sys.modules
 print("decoded")
 """
 

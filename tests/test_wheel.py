@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsd_infer.cpu import sets
+from fsd_infer.backends.cpu import sets
 
 
 def call(command: list[str], directory: Path, status: int = 0, **own: str) -> str:

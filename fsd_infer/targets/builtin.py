@@ -18,7 +18,6 @@ from pathlib import Path
 from fsd_core.errors import ModelLoadError
 from fsd_core.files import cache_dir, locked, sha256_of, write_json
 from fsd_core.registry import Registry
-from fsd_infer.cpu.ops import kernel_kind
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +162,7 @@ def gguf_of(name_or_dir: str | os.PathLike[str], keep: bool, progress: bool) -> 
     if is_gguf(name_or_dir):
         return Path(os.path.expanduser(name_or_dir))
     name = os.fspath(name_or_dir)
-    if not keep or not is_builtin(name) or builtin_adapter(name) is not None or kernel_kind() is None:
+    if not keep or not is_builtin(name) or builtin_adapter(name) is not None:
         return None
     try:
         return builtin_file(name, progress=progress)

@@ -102,7 +102,7 @@ _CACHE_FEATURES: Options = {
         "type": real_number, "default": 0.0, "metavar": "SHARE",
         "help": "smallest share of answer tokens in a row; others are left out",
     },
-    "--batch-tokens": _count(2048, "padded tokens per forward"),
+    "--batch-tokens": _count(2048, "tokens per forward"),
     "--dtype": {"default": "bfloat16", "choices": ["bfloat16", "float32"], "help": "data type of the target"},
     "--strict": _STRICT,
 }  # fmt: skip
@@ -118,6 +118,10 @@ _EXPORT: Options = {
         "cover more text at the price of slower drafts (default: the trained ids)",
     ),
     "--data": {"nargs": "+", "metavar": "FILE", "help": "answers in which --draft-vocab-size counts ids"},
+    "--target-kwargs": {
+        **TARGET_KWARGS,
+        "help": "further keywords to load the target with; a recipe's data.allow_control_tokens goes here, for --data",
+    },
     "--strict": _STRICT,
 }
 

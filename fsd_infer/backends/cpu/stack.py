@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu.kernels import FEW_TOKENS, MOST_ROWS, Kernels, address_of, kernels
-from fsd_infer.cpu.packing import packed_of
-from fsd_infer.cpu.structs import Forward, Layer, Stack
+from fsd_infer.backends.cpu.kernels import FEW_TOKENS, MOST_ROWS, Kernels, address_of, kernels
+from fsd_infer.backends.cpu.packing import packed_of
+from fsd_infer.backends.cpu.structs import Forward, Layer
+from fsd_infer.backends.cpu.structs import Stack as NativeStack
+from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cores import team_size
+from fsd_infer.targets.stack import Outputs, StackOwner
 
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # x + attention(norm(x)), then x + mlp(norm(x))
-_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # depend on the position alone
 # most slots that many tokens may attend to, by set of kernels: above, torch is faster
 MOST_SLOTS = {"avx512": 512, "amx": 2048}
-_CAPTURE = "transformers.utils.output_capturing"  # its hooks only record outputs, on request
 
 
-class DecoderStack:
+class CpuStack:
     """Decoder layers of equal sizes with packed weights, whose computation the kernels know.
 
-    A row's result does not depend on the rows beside it (see :mod:`fsd_infer.cpu.kernels`). Forwards may run
+    Calls that the kernels do not take, or where torch is faster, run through :attr:`fallback`.
+
+    A row's result does not depend on the rows beside it (see :mod:`fsd_infer.backends.cpu.kernels`). Forwards may run
     concurrently.
 
     Args:
-        owner: a model or head with ``layers`` and ``rotary_emb``.
+        owner: the target or head.
         compiled: the kernels.
         layers: the layers as the kernels' structs.
         held: tensors whose addresses ``layers`` holds.
     """
 
-    def __init__(self, owner: Any, compiled: Kernels, layers: Sequence[Layer], held: list[Any]) -> None:
-        attention = owner.layers[0].self_attn
-        self.number, self.width, self.rotary = len(layers), int(attention.head_dim), owner.rotary_emb
+    def __init__(self, owner: StackOwner, compiled: Kernels, layers: Sequence[Layer], held: list[Any]) -> None:
+        decoder: Any = owner.decoder
+        self.fallback, self.norm = owner.plain_stack, owner.final_norm
+        self._first, self._embed = decoder.layers[0], getattr(decoder, "embed_tokens", None)
+        self._kinds = getattr(decoder.config, "layer_types", None)
+        attention = self._first.self_attn
+        self.number, self.width, self.rotary = len(layers), int(attention.head_dim), decoder.rotary_emb
         self.key_heads = layers[0].key.columns // self.width
-        self.epsilon: float = owner.layers[0].post_attention_layernorm.variance_epsilon
+        self.epsilon: float = self._first.post_attention_layernorm.variance_epsilon
         self.kernels, self._held = compiled, held
-        self._stack = Stack(
+        self._stack = NativeStack(
             layers=(Layer * self.number)(*layers),
             number=self.number,
             hidden=layers[0].down.columns,
@@ -52,32 +59,24 @@ class DecoderStack:
             scale=attention.scaling,
         )
         self._angles: tuple[Tensor, Tensor] | None = None  # cosines and sines by position, [P, D] each
-        parts = [part for layer in owner.layers for part in layer.modules()]
-        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._hooks = hooks_of(decoder.layers)
 
     @classmethod
-    def of(cls, owner: Any) -> DecoderStack | None:
-        """Return the stack of a model or head, or None if the kernels do not know its layers."""
-        layers, compiled = getattr(owner, "layers", None), kernels()
-        rotary: Any = getattr(owner, "rotary_emb", None)
+    def of(cls, owner: StackOwner) -> CpuStack | None:
+        """Return the stack of a target or head, or None if the kernels do not know its layers."""
+        decoder, compiled = owner.decoder, kernels()
+        layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
         if compiled is None or not isinstance(layers, nn.ModuleList) or not len(layers):
             return None
-        if not _is_known(rotary, "RotaryEmbedding") or rotary.rope_type not in _FIXED_ANGLES:
+        if not is_of_family(rotary, "RotaryEmbedding") or rotary.rope_type not in FIXED_ANGLES:
             return None
         held: list[Any] = []
         made = [_native(layer, held, first=index == 0) for index, layer in enumerate(layers)]
         known = [layer for layer in made if layer is not None]
         sizes = {(layer.down.columns, layer.down.depth, layer.query.columns, layer.key.columns) for layer in known}
-        if len(known) < len(layers) or len(sizes) > 1:
+        if len(known) < len(layers) or len(sizes) > 1 or not owner.lm_head_is_plain:
             return None
         return cls(owner, compiled, known, held)
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether a module of the layers has a hook, which the stack would not call."""
-        return any(self._hooks) and any(
-            getattr(hook, "__module__", "") != _CAPTURE for hooks in self._hooks for hook in hooks.values()
-        )
 
     def takes(self, visible: Tensor) -> bool:
         """Return whether the kernels are fastest for a mask [B, M, S]; above their limits torch is."""
@@ -86,42 +85,49 @@ class DecoderStack:
 
     def __call__(
         self,
+        inputs: Tensor,
+        positions: Tensor,
+        visible: Mapping[str, Tensor] | None,
+        cache: Any,
+        *,
+        capture: Sequence[int] = (),
+        embeds: Tensor | None = None,
+        keep: int = 0,
+    ) -> Outputs:
+        """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says."""
+        mask = None if visible is None else next(iter(visible.values()))
+        if mask is None or not isinstance(cache, SlotCache) or not self.takes(mask) or is_hooked(self._hooks):
+            return self.fallback(inputs, positions, visible, cache, capture=capture, embeds=embeds, keep=keep)
+        assert visible is not None
+        masks = [mask] * self.number if len(visible) == 1 else [visible[kind] for kind in self._kinds]
+        attended: Tensor | None = None
+        if embeds is not None:
+            inputs, attended = self._first.attended(embeds, inputs)
+        elif not inputs.is_floating_point():
+            inputs = self._embed(inputs)
+        return self._forward(inputs, positions, masks, cache, capture, attended)
+
+    def _forward(
+        self,
         x: Tensor,
         positions: Tensor,
-        visible: Sequence[Tensor],
-        cache: Any,
-        norm: Any = None,
-        wanted: Sequence[int] = (),
-        attended: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run one forward over M new tokens of each row.
-
-        Args:
-            x: [B, M, H] input of the first layer, in bf16.
-            positions: [B, M] int64.
-            visible: per layer, [B, M, S] bool: may token i attend to slot s.
-            cache: a :class:`fsd_infer.device.cache.SlotCache` of as many layers that has the new tokens' slots.
-            norm: the RMS norm after the last layer, if any.
-            wanted: numbers of the layers whose outputs to return.
-            attended: [B, M, A] input of the first layer's attention in place of norm(x), for EAGLE-3.
-
-        Returns:
-            [B, M, H] after the last layer and the norm, and the outputs [B, M, H] of the wanted layers. The last
-            layer's output is taken after the norm, as in transformers' ``hidden_states``.
-
-        Raises:
-            IndexError: a slot is out of range.
-        """
+        masks: Sequence[Tensor],
+        cache: SlotCache,
+        capture: Sequence[int],
+        attended: Tensor | None,
+    ) -> Outputs:
+        """Run the kernels on x [B, M, H] in bf16, with a mask [B, M, S] for each layer."""
         batch, count, _ = x.shape
         keys, values = cache.pools(self.key_heads, self.width, x.dtype)
         cosine, sine = self._tables(int(positions.max()) + 1)
-        masks = [mask.contiguous() for mask in visible]
+        masks = [mask.contiguous() for mask in masks]
         x, positions, slots = x.contiguous(), positions.contiguous(), cache.slots.expand(batch, -1).contiguous()
-        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in wanted}
+        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in capture}
         addresses = (c_void_p * self.number)()
         for index, output in outputs.items():
             addresses[index] = output.data_ptr()
         outputs[self.number - 1] = out
+        norm: Any = self.norm
         within = norm is not None and norm.variance_epsilon == self.epsilon and norm.weight.dtype == x.dtype
         forward = Forward(
             batch=batch,
@@ -151,7 +157,7 @@ class DecoderStack:
         self.kernels.stack(self._stack, forward)
         if norm is not None and not within:
             out = outputs[self.number - 1] = norm(out)
-        return out, [outputs[index] for index in wanted]
+        return Outputs(out, [outputs[index] for index in capture])
 
     def _tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return the rotary module's cosines and sines [P, D] of at least P positions."""
@@ -163,16 +169,11 @@ class DecoderStack:
         return angles
 
 
-def _is_known(module: Any, kind: str) -> bool:
-    made_by_transformers = type(module).__module__.startswith("transformers.models.")
-    return made_by_transformers and type(module).__name__ in {family + kind for family in _FAMILIES}
-
-
 def _native(layer: Any, held: list[Any], first: bool) -> Layer | None:
     """Return a layer's struct, or None if the kernels do not know it. ``held`` gets the tensors that it points to."""
     eagle3 = first and hasattr(layer, "hidden_norm")  # the caller norms its attention's input
     attention = getattr(layer, "self_attn", None)
-    if not (eagle3 or _is_known(layer, "DecoderLayer")) or not _is_known(attention, "Attention"):
+    if not (eagle3 or is_of_family(layer, "DecoderLayer")) or not is_of_family(attention, "Attention"):
         return None
     attention, mlp = layer.self_attn, layer.mlp
     norms = [layer.input_layernorm, getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)]

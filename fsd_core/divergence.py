@@ -3,7 +3,7 @@
 ``p`` is the target, ``q`` the drafter, ``m = (p + q) / 2``; all values are in nats. Acceptance rules and training share
 this module, so every value is differentiable in both arguments::
 
-    from fsd_infer.divergence import divergence
+    from fsd_core.divergence import divergence
     d = divergence("js")(target_logits, draft_logits)  # [..., V], [..., V] -> [...]
 
 Numerics, for every divergence here:
@@ -32,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fsd_core.errors import FsdError, VocabularyMismatchError
 from fsd_core.registry import Registry, read_int
-from fsd_infer.cpu import ops
 
 LN2 = math.log(2.0)
 ZERO = -1e30  # log-probabilities up to this mean probability 0; finite, to avoid inf - inf
@@ -146,13 +145,10 @@ class Divergence:
         if p.shape[-1] != q.shape[-1]:
             raise VocabularyMismatchError(
                 f"divergence {self.name!r}: p has {p.shape[-1]} entries per row, q has {q.shape[-1]}. "
-                "Bring both to one vocabulary first (see fsd_infer.divergence.reduced)."
+                "Bring both to one vocabulary first (see fsd_core.divergence.reduced)."
             )
         if p.shape != q.shape:
             raise FsdError(f"divergence {self.name!r}: shapes {tuple(p.shape)} and {tuple(q.shape)} differ.")
-        value = None if log_probs or chunk_size is not None else ops.plain_divergence(self.name, p, q, None)
-        if value is not None:
-            return value
         if chunk_size is None:
             elements = 2**20 if p.device.type == "cpu" else 2**25
             chunk_size = max(1, elements // p.shape[-1])
@@ -167,32 +163,20 @@ class Divergence:
         k = self.k
         return self.rows if k is None else lambda log_p, log_q: self.rows(*_lump(log_p, log_q, k))
 
-    def with_reduced_drafter(
-        self,
-        p_logits: Tensor,
-        q_logits: Tensor,
-        draft_ids: Tensor | None,
-        rows: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> Tensor:
+    def with_reduced_drafter(self, p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor | None) -> Tensor:
         """Return D(p, q) for a drafter over the target's tokens ``draft_ids`` alone; q is 0 elsewhere.
 
         Args:
-            p_logits: [..., V], or [M, V] with ``rows``.
-            q_logits: [..., Vd], or [I, Vd] with ``rows``.
+            p_logits: [..., V].
+            q_logits: [..., Vd].
             draft_ids: [Vd]; None if Vd = V.
-            rows: [R] rows of p_logits and of q_logits (None: all), which our CPU kernels read without a copy.
 
         Returns:
-            [...], or [R] with ``rows``. Lumpable forms (``where_q_is_zero``) use Vd + 1 bins; others expand q.
+            [...]. Lumpable forms (``where_q_is_zero``) use Vd + 1 bins; others expand q.
         """
-        draft_ids = None if draft_ids is None else draft_ids.long()  # files may store narrower integers
-        if draft_ids is None or not self.infinite_on_reduced_vocabulary:
-            value = ops.plain_divergence(self.name, p_logits, q_logits, draft_ids, rows)
-            if value is not None:
-                return value
-        p_logits, q_logits = (x if which is None else x[which] for x, which in zip((p_logits, q_logits), rows))
         if draft_ids is None:
             return self(p_logits, q_logits)
+        draft_ids = draft_ids.long()  # files may store narrower integers
         if self.lumpable:
             return self(*reduced(p_logits, q_logits, draft_ids), log_probs=True)
         return self(p_logits, expand_draft(q_logits, draft_ids, p_logits.shape[-1]))

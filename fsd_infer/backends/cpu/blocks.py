@@ -10,35 +10,20 @@ Layers are recognised by the names of their classes, so no library is imported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fsd_infer.targets.weights import GroupedWeight, QuantizedWeight, quantized_of
+
 _RUN = 32  # integers that share a scale
 _Q4_0, _Q4_1, _Q8_0 = 2, 3, 8  # ggml's tensor types
 _SMALLEST = 2.0**-14  # smallest normal fp16
-_GROUPS = "_groups"  # attribute of an expanded layer
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """A weight in the blocks of a quantised file.
-
-    Attributes:
-        kind: ggml's tensor type.
-        rows: [out, bytes] uint8, contiguous.
-        order: [out] int64, the row of each output; None: the same order.
-    """
-
-    kind: int
-    rows: np.ndarray
-    order: Tensor | None = None
-
-
-def blocks_of(layer: nn.Module) -> Blocks | None:
+def blocks_of(layer: nn.Module) -> QuantizedWeight | None:
     """Return the blocks of a quantised linear layer.
 
     Args:
@@ -62,21 +47,19 @@ def blocks_of(layer: nn.Module) -> Blocks | None:
     if zeros is not None:
         least = (-zeros * halves.float()).half()
         both = torch.stack([halves, least], -1).repeat_interleave(each, 1)
-        return Blocks(_Q4_1, _records(codes, both, 0))
+        return QuantizedWeight(_Q4_1, _records(codes, both, 0))
     narrow = bool((codes.amin() >= -8) & (codes.amax() <= 7))
-    return Blocks(_Q4_0 if narrow else _Q8_0, _records(codes, halves.repeat_interleave(each, 1), 8 if narrow else None))
-
-
-def keep_groups(layer: nn.Module, scales: Tensor, zeros: Tensor) -> None:
-    """Note that a layer's weight is scale · (code − zero), with both [out, groups] in fp32."""
-    vars(layer)[_GROUPS] = scales, zeros
+    return QuantizedWeight(
+        _Q4_0 if narrow else _Q8_0, _records(codes, halves.repeat_interleave(each, 1), 8 if narrow else None)
+    )
 
 
 def _codes_of(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return a layer's integers [out, in] in int8, scales [out, groups], and zeros if they differ; or None."""
     weight: Any = layer._parameters.get("weight")
-    if _GROUPS in vars(layer):
-        return _grouped(weight, *vars(layer)[_GROUPS])
+    stored = quantized_of(layer)
+    if isinstance(stored, GroupedWeight):
+        return _grouped(weight, stored.scales, stored.zeros)
     kind = type(weight).__name__
     if kind == "Int8Tensor":  # torchao
         found = weight.qdata, weight.scale, weight.zero_point if weight.act_quant_kwargs is None else None

@@ -1,24 +1,25 @@
 """bf16 linear layers with weights in oneDNN's layout, in fp8 for draft heads, or in the blocks of a quantised file.
 
 oneDNN reorders an unpacked bf16 weight in every call. Packed once, a linear layer over a few tokens takes half the
-time, and our kernels read the packed weight too. A layer's forward is replaced on the instance, not in its class.
+time, and our kernels read the packed weight too. A layer is packed where it stands: it gets a subclass of its class, as
+by torch's parametrizations. So whoever holds the layer, such as a drafter, computes by the packed weight.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsd_infer.cpu.blocks import Blocks, blocks_of
-from fsd_infer.cpu.kernels import MOST_ROWS, address_of, in_panels, kernels, panels_of
-from fsd_infer.cpu.losses import say
-from fsd_infer.cpu.structs import Linear
+from fsd_core.errors import ModelLoadError
+from fsd_infer.backends.cpu.blocks import blocks_of
+from fsd_infer.backends.cpu.kernels import MOST_ROWS, address_of, in_panels, kernels, panels_of
+from fsd_infer.backends.cpu.structs import Linear
 from fsd_infer.device.memory import trim
-
-_COMPUTED = "_computed_weight"  # attribute of a quantised layer
+from fsd_infer.targets.weights import PackedLayer, QuantizedWeight, drop_quantized, is_plain, quantized_of, say
 
 
 def can_pack() -> bool:
@@ -27,22 +28,20 @@ def can_pack() -> bool:
 
 
 class Packed:
-    """A linear layer's forward, x [..., in] -> x Wᵀ + b, through its packed weight.
+    """A packed weight, which a layer and an embedding that is tied to it share.
 
     Attributes:
-        layer: the layer that computes by this after :meth:`put_on`.
         weight: [out, in] packed by oneDNN; or panels of blocks, or of fp8 after :meth:`quantize`, for our kernels only.
         scales: [out] in fp32 after :meth:`quantize`, else None.
         native: the layer in the kernels' struct; None if they cannot read its weight.
     """
 
-    def __init__(self, layer: nn.Linear | nn.Embedding, blocks: Blocks | None = None) -> None:
+    def __init__(self, layer: nn.Linear | nn.Embedding, blocks: QuantizedWeight | None = None) -> None:
         """Pack the layer's weight, or ``blocks`` of the same shape in its place.
 
-        Raises ValueError for unsupported blocks, see :func:`hold_blocks`.
+        Raises ValueError for blocks that :func:`holds_blocks` denies, and for a scale that is not finite.
         """
         weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
-        self.layer = layer
         self.columns, self.depth = weight.shape
         self.bias = None if bias is None else bias.detach().clone()
         self.scales: Tensor | None = None
@@ -61,14 +60,14 @@ class Packed:
         if place is not None:
             sizes = dict(columns=self.columns, depth=self.depth, side=place[1])
             self.native = Linear(panels=place[0], kind=self.kind, bias=address_of(self.bias), **sizes)
-        self._table: nn.Embedding | None = None  # the tied embedding that it serves too
 
-    def put_on(self) -> None:
-        """Make the layer compute by this."""
-        # an instance attribute precedes the class's method
-        vars(self.layer)["forward"] = Rows(self) if isinstance(self.layer, nn.Embedding) else self
+    @property
+    def format(self) -> str:
+        """As of :class:`PackedLayer`."""
+        return "blocks" if self.kind else "bf16" if self.scales is None else "fp8"
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b [..., out] of x [..., in]."""
         few = x.numel() <= MOST_ROWS * x.shape[-1] or self.scales is not None or self.kind
         if self.native and self.kernels and few and x.dtype == torch.bfloat16 and x.shape[-1] == self.depth:
             return self.kernels.linear(x.contiguous(), self.native)
@@ -77,11 +76,6 @@ class Packed:
             return nn.functional.linear(x, self.dense().to(x.dtype), bias)
         # .default skips the search among overloads
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
-
-    def release(self) -> None:
-        """Free the layer's plain weight. Its parameter stays on the device "meta" until :meth:`unpack`."""
-        empty = torch.empty(self.columns, self.depth, dtype=torch.bfloat16, device="meta")
-        self.layer.weight = nn.Parameter(empty, requires_grad=False)
 
     def quantize(self) -> None:
         """Convert the weight to fp8 with a scale per output. Does nothing if our kernels cannot read the weight.
@@ -104,25 +98,6 @@ class Packed:
         sizes = fp8_values()[numbers.int() & 127]
         return (torch.where(numbers < 0, -sizes, sizes) * self.scales[:, None]).to(torch.bfloat16)
 
-    def unpack(self) -> None:
-        """Give the layer its forward and weight back: bit by bit, or as :meth:`quantize` rounded it."""
-        if self.layer.weight.is_meta or not len(self.layer.weight):
-            self.layer.weight = nn.Parameter(self.dense().clone(), requires_grad=False)
-        if self._table is not None:
-            del vars(self._table)["forward"]
-            self._table.weight, self._table = self.layer.weight, None
-        del vars(self.layer)["forward"]
-
-    def serve(self, table: nn.Embedding) -> None:
-        """Serve the tied embedding too, and free the plain weight.
-
-        The layer's parameter moves to the device "meta". The embedding's keeps its device without rows, because code
-        that asks for a model's device looks at the first parameter.
-        """
-        self.release()
-        table.weight, self._table = _no_rows_of(table.weight), table
-        vars(table)["forward"] = Rows(self)
-
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows ids [...] of the weight: [..., in]. Unpacks all of it if our kernels cannot read it."""
         if self.native and self.kernels and self.scales is None:
@@ -131,14 +106,77 @@ class Packed:
         return self.dense()[ids]
 
 
-class Rows:
-    """An embedding's forward, ids [...] -> [..., in], through a packed weight."""
+class _OnPacked(PackedLayer):
+    """What packed layers have in common.
 
-    def __init__(self, packed: Packed) -> None:
-        self.packed = packed
+    Attributes:
+        packed: the weight.
+        own_forward: what a library had put on the layer, if any.
+    """
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    packed: Packed
+    own_forward: Any
+
+    @property
+    def format(self) -> str:  # type: ignore[override]
+        return self.packed.format
+
+    def weight_rows(self, ids: Tensor | None) -> Tensor:
+        return self.packed.dense() if ids is None else self.packed.rows(ids)
+
+    def become_plain(self, weight: Tensor) -> None:
+        self.__class__ = type(self).__bases__[1]  # type: ignore[assignment]
+        for name in ("packed", "own_forward"):
+            value = vars(self).pop(name)
+        if value is not None:
+            vars(self)["forward"] = value
+        self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+
+
+class PackedLinear(_OnPacked):
+    """A linear layer that computes by a packed weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed(x)
+
+
+class PackedEmbedding(_OnPacked):
+    """An embedding that reads the rows of a packed weight."""
+
+    def forward(self, ids: Tensor) -> Tensor:
         return self.packed.rows(ids.long())
+
+
+@cache
+def _packed_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a layer's class that computes by a packed weight."""
+    first = PackedEmbedding if issubclass(kind, nn.Embedding) else PackedLinear
+    return type(f"Packed{kind.__name__}", (first, kind), {"__module__": __name__})
+
+
+def put_on(layer: nn.Module, packed: Packed) -> None:
+    """Make a layer compute by a packed weight. Its parameter stays."""
+    vars(layer).update(packed=packed, own_forward=vars(layer).pop("forward", None))
+    layer.__class__ = _packed_class(type(layer))
+
+
+def unpack(module: nn.Module) -> int:
+    """Make all packed layers plain, with their weight bit by bit, or as :meth:`Packed.quantize` rounded it.
+
+    Returns:
+        The number of packed weights.
+    """
+    weights: dict[int, nn.Parameter] = {}  # of packed weights, some of which serve two layers
+    found = packed_products(module)
+    for layer in module.modules():
+        if isinstance(layer, _OnPacked):
+            weight: Any = layer.weight
+            if layer.is_freed:
+                if id(layer.packed) not in weights:
+                    weights[id(layer.packed)] = nn.Parameter(layer.packed.dense().clone(), requires_grad=False)
+                weight = weights[id(layer.packed)]
+            layer.become_plain(weight)
+    return len(found)
 
 
 def fp8_values() -> Tensor:
@@ -158,27 +196,13 @@ def fp8_panels(weight: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 def packed_of(layer: nn.Module) -> Packed | None:
     """Return the packed weight that a layer or embedding computes by, or None."""
-    forward = vars(layer).get("forward")
-    forward = forward.packed if isinstance(forward, Rows) else forward
-    return forward if isinstance(forward, Packed) else None
+    return layer.packed if isinstance(layer, _OnPacked) else None
 
 
 def packed_products(module: nn.Module) -> list[Packed]:
-    """Return the packed layers in ``module``, each once, in the order of its parts."""
+    """Return the packed weights in ``module``, each once, in the order of its parts."""
     found = (packed_of(part) for part in module.modules())
     return list(dict.fromkeys(packed for packed in found if packed is not None))
-
-
-def hold_blocks(layer: nn.Linear | nn.Embedding, blocks: Blocks) -> None:
-    """Make a bf16 layer compute by blocks of its shape, and free its own weight.
-
-    Raises ValueError for blocks that :func:`holds_blocks` denies, and for a scale that is not finite.
-    """
-    Packed(layer, blocks).put_on()
-    if isinstance(layer, nn.Embedding):
-        layer.weight = _no_rows_of(layer.weight)
-    elif not layer.weight.is_meta:  # an embedding may be tied to it
-        layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
 
 
 def holds_blocks(kind: int, columns: int, depth: int) -> bool:
@@ -187,17 +211,44 @@ def holds_blocks(kind: int, columns: int, depth: int) -> bool:
     return compiled is not None and compiled.block_bytes(kind, columns, depth) > 0
 
 
-def _no_rows_of(weight: Tensor) -> nn.Parameter:
-    empty = weight.new_empty(0, weight.shape[1], device="cpu")
-    return nn.Parameter(empty, requires_grad=False)
+def free(layer: Any) -> None:
+    """Free a layer's plain weight.
+
+    A linear layer's parameter moves to the device "meta". An embedding's keeps its device without rows, because code
+    that asks for a model's device looks at the first parameter.
+    """
+    rows, columns = layer.packed.columns, layer.packed.depth
+    place = dict(device="cpu") if isinstance(layer, nn.Embedding) else dict(device="meta")
+    empty = torch.empty(0 if isinstance(layer, nn.Embedding) else rows, columns, dtype=torch.bfloat16, **place)  # type: ignore[arg-type]
+    layer.weight = nn.Parameter(empty, requires_grad=False)
+
+
+def pack_stored(module: nn.Module) -> int:
+    """Pack the weights that loaders left on layers in the blocks of a file, and return their number.
+
+    Raises:
+        ModelLoadError: a scale is not finite.
+    """
+    stored = {layer: quantized_of(layer) for layer in module.modules()}
+    blocks = {layer: weight for layer, weight in stored.items() if isinstance(weight, QuantizedWeight)}
+    for layer, weight in blocks.items():
+        try:
+            put_on(layer, Packed(layer, weight))  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ModelLoadError(f"{weight.name} has {error}. Fetch it again.") from error
+        drop_quantized(layer)
+    if blocks:
+        _share_embedding(module)
+    for layer in blocks:
+        free(layer)
+    return len(blocks)
 
 
 def pack_linears(module: nn.Module, release: bool = False) -> int:
-    """Replace the forward of every bf16 CPU ``nn.Linear`` in ``module`` by a packed one, and return their number.
+    """Pack the weight of every bf16 CPU ``nn.Linear`` in ``module``, and return their number.
 
-    Quantised layers compute by blocks if :func:`fsd_infer.cpu.blocks.blocks_of` and the kernels take them. Others keep
-    the forward of their library. Results agree with the plain layer's within bf16 rounding. Does nothing if oneDNN has
-    no bf16.
+    Quantised layers compute by blocks if :func:`.blocks_of` and the kernels take them. Others keep the forward of their
+    library. Results agree with the plain layer's within bf16 rounding. Does nothing if oneDNN has no bf16.
 
     Args:
         module: the model or head.
@@ -213,10 +264,10 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
             continue
         blocks = None if layer is head else _readable_blocks(layer)  # a head's rows are read as its library has them
         if blocks is not None or _is_packable(layer):
-            made = Packed(layer, blocks)  # type: ignore[arg-type]
-            made.put_on()
-            if release and holders[id(layer.weight)] == 1:
-                made.release()
+            held = holders[id(layer.weight)]
+            put_on(layer, Packed(layer, blocks))  # type: ignore[arg-type]
+            if release and held == 1:
+                free(layer)
             count += 1
         elif layer is not head:
             left += isinstance(layer, nn.Linear) and not is_plain(layer)
@@ -230,26 +281,7 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
     return count
 
 
-def is_sharded(weight: Any) -> bool:
-    """Return whether a weight is a DTensor, without importing its module, which takes a second."""
-    return hasattr(weight, "full_tensor")
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer computes by its class with a plain weight, packed or not.
-
-    A quantisation library has its own tensor types, its own layers, or replaced forwards. An adapter is a module
-    around the layer, without a weight.
-    """
-    weight = layer._parameters.get("weight")
-    return (
-        type(weight) is nn.Parameter
-        and weight.is_floating_point()
-        and ("forward" not in vars(layer) or packed_of(layer) is not None)
-    )
-
-
-def _readable_blocks(layer: nn.Module) -> Blocks | None:
+def _readable_blocks(layer: nn.Module) -> QuantizedWeight | None:
     """A quantised layer's weight in a form that the kernels read."""
     weight = layer._parameters.get("weight")
     if weight is None or weight.dim() != 2 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
@@ -280,57 +312,9 @@ def _share_embedding(model: Any) -> None:
         return
     holders = {part for part in model.modules() if any(w is table.weight for w in part.parameters(recurse=False))}
     if holders == {head, table}:
-        packed.serve(table)
-
-
-def weight_rows(layer: nn.Module, ids: Tensor | None) -> Tensor:
-    """Return rows ids [K] of a linear layer's or embedding's weight, or all of it for None.
-
-    A sharded weight (tensor parallelism) is gathered, so all processes must ask. For a layer that is quantised or has
-    an adapter, this is the weight that the layer computes with.
-    """
-    weight: Tensor | None = getattr(layer, "weight", None)
-    packed = packed_of(layer)
-    if weight is not None and is_sharded(weight):
-        weight = weight.full_tensor()  # type: ignore[attr-defined]
-    elif packed is not None and weight is not None and (weight.is_meta or not len(weight)):
-        return packed.dense() if ids is None else packed.rows(ids)
-    elif weight is None or not is_plain(layer):
-        if isinstance(layer, nn.Embedding):
-            every = torch.arange(table_size(layer)[0], device=next(layer.parameters()).device)
-            return layer(every if ids is None else ids.to(every.device))
-        weight = _computed(layer)
-    return weight if ids is None else weight[ids].contiguous()
-
-
-def table_size(layer: Any) -> tuple[int, int]:
-    """Return (rows, columns) of the weight that a linear layer or embedding computes with."""
-    weight = getattr(layer, "weight", None)
-    if weight is not None and (is_plain(layer) or is_sharded(weight)):
-        return int(weight.shape[0]), int(weight.shape[1])
-    if isinstance(layer, nn.Embedding):
-        return layer.num_embeddings, layer.embedding_dim
-    return int(layer.out_features), int(layer.in_features)
-
-
-@torch.no_grad()
-def _computed(layer: Any) -> Tensor:
-    """Return the weight [out, in] that a layer computes with: its products with one-hot inputs, less its bias.
-
-    A quantised layer keeps the result, because a drafter asks for other rows at every text.
-    """
-    kept: Tensor | None = vars(layer).get(_COMPUTED)
-    if kept is not None:
-        return kept
-    own = next(iter(layer.parameters()))
-    dtype = next((one.dtype for one in layer.parameters() if one.is_floating_point()), torch.float32)
-    products = layer(torch.eye(table_size(layer)[1], dtype=dtype, device=own.device))
-    if layer.bias is not None:
-        products = products - layer.bias
-    weight = products.t().contiguous()
-    if isinstance(layer, nn.Linear):  # others hold adapters, which change
-        vars(layer)[_COMPUTED] = weight
-    return weight
+        put_on(table, packed)
+        free(head)
+        free(table)
 
 
 def own_memory(module: nn.Module) -> None:

@@ -1,23 +1,9 @@
-"""What a user loses on a machine or with a file, and how to get it: said once per process."""
+"""What a user loses on a machine without the kernels, and how to get it: said once per process."""
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-
-from fsd_infer.cpu.kernels import found
-
-logger = logging.getLogger(__name__)
-
-READS = (
-    "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q4_K, Q5_K, Q6_K and IQ2_XXS"  # the types of GGUF tensors that kernels read
-)
-
-
-@cache
-def say(message: str) -> None:
-    """Log a warning, the first time."""
-    logger.warning(message)
+from fsd_infer.backends.cpu.kernels import found
+from fsd_infer.targets.weights import say
 
 
 def say_what_is_lost() -> None:

@@ -5,8 +5,8 @@ the weights, and starting small operations takes a third of a forward. ``kernels
 and a whole decoder layer of the Llama kind in one call. It is compiled once with the local C++ compiler and cached.
 Without a compiler or AVX512-BF16, or with FSD_KERNELS=0, torch computes the same results within bf16 rounding.
 
-There are two sets of kernels (:mod:`fsd_infer.cpu.sets`). Both read all packed weights. "avx512" computes on vectors.
-"amx" computes products with bf16 and fp8 numbers, and of many rows, on tiles. FSD_KERNELS forces one of them.
+There are two sets of kernels (:mod:`fsd_infer.backends.cpu.sets`). Both read all packed weights. "avx512" computes on
+vectors. "amx" computes products with bf16 and fp8 numbers, and of many rows, on tiles. FSD_KERNELS forces one of them.
 
 A row's result depends neither on the number of rows beside it nor on slots that it does not see. So a tree's logits
 equal those of decoding token by token, bit by bit.
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import KernelsError
-from fsd_infer.cpu.codebooks import rewritten
-from fsd_infer.cpu.sets import VARIABLE, wanted
-from fsd_infer.cpu.structs import Forward, Linear, Stack, Tree
+from fsd_infer.backends.cpu.codebooks import rewritten
+from fsd_infer.backends.cpu.sets import VARIABLE, wanted
+from fsd_infer.backends.cpu.structs import Forward, Linear, Stack, Tree
 from fsd_infer.device.cores import team_size
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Kernels:
     def row_statistics(
         self, logits: Tensor, rows: Tensor | None = None, log_sum: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute :func:`fsd_infer.cpu.ops.row_statistics` of logits [..., V] or of rows [R] of [M, V]."""
+        """Compute :func:`fsd_core.functional.row_stats` of logits [..., V] or of rows [R] of [M, V]."""
         rows = _checked(rows, logits)
         shape = logits.shape[:-1] if rows is None else rows.shape
         highest, where = torch.empty(shape), torch.empty(shape, dtype=torch.long)
@@ -148,7 +148,7 @@ class Kernels:
         return highest, where, total
 
     def row_entropies(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute :func:`fsd_infer.cpu.ops.row_entropies`; arguments as of :meth:`row_statistics`."""
+        """Compute :func:`fsd_core.functional.row_entropy`; arguments as of :meth:`row_statistics`."""
         rows = _checked(rows, logits)
         found = torch.empty(logits.shape[:-1] if rows is None else rows.shape)
         sizes = found.numel(), logits.shape[-1]
@@ -156,7 +156,7 @@ class Kernels:
         return found
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Compute :func:`fsd_infer.cpu.ops.likeliest` of logits [..., V] in bf16 or fp32; count <= V."""
+        """Compute :func:`fsd_core.functional.topk_logprobs` of logits [..., V] in bf16 or fp32; count <= V."""
         log_q = torch.empty(*logits.shape[:-1], count)
         where = torch.empty(log_q.shape, dtype=torch.long)
         columns = logits.shape[-1]
@@ -167,21 +167,21 @@ class Kernels:
         return log_q, where
 
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
-        """Compute :func:`fsd_infer.cpu.ops.keep_largest` of scores [..., V] in fp32."""
+        """Compute :func:`fsd_core.functional.keep_top_k` of scores [..., V] in fp32."""
         found, columns = torch.empty_like(scores), scores.shape[-1]
         rows, threads = scores.numel() // columns, team_size()
         self._library.fsd_keep_largest(scores.data_ptr(), rows, columns, count, other, found.data_ptr(), threads)
         return found
 
     def ancestors(self, parents: Tensor) -> Tensor:
-        """Compute :func:`fsd_infer.cpu.ops.ancestors` of int64 parents."""
+        """Compute :func:`fsd_core.functional.ancestors` of int64 parents."""
         batch, count = parents.shape
         found = torch.empty(batch, count, count, dtype=torch.bool)
         self._library.fsd_ancestors(parents.data_ptr(), batch, count, found.data_ptr())
         return found
 
     def union(self, main: TreeTensors, side: TreeTensors, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See :func:`fsd_infer.cpu.ops.tree_union`: int64, but scores in fp32."""
+        """See :func:`fsd_core.functional.tree_union`: int64, but scores in fp32."""
         batch, count = len(main[0]), main[0].shape[1] + side[0].shape[1] - 1
         tokens, parents, proposers = (torch.empty(batch, count, dtype=torch.long) for _ in range(3))
         scores = torch.empty(batch, count)
@@ -200,7 +200,7 @@ class Kernels:
         ids: Tensor | None,
         rows: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Tensor:
-        """Compute D(p, q) in fp32, see :func:`fsd_infer.divergence.divergence`.
+        """Compute D(p, q) in fp32, see :func:`fsd_core.divergence.divergence`.
 
         Args:
             name: one of :data:`PLAIN_DIVERGENCES`; with ``ids`` one that is finite where q is 0.
@@ -266,7 +266,7 @@ def found() -> Found:
     sets = wanted()
     if not sets.names:
         return Found(None, sets.why, sets.forced)
-    from fsd_infer.cpu.build import build  # imported late: rules need no compiler
+    from fsd_infer.backends.cpu.build import build  # imported late: rules need no compiler
 
     compiled, failed = build(Kernels, sets.names)
     if compiled is None and sets.forced:
