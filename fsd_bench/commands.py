@@ -17,7 +17,6 @@ from fsd_core.registry import read_float
 
 def run(args: argparse.Namespace) -> int:
     """Run `fsd-bench run`."""
-    needed("scipy")  # for the record's intervals
     import fsd_bench
     from fsd_bench.report import bench_table
     from fsd_infer.decoder.models import model_options
@@ -77,7 +76,7 @@ def table(args: argparse.Namespace) -> int:
 
 def sweep(args: argparse.Namespace) -> int:
     """Run `fsd-bench sweep`."""
-    needed("scipy")
+    needed("matplotlib")
     from fsd_bench.evidence.page import write_page
     from fsd_bench.evidence.settings import SweepOptions
     from fsd_bench.evidence.sweep import sweep as run_sweep
@@ -96,6 +95,7 @@ def sweep(args: argparse.Namespace) -> int:
 def calibrate(args: argparse.Namespace) -> int:
     """Run `fsd-bench calibrate`."""
     needed("scipy")
+    needed("matplotlib")
     from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise
     from fsd_bench.evidence.calibrate import calibrate as run_calibrate
     from fsd_bench.evidence.settings import SweepOptions
@@ -118,7 +118,6 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def worth(args: argparse.Namespace) -> int:
     """Run `fsd-bench worth`."""
-    needed("scipy")
     from fsd_bench.worth.run import WorthOptions, worth_text
     from fsd_bench.worth.run import worth as run_worth
     from fsd_infer.decoder.models import model_options

@@ -275,10 +275,10 @@ AVX2 = {"avx2", "fma", "f16c"}  # flags of an older processor; an ARM processor'
             SETS["avx512"],
             None,
             ["avx512"],
-            "the processor lacks amx_bf16, amx_tile",
+            "the processor lacks amx_bf16, amx_int8, amx_tile",
         ),
         (SETS["avx512"] - {"avx512_bf16"}, None, [], "the processor lacks avx512_bf16"),
-        (AVX2, "", [], "the processor lacks avx512_bf16, avx512bw, avx512dq, avx512f, avx512vl"),
+        (AVX2, "", [], "the processor lacks avx512_bf16, avx512_vnni, avx512bw, avx512dq, avx512f, avx512vl"),
         (AVX2, "0", [], "FSD_KERNELS=0 turns them off"),
     ],
 )

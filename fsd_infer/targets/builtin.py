@@ -89,8 +89,20 @@ def shipped_drafter(name: str) -> Path | None:
 
 
 def builtin_adapter(name: str) -> Path | None:
-    """Return the directory of the LoRA adapter of built-in target ``name``; None if it has none."""
-    return SHIPPED / name / "adapter" if BUILTIN_TARGETS.get(name).base is not None else None
+    """Return the directory of the LoRA adapter of built-in target ``name``; None if it has none.
+
+    Raises:
+        ModelLoadError: this installation has no adapter, as packages have none.
+    """
+    if BUILTIN_TARGETS.get(name).base is None:
+        return None
+    directory = SHIPPED / name / "adapter"
+    if not directory.is_dir():
+        raise ModelLoadError(
+            f"the adapter of {name} is in the repository alone, not in the installed package. Use a checkout, or copy "
+            f"its directory fsd_infer/shipped/{name} to {SHIPPED}."
+        )
+    return directory
 
 
 def builtin_dir(name: str, *, progress: bool = True) -> Path:

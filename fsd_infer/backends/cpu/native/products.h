@@ -1,7 +1,7 @@
 // Products of some rows with a packed weight, panel by panel, shared out among the threads of a team.
 #pragma once
 
-#include "blocks.h"
+#include "block_products.h"
 #include "interface.h"
 
 #include <omp.h>
@@ -17,11 +17,11 @@ constexpr int WIDEST = 64;      // most columns of a panel
 
 // Widen BLOCK_SIDE columns from `column` on of a weight in blocks to the layout of a packed weight.
 const bf16* widened(Interleaved& x, const fsd_linear& layer, int64_t column) {
-  const Tiles& tiles = tiles_of(layer.kind);
-  const int64_t size = layer.depth / tiles.span * tiles.record;
+  const Products& products = products_of(layer.kind);
+  const int64_t size = layer.depth / products.span * products.record;
   x.panel.resize(layer.depth * BLOCK_SIDE);
   for (int64_t at = 0; at < BLOCK_SIDE; at += LANES)
-    tiles.widen((const uint8_t*)layer.panels + (column + at) / LANES * size, layer.depth, x.panel.data() + 2 * at,
+    products.widen((const uint8_t*)layer.panels + (column + at) / LANES * size, layer.depth, x.panel.data() + 2 * at,
                 2 * BLOCK_SIDE);
   return x.panel.data();
 }
@@ -115,13 +115,15 @@ class Multiplier : public Interleaved {
     if (shaped) _tile_release();
   }
 
-  // Shape tiles 0 to 3 for sums [rows, 16], 4 and 5 for x [rows, run], 6 and 7 for codes [run / 2, 16, 2].
+  // Shape tiles 0 to 3 for sums [·, 16], 4 and 5 for bytes of x [·, run], 6 and 7 for codes [run / 4, 16, 4]. If they fit,
+  // one tile holds high and low bytes of all rows.
   void shape_for_blocks(int rows, int run) {
     const int key = 100 * rows + run;
     if (shaped == key) return;
     Shape tiles;
-    tiles.bytes[4] = tiles.bytes[5] = (uint16_t)(2 * run);
-    for (int tile = 0; tile < 8; ++tile) tiles.rows[tile] = (uint8_t)(tile < 6 ? rows : run / 2);
+    tiles.bytes[4] = tiles.bytes[5] = (uint16_t)run;
+    for (int tile = 0; tile < 8; ++tile)
+      tiles.rows[tile] = (uint8_t)(tile >= 6 ? run / 4 : 2 * rows > LANES ? rows : 2 * rows);
     load(tiles, key);
   }
 
@@ -212,16 +214,17 @@ class Multiplier : public Interleaved {
 // panel_product for BLOCK_SIDE columns of a weight in blocks. Multiplier::take has read x.
 template <class Done>
 inline void block_panel_product(Multiplier& x, const fsd_linear& layer, int64_t column, Done done) {
-  const Tiles& tiles = tiles_of(layer.kind);
-  const int64_t size = layer.depth / tiles.span * tiles.record;
-  const uint8_t* panel = (const uint8_t*)layer.panels + column / LANES * size;
-  for (int at = 0; at < BLOCK_SIDE; at += LANES, panel += size)
-    x.groups(layer.depth, [&](int first, int count, int size, const char* rows) {
-      alignas(64) float sums[TOGETHER * LANES];
-      x.shape_for_blocks(SIZES[size], tiles.run);
-      tiles.of[size](rows, layer.depth, panel, sums);
-      for (int m = 0; m < count; ++m) done(first + m, at, _mm512_load_ps(sums + m * LANES));
-    });
+  const Products& products = products_of(layer.kind);
+  const int64_t bytes = layer.depth / products.span * products.record;
+  const uint8_t* panel = (const uint8_t*)layer.panels + column / LANES * bytes;
+  const int size = SIZES[x.size];
+  if (size > MOST_ON_VECTORS) x.shape_for_blocks(size, products.run);
+  for (int at = 0; at < BLOCK_SIDE; at += LANES, panel += bytes) {
+    products.of[x.size](x.numbers(), x.groups, layer.depth, panel, x.found[0].numbers);
+    for (int group = 0; group < x.groups; ++group)
+      for (int row = x.first(group); row < x.first(group + 1); ++row)
+        done(row, at, _mm512_load_ps(x.found[group * size + row - x.first(group)].numbers));
+  }
 }
 
 // Multiply any number of rows with one panel, in groups of nearly equal size; calls done(row, column, 16 sums).

@@ -68,18 +68,13 @@ int read_record(int64_t kind, const uint8_t* from, Record& to) {
 template <class F>
 struct Place {
   int64_t low, high;  // byte offsets in the record
-  int low_bit, high_bit;
+  int low_bit = 0, high_bit = 0;
   Place(int k, int column) {
-    const int pair = k % 32 / 2, lane = column * 2 + k % 2;
-    constexpr int MORE = F::BITS > 4 && F::BITS < 8 ? F::BITS - 4 : 1, EACH = 16 / MORE;
+    const int quad = k % 32 / 4, lane = column * 4 + k % 4;
     const int64_t step = k / 32 * F::STEP;
-    if (F::BITS == 8) {
-      low = high = step + pair * 32 + lane, low_bit = high_bit = 0;
-      return;
-    }
-    low_bit = pair % 4 * 4, high_bit = pair % EACH * MORE;
-    low = step + pair / 4 * 64 + lane * 2 + low_bit / 8, low_bit %= 8;
-    high = step + 256 + pair / EACH * 64 + lane * 2 + high_bit / 8, high_bit %= 8;
+    low = step + (F::BITS == 8 ? quad : quad / 2) * 64 + lane;
+    if (F::BITS < 8) low_bit = quad % 2 * 4;
+    high = step + 256 + quad / F::PLANE * 64 + lane, high_bit = quad % F::PLANE * F::MORE;
   }
 };
 
@@ -88,7 +83,7 @@ void put(const Record& from, int column, uint8_t* record) {
   for (int k = 0; k < F::SPAN; ++k) {
     const Place<F> at(k, column);
     record[at.low] |= (uint8_t)((F::BITS == 8 ? from.codes[k] : from.codes[k] & 15) << at.low_bit);
-    if (F::BITS > 4 && F::BITS < 8) record[at.high] |= (uint8_t)(from.codes[k] >> 4 << at.high_bit);
+    if (F::MORE) record[at.high] |= (uint8_t)(from.codes[k] >> 4 << at.high_bit);
   }
   for (int run = 0; F::RUNS > 1 && run < F::RUNS; ++run) {
     record[F::CODES + run * LANES + column] = from.scales[run];
@@ -113,11 +108,9 @@ void get(const uint8_t* record, int column, float* y) {
     int code = record[at.low];
     if (F::BITS == 8) code = (int8_t)code;
     else code = code >> at.low_bit & 15;
-    if (F::BITS > 4 && F::BITS < 8) code |= (record[at.high] >> at.high_bit & ((1 << (F::BITS - 4)) - 1)) << 4;
-    const uint32_t value = F::TABLE ? (uint32_t)VALUES[code & 15] << 16 : 0;
-    float number = (float)(code - F::BIAS);
-    if (F::TABLE) std::memcpy(&number, &value, sizeof number);
-    y[k] = ds[column] * number + ms[column];
+    if (F::MORE) code |= (record[at.high] >> at.high_bit & ((1 << F::MORE) - 1)) << 4;
+    if (F::TABLE) code = VALUES[code];
+    y[k] = ds[column] * (float)(code - F::BIAS) + ms[column];
   }
 }
 
