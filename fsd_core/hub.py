@@ -35,6 +35,7 @@ from huggingface_hub.utils import hf_raise_for_status
 
 from fsd_core.errors import FsdError, ModelLoadError, shortened
 from fsd_core.files import HUB_ID, open_safetensors, sha256_of
+from fsd_core.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,27 @@ class HubError(ModelLoadError):
 def is_hub_id(name: str) -> bool:
     """Whether this is of the form owner/name, and no path."""
     return HUB_ID.fullmatch(name) is not None and not os.path.exists(name)
+
+
+def check_mistyped(name: str, **hub: Any) -> None:
+    """Raise ModelLoadError for a hub id that looks like a path to a directory here, before the Hub is asked.
+
+    Args:
+        name: of the form owner/name.
+        hub: options of the client. A ``revision`` says that a repository is meant.
+    """
+    parent, _, last = name.partition("/")
+    if hub.get("revision") or not os.path.isdir(parent) or _folder(name, **hub).exists():
+        return
+    if hint := did_you_mean(last, os.listdir(parent)):
+        raise ModelLoadError(
+            f"{name}: no such directory, though {parent} is one.{hint} For a repository of the Hub, name its revision."
+        )
+
+
+def _folder(name: str, **hub: Any) -> Path:
+    """Return the folder of a repository in the cache."""
+    return Path(hub.get("cache_dir") or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
 
 
 # requests ------------------------------------------------------------------------------------------------------------
@@ -275,7 +297,7 @@ def load_whole(source: str | os.PathLike[str], load: Callable[[], Loaded], **hub
     name = os.fspath(source)
     if not isinstance(name, str) or not is_hub_id(name):
         return load()
-    folder = Path(hub.get("cache_dir") or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    folder = _folder(name, **hub)
     if not folder.exists() and name not in _TOLD:
         _TOLD.add(name)
         print(f"[{name}] no directory here, nothing in the cache: asking the Hub", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,12 @@ BLOCK = 128  # queries and keys of a block of FlexAttention
 FLEX_HEAD = 16  # least width of an attention head that its kernels take
 _VERDICT = "_fsd_reads_packed_rows"  # attribute of a model
 
-Span = tuple[slice, Sequence[slice]]  # queries, and the places of all keys that any of them sees
+
+class Span(NamedTuple):
+    """Consecutive queries, and the pieces of the keys that hold all that any of them sees."""
+
+    queries: slice
+    pieces: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -71,24 +76,36 @@ class PackedMask(ABC):
         A ``window`` is the number of positions that a query sees, itself included.
         """
 
+    @cached_property
+    @abstractmethod
+    def pieces(self) -> list[int]:
+        """Sizes of the pieces into which the keys are split."""
+
+    @cached_property
     @abstractmethod
     def spans(self) -> list[Span]:
-        """Divide the queries into consecutive spans."""
+        """The queries, divided into spans."""
 
     @abstractmethod
     def sees_first(self, window: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield ranges of keys [first, last] for each query, which cover all that it sees: integers [Q] each."""
 
-    def span_masks(self, window: int | None) -> list[tuple[slice, Sequence[slice], Tensor | None]]:
-        """Return the spans with their masks [q, k] bool on the device; None where causal attention is the same."""
+    def span_masks(self, window: int | None) -> list[Tensor | None]:
+        """Return the spans' masks [q, k] bool on the device; None where causal attention is the same."""
         if window not in self._kept:
-            self._kept[window] = [(query, keys, self._span_mask(query, keys, window)) for query, keys in self.spans()]
-        found: list[tuple[slice, Sequence[slice], Tensor | None]] = self._kept[window]
+            self._kept[window] = [self._span_mask(span, window) for span in self.spans]
+        found: list[Tensor | None] = self._kept[window]
         return found
 
-    def _span_mask(self, query: slice, keys: Sequence[slice], window: int | None) -> Tensor | None:
-        places = torch.cat([_places(each, self.device) for each in keys])
-        return self.visible(_places(query, self.device)[:, None], places, window)
+    def _span_mask(self, span: Span, window: int | None) -> Tensor | None:
+        queries = torch.arange(span.queries.start, span.queries.stop, device=self.device)
+        return self.visible(queries[:, None], self.keys_of(span), window)
+
+    def keys_of(self, span: Span) -> Tensor:
+        """Return the places of a span's keys."""
+        ends = np.cumsum(self.pieces).tolist()
+        parts = [torch.arange(ends[n] - self.pieces[n], ends[n], device=self.device) for n in span.pieces]
+        return torch.cat(parts)
 
     def block_mask(self, window: int | None = None) -> BlockMask:
         """Return FlexAttention's mask. The blocks are found on the host, so nothing waits for the device."""
@@ -107,10 +124,6 @@ class PackedMask(ABC):
             )  # fmt: skip
         found: BlockMask = self._kept["blocks", window]
         return found
-
-
-def _places(each: slice, device: torch.device) -> Tensor:
-    return torch.arange(each.start, each.stop, device=device)
 
 
 def _least(values: np.ndarray) -> np.ndarray:
@@ -139,19 +152,23 @@ class TextMask(PackedMask):
         seen = (key <= query) & (key >= self._begins[query])
         return seen if window is None else seen & (query - key < window)
 
+    @cached_property
+    def pieces(self) -> list[int]:
+        return list(self.lengths)
+
+    @cached_property
     def spans(self) -> list[Span]:
         ends = np.cumsum(self.lengths).tolist()
-        texts = [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
-        return [(text, (text,)) for text in texts]
+        return [Span(slice(end - self.lengths[number], end), [number]) for number, end in enumerate(ends)]
 
     def sees_first(self, window: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         last = np.arange(len(self.begins))
         yield self.begins if window is None else np.maximum(self.begins, last - window + 1), last
 
-    def _span_mask(self, query: slice, keys: Sequence[slice], window: int | None) -> Tensor | None:
-        if window is None or window >= query.stop - query.start:
+    def _span_mask(self, span: Span, window: int | None) -> Tensor | None:
+        if window is None or window >= span.queries.stop - span.queries.start:
             return None
-        return super()._span_mask(query, keys, window)
+        return super()._span_mask(span, window)
 
     def chains(self, roots: Tensor, step: int) -> ChainMask:
         """Return the mask of step ``step`` ≥ 1 of the chains with these roots [K], ascending, in host memory."""
@@ -183,16 +200,24 @@ class ChainMask(PackedMask):
             in_text = in_text & (root + self.step - key < window)
         return torch.where(key < tokens, in_text, (key - tokens) % chains == query)
 
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Number of chains of each conversation."""
+        return np.bincount(np.searchsorted(np.cumsum(self.lengths), self.roots.numpy(), "right"))
+
+    @cached_property
+    def pieces(self) -> list[int]:
+        return [*self.lengths, *(self.counts[self.counts > 0].tolist() * self.step)]
+
+    @cached_property
     def spans(self) -> list[Span]:
-        roots, tokens = self.roots.numpy(), len(self.begins)
-        begins = self.begins[roots]
-        cuts = [0, *(np.flatnonzero(np.diff(begins)) + 1).tolist(), len(roots)]  # where the conversation changes
-        spans = []
-        for first, last in zip(cuts, cuts[1:]):
-            places = [slice(int(begins[first]), int(roots[last - 1]) + 1)]
-            places += [slice(at + first, at + last) for at in range(tokens, self.shape[1], len(roots))]
-            spans.append((slice(first, last), places))
-        return spans
+        texts = np.flatnonzero(self.counts)  # the conversations that have chains
+        ends = np.cumsum(self.counts[texts]).tolist()
+        found = []
+        for number, (text, end) in enumerate(zip(texts.tolist(), ends, strict=True)):
+            own = range(len(self.lengths) + number, len(self.pieces), len(texts))  # of each step
+            found.append(Span(slice(end - int(self.counts[text]), end), [text, *own]))
+        return found
 
     def sees_first(self, window: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         roots, tokens = self.roots.numpy(), len(self.begins)
@@ -242,9 +267,11 @@ def packed_attention(
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in (key, value))
     outputs = []
-    for queries, keys, visible in mask.span_masks(sliding_window):
-        k, v = (torch.cat([each[:, :, part] for part in keys], dim=2) for each in (key, value))
-        q = query[:, :, queries]
+    # split, since the gradient of a slice is as large as the whole
+    keys, values = (each.split(mask.pieces, dim=2) for each in (key, value))
+    parts = query.split([span.queries.stop - span.queries.start for span in mask.spans], dim=2)
+    for q, span, visible in zip(parts, mask.spans, mask.span_masks(sliding_window), strict=True):
+        k, v = (_joined([pieces[number] for number in span.pieces]) for pieces in (keys, values))
         if softcap is None and s_aux is None:
             causal = visible is None
             out = scaled_dot_product_attention(q, k, v, visible, dropout, is_causal=causal, scale=scaling)
@@ -252,6 +279,10 @@ def packed_attention(
             out = _plain_attention(q, k, v, visible, dropout, scaling, softcap, s_aux)
         outputs.append(out)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
 def _plain_attention(

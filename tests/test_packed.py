@@ -58,8 +58,7 @@ def test_all_readings_of_a_mask_agree(name: str) -> None:
     assert expected.shape == mask.shape
     assert torch.equal(mask.visible(torch.arange(queries)[:, None], torch.arange(keys), window), expected)
     spread = torch.zeros_like(expected)
-    for query, parts, visible in mask.span_masks(window):
-        places = torch.cat([torch.arange(part.start, part.stop) for part in parts])
+    for (query, _), places, visible in zip(mask.spans, map(mask.keys_of, mask.spans), mask.span_masks(window)):
         shape = (query.stop - query.start, len(places))
         block = torch.ones(shape, dtype=torch.bool).tril() if visible is None else visible
         spread[torch.arange(query.start, query.stop)[:, None], places] = block

@@ -250,6 +250,16 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
     assert float(server.rules.overspent[3]) == 0, "of the request before"
 
 
+def test_an_answers_first_tokens_are_exact_in_a_slot() -> None:
+    """A text of 2 tokens is the prompt. With settle=3, tokens 0 to 2 of the answer are the target's own."""
+    server, logits = Server(), torch.zeros(3, V)
+    logits[:, 7] = 0.5
+    server.add(3, Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0:settle=3"}), [1, 2], [3, 4])
+    for answer, choices in (([], [7, 7, 7]), ([5, 5], [7, 4, 7]), ([5, 5, 5], [3, 4, 7])):
+        server.grow(3, [1, 2, *answer], [3, 4])
+        assert server.step(logits, [3]).argmax(-1).tolist() == choices
+
+
 def test_a_budget_is_each_requests_own() -> None:
     """A slot's next request starts with its own; after a preemption, which forgets what was spent, none is left."""
     server, logits = Server(), torch.zeros(3, V)
@@ -295,7 +305,7 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
     for rule in ("exact", "tilted:1:novel=2:budget=9", "tilted:inf:budget=0", "tilted:1:budget=9:only_in=think"):
         assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted")
-    for rule in ("tilted", "tilted:4:toll=1", "tilted:toll=2"):
+    for rule in ("tilted", "tilted:4:toll=1:settle=64", "tilted:toll=2"):
         assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
     for rule in ("tilted:4", "tilted:2:toll=1", "tilted:heat=0.1"):
         with pytest.raises(ValueError, match="this server allows tilted"):

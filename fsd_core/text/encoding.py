@@ -89,7 +89,9 @@ def read_prompts(
 def need_tokenizer(tokenizer: Any, target: str) -> Any:
     """Return ``tokenizer``. Raise FsdError if it is None; ``target`` names the target in the error."""
     if tokenizer is None:
-        raise FsdError(f"target {target} has no tokenizer: add its tokenizer files, or give prompts as token ids.")
+        raise FsdError(
+            f"target {target} has no tokenizer: give one as tokenizer=, add its files, or give prompts as token ids."
+        )
     return tokenizer
 
 

@@ -86,7 +86,8 @@ def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> N
         print(report.legend(colour))
     elif not streamed:
         print(out.texts[0])
-    print(report.stats_line(out.stats), file=sys.stderr)
+    if not args.quiet:
+        print(report.stats_line(out.stats) if args.stats else report.summary_lines(out.stats), file=sys.stderr)
 
 
 def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import Unpack
 
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.registry import is_whole
@@ -23,8 +24,9 @@ from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.request import Outcome, Round
+from fsd_infer.heads.formats import head_kind
 from fsd_infer.request.guide import Guide, GuideProcessor
-from fsd_infer.request.options import shaping
+from fsd_infer.request.options import GenerateOptions, shaping
 from fsd_infer.rules import RuleLike
 from fsd_infer.targets.adapters import put_beside
 from fsd_infer.targets.loading import parse_device
@@ -51,6 +53,17 @@ class Generation(Outcome):
 
     texts: list[str] = field(default_factory=list)
 
+    @property
+    def text(self) -> str:
+        """The first answer."""
+        return self.texts[0] if self.texts else ""
+
+    def __repr__(self) -> str:
+        """Return what a person looks for; ``stats`` and ``records`` have the rest."""
+        shown = self.texts if any(self.texts) else self.sequences
+        tokens, rate = self.stats.new_tokens, self.stats.tokens_per_second
+        return f"Generation({shown!r:.400}, {tokens} tokens, tau {self.stats.tau:.2f}, {rate:.1f} tok/s)"
+
 
 class FuzzyDecoder:
     """A target with a drafter. Threads may share it: they take turns, request by request.
@@ -67,12 +80,13 @@ class FuzzyDecoder:
         self.quantize = quantize
         self.backend = choose(target.device)
         self._recorder: Recorder | None = None
+        self._said_raw = False  # that there is no chat template
 
     @classmethod
     def from_pretrained(
         cls,
         target: str | Path | PreTrainedModel = "smollm2-135m",
-        drafter: str | Path | Drafter | None = None,
+        drafter: str | Path | Drafter | PreTrainedTokenizerBase | None = None,
         tokenizer: Any = None,
         *,
         tree: TreeShape | str | None = None,
@@ -89,7 +103,8 @@ class FuzzyDecoder:
         Args:
             target: a built-in name, a local directory, a GGUF file of a Llama model, or a hub id. Or a transformers or
                 peft model in memory, quantised or not, which is set to eval mode and not changed otherwise.
-            drafter: see :func:`load_drafter` (default: the head of a built-in target, else "lookup+recycle").
+            drafter: see :func:`load_drafter` (default: the head of a built-in target, else "lookup+recycle"). A
+                tokenizer here is the target's, as in transformers' pipelines.
             tokenizer: of a model in memory, which otherwise decodes token ids only (default for others: their own).
             tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU, chooses a tree in each
                 round from the drafter's scores and earlier rounds' costs and acceptances (see
@@ -115,10 +130,13 @@ class FuzzyDecoder:
             CheckpointError: files are damaged, or the head belongs to another target.
             VocabularyMismatchError: target and drafter have different vocabularies.
         """
+        if isinstance(drafter, PreTrainedTokenizerBase):  # transformers' order
+            drafter, tokenizer = None, drafter if tokenizer is None else tokenizer
         _check_objects(target, tokenizer)
         named = isinstance(target, (str, Path))
         prefixes = None if prefix_cache_bytes is None else PrefixCache(prefix_cache_bytes)
         if named:
+            _refuse_head(Path(str(target)))
             reads = None if expand or pack is False else choose(parse_device(model_kwargs.get("device"))).reads_blocks
             wrapped = Target.from_pretrained(str(target), reads_blocks=reads, **model_kwargs)
             wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
@@ -235,6 +253,12 @@ class FuzzyDecoder:
             raise FsdError("the prompt is empty: give some text.")
         if chat or (chat is None and tokenizer.chat_template):
             return encode_chat(tokenizer, [{"role": "user", "content": text}], blank=True)
+        if chat is None and not self._said_raw:
+            self._said_raw = True
+            log.warning(
+                "%s has no chat template: it continues prompts as they are (chat=False, or --raw, if you mean that).",
+                self.target.name,
+            )
         ids = encode_text(tokenizer, text)
         if not ids:
             raise FsdError("the prompt encodes to no tokens: give some text.")
@@ -274,7 +298,7 @@ class FuzzyDecoder:
         beam_options: BeamOptions | None = None,
         schema: Mapping[str, Any] | str | None = None,
         guide: Guide | None = None,
-        **overrides: Any,
+        **overrides: Unpack[GenerateOptions],
     ) -> Generation:
         """Decode one prompt or a batch of prompts of any lengths.
 
@@ -304,7 +328,8 @@ class FuzzyDecoder:
             beam_options: with ``num_beams`` > 1, how beams are drafted.
             schema: JSON schema of the answers, short for ``guide=Guide.json_schema(schema)``.
             guide: a constraint on the answers, see :class:`.Guide`. The rule then applies to the masked target.
-            overrides: ``max_new_tokens``, ``temperature``, ``do_sample``, ``num_beams`` ... as in transformers.
+            overrides: ``max_new_tokens`` (default: 128), ``temperature`` (above 0: answers are sampled), ``num_beams``
+                ... as in transformers.
 
         Raises:
             UnknownNameError: unknown rule or divergence.
@@ -347,6 +372,14 @@ def _check_objects(target: Any, tokenizer: Any) -> None:
         raise ModelLoadError(f"a target is a name or a transformers model, got {type(target).__name__}.")
     if tokenizer is not None and not callable(tokenizer):
         raise ModelLoadError(f"a tokenizer is one of transformers, got {tokenizer!r:.60}: load it first.")
+
+
+def _refuse_head(directory: Path) -> None:
+    """Raise ModelLoadError for the directory of a draft head, of which transformers would say that it is too old."""
+    if directory.is_dir() and head_kind(directory) is not None:
+        raise ModelLoadError(
+            f"{directory} is a draft head, not a target: give it as drafter, beside the model that it was trained for."
+        )
 
 
 def _as_list(prompts: Any, padding: int | None) -> list[Any]:

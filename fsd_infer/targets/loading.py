@@ -22,7 +22,7 @@ from transformers import (
 
 from fsd_core.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_core.files import HUB_ID, HUB_OPTIONS, usable_name
-from fsd_core.hub import HubError, hub_fault, load_whole
+from fsd_core.hub import HubError, check_mistyped, hub_fault, is_hub_id, load_whole
 from fsd_core.text.control import set_control_tokens
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter, read_adapter_config
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, gguf_of, is_builtin, is_gguf
@@ -42,7 +42,10 @@ _OURS = {  # arguments of transformers that load_target sets itself
     "use_safetensors": "other formats are not loaded, because they can run code",
     "output_loading_info": "leave it out",
     "ignore_mismatched_sizes": "weights of other sizes would be random",
+    "load_in_4bit": 'give quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}',
+    "load_in_8bit": 'give quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}',
 }
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # transformers' device_map; other texts name a device
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -179,6 +182,8 @@ def _located(
     """Return what transformers loads, and the ``given`` keywords that say where it lies."""
     options = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
     source = resolve_target(name_or_dir, progress=progress, subfolder=options.get("subfolder"))
+    if is_hub_id(source):
+        check_mistyped(source, **options)
     adapter = adapter_of(name_or_dir)
     if adapter is not None and (revision := read_adapter_config(adapter, beside=True).get("revision")):
         options.setdefault("revision", revision)  # of the base model
@@ -255,6 +260,9 @@ def load_target(
     """
     for name in _OURS.keys() & model_kwargs.keys():
         raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
+    places = model_kwargs.get("device_map")
+    if isinstance(places, str) and places not in _MAPS:
+        model_kwargs["device_map"] = str(parse_device(places))
     place, adapter = parse_device(device), adapter_of(name_or_dir)
     keep = parse_dtype(dtype) == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
     model: Any

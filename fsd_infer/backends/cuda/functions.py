@@ -1,4 +1,7 @@
-"""Triton's answers for :mod:`fsd_core.functional`; NotImplemented where plain torch has to compute."""
+"""Triton's answers for :mod:`fsd_core.functional`; NotImplemented where plain torch has to compute.
+
+All rows are computed, also those that do not count: a choice of rows would wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from fsd_infer.backends.cuda import kernels
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def row_max(logits: Tensor, rows: Tensor | None = None) -> Any:
-    return kernels.row_max(logits, rows) if _takes(logits) else NotImplemented
+def row_max(logits: Tensor) -> Any:
+    return kernels.row_max(logits) if _takes(logits) else NotImplemented
 
 
-def row_stats(logits: Tensor, rows: Tensor | None = None) -> Any:
-    return kernels.row_stats(logits, rows) if _takes(logits) else NotImplemented
+def row_stats(logits: Tensor, where: Tensor | None = None) -> Any:
+    return kernels.row_stats(logits) if _takes(logits) else NotImplemented
 
 
-def row_entropy(logits: Tensor, rows: Tensor | None = None) -> Any:
-    return kernels.row_entropy(logits, rows) if _takes(logits) else NotImplemented
+def row_entropy(logits: Tensor, where: Tensor | None = None) -> Any:
+    return kernels.row_entropy(logits) if _takes(logits) else NotImplemented
 
 
-def topk_logprobs(logits: Tensor, k: int) -> Any:
+def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> Any:
     return kernels.topk_logprobs(logits, k) if _takes(logits) and k <= kernels.MOST_LIKELY else NotImplemented
 
 
