@@ -316,7 +316,7 @@ AttentionInterface.register(NAME, packed_attention)
 @contextmanager
 def attending(model: nn.Module) -> Iterator[None]:
     """Let a model's layers attend by :func:`packed_attention` within the context."""
-    found = (getattr(part, "config", None) for part in model.modules())
+    found: list[Any] = [getattr(part, "config", None) for part in model.modules()]
     configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
     before = [(config, config._attn_implementation) for config in configs.values()]
     try:
