@@ -15,11 +15,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+
 from fsd_infer.backends.cuda import kernels, layer
 from fsd_infer.backends.cuda.attention import splits_for, tree_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # see tests/conftest.py
 DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 DTYPES = [torch.float32, torch.float16]  # the interpreter has no product in bf16
 
 
@@ -88,17 +90,15 @@ def test_a_pass_over_rows(width: int, dtype: torch.dtype) -> None:
     found, tokens = kernels.topk_logprobs(logits, 10)
     torch.testing.assert_close(found.double(), log_p.topk(10).values, atol=1e-5, rtol=0.0)
     assert torch.equal(log_p.gather(-1, tokens), log_p.topk(10).values) and len(set(tokens[0, 0].tolist())) == 10
-    rows = torch.tensor([4, 0], device=DEVICE)
-    of_rows = logits.flatten(0, 1)[rows]
-    highest, best, total = kernels.row_stats(logits.flatten(0, 1), rows)
-    assert torch.equal(highest, of_rows.amax(-1).float())
-    assert torch.equal(of_rows.gather(1, best[:, None])[:, 0], of_rows.amax(-1))
-    torch.testing.assert_close(total, of_rows.float().logsumexp(-1), atol=1e-5, rtol=0.0)
+    where = torch.tensor([[True, False, True], [False, False, True]], device=DEVICE)
+    highest, best, total = kernels.row_stats(logits, where)
+    assert torch.equal(highest[where], logits.amax(-1).float()[where]) and best[~where].tolist() == [0, 0, 0]
+    assert torch.equal(logits.gather(-1, best[..., None])[..., 0][where], logits.amax(-1)[where])
+    torch.testing.assert_close(total[where], logits.float().logsumexp(-1)[where], atol=1e-5, rtol=0.0)
     entropy = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)
     torch.testing.assert_close(kernels.row_entropy(logits).double(), entropy, atol=1e-5, rtol=0.0)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 def test_rows_that_are_no_distributions() -> None:
     """As :func:`fsd_core.functional.row_stats` says; of equal numbers the first token is the best."""
     logits = torch.zeros(4, 70, device=DEVICE)

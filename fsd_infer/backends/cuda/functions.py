@@ -1,7 +1,4 @@
-"""Triton's answers for :mod:`fsd_core.functional`; NotImplemented where plain torch has to compute.
-
-All rows are computed, also those that do not count: a choice of rows would wait for the device.
-"""
+"""Triton's answers for :mod:`fsd_core.functional`; NotImplemented where plain torch has to compute."""
 
 from __future__ import annotations
 
@@ -21,15 +18,16 @@ def row_max(logits: Tensor) -> Any:
 
 
 def row_stats(logits: Tensor, where: Tensor | None = None) -> Any:
-    return kernels.row_stats(logits) if _takes(logits) else NotImplemented
+    return kernels.row_stats(logits, where) if _takes(logits) else NotImplemented
 
 
 def row_entropy(logits: Tensor, where: Tensor | None = None) -> Any:
-    return kernels.row_entropy(logits) if _takes(logits) else NotImplemented
+    return kernels.row_entropy(logits, where) if _takes(logits) else NotImplemented
 
 
 def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> Any:
-    return kernels.topk_logprobs(logits, k) if _takes(logits) and k <= kernels.MOST_LIKELY else NotImplemented
+    takes = _takes(logits) and k <= kernels.MOST_LIKELY
+    return kernels.topk_logprobs(logits, k, where) if takes else NotImplemented
 
 
 def _takes(logits: Tensor) -> bool:

@@ -66,7 +66,7 @@ def leave(model: nn.Module) -> None:
 
 
 def _switch(model: nn.Module, before: str, after: str) -> None:
-    configs = [getattr(part, "config", None) for part in model.modules()]
-    for config in configs:
+    for part in model.modules():
+        config: Any = getattr(part, "config", None)
         if getattr(config, "_attn_implementation", None) == before:
             config._attn_implementation = after

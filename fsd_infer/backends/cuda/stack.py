@@ -90,7 +90,7 @@ class CudaStack:
             if text is None or window and window < text[1].shape[-1]:  # a window may end within the tree
                 kinds[kind] = Visible(mask.new_zeros(len(mask), dtype=torch.long), mask)
             else:
-                kinds[kind] = Visible(*text, window)
+                kinds[kind] = Visible(text[0], text[1], window)
         if len(kinds) == 1:
             return list(kinds.values()) * len(self._layers)
         assert self._kinds is not None
@@ -179,7 +179,8 @@ def fusible(model: nn.Module) -> list[list[nn.Linear]]:
 def knows_layers(owner: StackOwner) -> bool:
     """Whether a :class:`CudaStack` computes what this target's or head's layers do."""
     decoder: Any = owner.decoder
-    layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
+    layers: Any = getattr(decoder, "layers", None)
+    rotary: Any = getattr(decoder, "rotary_emb", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers) or not owner.lm_head_is_plain:
         return False
     if not is_of_family(rotary, "RotaryEmbedding") or rotary.rope_type not in FIXED_ANGLES:
@@ -193,13 +194,13 @@ def knows_layers(owner: StackOwner) -> bool:
         len(sizes) <= 1
         and len(dtypes) == 1
         and dtypes <= {torch.bfloat16, torch.float16, torch.float32}
-        and 2 * rotary.inv_freq.numel() == layers[0].self_attn.head_dim
+        and 2 * rotary.inv_freq.numel() == decoder.layers[0].self_attn.head_dim
     )
 
 
 def _is_known_layer(layer: Any) -> bool:
     eagle3 = hasattr(layer, "hidden_norm")  # its owner norms its attention's input
-    attention = getattr(layer, "self_attn", None)
+    attention: Any = getattr(layer, "self_attn", None)
     return (
         (eagle3 or is_of_family(layer, "DecoderLayer"))
         and is_of_family(attention, "Attention")
