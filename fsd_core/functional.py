@@ -20,7 +20,8 @@ from fsd_core.tensors import at_nodes, draw
 if TYPE_CHECKING:
     from fsd_core.divergence import Divergence
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
 LEAST_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong
 

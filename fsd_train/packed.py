@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 NAME = "fsd_packed"  # of the attention function, in transformers' configs
 BLOCK = 128  # queries and keys of a block of FlexAttention
+SMALL = 512  # keys, up to which a span counts as small
 FLEX_HEAD = 16  # least width of an attention head that its kernels take
 _VERDICT = "_fsd_reads_packed_rows"  # attribute of a model
 
@@ -272,7 +273,7 @@ def packed_attention(
     parts = query.split([span.queries.stop - span.queries.start for span in mask.spans], dim=2)
     for q, span, visible in zip(parts, mask.spans, mask.span_masks(sliding_window), strict=True):
         k, v = (_joined([pieces[number] for number in span.pieces]) for pieces in (keys, values))
-        if softcap is None and s_aux is None:
+        if softcap is None and s_aux is None and not _is_small(q, k):
             causal = visible is None
             out = scaled_dot_product_attention(q, k, v, visible, dropout, is_causal=causal, scale=scaling)
         else:
@@ -285,20 +286,28 @@ def _joined(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
+def _is_small(query: Tensor, key: Tensor) -> bool:
+    """Whether plain products are faster: on a CPU torch's function takes twice as long backwards for such spans."""
+    return query.device.type == "cpu" and query.requires_grad and key.shape[2] <= SMALL
+
+
 def _plain_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, dropout: float, scaling: float | None,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attention with a soft cap or sinks, which torch's function lacks: [1, heads, Q, D]."""
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    """Attention of a few products, which also has a soft cap and sinks: [1, heads, Q, D]."""
     if visible is None:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    scores = scores.masked_fill(~visible, -torch.inf)
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    bias = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill(~visible, -torch.inf)
+    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is None:
+        scores = torch.baddbmm(bias.expand(query.shape[1], -1, -1), query[0], key[0].mT)  # [heads, Q, K]
+    else:
+        scores = softcap * torch.tanh(query[0] @ key[0].mT / softcap) + bias
     if sinks is not None:
-        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)], dim=-1)
-    chances = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
-    return torch.dropout(chances, dropout, train=True) @ value if dropout else chances @ value
+        scores = torch.cat([scores, sinks.reshape(-1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)], dim=-1)
+    chances = scores.softmax(-1, dtype=scores.dtype)[..., : key.shape[2]]
+    return (torch.dropout(chances, dropout, train=dropout > 0) @ value[0])[None]
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -307,7 +316,7 @@ AttentionInterface.register(NAME, packed_attention)
 @contextmanager
 def attending(model: nn.Module) -> Iterator[None]:
     """Let a model's layers attend by :func:`packed_attention` within the context."""
-    found = (getattr(part, "config", None) for part in model.modules())
+    found: list[Any] = [getattr(part, "config", None) for part in model.modules()]
     configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
     before = [(config, config._attn_implementation) for config in configs.values()]
     try:

@@ -37,7 +37,7 @@ from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
-from fsd_train.commands.estimate import head_recipe, on_paper
+from fsd_train.commands.estimate import EFFICIENCY, head_recipe, on_paper
 from fsd_train.commands.sizing import Batch, facts_of, step_memory
 from fsd_train.data import features
 from fsd_train.models.unroll import unroll
@@ -171,6 +171,9 @@ def test_known_shapes(name: str, weights: int, cache: int, repo_root: Path) -> N
         said = on_paper(head_recipe(path), name)
         found = re.findall(r"^memory: (\w+) +([\d.]+) GB", said, re.M)
         assert [(part, f"{float(size):.1f}") for part, size in found] == header and len(header) == 5
+        (row,) = re.findall(r"^H200 .*$", said, re.M)
+        least, likely = map(float, re.findall(r"\d+\.\d+", row)[:2])
+        assert likely == pytest.approx(least / EFFICIENCY, rel=0.03)  # printed with two decimals
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ import os, platform, sys
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 import torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, LlamaForCausalLM  # not ours to mask
 
 class Lacks(MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):

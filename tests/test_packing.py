@@ -297,7 +297,7 @@ def test_which_sets_a_processor_and_the_variable_allow(
     ("machine", "flags", "asked", "says"),
     [
         ("x86_64", AVX2, "avx512", "FSD_KERNELS=avx512, but the processor lacks avx512_bf16, "),
-        ("x86_64", SETS["avx512"], "amx", "the processor lacks amx_bf16, amx_tile. Unset FSD_KERNELS"),
+        ("x86_64", SETS["avx512"], "amx", "the processor lacks amx_bf16, amx_int8, amx_tile. Unset FSD_KERNELS"),
         ("aarch64", set(), "avx512", "they are written for x86-64 processors, and this is aarch64"),
         ("x86_64", SETS["amx"], "avx2", "FSD_KERNELS='avx2' names no kernels: use amx, avx512, 0 for none, or 1"),
         ("x86_64", SETS["amx"], "2", "names no kernels"),

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fsd_infer.drafters import loading
 from fsd_train import repository
 from fsd_train.cli import main
 from fsd_train.commands import quickstart
+from fsd_train.models import EagleModule
 from tests.bench_toys import Toy
 from tests.families import load_head
 from tests.train_toys import fit_command, in_recipe
@@ -69,10 +71,13 @@ def test_a_run_is_not_overwritten(toys: Path, tmp_path: Path, capsys: pytest.Cap
     assert run.fit(10)[0] == 0
     assert run.names() == ["last.ckpt", "step-10.ckpt", "step-5.ckpt"] and run.step() == 10
 
-    # the same command once more: refused, and nothing touched
+    # the same command once more: nothing is left to train, and nothing touched; another run is refused
     before = run.files()
     status, err = run.fit(10)
-    assert status == 2 and "--ckpt_path auto" in err and "--overwrite true" in err and "checkpoint: last.ckpt" in err
+    assert status == 0 and "last.ckpt has 10 steps: nothing is left to train" in err
+    status, err = run.fit(10, "--model.seed", "1")
+    assert status == 2 and "a run with another seed is in" in err and "checkpoint: last.ckpt" in err
+    assert "--ckpt_path auto" in err and "--overwrite true" in err
     assert run.files() == before
 
     # the head alone is protected too
@@ -85,7 +90,7 @@ def test_a_run_is_not_overwritten(toys: Path, tmp_path: Path, capsys: pytest.Cap
     moved.rename(run.checkpoints)
 
     # it goes on from the newest; one name stays one file
-    status, err = run.fit(20, "--ckpt_path", "auto")
+    status, err = run.fit(20)
     assert status == 0 and "10 done" in err
     assert run.step() == 20 and run.names() == ["last.ckpt", *(f"step-{n}.ckpt" for n in (10, 15, 20, 5))]
 
@@ -107,6 +112,31 @@ def test_a_run_is_not_overwritten(toys: Path, tmp_path: Path, capsys: pytest.Cap
     assert run.fit(5, "--model.seed", "1", "--overwrite", "true")[0] == 0
     assert run.names() == ["last.ckpt", "step-5.ckpt"] and run.step() == 5
     assert (run.head / "model.safetensors").read_bytes() != head
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights at the end are those of a run that nobody interrupted."""
+    whole, run = Run(toys, tmp_path / "whole", capsys), Run(toys, tmp_path / "run", capsys)
+    assert whole.fit(10)[0] == 0
+    step = EagleModule.training_step
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        if self.trainer.global_step == 7:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, *args)
+
+    monkeypatch.setattr(EagleModule, "training_step", interrupted)
+    status, err = run.fit(10)
+    saved = run.checkpoints / "interrupted.ckpt"
+    assert status == 130 and err.splitlines()[-1] == "fsd-train fit: interrupted"
+    assert "ending after this step" in err and f"the same command goes on from {saved}" in err
+    assert run.step("interrupted.ckpt") == 8 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.setattr(EagleModule, "training_step", step)
+    status, err = run.fit(10)
+    assert status == 0 and f"resuming {saved}" in err and run.step() == 10
+    assert torch.equal(load_head(run.head).fc.weight, load_head(whole.head).fc.weight)
 
 
 def test_auto_takes_the_newest_that_is_whole(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -220,7 +220,12 @@ def rules(args: argparse.Namespace) -> int:
             f"{f.name}={'' if f.default is dataclasses.MISSING else f.default}".rstrip("=")
             for f in dataclasses.fields(made)
         ]
-        listed.append((f"{name}({', '.join(fields)})" if fields else name, first_paragraph(made)))
+        listed.append(
+            (
+                f"{name}({', '.join(fields)})" if fields else name,
+                first_paragraph(made) + (f" Measured: {made.measured}." if made.measured else ""),
+            )
+        )
     measures = []
     for name in DIVERGENCES:
         measure = DIVERGENCES.get(name)

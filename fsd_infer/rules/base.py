@@ -30,6 +30,7 @@ class Rule:
         budget: nats a request may spend; None for no limit.
         only_in: the phase of the text to which the rule applies; None for the whole text.
         greedy_only: the rule needs temperature 0.
+        measured: what settings of it gained and lost beside exact on fresh prompts; "" where that was not measured.
 
     Raises:
         FsdError: a parameter of the wrong type, or out of range.
@@ -39,6 +40,7 @@ class Rule:
     budget: float | None = None
     only_in: str | None = None
     greedy_only: ClassVar[bool] = False
+    measured: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for name, checks in parameters_of(type(self)).items():

@@ -73,6 +73,11 @@ class Tilted(LossyRule):
         FsdError: a number out of range, or heat with a price.
     """
 
+    measured = (
+        "by default 1.04 times exact's tokens per forward at 0.0 points of score (-2.2 to +2.2), with heat=0.3 1.28 "
+        "times at -2.2 points (-6.7 to +1.5): 135 prompts of IFEval, the built-in head, "
+        "benchmarks/results/rules-ifeval-odd.json"
+    )
     price: float | None = parameter(None, low=LEAST_PRICE, infinite=True)
     floor: float | None = parameter(None, low=0, high=1)
     gate: float | None = parameter(None, low=0, infinite=True)

@@ -110,7 +110,8 @@ class PackedLayer(nn.Module):
 
     @property
     def is_freed(self) -> bool:
-        return self.weight.is_meta or not len(self.weight)  # type: ignore[union-attr,arg-type]
+        weight: Any = self.weight
+        return bool(weight.is_meta or not len(weight))
 
 
 def format_of(layer: nn.Module) -> str:

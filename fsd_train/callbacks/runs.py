@@ -6,7 +6,11 @@ import logging
 import os
 import re
 import shutil
+import signal
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -22,7 +26,9 @@ AUTO = "auto"
 
 
 class RunDirectory(Callback):
-    """The directories of a run, protected from those of another run.
+    """The directories of a run, protected from those of another run, and what Ctrl-C leaves in them.
+
+    In one process, the first Ctrl-C ends the run after its step, with a checkpoint; the second ends it at once.
 
     Args:
         trainer: trainer whose callbacks name the directories of checkpoints and heads.
@@ -38,6 +44,7 @@ class RunDirectory(Callback):
         self.best = [Path(f"{path}.ckpt") for path in best]
         self.overwrite = overwrite
         self._stale: list[Path] = []
+        self._asked = False  # to end by Ctrl-C
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -65,13 +72,21 @@ class RunDirectory(Callback):
             raise problems[0]
         return None
 
-    def resolve(self, ckpt_path: str | None) -> str | None:
+    def resolve(self, ckpt_path: str | None, settings: Mapping[str, Any]) -> str | None:
         """Return the checkpoint to start from, or None; "auto" is the newest whole one, if any.
+
+        Without a path, and unless it may be overwritten, a run of the same settings goes on.
+
+        Args:
+            ckpt_path: a path, "auto" or None.
+            settings: hyperparameters of the module.
 
         Raises:
             DataError: the directories hold a run that this one neither resumes nor may overwrite.
             CheckpointError: no checkpoint is whole.
         """
+        if ckpt_path is None and not self.overwrite and self.checkpoints and not self._differing(settings):
+            ckpt_path = AUTO
         if ckpt_path == AUTO:
             ckpt_path = self.newest()
             if ckpt_path is not None:
@@ -90,8 +105,10 @@ class RunDirectory(Callback):
                 f"{checkpoints[0].parent} (newest checkpoint: {checkpoints[0].name})" if checkpoints else str(heads[0])
             )
             first = "Resume it with --ckpt_path auto" if checkpoints else "It has no checkpoint to resume"
+            other = ", ".join(self._differing(settings)) if checkpoints else ""
+            run = f"a run with another {other}" if other else "a run"
             raise DataError(
-                f"a run is in {there} already. {first}, replace it with --overwrite true, or choose other directories."
+                f"{run} is in {there} already. {first}, replace it with --overwrite true, or choose other directories."
             )
         elif stale and begin is not None:
             raise DataError(
@@ -99,6 +116,14 @@ class RunDirectory(Callback):
                 f"{begin.name} and remove newer ones with --overwrite true."
             )
         return ckpt_path
+
+    def _differing(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return the settings in which this run and the newest checkpoint's differ."""
+        newest = self.newest()
+        if newest is None or not Path(newest).is_file():
+            return []
+        theirs = read_checkpoint(newest)["hyper_parameters"]
+        return sorted(name for name in settings.keys() & theirs.keys() if repr(settings[name]) != repr(theirs[name]))
 
     def check_writable(self, trainer: Trainer) -> None:
         """Raise DataError unless the run can write to all of its directories."""
@@ -113,6 +138,35 @@ class RunDirectory(Callback):
             for path in self._stale:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self._stale = []
+        if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, *_: Any) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        log.info("ending after this step (Ctrl-C once more: at once, without a checkpoint)")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._asked:
+            if self.directories:
+                path = self.directories[0] / "interrupted.ckpt"
+                trainer.save_checkpoint(path)
+                log.info("saved step %d in %s", trainer.global_step, path)
+            raise KeyboardInterrupt
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._ignore_signals()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._ignore_signals()
+        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero:
+            newest = self.checkpoints[:1]
+            log.info("the same command goes on from %s", newest[0] if newest else "the beginning: nothing is saved")
+
+    def _ignore_signals(self) -> None:
+        if signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _step(path: Path) -> int:

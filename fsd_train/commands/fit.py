@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,13 +20,14 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fsd_core.console import one_line
 from fsd_core.errors import DataError, FsdError, causes
 from fsd_train.callbacks.progress import Announce, RunProgress
 from fsd_train.callbacks.runs import AUTO, RunDirectory
-from fsd_train.checkpoints import check_checkpoint
+from fsd_train.checkpoints import check_checkpoint, read_checkpoint
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models import DistillationModule, EagleModule
 from fsd_train.repository import find
@@ -94,7 +96,7 @@ class TrainCLI(LightningCLI):
         check_ranks(self.trainer)
         directory = RunDirectory(self.trainer, self.config["overwrite"])
         directory.check_writable(self.trainer)
-        path = directory.resolve(self.config.get("ckpt_path"))
+        path = directory.resolve(self.config.get("ckpt_path"), self.model.hparams)
         self.trainer.callbacks.append(directory)  # type: ignore[attr-defined]
         return path
 
@@ -125,12 +127,37 @@ def main(argv: Sequence[str]) -> int:
         with run_errors():
             if argv[0] == "fit":
                 path = cli.prepare_run()
-                cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=path)
+                if path is not None and _is_complete(path, cli.trainer):
+                    return 0
+                with interrupts(cli.trainer):
+                    cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=path)
                 if cli.trainer.global_step == 0:
                     raise DataError("the run ended before its first step, so there is no head. Give it more time.")
             else:
                 _validate(cli)
     return 0
+
+
+def _is_complete(path: str, trainer: Trainer) -> bool:
+    """Return whether a checkpoint has all steps of the run already, and say so."""
+    steps = int(read_checkpoint(path)["global_step"]) if Path(path).is_file() else 0
+    if not 0 < trainer.max_steps <= steps:
+        return False
+    log.info("%s has %d steps: nothing is left to train. Raise trainer.max_steps, or start again with "
+             "--overwrite true.", path, steps)  # fmt: skip
+    return True
+
+
+@contextmanager
+def interrupts(trainer: Trainer) -> Iterator[None]:
+    """Raise KeyboardInterrupt where Lightning, after Ctrl-C, exits with the status of an error."""
+    try:
+        yield
+    except SystemExit:
+        if trainer.state.status != TrainerStatus.INTERRUPTED:
+            raise
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise KeyboardInterrupt from None
 
 
 def _validate(cli: TrainCLI) -> None:

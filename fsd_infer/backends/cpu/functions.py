@@ -30,7 +30,9 @@ def row_stats(logits: Tensor, where: Tensor | None = None) -> Any:
     if where is None:
         return compiled.row_statistics(logits.contiguous())
     flat, rows = _chosen(logits, where)
-    return tuple(_spread(found, rows, where) for found in compiled.row_statistics(flat, rows))
+    highest, best, total = compiled.row_statistics(flat, rows)
+    assert total is not None
+    return tuple(_spread(found, rows, where) for found in (highest, best, total))
 
 
 def row_entropy(logits: Tensor, where: Tensor | None = None) -> Any:

@@ -125,7 +125,7 @@ class _OnPacked(PackedLayer):
         return self.packed.dense() if ids is None else self.packed.rows(ids)
 
     def become_plain(self, weight: Tensor) -> None:
-        self.__class__ = type(self).__bases__[1]  # type: ignore[assignment]
+        self.__class__ = type(self).__bases__[1]
         for name in ("packed", "own_forward"):
             value = vars(self).pop(name)
         if value is not None:
@@ -148,7 +148,7 @@ class PackedEmbedding(_OnPacked):
 
 
 @cache
-def _packed_class(kind: type[nn.Module]) -> type[nn.Module]:
+def _packed_class(kind: Any) -> type[nn.Module]:
     """Return the subclass of a layer's class that computes by a packed weight."""
     first = PackedEmbedding if issubclass(kind, nn.Embedding) else PackedLinear
     return type(f"Packed{kind.__name__}", (first, kind), {"__module__": __name__})
@@ -157,7 +157,7 @@ def _packed_class(kind: type[nn.Module]) -> type[nn.Module]:
 def put_on(layer: nn.Module, packed: Packed) -> None:
     """Make a layer compute by a packed weight. Its parameter stays."""
     vars(layer).update(packed=packed, own_forward=vars(layer).pop("forward", None))
-    layer.__class__ = _packed_class(type(layer))
+    layer.__class__ = _packed_class(type(layer))  # type: ignore[arg-type]
 
 
 def unpack(module: nn.Module) -> int:
@@ -217,9 +217,8 @@ def free(layer: Any) -> None:
     A linear layer's parameter moves to the device "meta". An embedding's keeps its device without rows, because code
     that asks for a model's device looks at the first parameter.
     """
-    rows, columns = layer.packed.columns, layer.packed.depth
-    place = dict(device="cpu") if isinstance(layer, nn.Embedding) else dict(device="meta")
-    empty = torch.empty(0 if isinstance(layer, nn.Embedding) else rows, columns, dtype=torch.bfloat16, **place)  # type: ignore[arg-type]
+    rows, device = (0, "cpu") if isinstance(layer, nn.Embedding) else (layer.packed.columns, "meta")
+    empty = torch.empty(rows, layer.packed.depth, dtype=torch.bfloat16, device=device)
     layer.weight = nn.Parameter(empty, requires_grad=False)
 
 

@@ -40,8 +40,9 @@ class CpuStack:
     def __init__(self, owner: StackOwner, compiled: Kernels, layers: Sequence[Layer], held: list[Any]) -> None:
         decoder: Any = owner.decoder
         self.fallback, self.norm = owner.plain_stack, owner.final_norm
-        self._first, self._embed = decoder.layers[0], getattr(decoder, "embed_tokens", None)
-        self._kinds = getattr(decoder.config, "layer_types", None)
+        self._first: Any = decoder.layers[0]
+        self._embed: Any = getattr(decoder, "embed_tokens", None)
+        self._kinds: Any = getattr(decoder.config, "layer_types", None)
         attention = self._first.self_attn
         self.number, self.width, self.rotary = len(layers), int(attention.head_dim), decoder.rotary_emb
         self.key_heads = layers[0].key.columns // self.width
@@ -65,7 +66,8 @@ class CpuStack:
     def of(cls, owner: StackOwner) -> CpuStack | None:
         """Return the stack of a target or head, or None if the kernels do not know its layers."""
         decoder, compiled = owner.decoder, kernels()
-        layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
+        layers: Any = getattr(decoder, "layers", None)
+        rotary: Any = getattr(decoder, "rotary_emb", None)
         if compiled is None or not isinstance(layers, nn.ModuleList) or not len(layers):
             return None
         if not is_of_family(rotary, "RotaryEmbedding") or rotary.rope_type not in FIXED_ANGLES:
