@@ -12,6 +12,9 @@ vocabulary V, draft vocabulary Vd, depth D and width w:
   bytes per 64 of them.
 * rule: p at all nodes is read once (exact). Lossy rules also write and read p and q in fp32.
 
+A program takes longer than these bounds. What a GPU took beyond them is in :class:`.Overhead` and is added for each
+decoder layer, draft step and round. :mod:`benchmarks.gpu_round` measures it again.
+
 The accepted length cannot be known on paper. ``break-even`` is the τ at which drafting is as fast as plain decoding.
 Several devices hold the target by ``tp_plan``: each has its part of every layer and cache, and a whole drafter. What
 they exchange is not counted.
@@ -19,13 +22,14 @@ they exchange is not counted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fsd_bench.planned import EXPERTS, count_weights, planned_target, sizes_of
-from fsd_bench.roofline import Hardware, Part, Work, device_rows, seconds
+from fsd_bench.roofline import FORWARD_GRAPHS, Hardware, Part, Work, device_rows, seconds
 from fsd_infer.device.cuda_graphs import SLOTS, TOKENS
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.shape import TreeShape
@@ -204,17 +208,34 @@ class Planned:
         """Return the work of a token without a drafter."""
         return [self.forward(1), Work("rule", 2.0 * self.batch * self.target.vocab_size, 0.0, "2 B x rows x V")]
 
+    def expected(self, parts: Sequence[Work], hardware: Hardware, devices: int = 1) -> float:
+        """Return the seconds of these parts in sequence with what was measured beyond their bounds."""
+        real = replace(hardware, bandwidth=MEASURED.share * hardware.bandwidth)
+        steps = sum(part.times for part in parts if part.name == self.drafter.name)
+        beyond = MEASURED.layer * sizes_of(self.target).layers + MEASURED.step * steps + MEASURED.judging * (steps > 0)
+        return seconds(parts, real, devices) + beyond
 
-COLUMNS = ["device", "count", "plain ms", "tok/s", "exact ms", "break-even", "lossy ms", "break-even"]
+
+MEASURED = FORWARD_GRAPHS
+COLUMNS = ["device", "count", "plain ms", "bound", "tok/s", "exact ms", "bound", "break-even", "lossy ms", "bound",
+           "break-even"]  # fmt: skip
 
 
 def by_device(planned: Planned, exact: TreeShape, lossy: TreeShape) -> list[list[str]]:
-    """Return :data:`COLUMNS` for each device: milliseconds of a plain token and of rounds, and their break-even τ."""
+    """Return :data:`COLUMNS` for each device: milliseconds of a plain token and of rounds, and their break-even τ.
+
+    Milliseconds are expected by :data:`MEASURED` overheads, beside the bounds. The break-even is that of the former.
+    """
 
     def cells(hardware: Hardware, count: int) -> list[str]:
-        plain = seconds(planned.plain(), hardware, count)
-        rounds = [seconds(planned.round(exact), hardware, count), seconds(planned.round(lossy, True), hardware, count)]
-        compared = [cell for each in rounds for cell in (f"{1e3 * each:.2f}", f"{each / plain:.2f}")]
-        return [f"{1e3 * plain:.2f}", f"{planned.batch / plain:.0f}", *compared]
+        parts = [planned.plain(), planned.round(exact), planned.round(lossy, True)]
+        bounds = [f"{1e3 * seconds(each, hardware, count):.2f}" for each in parts]
+        plain, *rounds = [planned.expected(each, hardware, count) for each in parts]
+        compared = [
+            cell
+            for each, bound in zip(rounds, bounds[1:])
+            for cell in (f"{1e3 * each:.2f}", bound, f"{each / plain:.2f}")
+        ]
+        return [f"{1e3 * plain:.2f}", bounds[0], f"{planned.batch / plain:.0f}", *compared]
 
     return device_rows(planned.memory(exact), cells, COLUMNS)

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fsd_bench.layouts import Layout
 from fsd_core.errors import DataError
 from fsd_core.text.conversations import template_options
 from fsd_core.text.encoding import PromptRow, encode_chat, encode_text, need_tokenizer, read_prompts
@@ -16,7 +17,7 @@ from fsd_core.text.row_check import RowCheck, listing_of
 from fsd_core.text.templates import turn_fields_of
 from fsd_infer.decoder import FuzzyDecoder
 
-REFERENCES = ("answer", "reference")  # fields that answers are scored against
+REFERENCES = ("answer", "reference", "scored_by", "letters")  # fields that answers are scored against
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def first_rows(
     every: int = 1,
     strict: bool = False,
     output: str | Path | None = None,
+    layout: Layout | None = None,
 ) -> list[PromptRow]:
     """Return every ``every``-th row of a file, at most ``limit``. Later rows are not read.
 
@@ -75,12 +77,13 @@ def first_rows(
         every: the step between rows.
         strict: see :class:`.RowCheck`.
         output: file of results, beside which skipped rows are listed.
+        layout: of a public data set's file, see :mod:`fsd_bench.layouts`.
 
     Raises:
         DataError: no rows, or too many that cannot be used among them.
     """
     check = RowCheck(strict)
-    rows = check.first(islice(_usable(file, encode, check), 0, None, every), limit)
+    rows = check.first(islice(_usable(file, encode, check, layout), 0, None, every), limit)
     check.finish(listing_of(output))
     return _some(file, rows)
 
@@ -105,8 +108,8 @@ def spread_rows(
     return chosen
 
 
-def _usable(file: str | Path, encode: Encoder, check: RowCheck) -> Iterator[PromptRow]:
-    for row in read_prompts(file, check):
+def _usable(file: str | Path, encode: Encoder, check: RowCheck, layout: Layout | None = None) -> Iterator[PromptRow]:
+    for row in read_prompts(file, check, layout):
         known = len(check.bad)
         with check.using(row.where):
             encode(row)

@@ -12,6 +12,7 @@ from typing import Any
 
 from fsd_bench.base import Answer, Method, Turn
 from fsd_bench.jobs import Asked, Session, in_turns, rotated, run_jobs, turns_of
+from fsd_bench.layouts import layout_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.methods import METHODS, Spec, make_methods, parse_methods
 from fsd_bench.models import Models
@@ -64,9 +65,11 @@ def run(
     set_threads(settings)
     models = Models(settings)
     encode = models.encoder(settings.raw)
-    rows = first_rows(settings.prompts, encode, settings.limit, settings.every, settings.strict, json_path)
-    references = read_references(rows, settings.score)
-    measured = {key: value for key, value in settings.to_dict().items() if key not in ("baselines", "score", "strict")}
+    layout = layout_of(settings.layout, settings.fields)
+    rows = first_rows(settings.prompts, encode, settings.limit, settings.every, settings.strict, json_path, layout)
+    references = read_references(rows, settings.score, settings.run_code)
+    unmeasured = ("baselines", "score", "strict", "run_code")
+    measured = {key: value for key, value in settings.to_dict().items() if key not in unmeasured}
     path = None if json_path is None else partial_path(json_path, resume)
     groups = group_prompts([category_of(row) for row in rows], settings.batch_size)
     names = [spec.name for spec in parse_methods(methods)]

@@ -29,7 +29,7 @@ HEADS: dict[str, dict[str, Any]] = {
 RULES = [
     *("exact", "fuzzy:js:0.3", "fuzzy-strict:tv:0.3", "tilted:1", "tilted:1:gate=0.3:novel=2", "draft-only"),
     *("random:0.5", "cactus:0.3", "cascade-token:0.5", "ensemble:0.5", "lenient:0.5", "relaxed", "threshold:0.3"),
-    *("typical", "fly"),
+    *("typical", "fly", "asd", "mars"),
 ]
 # Waits of a round at temperature 0 and above: one for the verdict; one more for recycling, and for each look of
 # stop_below.
@@ -103,7 +103,7 @@ def test_a_round_waits_as_often_as_the_table_says(
 ) -> None:
     target(SIM), drafter(kind, SIM)
     begun = of_rounds(device, monkeypatch)
-    for greedy, stated in zip((True, False)[: 1 if rule == "fly" else 2], DRAFTERS[kind]):
+    for greedy, stated in zip((True, False)[: 1 if parse_rule(rule).greedy_only else 2], DRAFTERS[kind]):
         device.waits.clear()
         begun.clear()
         outcome = run(kind, rule, greedy)

@@ -20,7 +20,16 @@ from fsd_bench.cli import main as infer
 from fsd_bench.estimate import Planned, by_device, head_on_paper, planned_head
 from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.probe import Probe
-from fsd_bench.roofline import Hardware, Part, Work, devices_for
+from fsd_bench.roofline import (
+    FORWARD_GRAPHS,
+    HARDWARE,
+    ROUND_GRAPH,
+    Hardware,
+    Overhead,
+    Part,
+    Work,
+    devices_for,
+)
 from fsd_core.errors import ModelLoadError
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES
@@ -28,10 +37,11 @@ from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
-from fsd_train.commands.estimate import head_recipe, on_paper
+from fsd_train.commands.estimate import EFFICIENCY, head_recipe, on_paper
 from fsd_train.commands.sizing import Batch, facts_of, step_memory
 from fsd_train.data import features
 from fsd_train.models.unroll import unroll
+from fsd_train.packed import TextMask
 from tests.families import tiny_model
 from tests.train_toys import toy_model
 
@@ -119,11 +129,13 @@ def test_activations_on_paper_are_those_that_backward_keeps(family: str, chains:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    embeds = torch.randn(rows, length, head.config.embed_size)
-    features = torch.randn(rows, length, head.config.feature_width)
-    roots = torch.arange(length - chains, length).expand(rows, -1)
+    embeds = torch.randn(1, rows * length, head.config.embed_size)
+    features = torch.randn(1, rows * length, head.config.feature_width)
+    ends = length * torch.arange(1, rows + 1)
+    roots = (ends[:, None] - torch.arange(chains, 0, -1)).flatten()
+    text = TextMask((length,) * rows, torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        unroll(head, embeds, features, steps, roots)
+        unroll(head, embeds, features, text, steps, roots)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     parts = step_memory(facts, head, Batch(rows * length, length, steps, rows * chains), "cpu")
     planned = sum(part.bytes for part in parts if part.name in ("activations", "masks"))
@@ -159,6 +171,29 @@ def test_known_shapes(name: str, weights: int, cache: int, repo_root: Path) -> N
         said = on_paper(head_recipe(path), name)
         found = re.findall(r"^memory: (\w+) +([\d.]+) GB", said, re.M)
         assert [(part, f"{float(size):.1f}") for part, size in found] == header and len(header) == 5
+        (row,) = re.findall(r"^H200 .*$", said, re.M)
+        least, likely = map(float, re.findall(r"\d+\.\d+", row)[:2])
+        assert likely == pytest.approx(least / EFFICIENCY, rel=0.03)  # printed with two decimals
+
+
+@pytest.mark.parametrize(
+    ("overhead", "plain", "rounds"),
+    [
+        (FORWARD_GRAPHS, 9.06, {(3, 1, 4): 17.5, (5, 1, 6): 22.2, (6, 4, 24): 24.3, (6, 10, 60): 23.1}),
+        (ROUND_GRAPH, 5.28, {(3, 1, 4): 6.79, (5, 1, 6): 8.28, (6, 4, 24): 8.99, (6, 10, 60): 9.42}),
+    ],
+)
+def test_measured_rounds_are_predicted(
+    overhead: Overhead, plain: float, rounds: dict[Any, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Milliseconds on an H200, over about 600 tokens of context."""
+    monkeypatch.setattr("fsd_bench.estimate.MEASURED", overhead)
+    target = planned_target("llama-3.1-8b")
+    head = head_on_paper(target, planned_head(target, layout="eagle3", draft_vocab_size=32000))
+    planned, h200 = Planned(target, head, context=600), next(each for each in HARDWARE if each.name == "H200")
+    assert 1e3 * planned.expected(planned.plain(), h200) == pytest.approx(plain, rel=0.03)
+    for shape, measured in rounds.items():
+        assert 1e3 * planned.expected(planned.round(TreeShape(*shape)), h200) == pytest.approx(measured, rel=0.08)
 
 
 # vocabulary, hidden and intermediate size, layers, heads, their width, and kind of the rehearsed configs

@@ -20,16 +20,18 @@ from transformers import GenerationConfig
 
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
-from fsd_infer.cpu import ops
-from fsd_infer.cpu.packing import can_pack, packed_of
+from fsd_infer.backends.cpu.packing import can_pack, packed_of
+from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gptq import expand, load_expanded
 from fsd_infer.targets.loading import load_config, load_target
 from fsd_infer.targets.precision import check_quantization, method_of, precision_of
+from fsd_infer.targets.weights import is_plain, weight_rows
 from fsd_train.cli import main as fsd_train
 from fsd_train.models.start import initialise_from
 from tests.families import reference, save_head, tiny_model
 from tests.gguf_toys import FITTING
+from tests.kernel_toys import CPU, prepare, restore
 from tests.loopback_hub import loopback_hub
 from tests.quantised_checkpoints import AT_LOAD, STORED, load, packed, write
 from tests.test_adapters import save_adapter
@@ -126,15 +128,15 @@ def test_packing_takes_plain_layers_and_blocks(kind: str, tmp_path: Path) -> Non
     ids = torch.randint(3, 200, (1, 40))
     before, logits = reference(target.model, prompt, max_new_tokens=4), target.features(ids).float()
     layers = [part for part in target.decoder.modules() if isinstance(part, nn.Linear)]
-    ops.speed_up(target.model, release=True)
+    prepare(target, release=True)
     assert packed_of(target.model.lm_head) is not None
     packed = {made.kind for made in map(packed_of, layers) if made is not None}
-    if ops.kernel_kind() is None or kind not in IN_BLOCKS:
-        assert not packed and ops.stack_of(target.decoder) is None
+    if CPU.describe() is None or kind not in IN_BLOCKS:
+        assert not packed and target.stack is target.plain_stack
         made = FuzzyDecoder(target, drafted(target, **sizes)).generate(prompt, max_new_tokens=4, do_sample=False)
         assert made.sequences == before
         return
-    assert packed == {IN_BLOCKS[kind]} and ops.stack_of(target.decoder) is not None
+    assert packed == {IN_BLOCKS[kind]} and isinstance(target.stack, CpuStack)
     assert all(layer.weight.is_meta for layer in layers), "the library's weights are freed"
     assert float((target.features(ids).float() - logits).norm()) < 0.02 * float(logits.norm())
     plain, made = (
@@ -142,7 +144,7 @@ def test_packing_takes_plain_layers_and_blocks(kind: str, tmp_path: Path) -> Non
         for drafter in (NoDrafter(target.vocab_size), drafted(target, **sizes))
     )
     assert plain == made, "exact decoding of the packed model is its own plain loop"
-    ops.restore(target.model)
+    restore(target)
     assert float((target.features(ids).float() - logits).norm()) < 0.02 * float(logits.norm())
 
 
@@ -155,11 +157,11 @@ def test_a_quantised_lm_head_is_read_through_its_layer(plain: Path) -> None:
     config = TorchAoConfig(Int8WeightOnlyConfig(), include_input_output_embeddings=True)
     target = Target.from_pretrained(str(plain), dtype=torch.float32, quantization_config=config)
     head, table = target.model.get_output_embeddings(), target.model.get_input_embeddings()
-    assert not ops.is_plain(head)
+    assert not is_plain(head)
     ids = torch.tensor([7, 3])
     torch.testing.assert_close(target.lm_head_rows(ids)[0], head.weight.dequantize()[ids])
-    torch.testing.assert_close(ops.weight_rows(table, ids), table(ids))
-    assert ops.weight_rows(head, None) is ops.weight_rows(head, None)
+    torch.testing.assert_close(weight_rows(table, ids), table(ids))
+    assert weight_rows(head, None) is weight_rows(head, None)
     eagle = EagleHead(EagleConfig.for_target(target, draft_vocab_size=32))
     eagle.draft_ids.copy_(torch.arange(32))
     initialise_from(eagle, target)

@@ -92,7 +92,9 @@ class _Session(DraftSession):
             scores = logits if greedy else logits.float() / watch.temperature
             room = watch.limit - self.emitted
             watch.on_round(
-                Evidence(tree, logits, scores, greedy, watch.temperature, [*self.text], room, watch.generator)
+                Evidence(
+                    tree, logits, scores, greedy, watch.temperature, [*self.text], self.emitted, room, watch.generator
+                )
             )
         self.emitted += count
         super().observe(tree, logits, path, tokens, accepted)

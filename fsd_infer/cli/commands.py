@@ -166,7 +166,7 @@ def read_text(named: str) -> str:
 
 def warmup(args: argparse.Namespace) -> int:
     """Run `fsd-infer warmup`: do what a first request would wait for, and print the seconds of each part."""
-    from fsd_infer.cpu.ops import kernel_kind
+    from fsd_infer.backends.choose import choose
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.device.clock import Clock
     from fsd_infer.targets.builtin import builtin_dir
@@ -177,7 +177,7 @@ def warmup(args: argparse.Namespace) -> int:
     options = _decoder_options(args)
     set_threads(args.threads)
     clock = Clock()
-    kind = kernel_kind() if options["device"].type == "cpu" else None
+    kind = choose(options["device"]).describe()
     clock.lap("compile")
     decoder = FuzzyDecoder.from_pretrained(**options)
     clock.lap("load")
@@ -208,7 +208,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def rules(args: argparse.Namespace) -> int:
     """Run `fsd-infer rules`."""
-    from fsd_infer.divergence import DIVERGENCES
+    from fsd_core.divergence import DIVERGENCES
     from fsd_infer.drafters import DRAFTERS
     from fsd_infer.rules import RULES
     from fsd_infer.targets.builtin import BUILTIN_TARGETS, shipped_drafter
@@ -220,7 +220,12 @@ def rules(args: argparse.Namespace) -> int:
             f"{f.name}={'' if f.default is dataclasses.MISSING else f.default}".rstrip("=")
             for f in dataclasses.fields(made)
         ]
-        listed.append((f"{name}({', '.join(fields)})" if fields else name, first_paragraph(made)))
+        listed.append(
+            (
+                f"{name}({', '.join(fields)})" if fields else name,
+                first_paragraph(made) + (f" Measured: {made.measured}." if made.measured else ""),
+            )
+        )
     measures = []
     for name in DIVERGENCES:
         measure = DIVERGENCES.get(name)

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.registry import is_whole
 from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
-from fsd_infer.cpu.ops import speed_up
+from fsd_infer.backends.choose import choose
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
@@ -29,6 +29,7 @@ from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.request.options import GenerateOptions, shaping
 from fsd_infer.rules import RuleLike
 from fsd_infer.targets.adapters import put_beside
+from fsd_infer.targets.loading import parse_device
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import id_list
@@ -77,6 +78,7 @@ class FuzzyDecoder:
         self.target = target
         self.drafter = drafter
         self.quantize = quantize
+        self.backend = choose(target.device)
         self._recorder: Recorder | None = None
         self._said_raw = False  # that there is no chat template
 
@@ -91,7 +93,7 @@ class FuzzyDecoder:
         pack: bool | None = None,
         expand: bool = False,
         quantize: bool = True,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = None,
         prefix_cache_bytes: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         **model_kwargs: Any,
@@ -108,13 +110,13 @@ class FuzzyDecoder:
                 round from the drafter's scores and earlier rounds' costs and acceptances (see
                 :mod:`fsd_infer.drafters.auto`). With a ``seed`` it depends on the text alone.
             pack: on a CPU, fuse operations of the decoder blocks and, in bf16, replace the linear layers' weights by
-                packed ones (see :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore`` undoes it. Quantised
-                layers stay. Default: True, but False for a model in memory, whose packed weights would be copies.
+                packed ones; :meth:`restore` undoes it. Quantised layers stay. Default: True, but False for a
+                model in memory, whose packed weights would be copies.
             expand: expand a GGUF file's quantised weights, also a built-in target's, to bf16. By default our CPU
                 kernels use the quantised weights: a forward reads less, and no weight is rounded.
             quantize: with our CPU kernels, store a head's weights in fp8 with a scale per output (see
-                :meth:`fsd_infer.cpu.packing.Packed.quantize`). The target's weights stay, so `exact` stays exact.
-            cuda_graphs: see :meth:`use_graphs`.
+                :meth:`.Packed.quantize`). The target's weights stay, so `exact` stays exact.
+            cuda_graphs: see :meth:`use_graphs` (default: True on CUDA).
             prefix_cache_bytes: size of a cache for prompts that start like an earlier prompt and its answer (see
                 :mod:`fsd_infer.targets.prefixes`). None: no cache.
             adapters: directories of LoRA adapters by name, from which each request may choose one. They stay beside the
@@ -135,7 +137,8 @@ class FuzzyDecoder:
         prefixes = None if prefix_cache_bytes is None else PrefixCache(prefix_cache_bytes)
         if named:
             _refuse_head(Path(str(target)))
-            wrapped = Target.from_pretrained(str(target), expand=expand or pack is False, **model_kwargs)
+            reads = None if expand or pack is False else choose(parse_device(model_kwargs.get("device"))).reads_blocks
+            wrapped = Target.from_pretrained(str(target), reads_blocks=reads, **model_kwargs)
             wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
         elif model_kwargs:
             raise ModelLoadError(f"{', '.join(model_kwargs)}: for loading, but the target is in memory already.")
@@ -144,10 +147,10 @@ class FuzzyDecoder:
         wrapped.prefixes = prefixes
         if adapters:
             put_beside(wrapped.model, adapters)
-        if named if pack is None else pack:
-            speed_up(wrapped.model, release=named)
         decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), quantize)
-        if cuda_graphs:
+        if named if pack is None else pack:
+            decoder.prepare(release=named)
+        if decoder.backend.capture if cuda_graphs is None else cuda_graphs:
             decoder.use_graphs()
         decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack is not False)
         if left_out := shaping(getattr(wrapped.model, "generation_config", None)):
@@ -184,14 +187,35 @@ class FuzzyDecoder:
         """Load another drafter for this target; arguments and errors as for :meth:`from_pretrained`."""
         with self.target.lock:  # a head may add layers to the target's features
             loaded = load_drafter(drafter, self.target, tree)
-            release = not isinstance(drafter, Drafter)  # the caller may use its object elsewhere
-            for module in loaded.modules() if pack else ():
-                is_model = isinstance(module, GenerationMixin)
-                speed_up(module, release, quantize=release and self.quantize and not is_model)
+            if pack:  # the caller may use its object elsewhere
+                self._prepare_drafter(loaded, release=not isinstance(drafter, Drafter))
             if self._recorder is not None:
                 loaded.use_graphs(self._recorder)
         release_freed()  # weights in the file's dtype and layout
         return loaded
+
+    def prepare(self, release: bool = False) -> None:
+        """Let the device's backend replace the target's layers by faster ones, see :class:`.Backend`.
+
+        Args:
+            release: free the plain weights; :meth:`restore` computes them again.
+        """
+        self.backend.prepare(self.target.model, release)
+        self.target.stack, self.target.kernels = self.backend.stack_for(self.target), self.backend.describe()
+
+    def _prepare_drafter(self, drafter: Drafter, release: bool) -> None:
+        for module in drafter.modules():
+            narrow = release and self.quantize and not isinstance(module, GenerationMixin)
+            self.backend.prepare(module, release, weights="fp8" if narrow else None)
+        for owner in drafter.stack_owners():
+            owner.stack = self.backend.stack_for(owner)
+
+    def restore(self) -> None:
+        """Undo what the backend did to target and drafter: layers are plain again, and weights where they were."""
+        for owner in (self.target, *self.drafter.stack_owners()):
+            owner.stack = owner.plain_stack
+        for module in (self.target.model, *self.drafter.modules()):
+            self.backend.restore(module)
 
     @property
     def tokenizer(self) -> Any:

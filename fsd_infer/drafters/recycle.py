@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_core import functional
 from fsd_core.errors import FsdError
-from fsd_core.tensors import at_nodes, lists
-from fsd_infer.cpu import ops
+from fsd_core.tensors import lists
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
 from fsd_infer.tree import DraftTree
@@ -180,10 +180,8 @@ class RecycleSession(FreeSession):
 
     def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
         nodes = torch.arange(logits.shape[1]).expand(logits.shape[:2])
-        if logits.device.type == "cpu" and ops.kernel_kind() is None:  # torch takes milliseconds per dozen nodes
-            nodes, logits = path, at_nodes(logits, path)
         width = min(self.drafter.width, logits.shape[-1])
-        log_p, choice = ops.likeliest(logits, width)
+        log_p, choice = functional.topk_logprobs(logits, width)
         known = lists(tree.tokens, tree.parents, choice.flatten(1), log_p.flatten(1))
         verdict = (path.tolist(), tokens.tolist(), accepted.tolist())
         rows = zip(self.recycled, self.last, nodes.tolist(), *known, *verdict)

@@ -65,6 +65,11 @@ class Texts:
                 self._counts[row] = length
         return to_device(self._buffer[:, :longest], self._device)
 
+    @property
+    def answered(self) -> Tensor:
+        """[B] tokens of each answer so far, on the device."""
+        return to_device(torch.tensor([len(answer) for answer in self._answers]), self._device)
+
     def last(self, count: int) -> Tensor:
         """Return the last tokens of each text in order, [B, count] on the device, -1 before its beginning."""
         tails = [[*prompt[-count:], *answer[-count:]][-count:] for prompt, answer in zip(self._prompts, self._answers)]

@@ -1,7 +1,7 @@
 """Load checkpoints of GPTQ and AWQ on a CPU, without the libraries that made them.
 
 A weight is scale · (code − zero), with a scale and a zero per output and group of inputs. All weights are expanded.
-Scales and zeros stay with each layer, so that our kernels can compute by codes (:mod:`fsd_infer.cpu.blocks`).
+Scales and zeros stay with each layer, so that a backend may compute by codes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, Pretrain
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_core.files import open_safetensors
 from fsd_core.registry import is_whole
-from fsd_infer.cpu.ops import keep_groups, say
+from fsd_infer.targets.weights import GroupedWeight, keep_quantized, say
 
 METHODS = ("gptq", "awq")
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -88,7 +88,7 @@ def load_expanded(
         pass
     layers = dict(model.named_modules())
     for name in groups.keys() & layers.keys():  # experts of a mixture are joined to one weight
-        keep_groups(layers[name], *groups[name])
+        keep_quantized(layers[name], GroupedWeight(*groups[name]))
     return model, info
 
 

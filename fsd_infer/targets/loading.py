@@ -29,6 +29,7 @@ from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_
 from fsd_infer.targets.checks import check_directory, check_loaded, check_numbers, check_size
 from fsd_infer.targets.gptq import METHODS, load_expanded
 from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
+from fsd_infer.targets.weights import ReadsBlocks, readable_types
 
 # Only the eager implementation has their attention (soft-capped scores; sinks).
 EAGER_FAMILIES = frozenset({"gemma2", "gpt_oss"})
@@ -223,7 +224,7 @@ def load_target(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     progress: bool = True,
-    expand: bool = True,
+    reads_blocks: ReadsBlocks | None = None,
     allow_control_tokens: bool = False,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -240,8 +241,9 @@ def load_target(
         trust_remote_code: run the model's own Python code; if False, such models are refused.
         attn_implementation: default: ``attention_for(config)``.
         progress: say on stderr when a built-in target is being fetched.
-        expand: False: a GGUF file's quantised weights stay as they are where our CPU kernels compute by them, in bf16
-            (:func:`fsd_infer.targets.gguf.load_gguf`). They are read-only, and ``state_dict`` lacks them.
+        reads_blocks: which quantised weights of a GGUF file a backend computes with; in bf16, these stay as they are
+            until it prepares the model (:func:`fsd_infer.targets.gguf.load_gguf`), and ``state_dict`` lacks them.
+            None: all are expanded.
         allow_control_tokens: names of special tokens in messages become the tokens. By default they are text.
         model_kwargs: any other argument of transformers' ``from_pretrained``: ``quantization_config`` (an object, or a
             dict with its ``quant_method``), ``device_map``, and what says where the files lie, for config and tokenizer
@@ -262,7 +264,7 @@ def load_target(
     if isinstance(places, str) and places not in _MAPS:
         model_kwargs["device_map"] = str(parse_device(places))
     place, adapter = parse_device(device), adapter_of(name_or_dir)
-    keep = not expand and place.type == "cpu" and parse_dtype(dtype) == torch.bfloat16 and not model_kwargs
+    keep = parse_dtype(dtype) == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
     model: Any
     tokenizer: PreTrainedTokenizerBase | None
     gguf = gguf_of(name_or_dir, keep, progress)
@@ -273,7 +275,7 @@ def load_target(
         from fsd_infer.targets.gguf import load_gguf  # GGUF's library is imported by those who need it
 
         with explained(name_or_dir):
-            model, tokenizer = load_gguf(gguf, parse_dtype(dtype), attn_implementation, expand=not keep)
+            model, tokenizer = load_gguf(gguf, parse_dtype(dtype), attn_implementation, reads_blocks if keep else None)
         if tokenizer is not None:
             set_control_tokens(tokenizer, allow_control_tokens)
         model.requires_grad_(False).eval()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import sys
 import time
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from fsd_train.data.answers import on_host
+from fsd_train.data.packs import on_host
 
 log = logging.getLogger(__name__)
 
@@ -156,18 +158,23 @@ def advice(trainer: Trainer, module: Any) -> list[str]:
 
 
 class TokenRate(Callback):
-    """Logs ``tokens_per_s``: supervised (answer) tokens per second of training, without validation.
+    """Logs how fast a run trains, over the last ``window`` batches:
+
+    - ``tokens_per_s``: supervised (answer) tokens per second of all devices;
+    - ``padding``: share of the batches' tokens that are padding;
+    - ``gpu_gb``: the most memory that the device has held, with CUDA.
+
+    A batch's time is the median, so validations, exports and checkpoints between batches do not count.
 
     Args:
-        window: number of batches in a mean.
+        window: number of batches.
     """
 
     def __init__(self, window: int = 20) -> None:
         self.window = window
-        self._tokens = 0
-        self._seconds = 0.0
+        self._answers = self._padding = self._tokens = 0
+        self._seconds: list[float] = []
         self._start: float | None = None
-        self._batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._start is None:
@@ -177,13 +184,20 @@ class TokenRate(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = time.perf_counter()
-        self._tokens += int(on_host(batch, "loss_mask").sum()) * trainer.world_size
-        self._seconds += now - (self._start or now)
+        self._seconds.append(now - (self._start or now))
         self._start = now  # includes the wait for the next batch
-        self._batches += 1
-        if self._batches >= self.window:
-            pl_module.log("tokens_per_s", self._tokens / max(self._seconds, 1e-9), prog_bar=True)
-            self._tokens, self._seconds, self._batches = 0, 0.0, 0
+        mask = on_host(batch, "loss_mask")
+        self._answers += int(mask.sum())
+        self._tokens += mask.numel()
+        self._padding += sum(batch["lengths"].tolist()[len(batch["ids"]) :])
+        if len(self._seconds) >= self.window:
+            rate = self._answers / self.window * trainer.world_size / max(statistics.median(self._seconds), 1e-9)
+            pl_module.log("tokens_per_s", rate, prog_bar=True)
+            pl_module.log("padding", self._padding / self._tokens, prog_bar=True)
+            if pl_module.device.type == "cuda":
+                pl_module.log("gpu_gb", torch.cuda.max_memory_allocated(pl_module.device) / 1e9, prog_bar=True)
+            self._answers = self._padding = self._tokens = 0
+            self._seconds = []
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.pause()

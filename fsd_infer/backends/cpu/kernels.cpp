@@ -1,0 +1,322 @@
+// Kernels for decoding in bf16 on CPUs with AVX512-BF16, for the few tokens of a draft or of a verifying forward.
+//
+// This file is the C interface for ctypes. kernels.py compiles it on the user's machine. It is one translation unit: the
+// headers in native/ keep their contents in an anonymous namespace. bf16 values are passed as uint16_t.
+//
+// A packed weight W [N, K] has oneDNN's layout, in panels of output columns: [N / side][K / 2][side][2]. oneDNN chooses
+// the side, 32 with AMX and else 64. A weight may hold fp8 numbers in the same places, with a scale per column: half the
+// bytes, and each number is a bf16. Or it holds ggml's blocks, in records of 16 columns (blocks.h).
+// Compiled for AMX, products run on its tiles, otherwise on vectors; those of blocks with up to four rows always do.
+// Arithmetic is in fp32, and with blocks in whole numbers (block_products.h). Values are rounded when they are stored:
+// after norms, products, residuals and gates.
+
+#include "native/layers.h"
+#include "native/records.h"
+#include "native/statistics.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <type_traits>
+
+extern "C" {
+
+// Ask the system for the use of AMX tiles. Returns 0 if granted. Call it once per process, before anything else.
+int fsd_prepare() {
+#ifdef __AMX_BF16__
+  constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return (int)syscall(SYS_arch_prctl, REQUEST, TILES);
+#else
+  return 0;
+#endif
+}
+
+// Whether products run on AMX tiles.
+int fsd_tiles() {
+#ifdef __AMX_BF16__
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// y [count, depth] = rows `ids` [count] of a weight in bf16. Returns the number of ids out of range.
+int64_t fsd_rows(const fsd_linear* layer, const int64_t* ids, int64_t count, bf16* y) {
+  const int64_t side = layer->side, depth = layer->depth;
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= layer->columns) {
+      ++wrong;
+      continue;
+    }
+    const bf16* const first = (const bf16*)layer->panels + ids[i] / side * side * depth + ids[i] % side * 2;
+    for (int64_t k = 0; k < depth; k += 2) std::memcpy(y + i * depth + k, first + k * side, 2 * sizeof(bf16));
+  }
+  return wrong;
+}
+
+// Bytes of a weight [columns, depth] in blocks of a type; 0 if the type or the sizes do not fit.
+int64_t fsd_block_bytes(int64_t kind, int64_t columns, int64_t depth) {
+  int64_t bytes = 0;
+  with_form(kind, [&](auto form) {
+    using F = decltype(form);
+    if (columns % BLOCK_SIDE == 0 && depth % F::SPAN == 0) bytes = columns / LANES * (depth / F::SPAN) * F::RECORD;
+  });
+  return bytes;
+}
+
+// Write rows of a file to the zeroed panels of a weight [columns, depth]. order [columns]: the row of each column, null
+// for all in order. Returns the number of scales that are not finite.
+int64_t fsd_block_pack(int64_t kind, const uint8_t* rows, const int64_t* order, int64_t columns, int64_t depth,
+                       uint8_t* panels, int threads) {
+  int64_t wrong = 0;
+  with_form(kind, [&](auto form) {
+    using F = decltype(form);
+    const int64_t records = depth / F::SPAN;
+    Record record;
+    const int64_t length = read_record(kind, rows, record) * records;
+    const auto none = [](uint16_t bits) { return (bits & 0x7C00) == 0x7C00; };
+#pragma omp parallel num_threads(threads) reduction(+ : wrong)
+    {
+      const Share share(columns / LANES);
+      for (int64_t column = share.begin * LANES; column < share.end * LANES; ++column) {
+        const uint8_t* from = rows + (order ? order[column] : column) * length;
+        uint8_t* to = panels + column / LANES * records * F::RECORD;
+        Record own;
+        for (int64_t r = 0; r < records; ++r, to += F::RECORD) {
+          from += read_record(kind, from, own);
+          wrong += none(own.d) + none(own.m);
+          put<F>(own, (int)(column % LANES), to);
+        }
+      }
+    }
+  });
+  return wrong;
+}
+
+// y [count, depth], in bf16 (narrow) or fp32 = rows `ids` [count] of a weight in blocks. Returns the number of ids out of
+// range.
+int64_t fsd_block_rows(const fsd_linear* layer, const int64_t* ids, int64_t count, int narrow_y, void* y, int threads) {
+  int64_t wrong = 0;
+  with_form(layer->kind, [&](auto form) {
+    using F = decltype(form);
+    const int64_t depth = layer->depth, records = depth / F::SPAN;
+#pragma omp parallel num_threads(threads) reduction(+ : wrong)
+    {
+      const Share share(count);
+      alignas(64) float values[F::SPAN];
+      for (int64_t i = share.begin; i < share.end; ++i) {
+        if (ids[i] < 0 || ids[i] >= layer->columns) {
+          ++wrong;
+          continue;
+        }
+        const uint8_t* record = (const uint8_t*)layer->panels + ids[i] / LANES * records * F::RECORD;
+        for (int64_t at = i * depth; at < (i + 1) * depth; at += F::SPAN, record += F::RECORD) {
+          get<F>(record, (int)(ids[i] % LANES), values);
+          for (int k = 0; k < F::SPAN; k += LANES) {
+            if (narrow_y) store((bf16*)y + at + k, _mm512_load_ps(values + k));
+            else _mm512_storeu_ps((float*)y + at + k, _mm512_load_ps(values + k));
+          }
+        }
+      }
+    }
+  });
+  return wrong;
+}
+
+// The columns that a weight in blocks counts as a panel.
+int64_t fsd_block_side() { return BLOCK_SIDE; }
+
+// y [rows, columns] of x [rows, depth]. many: widen weights in blocks to bf16 first, as prompts do.
+void fsd_linear_forward(const bf16* x, const fsd_linear* layer, bf16* y, int64_t rows, int many, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    Multiplier multiply(many);
+    product(multiply, x, (int)rows, {layer},
+            [&](int row, int64_t column, __m512 sum) { store(y + row * layer->columns + column, sum); });
+  }
+}
+
+// For `rows` rows of logits x [·, columns], in bf16 (narrow) or fp32: the largest number (NaN if the row has one), its
+// first place and, unless `totals` is null, ln Σ e^x. pick [rows]: the numbers of the rows, null for all in order.
+void fsd_row_statistics(int narrow_x, const void* x, const int64_t* pick, int64_t rows, int64_t columns,
+                        float* highest, int64_t* where, float* totals, int threads) {
+  const auto of = [&](auto numbers) {
+    const Rows<std::remove_const_t<std::remove_pointer_t<decltype(numbers)>>> from{numbers, columns, pick};
+    const Share share(rows);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const Maximum found = maximum(from[row], columns);
+      highest[row] = found.value;
+      where[row] = found.place;
+      if (totals)
+        totals[row] = std::isfinite(found.value) ? log_sum_exp(from[row], columns, found.value) : found.value;
+    }
+  };
+#pragma omp parallel num_threads(threads)
+  {
+    if (narrow_x) of((const bf16*)x);
+    else of((const float*)x);
+  }
+}
+
+// The entropy of each row's softmax, arguments as above. If the largest number is infinite or NaN, that number.
+void fsd_row_entropies(int narrow_x, const void* x, const int64_t* pick, int64_t rows, int64_t columns,
+                       float* entropies, int threads) {
+  const auto of = [&](auto numbers) {
+    const Rows<std::remove_const_t<std::remove_pointer_t<decltype(numbers)>>> from{numbers, columns, pick};
+    const Share share(rows);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const float highest = maximum(from[row], columns).value;
+      entropies[row] = std::isfinite(highest) ? entropy(from[row], columns, highest) : highest;
+    }
+  };
+#pragma omp parallel num_threads(threads)
+  {
+    if (narrow_x) of((const bf16*)x);
+    else of((const float*)x);
+  }
+}
+
+// out [rows] = divergence `kind` between rows of logits p [·, columns] and q [·, drafted], in bf16 (narrow) or fp32.
+// p_rows, q_rows [rows]: the numbers of the rows, null for all in order. ids [drafted]: the tokens of q, null for all.
+// Divergences that are infinite where q is 0 take no ids.
+void fsd_divergence(int kind, int64_t rows, int narrow_p, const void* p, const int64_t* p_rows, int64_t columns,
+                    int narrow_q, const void* q, const int64_t* q_rows, int64_t drafted, const int64_t* ids, float* out,
+                    int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const auto from = [&](auto p_numbers) {
+      const Rows<std::remove_const_t<std::remove_pointer_t<decltype(p_numbers)>>> of_p{p_numbers, columns, p_rows};
+      if (narrow_q) divergences(kind, of_p, Rows<bf16>{(const bf16*)q, drafted, q_rows}, rows, ids, out);
+      else divergences(kind, of_p, Rows<float>{(const float*)q, drafted, q_rows}, rows, ids, out);
+    };
+    if (narrow_p) from((const bf16*)p);
+    else from((const float*)p);
+  }
+}
+
+// log_q, where [rows, most]: log-probabilities and places of the `most` likeliest tokens of logits x [rows, columns], in
+// bf16 (narrow) or fp32. most <= columns.
+void fsd_likeliest(int narrow_x, const void* x, int64_t rows, int64_t columns, int64_t most, float* log_q,
+                   int64_t* where, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Share share(rows);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      float* const values = log_q + row * most;
+      int64_t* const places = where + row * most;
+      if (narrow_x) likeliest((const bf16*)x + row * columns, columns, most, values, places);
+      else likeliest((const float*)x + row * columns, columns, most, values, places);
+    }
+  }
+}
+
+// Copy x [rows, columns] to out; numbers below the `most`-th largest of their row become `other`. NaN stays.
+void fsd_keep_largest(const float* x, int64_t rows, int64_t columns, int64_t most, float other, float* out,
+                      int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Share share(rows);
+    std::vector<float> largest(most);
+    std::vector<int64_t> places(most);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const float* const from = x + row * columns;
+      float* const to = out + row * columns;
+      select_largest(from, columns, most, largest.data(), places.data());
+      const __m512 least = _mm512_set1_ps(largest[most - 1]), removed = _mm512_set1_ps(other);
+      for (int64_t at = 0; at < columns; at += LANES) {
+        const __mmask16 inside = lanes(columns - at);
+        const __m512 values = load(from + at, inside);
+        const __mmask16 below = _mm512_cmp_ps_mask(values, least, _CMP_LT_OQ);
+        _mm512_mask_storeu_ps(to + at, inside, _mm512_mask_mov_ps(values, below, removed));
+      }
+    }
+  }
+}
+
+// found [trees, i, j] = 1 if node j is i or an ancestor of i. parents [trees, count] come before their children; any
+// other parent counts as the root.
+void fsd_ancestors(const int64_t* parents, int64_t trees, int64_t count, uint8_t* found) {
+  for (int64_t tree = 0; tree < trees; ++tree, parents += count, found += count * count) {
+    std::memset(found, 0, count * count);
+    for (int64_t node = 0; node < count; ++node) {
+      uint8_t* const own = found + node * count;
+      const int64_t parent = parents[node] >= 0 && parents[node] < node ? parents[node] : 0;
+      if (node) std::memcpy(own, found + parent * count, count);
+      own[node] = 1;
+    }
+  }
+}
+
+// Merge the trees `main` and `side`, which share the root, in each of `trees` rows. The nodes of main come first, then
+// those of side without its root. GraftedDrafter in graft.py defines the scores. Padding has the score -inf.
+void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* side, int64_t mains, int64_t* tokens,
+               int64_t* parents, float* scores, int64_t* proposers) {
+  const float least_wrong = 0.001f;  // as LEAST_WRONG in graft.py
+  const int64_t first = main->count, own = side->count, count = first + own - 1;
+  std::vector<int64_t> place(own);
+  std::vector<float> chance(count), total(count), wrong(count);
+  for (int64_t row = 0; row < trees; ++row, tokens += count, parents += count, scores += count, proposers += count) {
+    const auto above = [&](const fsd_tree* tree, int64_t node) {
+      const int64_t parent = tree->parents[row * tree->count + node];
+      return parent >= 0 && parent < node ? parent : 0;
+    };
+    const auto put = [&](const fsd_tree* tree, int64_t node, int64_t at, int64_t parent, int64_t before) {
+      const int64_t start = row * tree->count;
+      const float step = tree->scores[start + node] - tree->scores[start + above(tree, node)];
+      tokens[at] = tree->tokens[start + node], parents[at] = parent;
+      proposers[at] = before + (tree->proposers ? tree->proposers[start + node] : 0);
+      chance[at] = std::exp(std::min(step, 0.f));  // the step's chance; 0 at padding
+    };
+    std::fill(wrong.begin(), wrong.end(), 1.f);
+    for (int64_t node = 0; node < first; ++node) {
+      put(main, node, node, above(main, node), 0);
+      if (node) wrong[parents[node]] -= chance[node];
+    }
+    place[0] = 0;
+    for (int64_t node = 1; node < own; ++node) {
+      const int64_t at = first - 1 + node, parent = place[above(side, node)];
+      put(side, node, at, parent, mains);
+      place[node] = at;
+      for (int64_t same = 1; same < first && parent < first && chance[at] > 0; ++same)
+        if (parents[same] == parent && tokens[same] == tokens[at] && chance[same] > 0) {
+          chance[same] += chance[at] - chance[same] * chance[at];
+          chance[at] = 0, place[node] = same;
+        }
+      chance[at] *= std::max(wrong[parent], least_wrong);
+    }
+    std::fill(total.begin(), total.end(), 0.f);
+    for (int64_t node = 1; node < count; ++node) total[parents[node]] += chance[node];
+    scores[0] = 0;
+    for (int64_t node = 1; node < count; ++node)
+      scores[node] = scores[parents[node]] + std::log(std::min(chance[node] / std::max(total[parents[node]], 1.f), 1.f));
+  }
+}
+
+// The bytes of scratch that fsd_stack_forward needs.
+int64_t fsd_scratch(const fsd_stack* stack, const fsd_forward* f) {
+  return (int64_t)sizeof(bf16) * Scratch(stack, f).total(f->threads);
+}
+
+// Run the layers. If slots or positions are out of range, do nothing and return their number.
+int64_t fsd_stack_forward(const fsd_stack* stack, const fsd_forward* f) {
+  const int64_t rows = f->batch * f->count, size = rows * stack->hidden;
+  const int64_t wrong = outside(f->slots, rows, f->capacity) + outside(f->positions, rows, f->angles);
+  if (wrong) return wrong;
+#pragma omp parallel num_threads((int)f->threads)
+  {
+    Forward forward(stack, f);
+    const bf16* x = f->x;
+    for (int64_t l = 0; l < stack->number; ++l) {
+      bf16* to = f->outputs[l] ? f->outputs[l] : f->scratch + (2 + l % 2) * size;
+      if (l + 1 == stack->number && !f->final_norm) to = f->out;
+      forward.layer(l, x, to);
+#pragma omp barrier
+      x = to;
+    }
+    if (f->final_norm) forward.norm(x, f->final_norm, f->out);
+  }
+  return 0;
+}
+
+}  // extern "C"
