@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from fsd_bench import commands
-from fsd_core.console import Parser, quiet_transformers, run
+from fsd_core.console import Parser, load_plugins, quiet_transformers, run
 from fsd_core.options import (
     add,
     add_commands,
+    add_common,
     add_counts,
     add_flags,
     add_models,
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(args: argparse.Namespace) -> int:
     if not args.debug:
         quiet_transformers()
+    load_plugins(args.imports or ())
     return int(args.function(args) or 0)
 
 
@@ -46,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="fsd-bench", description="Measure and forecast speculative decoding: speed, scores, cost.")
     parser.add_argument("--version", action="version", version=f"fsd-bench {__version__}")
     common = Parser(add_help=False)
-    add_flags(common, ("--debug", "show tracebacks and the libraries' own messages"))
+    add_common(common)
     table = (
         (commands.run, _bench_options, "measure methods on a file of prompts: speed, acceptance length, scores"),
         (commands.table, _table_options, "print what rules keep of a target's score on sets of prompts, and gain"),

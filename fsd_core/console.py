@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from fsd_core.errors import FsdError
@@ -79,6 +80,25 @@ def _of_input(error: BaseException) -> str | None:
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("fsd_"):
         return _missing(error)
     return None
+
+
+PLUGINS = "fsd_toolkit.plugins"  # group of entry points: modules that register rules, drafters, losses ...
+
+
+def load_plugins(modules: Sequence[str]) -> None:
+    """Import modules of the user's, also from the working directory, and those that installed packages offer.
+
+    Raises:
+        FsdError: a module that cannot be imported.
+    """
+    if modules and "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in [*modules, *(point.value for point in entry_points(group=PLUGINS))]:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise FsdError(f"--import {name}: {reason:.300}. Give a module here or of an installed package.") from error
 
 
 def needed(package: str) -> None:

@@ -166,6 +166,15 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     add(parser.add_argument_group("models"), *MODELS)
 
 
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add what every command takes."""
+    add_flags(parser, ("--debug", "show tracebacks and the libraries' own messages"))
+    parser.add_argument(
+        "--import", action="append", dest="imports", metavar="MODULE",
+        help="import a module first, which registers a rule or drafter of your own; may be given several times",
+    )  # fmt: skip
+
+
 def add_commands(
     parser: argparse.ArgumentParser,
     commands: Sequence[tuple[Callable[..., int], Callable[[argparse.ArgumentParser], None] | None, str]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,27 @@ def test_an_answer_ends_with_two_lines_all_figures_or_none(target: Path) -> None
     assert again == answer and "gate open at" in said.splitlines()[-1] and "prefill" in said
     _, again, said = called(fsd_infer, [*words, "--quiet"])
     assert again == answer and not said
+
+
+OWN_RULE = """
+from dataclasses import dataclass
+
+from fsd_infer.rules import RULES, Exact
+
+
+@RULES.register("own-{name}")
+@dataclass(frozen=True)
+class Own(Exact):
+    pass
+"""
+
+
+def test_a_rule_of_ones_own_is_imported_by_name(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    (tmp_path / "own_rules_here.py").write_text(OWN_RULE.format(name="rule"))
+    words = ["generate", "--prompt", PROMPT, "--target", str(target), "--dtype", "fp32", "--max-new-tokens", "4"]
+    status, answer, said = called(fsd_infer, [*words, "--import", "own_rules_here", "--rule", "own-rule"])
+    assert status == 0 and answer == called(fsd_infer, words)[1], said
+    status, _, said = called(fsd_infer, [*words, "--import", "no_such_rules"])
+    assert status == 2 and "--import no_such_rules: ModuleNotFoundError: No module named" in said.splitlines()[-1]

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import entry_points
 
-from fsd_core.console import Parser, quiet_transformers, run
+from fsd_core.console import Parser, load_plugins, quiet_transformers, run
 from fsd_core.options import (
     add,
     add_commands,
+    add_common,
     add_counts,
     add_flags,
     add_models,
@@ -53,6 +54,7 @@ def _elsewhere(command: Sequence[str]) -> list[Callable[[Sequence[str]], int]]:
 def _command(args: argparse.Namespace) -> int:
     if not args.debug:
         quiet_transformers()
+    load_plugins(args.imports or ())
     return int(args.function(args) or 0)
 
 
@@ -65,7 +67,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"fsd-infer {__version__}")
     common = Parser(add_help=False)
-    add_flags(common, ("--debug", "show tracebacks and the libraries' own messages"))
+    add_common(common)
     table = (
         (commands.generate, _generate_options, "answer one prompt"),
         (commands.warmup, _warmup_options, "load the models and compile the CPU kernels before the first request"),
