@@ -22,6 +22,7 @@ from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
+from fsd_infer.engine.callbacks import Callback
 from fsd_infer.engine.request import Outcome, Round
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.request.options import shaping
@@ -243,6 +244,7 @@ class FuzzyDecoder:
         on_tokens: Callable[[int, list[int]], object] | None = None,
         on_round: Callable[[int, Round], object] | None = None,
         ends: Callable[[int, int], str | None] | None = None,
+        callbacks: Sequence[Callback] = (),
         chat: bool | None = None,
         measure_log_likelihood: bool = False,
         max_cache_bytes: int | None = None,
@@ -273,6 +275,7 @@ class FuzzyDecoder:
             on_round: called with (prompt's index, a :class:`.Round`) before ``on_tokens``.
             ends: called with (prompt's index, token) for each token, before the other callbacks. It returns why the
                 answer ends with this token, "stop" or "length", or None.
+            callbacks: that watch the request, see :class:`.Callback`; called after the functions above.
             chat: see :meth:`encode`.
             measure_log_likelihood: record the target's mean log-probability of the answer.
             max_cache_bytes: refuse a request whose KV caches take more (default: the free memory).
@@ -307,7 +310,7 @@ class FuzzyDecoder:
                     drafter = ForcedDrafter(drafter, followed.forced, followed.vocab_size)
             request, config = prepare(self.target, ids, generation_config, overrides)
             request.on_tokens, request.on_round, request.ends = on_tokens, on_round, ends
-            request.cache_keys = cache_keys
+            request.cache_keys, request.callbacks = cache_keys, callbacks
             request.measure_log_likelihood, request.max_cache_bytes = measure_log_likelihood, max_cache_bytes
             options: dict[str, Any] = dict(streamer=streamer, seed=seed, beam_options=beam_options)
             outcome = decode_request(self.target, drafter, rule, request, config, **options)

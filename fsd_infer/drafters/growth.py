@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from fsd_core.tensors import at_nodes, to_device, visible_slots
+from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.cpu import ops
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
@@ -110,7 +110,7 @@ class TreeSession(DraftSession):
 
     Attributes:
         device: of the drafter's model.
-        lengths: [B] slots of each row's text, the root's included, on the CPU.
+        lengths: [B] slots of each row's text, the root's included.
         width: children of an expanded node.
         reads_scores: whether the host reads every depth's scores to choose which nodes to expand.
     """
@@ -119,23 +119,27 @@ class TreeSession(DraftSession):
         self.drafter, self.shape, self.device = drafter, drafter.shape, drafter.model.device
         self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.slots))
         self.tilt, self.auto, self.request = request.tilt, request.auto, request
-        self.lengths = torch.zeros(request.batch, dtype=torch.long)
+        self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
         self.width = drafter.shape.width
         self.reads_scores = self.auto is not None and self.auto.reads_scores
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | None = None  # of this round
 
+    @property
+    def on_host(self) -> bool:
+        return self.auto is not None
+
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
-        self.lengths = self.lengths[rows]
+        self.lengths = self.lengths[to_device(rows, self.device)]
 
     def draft(self, roots: Tensor) -> DraftTree:
-        on_device, depth = to_device(roots, self.device), self._depth()
+        depth = self._depth()
         if depth < 1 or self.auto is not None and not self.auto.expands_root():
-            return DraftTree.root_only(on_device, self.drafter.vocabulary)
+            return DraftTree.root_only(roots, self.drafter.vocabulary)
         logits, ids = self._read_roots()
         self._drawing = self._draws() if self.request.draws else None
-        return self._kept(self._grow(on_device, logits, ids, depth))
+        return self._kept(self._grow(roots, logits, ids, depth))
 
     def _depth(self) -> int:
         """Return the depth of the deepest candidates."""
@@ -219,7 +223,13 @@ class TreeSession(DraftSession):
         index = torch.full((batch, count + drafts.shape[1]), -1, device=device)
         index = index.scatter(1, numbers, torch.arange(numbers.shape[1], device=device).expand_as(numbers))
         tree = DraftTree(
-            torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), torch.cat(all_logits, 1), index, ids
+            torch.cat(tokens, 1),
+            torch.cat(parents, 1),
+            torch.cat(scores, 1),
+            torch.cat(all_logits, 1),
+            index,
+            ids,
+            levels=level,
         )
         if self._drawing is not None:
             tree.q_scores, tree.drawn = torch.cat(self._drawing.scores, 1), torch.cat(drawn, 1)
@@ -257,9 +267,6 @@ class TreeSession(DraftSession):
 
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
         """Run the model on nodes [B, E]. Their keys follow those of the text and of earlier depths."""
-        slots = self.lengths[:, None] + torch.arange(sees.shape[2] - tokens.shape[1], sees.shape[2])
-        positions = (self.lengths + depth - 1)[:, None].expand_as(slots)
-        first, visible = int(slots[0, 0]), visible_slots(self.lengths, sees)
-        positions, slots = to_device(positions, self.device), to_device(slots, self.device)
-        self.cache.set_write_slots(slots, first if slots.shape[0] == 1 else None, visible.shape[-1])
+        _, visible = self.cache.after_text(self.lengths, sees)
+        positions = (self.lengths + (depth - 1))[:, None].expand_as(tokens)
         return self._read_nodes(tokens, parents, positions, visible)
