@@ -66,10 +66,9 @@ test-vllm: $(STAMP)  ## exported heads decode in vLLM as they do here; it is ins
 bench: $(STAMP)  ## speed beside transformers, vLLM, llama.cpp and OpenVINO; options: BENCH_ARGS="--target DIR ..."
 	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
 
-docs: $(STAMP)  ## the API reference, from the docstrings, in build/docs
+docs: $(STAMP)  ## the site: pages and the API reference from the docstrings, in build/docs
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c requirements.lock -e '.[docs]'
-	$(BIN)/python -m pdoc --docformat google --output-directory build/docs fsd_core fsd_train fsd_bench fsd_infer \
-	  $$(git ls-files fsd_infer | sed -nE 's#^fsd_infer/([a-z_]+)(/__init__)?\.py$$#fsd_infer.\1#p' | grep -v __init__)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lock: $(STAMP)  ## resolve requirements.lock again, keeping torch where it is
 	$(BIN)/python -m pip install --quiet uv

@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         gguf=(None, "the target for llama.cpp and OpenVINO (default: the built-in one's file)"), prompts=PROMPTS,
         limit=24, every=10, max_new_tokens=64, repeat=1, blocks=6,
         thresholds=("0.1,0.3", "thresholds of js for the fuzzy rule"),
-        tree=("auto", "tree of heads, as `fsd-infer bench` takes it"),
+        tree=("auto", "tree of heads, as `fsd-bench run` takes it"),
         methods=(None, "methods of this package and transformers (default: all that the target has drafters for)"),
         peers=(",".join(PEER_METHODS), "other engines; '': none"),
         output=(ROOT / "benchmarks" / "results", "directory of the record"), threads=os.cpu_count() or 1,

@@ -3,7 +3,7 @@
     git worktree add --detach ../before 5f0b370
     python -m benchmarks.compare_checkouts ../before . --json speed.json
 
-This is an isolated benchmark (``fsd-infer bench --isolate``) of ``old RULE`` and ``new RULE``. It reports ratios of
+This is an isolated benchmark (``fsd-bench run --isolate``) of ``old RULE`` and ``new RULE``. It reports ratios of
 speed over blocks with intervals, accepted lengths, and how many answers agree. With ``--batch 8`` each call gets eight
 prompts, and a rate is the whole batch's. Any two commits can be compared, because only names that have been public
 since the first release are used. Both run in this process's environment.

@@ -73,7 +73,7 @@ def _difference(values: dict[str, float] | None, scale: float, digits: int) -> s
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the sweep, write the record and print its tables. Return 2 after bad input."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.findings", description=__doc__.split("\n\n")[0])
-    parser.add_argument("sweep", type=Path, help="file of `fsd-infer sweep`")
+    parser.add_argument("sweep", type=Path, help="file of `fsd-bench sweep`")
     parser.add_argument("record", type=Path, help="file of the record")
     args = parser.parse_args(argv)
     try:

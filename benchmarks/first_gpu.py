@@ -29,10 +29,10 @@ import torch
 
 from benchmarks.recorded import ROOT
 from benchmarks.workplace import shown_command
-from fsd_bench.environment import environment
 from fsd_bench.record import write_record
 from fsd_bench.report import bench_table
 from fsd_core.files import write_text
+from fsd_infer.environment import environment
 
 RULES = "hf-generate,plain,exact,fuzzy:js:0.3,tilted:2"
 KEPT = ("tokens_per_second", "decode_tokens_per_second", "tau", "identical_to_baseline", "gate_open_fraction",
@@ -144,7 +144,7 @@ class Sizes:
     """What differs in a rehearsal.
 
     Attributes:
-        prompts, built_in, tinyllama, graphs: options of `fsd-infer bench`.
+        prompts, built_in, tinyllama, graphs: options of `fsd-bench run`.
         minutes: training time. The recipe is in the run's directory.
         laws: options of pytest.
     """
@@ -205,7 +205,7 @@ def steps_of(sizes: Sizes, directory: Path) -> list[Step]:
         file = directory / f"{name}.json"
         return Step(name, why, ["-m", *words, "--json", str(file)], 10, file)
 
-    bench = ["fsd_infer.cli.main", "bench", "--methods", RULES, *sizes.prompts]
+    bench = ["fsd_bench.cli", "run", "--methods", RULES, *sizes.prompts]
     llama = [*sizes.tinyllama, "--drafter", f"{directory}/tinyllama/head"]
     fit = ["-m", "fsd_train.cli", "fit", "--config", f"{directory}/recipe.yaml", "--overwrite", "true"]
     fit += ["--trainer.max_time", f"00:00:{int(sizes.minutes):02}:{round(60 * sizes.minutes) % 60:02}"]

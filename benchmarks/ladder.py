@@ -5,8 +5,8 @@
 
 A rung is a drafter's name as `--drafter` takes it, or ``noise:0.08``: a copy of the target whose weight matrices are
 multiplied entry by entry with 1 + 0.08 · N(0, 1). Every rung drafts chains of ``--depth`` tokens and is one run of
-`fsd-infer bench` in batches, so its seconds say nothing. The rule ``alone`` is a small LM answering by itself.
-``--forecast`` adds what `fsd-infer worth` forecasts for the rung. Finished rungs stay in ``--work``, where the same
+`fsd-bench run` in batches, so its seconds say nothing. The rule ``alone`` is a small LM answering by itself.
+``--forecast`` adds what `fsd-bench worth` forecasts for the rung. Finished rungs stay in ``--work``, where the same
 command continues. ``--join`` takes the rungs of an earlier record into the new one; one that is named again gains a
 forecast only.
 
@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmarks.ladder", __doc__, target=BUILT_IN, rungs=(["shipped"], "drafters, or noise:SHARE"),
         rules=(["tilted", "typical:novel=3", ALONE], "acceptance rules, or alone"), prompts=..., raw=False,
         score=("auto", "kind of reference"), every=1, limit=None, max_new_tokens=96, depth=(8, "drafts per chain"),
-        batch=48, temperature=0.0, seed=1, threads=None, forecast=(False, "add the forecasts of `fsd-infer worth`"),
+        batch=48, temperature=0.0, seed=1, threads=None, forecast=(False, "add the forecasts of `fsd-bench worth`"),
         join=(None, "earlier record whose rungs to add"), work=(Path("runs/ladder"), "directory of the rungs' records"),
         figure=(None, "picture of gain over regret"), json=...,
         cost=(0.1, "of a drafted token, in target forwards"), routing=(None, "picture of score over speed"),

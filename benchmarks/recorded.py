@@ -12,10 +12,10 @@ from typing import Any
 
 from benchmarks.workplace import shown_command
 from fsd_bench import run
-from fsd_bench.environment import environment
 from fsd_bench.record import write_record
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable
+from fsd_infer.environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN, PROMPTS = "smollm2-135m", ROOT / "data" / "spec_bench_dev.jsonl"

@@ -5,7 +5,7 @@
 
 The target continues made beginnings. Every loss trains the public drafter on these texts by ``recipes/stories.yaml``,
 for the same number of steps. All drafters then continue held-out beginnings of other templates, names and events: one
-`fsd-infer bench` over rules and chain lengths. Finished parts stay in ``--work``, and the same command continues there.
+`fsd-bench run` over rules and chain lengths. Finished parts stay in ``--work``, and the same command continues there.
 """
 
 from __future__ import annotations

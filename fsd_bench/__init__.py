@@ -1,4 +1,4 @@
-"""Measure decoding methods side by side: ``fsd-infer bench``, and the same as :func:`run`.
+"""Measure decoding methods side by side: ``fsd-bench run``, and the same as :func:`run`.
 
 Methods take turns prompt by prompt, so that whatever else the machine does hits all of them alike; speeds are compared
 pair by pair on the same prompt::
@@ -17,12 +17,29 @@ pair by pair on the same prompt::
 How methods are written: :mod:`fsd_bench.methods`; what the numbers are: :func:`build_record`.
 """
 
-from fsd_bench.base import Answer, Method, TimedRun
-from fsd_bench.methods import METHODS, make_methods, parse_methods
-from fsd_bench.record import build_record
-from fsd_bench.runner import run
-from fsd_bench.server import ServerError
-from fsd_bench.settings import Settings
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsd_bench.base import Answer, Method, TimedRun
+    from fsd_bench.methods import METHODS, make_methods, parse_methods
+    from fsd_bench.record import build_record
+    from fsd_bench.runner import run
+    from fsd_bench.server import ServerError
+    from fsd_bench.settings import Settings
+
+# The module of each public name, imported when the name is first used, so that `fsd-bench --help` answers at once.
+_MODULES = {
+    "base": ("Answer", "Method", "TimedRun"),
+    "methods": ("METHODS", "make_methods", "parse_methods"),
+    "record": ("build_record",),
+    "runner": ("run",),
+    "server": ("ServerError",),
+    "settings": ("Settings",),
+}
+_HOME = {name: f"fsd_bench.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "METHODS",
@@ -36,3 +53,14 @@ __all__ = [
     "parse_methods",
     "run",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fsd_bench' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""`fsd-infer estimate`: memory and the least time of a round, from a target's config alone.
+"""`fsd-bench estimate`: memory and the least time of a round, from a target's config alone.
 
 Model and drafter are made without values (on torch's "meta" device), so their weights are counted. A round's parts run
 one after the other, and each takes at least what :mod:`fsd_bench.roofline` says. With N nodes, B rows, context C,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fsd_bench.base import Answer, Method, Turn
-from fsd_bench.environment import environment
 from fsd_bench.jobs import Asked, Session, in_turns, rotated, run_jobs, turns_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.methods import METHODS, Spec, make_methods, parse_methods
@@ -25,6 +24,7 @@ from fsd_bench.settings import Settings, set_threads
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, writable
 from fsd_core.text.encoding import PromptRow
+from fsd_infer.environment import environment
 from fsd_infer.targets.target import Target
 
 

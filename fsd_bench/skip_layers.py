@@ -1,4 +1,4 @@
-"""`fsd-infer skip-layers`: find the decoder layers that a drafter made of the target can skip.
+"""`fsd-bench skip-layers`: find the decoder layers that a drafter made of the target can skip.
 
 The search is greedy. Each step drops the layer whose loss keeps the agreement with the whole target highest. Agreement
 is the share of tokens of the target's own greedy answers that the smaller model finds likeliest, given the text before

@@ -133,3 +133,11 @@ def _keep_traceback(program: str) -> str:
     ) as file:
         traceback.print_exc(file=file)
     return file.name
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' notes and loading bars out of the output."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsd_core.errors import DataError
@@ -155,6 +155,46 @@ def add_flags(parser: argparse._ActionsContainer, *options: tuple[str, str]) -> 
     """Add options without a value: (name, help) each."""
     for name, help in options:
         parser.add_argument(name, action="store_true", help=help)
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose and load target and drafter, as a group."""
+    add(parser.add_argument_group("models"), *MODELS)
+
+
+def add_commands(
+    parser: argparse.ArgumentParser,
+    commands: Sequence[tuple[Callable[..., int], Callable[[argparse.ArgumentParser], None] | None, str]],
+    common: argparse.ArgumentParser,
+) -> None:
+    """Add subcommands: (function of the parsed options, what adds its options, help) each, named as the function."""
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command, add_options, help in commands:
+        name, described = command.__name__.replace("_", "-"), f"{help[0].upper()}{help[1:]}."
+        made = subparsers.add_parser(
+            name, help=help, description=described, parents=[common], formatter_class=HelpFormatter
+        )
+        made.set_defaults(function=command)
+        if add_options is not None:
+            add_options(made)
+
+
+def picked(args: argparse.Namespace, names: str) -> dict[str, Any]:
+    """Return the named options, ``names`` with blanks between them, as keywords."""
+    return {name: getattr(args, name) for name in names.split()}
+
+
+def words(text: str) -> list[str]:
+    """Split a comma-separated list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def set_threads(threads: int | None) -> None:
+    """Set torch's number of CPU threads, unless None."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
 
 
 class HelpFormatter(argparse.HelpFormatter):

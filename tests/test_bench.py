@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fsd_bench import Answer, ServerError, TimedRun, build_record, likelihood, parse_methods, run
 from fsd_bench.base import Turn
+from fsd_bench.cli import main
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.record import BenchPrompt
 from fsd_bench.report import bench_table
 from fsd_bench.runs import Job, RunFile
 from fsd_bench.server import Server
 from fsd_infer import FsdError, Target, TreeShape
-from fsd_infer.cli.main import main
 from fsd_infer.drafters import loading
 from fsd_infer.drafters.estimates import AutoMemory
 from tests.bench_toys import Toy
@@ -241,7 +241,7 @@ def test_absent_server(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[s
     argv = ["bench", "--prompts", str(toy.prompts), "--json", str(path), "--target", str(tmp_path / "no model needed")]
     assert main([*argv, "--methods", f"plain,server:{url}"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"fsd-infer: server {url} cannot be reached") and err.count("\n") == 1
+    assert err.startswith(f"fsd-bench: server {url} cannot be reached") and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [], "nothing to clear away"
 
 

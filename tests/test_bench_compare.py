@@ -23,9 +23,9 @@ from benchmarks.beginnings import WORDS, beginnings
 from benchmarks.peers import HERE
 from benchmarks.peers.gguf_files import converted
 from fsd_bench import METHODS, parse_methods, run
+from fsd_bench.cli import build_parser, main
 from fsd_bench.process import ProcessMethod
 from fsd_infer import FsdError
-from fsd_infer.cli.main import build_parser, main
 from fsd_train.commands.fit import read_recipe
 from tests.bench_toys import Toy
 from tests.loss_toys import check, distributions, make_batch
@@ -133,7 +133,7 @@ def test_the_commands_for_a_gpu_are_commands(tmp_path: Path, monkeypatch: pytest
     """Rehearsals run others with toys: here their options are read as the programs read them."""
     monkeypatch.setenv("VLLM_PYTHON", sys.executable)
     sizes = first_gpu.full(argparse.Namespace(tinyllama="models/tinyllama"), tmp_path)
-    parsers = {"fsd_infer.cli.main": build_parser(), "benchmarks.compare": compare.build_parser()}
+    parsers = {"fsd_bench.cli": build_parser(), "benchmarks.compare": compare.build_parser()}
     steps = [step for step in first_gpu.steps_of(sizes, tmp_path) if step.words[1] in parsers]
     read = {step.name: parsers[step.words[1]].parse_args(step.words[2:]) for step in steps}
     assert len(read) == 5 and read["tinyllama-graphs"].cuda_graphs and not read["tinyllama"].cuda_graphs

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.cli import main
 from fsd_bench.record import BenchPrompt, build_record
 from fsd_bench.score import SCORES, first_option, last_number, other_language, read_references, rouge_l
 from fsd_core import options
 from fsd_core.errors import DataError, FsdError
 from fsd_core.text.encoding import PromptRow
-from fsd_infer.cli.main import main
 from tests.bench_toys import Toy
 from tests.openai_server import Behaviour, serving
 from tests.text_toys import tiny_tokenizer, write_rows

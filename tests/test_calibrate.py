@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.cli import main
 from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise, calibrate, certify, check, loss_p_value, split
 from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import SweepOptions, parse_settings
@@ -20,7 +21,6 @@ from fsd_bench.evidence.summary import summarise
 from fsd_bench.evidence.sweep import read_sweep, sweep
 from fsd_core.errors import CheckpointError, DataError
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
-from fsd_infer.cli.main import main
 from fsd_infer.decoder.calibrated import FILE, Calibrated, calibrated, write_calibrated
 from fsd_infer.rules import Fuzzy, Tilted
 from tests.bench_toys import Toy

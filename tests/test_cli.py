@@ -10,15 +10,17 @@ import subprocess
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
+from fsd_bench.cli import build_parser as build_bench_parser
 from fsd_core.console import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, UNEXPECTED, run
 from fsd_core.files import writable, write_text
 from fsd_core.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.cli.main import build_parser, main
+from fsd_infer.cli.main import COMMANDS, build_parser, main
 from fsd_infer.rules import Source
 from fsd_train.commands.command_lines import PARSERS
 from tests.bench_toys import Toy
@@ -117,18 +119,32 @@ def test_bad_measurements(words: str, toy: Toy, tmp_path: Path, monkeypatch: pyt
     name, *asked = words.split()
     status, _, err = call(name, *toy.models, *asked)
     last = err.replace("\r", "\n").strip().splitlines()[-1]
-    assert status == 2 and last.startswith("fsd-infer: ") and MEASURED[words] in last
+    assert status == 2 and last.startswith("fsd-bench: ") and MEASURED[words] in last
     assert not Path("x.jsonl").exists()
 
 
+def test_each_package_knows_its_own_commands() -> None:
+    """And `fsd-infer` finds those that `fsd-bench` offers under the names they had before."""
+    [ours], [theirs] = (
+        [list(action.choices) for action in parser._actions if isinstance(action.choices, dict)]
+        for parser in (build_parser(), build_bench_parser())
+    )
+    assert tuple(ours) == COMMANDS
+    offered = {point.name: point.value for point in entry_points(group="fsd_infer.commands")}
+    before = {"bench", "sweep", "calibrate", "worth", "estimate", "skip-layers"}
+    assert offered == dict.fromkeys(before, "fsd_bench.cli:main") and before - {"bench"} < set(theirs)
+
+
 def test_every_option_has_help_and_every_option_on_a_page_exists(repo_root: Path) -> None:
-    """On every page, each `fsd-infer COMMAND --option` is checked."""
-    [commands] = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
+    """On every page, each `fsd-infer COMMAND --option` and `fsd-bench COMMAND --option` is checked."""
+    parsers = (build_parser(), build_bench_parser())
+    actions = [action for parser in parsers for action in parser._actions if isinstance(action.choices, dict)]
+    commands = {name: parser for action in actions for name, parser in dict(action.choices or {}).items()}
     for name, parser in commands.items():
         assert not [action.option_strings for action in parser._actions if not action.help], name
     pages = [repo_root / "README.md", *(repo_root / "docs").glob("*.md"), *repo_root.glob("[!.]*/README.md")]
     lines = [line for page in pages for line in page.read_text("utf-8").replace("\\\n", " ").splitlines()]
-    called = [found for line in lines for found in re.findall(r"fsd-infer ([a-z-]+)((?: [^`#|]*)?)", line)]
+    called = [found for line in lines for found in re.findall(r"fsd-(?:infer|bench) ([a-z-]+)((?: [^`#|]*)?)", line)]
     asked = [(name, option) for name, rest in called for option in re.findall(r"(?<=\s)--[a-z][a-z-]+", rest)]
     unknown = [
         pair for pair in asked if pair[0] in commands and pair[1] not in commands[pair[0]]._option_string_actions
@@ -203,16 +219,16 @@ def test_numbers_within_what_makes_sense(kind: Callable[[str], float], bad: list
 
 
 MISSING = [
-    ("scipy", "fsd_infer", "bench --prompts none.jsonl", "bench"),
-    ("scipy", "fsd_infer", "sweep --prompts none.jsonl --rules exact --output x", "bench"),
-    ("scipy", "fsd_infer", "calibrate --prompts x --rules exact --at-most-nats 1 --output x", "bench"),
+    ("scipy", "fsd_bench", "run --prompts none.jsonl", "bench"),
+    ("scipy", "fsd_bench", "sweep --prompts none.jsonl --rules exact --output x", "bench"),
+    ("scipy", "fsd_bench", "calibrate --prompts x --rules exact --at-most-nats 1 --output x", "bench"),
     ("lightning", "fsd_train", "fit --help", "train"),
     ("jsonargparse", "fsd_train", "fit --help", "train"),
 ]
 WITHOUT = """
 import sys
 from importlib.abc import MetaPathFinder
-from fsd_infer.cli.main import main as fsd_infer
+from fsd_bench.cli import main as fsd_bench
 from fsd_train.cli import main as fsd_train
 
 class Without(MetaPathFinder):
@@ -235,9 +251,11 @@ def test_a_package_that_is_not_installed_is_named() -> None:
         assert f"package {package} is not installed: pip install 'fsd-toolkit[{extra}]'" in line
 
 
-INFER = ("generate", "bench", "sweep", "calibrate", "warmup")
+INFER = ("generate", "serve", "warmup")
+BENCH = ("run", "sweep", "calibrate")
 HELP = {
     "fsd_infer.cli.main": [["--help"], *([name, "--help"] for name in INFER), ["generate", "--no-such-option"]],
+    "fsd_bench.cli": [["--help"], *([name, "--help"] for name in BENCH), ["run", "--no-such-option"]],
     "fsd_train.cli": [["--help"], *([name, "--help"] for name in PARSERS), ["export", "--no-such-option"]],
 }
 HEAVY = """
@@ -247,7 +265,7 @@ from MODULE import main
 for argv in CASES:
     with suppress(SystemExit):
         main(argv)
-    heavy = {"torch", "transformers", "numpy", "lightning", "fsd_bench"} & set(sys.modules)
+    heavy = {"torch", "transformers", "numpy", "lightning", "fsd_bench.runner"} & set(sys.modules)
     assert not heavy, (argv, heavy)
 """
 

@@ -136,6 +136,13 @@ def test_links_lead_somewhere(repo_root: Path) -> None:
     assert not dead and len(pages) > 20
 
 
+def test_every_page_is_on_the_site(repo_root: Path) -> None:
+    """`make docs` builds the site and fails at a page that does not exist."""
+    listed = re.findall(r": ([a-z-]+\.md)$", (repo_root / "mkdocs.yml").read_text("utf-8"), re.M)
+    pages = {page.name for page in (repo_root / "docs").glob("*.md")} - {"README.md"}  # the list of pages itself
+    assert set(listed) == pages | {"index.md", "reference.md"} and len(listed) == len(set(listed))
+
+
 def test_the_code_on_the_page_of_extensions_runs(repo_root: Path) -> None:
     """In a process of its own, since it registers what it adds; the rules are then tried on a round."""
     page = (repo_root / "docs" / "extending.md").read_text(encoding="utf-8")

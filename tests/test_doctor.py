@@ -19,6 +19,7 @@ from fsd_core.text.encoding import encode_chat
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
+from fsd_train.commands import overfit as module
 from fsd_train.commands.doctor import Doctor, runs_of
 from fsd_train.data import AnswersDataModule, FeatureStore, cache_features
 from tests.families import load_head
@@ -196,3 +197,42 @@ def test_a_server_with_the_head_agrees(world: Path, tmp_path: Path) -> None:
     assert found["engine's answers"]["says"] == "8 of 8 equal ours"
     theirs, ours = found["engine's acceptance"]["says"].removeprefix("accepted by position: ").split("; ours ")
     assert theirs == ours and len(theirs.split()) == 4
+
+
+RECIPE = """
+model:
+  target: TARGET
+  head: {layout: eagle3, fused_layers: [1, 2]}
+  unroll_steps: 4
+  loss: {class_path: fsd_train.losses.EagleLoss, init_args: {w_feature: 0.0, w_ce: 1.0}}
+  optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 4.0e-3}}
+data: {train_files: [], batch_tokens: 512}
+"""
+
+
+def test_what_is_learnt_by_heart_is_accepted(world: Path, tmp_path: Path) -> None:
+    """Training on one answer, export and decoding agree: nearly every draft of that answer is accepted."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("TARGET", str(world / "target")))
+    found = tmp_path / "found.json"
+    words = ["--target", str(world / "target"), "--data", str(world / "answers.jsonl"), "--json", str(found)]
+    status = cli(["doctor", *words, "--overfit", "40", "--config", str(recipe)])
+    lines = {line["check"]: line for line in json.loads(found.read_text())}
+    assert status == 0, lines
+    assert all(lines[stage]["ok"] for stage in ("template", "training", "export", "decoding")), lines
+
+
+def test_overfitting_names_the_stage_that_loses(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export whose vocabulary map is rolled, and a template that decoding renders differently."""
+
+    def trained(args: Any, directory: Path) -> float:
+        edited(world / "eagle3", directory / "head", permute)
+        return 1.0
+
+    monkeypatch.setattr(module, "_train", trained)
+    words = ["--target", str(world / "target"), "--data", str(world / "answers.jsonl"), "--rows", "4"]
+    found = tmp_path / "found.json"
+    assert cli(["doctor", *words, "--overfit", "--json", str(found)]) == 1
+    lines = {line["check"]: line for line in json.loads(found.read_text())}
+    assert lines["export"]["ok"] is False and lines["decoding"]["ok"] is False
+    assert cli(["doctor", *words]) == 2

@@ -1,4 +1,4 @@
-"""`fsd-train estimate` and `fsd-infer estimate`: what is predicted is what is there."""
+"""`fsd-train estimate` and `fsd-bench estimate`: what is predicted is what is there."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
+from fsd_bench.cli import main as infer
 from fsd_bench.estimate import Planned, by_device, head_on_paper, planned_head
 from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.probe import Probe
 from fsd_bench.roofline import Hardware, Part, Work, devices_for
 from fsd_core.errors import ModelLoadError
-from fsd_infer.cli.main import main as infer
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES
 from fsd_infer.heads.head import EagleConfig, EagleHead

@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
+from fsd_bench.cli import build_parser as build_bench_parser
+from fsd_bench.cli import main as bench_main
 from fsd_bench.score import asked_options, read_references
 from fsd_core.console import BAD_INPUT, run
 from fsd_core.errors import DataError
@@ -97,13 +99,14 @@ def arguments(draw: st.DrawFn, parser: argparse.ArgumentParser, least: int) -> l
 
 
 def command(name: str) -> argparse.ArgumentParser:
-    """Return the parser of a command of `fsd-infer`."""
-    [commands] = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
-    return commands[name]
+    """Return the parser of a command of `fsd-infer` or `fsd-bench`."""
+    parsers = (build_parser(), build_bench_parser())
+    actions = [action for parser in parsers for action in parser._actions if isinstance(action.choices, dict)]
+    return {name: parser for action in actions for name, parser in dict(action.choices or {}).items()}[name]
 
 
 @settings(FUZZ, max_examples=120)
-@given(data=st.data(), name=st.sampled_from(["generate", "generate", "bench", "warmup"]))
+@given(data=st.data(), name=st.sampled_from(["generate", "generate", "run", "warmup"]))
 def test_command_lines(
     data: st.DataObject,
     name: str,
@@ -125,18 +128,19 @@ def test_command_lines(
     monkeypatch.chdir(tmp_path)  # records of odd names may be written here
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     argv = [name, *toy.models, "--device", "cpu"]
-    argv += {"generate": ["--prompt", "the cat"], "bench": ["--prompts", str(toy.prompts)], "warmup": []}[name]
+    argv += {"generate": ["--prompt", "the cat"], "run": ["--prompts", str(toy.prompts)], "warmup": []}[name]
     argv += [] if name == "warmup" else ["--max-new-tokens", "3"]
-    argv += ["--methods", "plain", "--limit", "1", "--no-warmup"] if name == "bench" else []
+    argv += ["--methods", "plain", "--limit", "1", "--no-warmup"] if name == "run" else []
     try:
-        status = main([*argv, *options])
+        status = (bench_main if name == "run" else main)([*argv, *options])
     except SystemExit as stop:
         status = stop.code  # type: ignore[assignment]
     said = capsys.readouterr().err
     assert status in (0, BAD_INPUT), said
     if status == BAD_INPUT:
         lines = [text for text in said.replace("\r", "\n").split("\n") if text.strip()]
-        assert lines[-1].startswith("fsd-infer") and (len(lines) == 1 or name == "bench"), said
+        program = "fsd-bench" if name == "run" else "fsd-infer"
+        assert lines[-1].startswith(program) and (len(lines) == 1 or name == "run"), said
         one_line(lines[-1])
 
 

@@ -25,9 +25,9 @@ pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-from fsd_infer.integrations.lm_eval import TASKS, FsdLM, scoring
-from fsd_infer.integrations.lm_eval.model import generate_options
-from fsd_infer.integrations.lm_eval.texts import Until, cut_before
+from fsd_bench.lm_eval import TASKS, FsdLM, scoring
+from fsd_bench.lm_eval.model import generate_options
+from fsd_bench.lm_eval.texts import Until, cut_before
 
 PROGRAM = {"prompt": "def twice(x):\n", "test": "def check(f):\n    assert f(4) == 8\n", "entry_point": "twice"}
 

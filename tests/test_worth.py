@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsd_bench.cli import main
 from fsd_bench.evidence.candidates import forecast_rules
 from fsd_bench.evidence.settings import SweepOptions
 from fsd_bench.jobs import decoding
@@ -18,7 +19,6 @@ from fsd_bench.worth.replay import Evidence, Replay, walk
 from fsd_bench.worth.run import verdict, worth_text
 from fsd_bench.worth.watch import Watch
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, Rule, Target, TreeShape, parse_rule
-from fsd_infer.cli.main import main
 from fsd_infer.rules import Tilted
 from tests.bench_toys import Toy
 from tests.families import noisy_model, tiny_head, tiny_model

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from benchmarks.peers import vllm_variables
 from benchmarks.workplace import shown_command
-from fsd_bench.environment import environment
 from fsd_core.files import write_json
 from fsd_infer import Target
+from fsd_infer.environment import environment
 from fsd_infer.rules import Evidence, parse_rule
 from fsd_infer.rules.laws import lifted
 from tests.head_toys import make_target

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from fsd_bench.base import Turn
-from fsd_bench.environment import environment
 from fsd_bench.evidence.candidates import AUTO, forecast_rules
 from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
@@ -30,6 +29,7 @@ from fsd_core.errors import DataError, FsdError
 from fsd_core.files import jsonable, usable_name, writable, write_json
 from fsd_core.text.encoding import PromptRow
 from fsd_infer.decoder.calibrated import Calibrated, check_calibrated, write_calibrated
+from fsd_infer.environment import environment
 from fsd_infer.targets.target import Target
 
 SCORE, NATS, SPEED = "score", "nats", "speed"

@@ -9,7 +9,6 @@ from typing import Any
 
 from fsd_bench.base import Answer, TimedRun, Turn
 from fsd_bench.engine import EngineMethod
-from fsd_bench.environment import environment
 from fsd_bench.evidence.settings import SweepOptions
 from fsd_bench.jobs import Asked, Session, in_turns, run_jobs, turns_of
 from fsd_bench.likelihood import mean_log_likelihoods
@@ -21,6 +20,7 @@ from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, usable_name, writable
 from fsd_core.text.encoding import PromptRow
 from fsd_core.text.pieces import token_pieces
+from fsd_infer.environment import environment
 
 
 def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, rows: Sequence[PromptRow] = ()) -> Path:
@@ -133,7 +133,7 @@ def read_sweep(path: str | Path) -> Sweep:
     """
     lines = read_lines(Path(usable_name(path, "the sweep's file")), "sweep")
     if lines is None:
-        raise FsdError(f"{path} holds no sweep: name the file of `fsd-infer sweep`.")
+        raise FsdError(f"{path} holds no sweep: name the file of `fsd-bench sweep`.")
     head, settings = lines[0], lines[0]["settings"]
     try:
         runs = dict(read_run(line) for line in lines[1:] if "run" in line)

@@ -1,4 +1,4 @@
-"""``fsd-infer worth``: load models and prompts by name, forecast, and print tables and a recommendation."""
+"""``fsd-bench worth``: load models and prompts by name, forecast, and print tables and a recommendation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.environment import environment
 from fsd_bench.models import ModelOptions
 from fsd_bench.prompts import encode_rows, spread_rows
 from fsd_bench.worth.forecasts import COSTS, Forecast, Row, forecast
@@ -16,6 +15,7 @@ from fsd_core.tables import number, percent, table
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.engine.drafts import drafts_text
+from fsd_infer.environment import environment
 from fsd_infer.rules import parse_rule
 
 

@@ -1,4 +1,4 @@
-"""The commands of `fsd-infer`: generate, bench, warmup, serve, rules. Each takes parsed options and returns a status.
+"""The commands of `fsd-infer`: generate, warmup, serve, rules. Each takes parsed options and returns a status.
 
 Functions import what they use, so a command loads only what it needs.
 """
@@ -19,6 +19,7 @@ from typing import Any
 from fsd_core.console import needed
 from fsd_core.errors import DataError, FsdError
 from fsd_core.files import jsonable, writable, write_text
+from fsd_core.options import set_threads
 
 LONGEST_PROMPT = 2**27  # characters: a device or a pipe may never end
 
@@ -88,21 +89,9 @@ def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> N
     print(report.stats_line(out.stats), file=sys.stderr)
 
 
-def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the model options as keywords of a benchmark."""
-    from fsd_infer.drafters.shape import parse_tree
-    from fsd_infer.targets.builtin import shipped_drafter
-
-    drafter = args.drafter
-    if args.memory is not None:
-        main = drafter or ("recycle" if shipped_drafter(args.target) is None else "shipped")
-        drafter = f"{main.removesuffix('+memory')}+memory:{args.memory}"
-    options = picked(args, "target dtype device cuda_graphs expand target_kwargs")
-    return {**options, "drafter": drafter, "tree": parse_tree(args.tree), "quantize": not args.no_quantize}
-
-
 def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the model options as keywords of ``FuzzyDecoder.from_pretrained``."""
+    from fsd_infer.decoder.models import model_options
     from fsd_infer.targets.loading import parse_device, parse_dtype
 
     options = {**model_options(args), "dtype": parse_dtype(args.dtype), "device": parse_device(args.device)}
@@ -172,38 +161,6 @@ def read_text(named: str) -> str:
     if len(text) > LONGEST_PROMPT:
         raise DataError(f"{named}: the text has more than {LONGEST_PROMPT:,} characters. Shorten it.")
     return text
-
-
-def bench(args: argparse.Namespace) -> int:
-    """Run `fsd-infer bench`."""
-    needed("scipy")  # for the record's intervals
-    import fsd_bench
-    from fsd_bench.report import bench_table
-
-    if args.resume and args.json is None:
-        raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
-    names = (
-        "limit every max_new_tokens temperature repeat seed batch_size threads log_likelihood score isolate raw "
-        "strict resume"
-    )
-    record = fsd_bench.run(
-        args.prompts, words(args.methods), json_path=args.json, progress=True, warmup=not args.no_warmup,
-        baselines=words(args.baseline or ""), **model_options(args), **picked(args, names),
-    )  # fmt: skip
-    print(bench_table(record))
-    if args.json:
-        print(f"record: {args.json}", file=sys.stderr)
-    return 0
-
-
-def picked(args: argparse.Namespace, names: str) -> dict[str, Any]:
-    """Return the named options, ``names`` with blanks between them, as keywords."""
-    return {name: getattr(args, name) for name in names.split()}
-
-
-def words(text: str) -> list[str]:
-    """Split a comma-separated list."""
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def warmup(args: argparse.Namespace) -> int:
@@ -297,11 +254,3 @@ def _listing(title: str, rows: Sequence[tuple[str, str]]) -> str:
     for name, text in rows:
         lines += textwrap.wrap(f"{name}: {text}", 100, initial_indent="  ", subsequent_indent="      ")
     return "\n".join(lines)
-
-
-def set_threads(threads: int | None) -> None:
-    """Set torch's number of CPU threads, unless None."""
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)

@@ -23,10 +23,10 @@ def facts() -> dict[str, Any]:
     """Return versions, processor, kernels, devices, settings, and what runs where, ready for JSON."""
     import torch
 
-    from fsd_bench.environment import environment
     from fsd_infer.cpu.ops import compiler_line, kernel_choice
     from fsd_infer.device.cpuinfo import cpu_flags
     from fsd_infer.device.memory import free_bytes
+    from fsd_infer.environment import environment
 
     flags = cpu_flags()
     (name, why), free = kernel_choice(), free_bytes(torch.device("cpu"))

@@ -15,7 +15,7 @@ from fsd_infer.targets.target import Target
 
 CALIBRATED = "calibrated"
 FILE = "calibrated.json"
-_ADVICE = "Delete it and calibrate again with `fsd-infer calibrate`."
+_ADVICE = "Delete it and calibrate again with `fsd-bench calibrate`."
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def calibrated(drafter: Drafter, target: Target, temperature: float) -> tuple[Ru
         raise FsdError(f"rule 'calibrated' is read beside a drafter's files, but {drafter.name} has none: name a rule.")
     file = drafter.directory / FILE
     if not file.exists():
-        raise FsdError(f"{file}: nothing was calibrated yet. Run `fsd-infer calibrate`, or name a rule.")
+        raise FsdError(f"{file}: nothing was calibrated yet. Run `fsd-bench calibrate`, or name a rule.")
     entries = [entry for entry in _entries(file) if entry.get("target") == target.weights_digest()]
     known = [entry["temperature"] for entry in entries]
     if temperature not in known:

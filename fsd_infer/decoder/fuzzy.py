@@ -260,7 +260,7 @@ class FuzzyDecoder:
             prompts: text, messages or ids; or a list of these; or a tensor of ids [T] or [B, T], or what a tokenizer
                 returns. Padding is left out as in transformers: where the mask is 0, or a tensor has the padding token.
             rule: a rule or its text, ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``; or a list of them, one per
-                prompt; or "calibrated" for the setting of `fsd-infer calibrate` at the request's temperature.
+                prompt; or "calibrated" for the setting of `fsd-bench calibrate` at the request's temperature.
             generation_config: as in transformers. By default answers follow the target's own law: of the model's
                 configuration only special tokens and lengths count, and transformers' top_k of 50 does not. Pass the
                 model's configuration to decode by it.

@@ -145,7 +145,16 @@ _PUBLISH: Options = {
 _DOCTOR: Options = {
     "--target": {**_TARGET, "required": True},
     "--target-kwargs": TARGET_KWARGS,
-    "--head": {"required": True, "metavar": "DIR", "help": "directory of the head, of any format"},
+    "--head": {"metavar": "DIR", "help": "directory of the head, of any format"},
+    "--overfit": {
+        "type": positive,
+        "nargs": "?",
+        "const": 60,
+        "metavar": "SECONDS",
+        "help": "instead of a head, train one on a single answer for SECONDS (%(const)s if no number is given), export "
+        "it, decode with it, and name the stage at which acceptance is lost",
+    },
+    "--config": {"metavar": "RECIPE", "help": "recipe of --overfit (default: what new-recipe writes for the target)"},
     "--trained-on": {
         "metavar": "NAME",
         "help": "target that the head was trained for, to measure the loss of agreement (default: found for adapters "

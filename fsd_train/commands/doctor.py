@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fsd_core.errors import DataError
+from fsd_core.errors import DataError, FsdError
 from fsd_core.files import writable, write_json
 from fsd_core.openai_client import Server
 from fsd_core.text.conversations import template_options
@@ -242,7 +242,13 @@ def main(args: argparse.Namespace) -> int:
     dtype = parse_dtype(args.dtype)
     server = Server(args.url) if args.url else None
     record = None if args.json is None else writable(args.json, "the findings' file")
+    if args.head is None and args.overfit is None:
+        raise FsdError("doctor needs a head: --head DIR, or --overfit to train one on a single answer.")
     target = Target.from_pretrained(args.target, dtype=torch.float32, **(args.target_kwargs or {}))
+    if args.overfit is not None:
+        from fsd_train.commands.overfit import overfit
+
+        return _conclude(overfit(args, target), record)
     head = EagleHead.from_pretrained(args.head, target, dtype=torch.float32)
     rows = some_rows(args, target)
     doctor = Doctor(target, head, rows, args.max_length)
@@ -255,6 +261,11 @@ def main(args: argparse.Namespace) -> int:
     if server is not None:
         prompts = [row.prompt() for row in doctor.rows[: args.rows]]
         findings += check_engine(server, prompts, answers, accepted)
+    return _conclude(findings, record)
+
+
+def _conclude(findings: Sequence[Finding], record: Path | None) -> int:
+    """Print the table, write the findings, and return the exit status."""
     print(show(findings))
     if record is not None:
         write_json(record, [asdict(finding) for finding in findings], indent=2)

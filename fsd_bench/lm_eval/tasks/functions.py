@@ -2,6 +2,6 @@
 model class ``fsd`` known to it.
 """
 
-from fsd_infer.integrations.lm_eval.scoring import asked, passes, programs, rows, score
+from fsd_bench.lm_eval.scoring import asked, passes, programs, rows, score
 
 __all__ = ["asked", "passes", "programs", "rows", "score"]

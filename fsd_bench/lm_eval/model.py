@@ -15,6 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from fsd_bench.likelihood import log_likelihoods
+from fsd_bench.lm_eval.texts import Until, cut_before, with_turns
 from fsd_core.errors import ContextLengthError, DataError, FsdError
 from fsd_core.registry import MOST_SEED, read_float, read_int
 from fsd_core.text.conversations import check_messages
@@ -22,7 +23,6 @@ from fsd_core.text.templates import turns_for
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.engine.stats import RowStats
-from fsd_infer.integrations.lm_eval.texts import Until, cut_before, with_turns
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.loading import parse_device, parse_dtype
 

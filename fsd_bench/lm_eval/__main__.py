@@ -4,7 +4,7 @@ import sys
 
 from lm_eval.__main__ import cli_evaluate
 
-from fsd_infer.integrations.lm_eval import TASKS
+from fsd_bench.lm_eval import TASKS
 
 if __name__ == "__main__":
     if len(sys.argv) == 1:

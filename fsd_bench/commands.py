@@ -1,4 +1,4 @@
-"""The commands of `fsd-infer` that measure or forecast: sweep, calibrate, worth, estimate and skip-layers."""
+"""The commands of `fsd-bench`. Each takes parsed options and returns a status; it imports only what it uses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,35 @@ from typing import Any
 from fsd_core.console import needed
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, usable_name, writable, write_json
+from fsd_core.options import picked, set_threads, words
 from fsd_core.registry import read_float
-from fsd_infer.cli.commands import model_options, picked, set_threads, words
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `fsd-bench run`."""
+    needed("scipy")  # for the record's intervals
+    import fsd_bench
+    from fsd_bench.report import bench_table
+    from fsd_infer.decoder.models import model_options
+
+    if args.resume and args.json is None:
+        raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
+    names = (
+        "limit every max_new_tokens temperature repeat seed batch_size threads log_likelihood score isolate raw "
+        "strict resume"
+    )
+    record = fsd_bench.run(
+        args.prompts, words(args.methods), json_path=args.json, progress=True, warmup=not args.no_warmup,
+        baselines=words(args.baseline or ""), **model_options(args), **picked(args, names),
+    )  # fmt: skip
+    print(bench_table(record))
+    if args.json:
+        print(f"record: {args.json}", file=sys.stderr)
+    return 0
 
 
 def sweep(args: argparse.Namespace) -> int:
-    """Run `fsd-infer sweep`."""
+    """Run `fsd-bench sweep`."""
     needed("scipy")
     from fsd_bench.evidence.page import write_page
     from fsd_bench.evidence.settings import SweepOptions
@@ -33,7 +56,7 @@ def sweep(args: argparse.Namespace) -> int:
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Run `fsd-infer calibrate`."""
+    """Run `fsd-bench calibrate`."""
     needed("scipy")
     from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise
     from fsd_bench.evidence.calibrate import calibrate as run_calibrate
@@ -56,10 +79,11 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def worth(args: argparse.Namespace) -> int:
-    """Run `fsd-infer worth`."""
+    """Run `fsd-bench worth`."""
     needed("scipy")
     from fsd_bench.worth.run import WorthOptions, worth_text
     from fsd_bench.worth.run import worth as run_worth
+    from fsd_infer.decoder.models import model_options
 
     record = None if args.json is None else writable(args.json, "the record")
     set_threads(args.threads)
@@ -74,7 +98,7 @@ def worth(args: argparse.Namespace) -> int:
 
 
 def estimate(args: argparse.Namespace) -> int:
-    """Run `fsd-infer estimate`."""
+    """Run `fsd-bench estimate`."""
     from fsd_bench.estimate import Planned, head_on_paper, lm_on_paper, planned_head
     from fsd_bench.planned import planned_target, read_changes
     from fsd_bench.report import estimate_text
@@ -106,7 +130,7 @@ def estimate(args: argparse.Namespace) -> int:
 
 
 def skip_layers(args: argparse.Namespace) -> int:
-    """Run `fsd-infer skip-layers`."""
+    """Run `fsd-bench skip-layers`."""
     from fsd_bench.skip_layers import answers, search
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.drafters.itself import spelled
@@ -120,8 +144,20 @@ def skip_layers(args: argparse.Namespace) -> int:
     return 0
 
 
+def board(args: argparse.Namespace) -> int:
+    """Run `fsd-bench board`."""
+    from fsd_bench.board import write_board
+
+    page = writable(args.output, "the board")
+    rows = write_board([Path(usable_name(name, "a record")) for name in args.records], page, args.title)
+    print(f"board of {rows} rows: {page}")
+    return 0
+
+
 def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords that sweep and calibrate share."""
+    from fsd_infer.decoder.models import model_options
+
     files = {"prompts": words(args.prompts), "rules": words(args.rules)}
     return {**files, **model_options(args), **picked(args, "limit max_new_tokens seed score raw strict")}
 

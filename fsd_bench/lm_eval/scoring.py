@@ -14,12 +14,12 @@ from typing import Any
 
 import datasets
 
+from fsd_bench.lm_eval.texts import Conversation
 from fsd_bench.score import read_references
 from fsd_core.errors import DataError
 from fsd_core.text.encoding import PromptRow, read_prompts
 from fsd_core.text.row_check import RowCheck
 from fsd_infer.engine.ngrams import copied_ngrams, repeated_ngrams
-from fsd_infer.integrations.lm_eval.texts import Conversation
 
 DATA = "FSD_TASKS"  # environment variable: folder of the data files, if --metadata does not name it
 SECONDS, MEMORY, FILE_BYTES = 10, 2 * 2**30, 2**20  # limits of a program under test

@@ -1,0 +1,202 @@
+"""`fsd-train doctor --overfit`: does what training learns arrive in decoding?
+
+A head that is trained on one greedy answer of its target must have nearly all its drafts of that answer accepted, as
+decoding repeats it. Where it has not, something between training and decoding differs, and the table names the stage:
+template, loss mask, training, export (features, positions, vocabulary map), or decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from fsd_core.errors import DataError, FsdError
+from fsd_core.files import write_text
+from fsd_core.text.conversations import row_messages, template_options
+from fsd_core.text.encoding import encode_chat
+from fsd_core.text.row_check import RowCheck, listing_of
+from fsd_core.text.rows import read_rows
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import NoDrafter
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.targets.target import Target
+from fsd_train.commands.doctor import STEPS, Doctor
+from fsd_train.commands.feeding import Finding, at_step
+from fsd_train.commands.new_recipe import recipe_for
+from fsd_train.data.answers import encode_row
+
+LEARNT = 0.9  # agreement and acceptance of a head that learnt its answer
+LEAST = 16  # tokens of an answer that can show it
+MOST_STEPS = 400
+Row = dict[str, Any]
+
+
+def overfit(args: argparse.Namespace, target: Target) -> list[Finding]:
+    """Train a head on one answer by a recipe, export it, decode with it, and return what each stage kept.
+
+    Args:
+        args: of doctor: ``target``, ``config``, ``overfit`` (seconds of training), ``max_new_tokens``, and ``data``,
+            whose prompts are tried in turn until one has an answer of :data:`LEAST` tokens.
+        target: in fp32.
+
+    Raises:
+        DataError: no prompt has an answer that is long enough.
+        FsdError: the training fails.
+    """
+    prompt, answer, row = _answered(target, prompt_rows(args), args.max_new_tokens)
+    with tempfile.TemporaryDirectory(prefix="fsd-overfit-") as name:
+        directory = Path(name)
+        write_text(directory / "answer.jsonl", json.dumps(row, ensure_ascii=False) + "\n")
+        findings = _check_encoding(target, row, prompt, answer)
+        if any(finding.ok is False for finding in findings):
+            return findings
+        learnt = _train(args, directory)
+        says = f"{learnt:.0%} of first drafts agree with the answer at the end"
+        fix = "give it more seconds (--overfit 300), or a higher learning rate in the recipe"
+        findings.append(Finding("training", learnt >= LEARNT, says, "" if learnt >= LEARNT else fix))
+        head = EagleHead.from_pretrained(directory / "head", target, dtype=torch.float32)
+    doctor = Doctor(target, head, [row], len(prompt) + len(answer) + 1)
+    return [*findings, *_check_head(doctor, learnt, len(answer))]
+
+
+def _answered(
+    target: Target, rows: Sequence[dict[str, Any]], tokens: int
+) -> tuple[list[int], list[int], dict[str, Any]]:
+    """Return the ids of a prompt as decoding encodes it, of the target's greedy answer, and the row for training."""
+    decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size))
+    for values in rows:
+        if values.get("prompt_ids") is not None and not values.get("messages"):
+            messages, prompt = None, list(values["prompt_ids"])
+        else:
+            messages = row_messages(values)
+            while messages[-1]["role"] == "assistant":  # a row of answers: its prompt is wanted
+                messages = messages[:-1]
+            prompt = encode_chat(target.tokenizer, messages, options=template_options(values))
+        answer = decoder.generate([prompt], max_new_tokens=tokens, do_sample=False, chat=False).sequences[0]
+        if len(answer) >= LEAST:
+            return prompt, answer, {**values, "messages": messages, "prompt_ids": prompt, "response_ids": answer}
+    raise DataError(
+        f"none of {len(rows)} prompts has a greedy answer of {LEAST} tokens or more. Give other rows, or raise "
+        "--max-new-tokens."
+    )
+
+
+def prompt_rows(args: argparse.Namespace) -> list[Row]:
+    """Return the first ``args.rows`` rows of ``args.data`` that have a prompt, with or without an answer."""
+    check = RowCheck(args.strict)
+
+    def usable() -> Iterator[Row]:
+        for row in read_rows(args.data, check):
+            with check.using(row.where, row.values):
+                if row.values.get("prompt_ids") is None:
+                    row_messages(row.values, row.where)
+                yield row.values
+
+    rows = check.first(usable(), args.rows)
+    check.finish(listing_of(args.json))
+    return rows
+
+
+def _check_encoding(target: Target, row: dict[str, Any], prompt: list[int], answer: list[int]) -> list[Finding]:
+    """Encode the answer as text, as rows without ids are, and compare with what decoding reads and writes."""
+    if not row["messages"]:
+        return [Finding("template", None, "the row has no messages: its ids are used as they are")]
+    text = target.tokenizer.decode(answer, skip_special_tokens=True)
+    turns = {**row, "messages": [*row["messages"], {"role": "assistant", "content": text}]}
+    for name in ("prompt_ids", "response_ids"):
+        turns.pop(name)
+    ids, mask = encode_row(turns, target.tokenizer)[-1]
+    first = mask.index(1) if 1 in mask else len(ids)
+    same = ids[:first] == prompt
+    says = f"training reads {first} tokens before the answer, decoding {len(prompt)}" + (
+        "" if same else ": not the same"
+    )
+    fix = "set data.tokenizer to the target's, and the row's template options as in serving"
+    findings = [Finding("template", same, says, "" if same else fix)]
+    learnt = [token for token, counts in zip(ids, mask, strict=True) if counts]
+    kept = sum(a == b for a, b in zip(learnt, answer))
+    says = f"{kept} of {len(answer)} answer tokens are the same when the text is encoded again"
+    return [*findings, Finding("loss mask", True if kept >= len(answer) - 1 else None, says)]
+
+
+def _train(args: argparse.Namespace, directory: Path) -> float:
+    """Train by the recipe on the one answer, export to ``head``, and return the agreement of the last steps."""
+    recipe = directory / "recipe.yaml"
+    text = Path(args.config).read_text("utf-8") if args.config else recipe_for(args.target)
+    write_text(recipe, text)
+    write_text(directory / "overrides.yaml", yaml.safe_dump(_overrides(directory, args.overfit)))
+    command = [sys.executable, "-m", "fsd_train.cli", "fit", "--config", str(recipe)]
+    command += ["--config", str(directory / "overrides.yaml")]
+    done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+    if done.returncode != 0:
+        raise FsdError(f"the training of --overfit failed with exit status {done.returncode}. Its output is above.")
+    [log] = (directory / "logs").rglob("metrics.csv")
+    with log.open(newline="", encoding="utf-8") as file:
+        shares = [float(row["agreement_0"]) for row in csv.DictReader(file) if row.get("agreement_0")]
+    return sum(shares[-5:]) / len(shares[-5:]) if shares else 0.0
+
+
+def _overrides(directory: Path, seconds: int) -> dict[str, Any]:
+    """Return what a recipe needs to learn one answer by heart: no validation, no checkpoints, nothing held out."""
+    minutes, rest = divmod(seconds, 60)
+    return {
+        "overwrite": True,
+        "trainer": {
+            "max_steps": MOST_STEPS,
+            "max_epochs": -1,
+            "max_time": f"00:{minutes // 60:02}:{minutes % 60:02}:{rest:02}",
+            "accumulate_grad_batches": 1,
+            "limit_val_batches": 0,
+            "log_every_n_steps": 1,
+            "enable_checkpointing": False,
+            "enable_model_summary": False,
+            "enable_progress_bar": True,
+            "default_root_dir": str(directory),
+            "logger": {
+                "class_path": "lightning.pytorch.loggers.CSVLogger",
+                "init_args": {"save_dir": str(directory), "name": "logs"},
+            },
+            "callbacks": [
+                {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": str(directory / "head")}}
+            ],
+        },
+        "model": {
+            "initial_head": None,
+            "chain_share": 1.0,
+            "lr_scheduler": {"class_path": "fsd_train.models.WarmupCosine", "init_args": {"warmup_steps": 10}},
+        },
+        "data": {
+            "train_files": [str(directory / "answer.jsonl")],
+            "validation_files": [],
+            "validation_fraction": 0.0,
+            "features": None,
+        },
+    }
+
+
+def _check_head(doctor: Doctor, learnt: float, tokens: int) -> list[Finding]:
+    """Check the exported head on the same answer, fed as decoding feeds it, then in decoding itself."""
+    fed = doctor.check_feeding()
+    [agreement] = [finding for finding in fed if finding.check == "agreement"]
+    own = doctor.feeding.agreement(at_step(0))
+    lost = own < learnt - 0.05
+    says = f"the exported head agrees with {own:.0%} of the answer's tokens, in training {learnt:.0%}"
+    fix = next((finding.fix for finding in fed if finding.ok is False), "compare the exported config with the recipe")
+    findings = [Finding("export", not lost, says, fix if lost else "")]
+    findings += [finding for finding in fed if finding is not agreement and finding.ok is False]
+    _, accepted, _ = doctor.decoded(1, tokens)
+    share = math.prod(accepted[:STEPS]) ** (1 / len(accepted[:STEPS]))
+    says = "accepted by position in decoding: " + " ".join(f"{value:.0%}" for value in accepted)
+    fix = "report it: decoding feeds the head in another way than training (the table above names no other stage)"
+    return [*findings, Finding("decoding", share >= LEARNT, says, "" if share >= LEARNT else fix)]

@@ -1,0 +1,57 @@
+"""Hooks of the site (mkdocs.yml): the README as its front page, the API from docstrings, links into the repository.
+
+Pages link to files beside docs/ as the repository shows them; on the site such links go to the repository's address,
+which pyproject.toml names. Pictures of the README are those of docs/figures.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+URLS = dict(url.split(", ", 1) for url in metadata("fsd-toolkit").get_all("Project-URL") or ())
+REPOSITORY = URLS.get("Repository", "https://github.com/fsd-toolkit/fsd-toolkit").rstrip("/")
+API = {
+    "Decode": ["fsd_infer.decoder", "fsd_infer.rules", "fsd_infer.drafters", "fsd_infer.targets.target"],
+    "Measure": ["fsd_bench.runner", "fsd_bench.record"],
+    "Train": ["fsd_train.models", "fsd_train.losses", "fsd_train.data", "fsd_train.callbacks"],
+    "Shared": ["fsd_core.errors", "fsd_core.registry"],
+}
+LINK = re.compile(r"(\]\(|src=\")(?!https?:|#|mailto:)([^)\"\s]+)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are not in docs/: the front page and the reference."""
+    modules = [f"# {part}\n\n" + "\n\n".join(f"::: {name}" for name in names) for part, names in API.items()]
+    reference = "\n\n".join(modules).replace("# ", "## ").replace("## ", "# Reference\n\n## ", 1)
+    front = (ROOT / "README.md").read_text("utf-8")
+    for name, text in (("index.md", _moved(front, "")), ("reference.md", reference)):
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Send links that leave docs/ to the repository."""
+    return markdown if page.file.src_uri in ("index.md", "reference.md") else _moved(markdown, "docs")
+
+
+def _moved(markdown: str, folder: str) -> str:
+    """Return a page of ``folder`` with its links as the site needs them."""
+
+    def moved(found: re.Match[str]) -> str:
+        path, hash, anchor = found[2].partition("#")
+        named = posixpath.normpath(posixpath.join(folder, path))
+        if named == "docs/README.md" or named == "docs":
+            return f"{found[1]}index.md"
+        if named.startswith("docs/") and (ROOT / named).exists():
+            return f"{found[1]}{named.removeprefix('docs/')}{hash}{anchor}"
+        kind = "tree" if (ROOT / named).is_dir() else "blob"
+        return f"{found[1]}{REPOSITORY}/{kind}/main/{named}{hash}{anchor}"
+
+    return LINK.sub(moved, markdown)
