@@ -11,6 +11,7 @@ context, so no rule's law changes.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from copy import copy
@@ -124,6 +125,7 @@ class TreeSession(DraftSession):
         self.reads_scores = self.auto is not None and self.auto.reads_scores
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | None = None  # of this round
+        self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     @property
     def on_host(self) -> bool:
@@ -191,7 +193,7 @@ class TreeSession(DraftSession):
             ids: [Vd] target id of each entry; None if Vd = V.
             depth: of the deepest candidates.
         """
-        batch, device = len(self.lengths), self.device
+        batch, device, self._stopped = len(self.lengths), self.device, None
         expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # [B, E] node numbers; the root is node 0
         path_scores = self._visits = torch.zeros(batch, 1, device=device)  # [B, E] their cumulative log q
         sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, E, n] which expanded nodes lie above
@@ -200,6 +202,9 @@ class TreeSession(DraftSession):
         all_expanded, all_logits, count = [expanded], [logits], 1
         for level in range(1, depth + 1):
             log_q, entries, by_chance = self._candidates(logits, path_scores, sees)  # [B, E, w]
+            if self._stopped is not None:
+                log_q = log_q.masked_fill(self._stopped, -math.inf)
+                by_chance = None if by_chance is None else by_chance & ~self._stopped
             drafts = (entries if ids is None else ids[entries]).flatten(1)
             sums = (path_scores[..., None] + log_q).flatten(1)
             tokens.append(drafts)
@@ -252,7 +257,10 @@ class TreeSession(DraftSession):
         if self.shape.stop_below:
             steps = self._visits[..., None] + tilted(log_q, self.tilt)
             self._visits = steps.flatten(1).gather(1, best)
-            if float(self._visits.exp().sum(-1).max()) < self.shape.stop_below:  # syncs with the device
+            goes_on = self._visits.exp().sum(-1).max() >= self.shape.stop_below
+            if goes_on.device.type != "cpu":  # the next candidates are padding where drafting stops
+                self._stopped = ~goes_on if self._stopped is None else self._stopped | ~goes_on
+            elif not goes_on:
                 return None
         if self.auto is not None:
             self.auto.count_depth(best.shape[1])

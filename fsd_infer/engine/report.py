@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from fsd_core.tensors import wide
+from fsd_core.tensors import on_host
 from fsd_infer.engine.round import RoundTensors
 from fsd_infer.rules.verification import Emission, Verdict
 
@@ -62,11 +61,6 @@ def columns_of(made: RoundTensors) -> dict[str, Tensor]:
     return {**made.verdict.columns(), **log_p, **facts}
 
 
-def packed(columns: Mapping[str, Tensor]) -> Tensor:
-    """Return columns [B, ·] of one device as one tensor [B, sum], for a single transfer."""
-    return torch.cat([column.to(wide(column.device)) for column in columns.values()], 1)
-
-
 def read(phase: str, numbers: Sequence[int], made: RoundTensors) -> tuple[RoundReport, list[Tensor]]:
     """Read a round on the host; return its report, and the facts for drafters on the CPU. Syncs with the device.
 
@@ -74,12 +68,8 @@ def read(phase: str, numbers: Sequence[int], made: RoundTensors) -> tuple[RoundR
         NonFiniteLogitsError, FsdError: as :func:`.check_faults`.
     """
     columns = columns_of(made)
-    if made.verdict.path.device.type == "cpu":
-        verdict = made.verdict.on_host()
-    else:
-        widths = [column.shape[1] for column in columns.values()]
-        columns = dict(zip(columns, packed(columns).cpu().split(widths, 1), strict=True))
-        verdict = Verdict.of_columns(columns, made.verdict.allowed)
+    columns = dict(zip(columns, on_host(*columns.values()), strict=True))
+    verdict = Verdict.of_columns(columns, made.verdict.allowed)
     log_p = columns["log_p"].tolist() if "log_p" in columns else None
     report = RoundReport(phase, list(numbers), verdict.emissions(log_p), verdict, made)
     return report, [column for name, column in columns.items() if name.startswith(_FACT)]
