@@ -30,7 +30,7 @@ class ModelOptions:
     dtype: str = "bf16"
     device: str | None = None
     tree: TreeShape | str | None = None
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
     expand: bool = False
     quantize: bool = True
     target_kwargs: dict[str, Any] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,7 +116,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "expand a GGUF file's or a built-in target's weights to bf16 on a CPU",
     },
-    "--cuda-graphs": {"action": "store_true", "help": "record forwards on a GPU as CUDA graphs and replay them"},
+    "--cuda-graphs": {
+        "action": BooleanOptionalAction, "default": None,
+        "help": "record rounds as CUDA graphs and replay them (default: on a GPU)",
+    },
     "--threads": {"type": thread_count, "metavar": "N", "help": "CPU threads (default: torch's)"},
 }  # fmt: skip
 SHARED: dict[str, dict[str, Any]] = {

@@ -36,8 +36,12 @@ def on_host(*tensors: Tensor) -> list[Tensor]:
     """
     if tensors[0].device.type == "cpu":
         return list(tensors)
-    whole = torch.cat([tensor.to(wide(tensor.device)) for tensor in tensors], dim=1).cpu()
-    return list(whole.split([tensor.shape[1] for tensor in tensors], dim=1))
+    return list(packed(*tensors).cpu().split([tensor.shape[1] for tensor in tensors], dim=1))
+
+
+def packed(*tensors: Tensor) -> Tensor:
+    """Return tensors [B, N] of one device, each with its own N, as one [B, sum], in the device's widest type."""
+    return torch.cat([tensor.to(wide(tensor.device)) for tensor in tensors], dim=1)
 
 
 def lists(*tensors: Tensor) -> list[Any]:

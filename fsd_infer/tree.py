@@ -131,10 +131,29 @@ class DraftTree:
         kept.q_index = torch.where(kept.inner, self.q_index.gather(1, nodes), -1)
         return kept
 
+    def padded_to(self, count: int) -> DraftTree:
+        """Return the tree padded to at least ``count`` nodes."""
+        more = count - self.tokens.shape[1]
+        if more <= 0:
+            return self
+
+        def pad(values: Tensor, fill: float) -> Tensor:
+            return torch.nn.functional.pad(values, (0, more), value=fill)
+
+        return replace(
+            self,
+            tokens=pad(self.tokens, 0),
+            parents=pad(self.parents, 0),
+            scores=pad(self.scores, -math.inf),
+            q_index=pad(self.q_index, -1),
+            proposers=None if self.proposers is None else pad(self.proposers, 0),
+            drawn=None if self.drawn is None else pad(self.drawn, False),
+        )
+
     @classmethod
     def root_only(cls, tokens: Tensor, vocab_size: int) -> DraftTree:
         """Return a tree without drafts, for plain decoding. tokens: [B]."""
-        return cls.chain(tokens[:, None], torch.empty(len(tokens), 0, vocab_size, device=tokens.device))
+        return cls.chain(tokens[:, None].clone(), torch.empty(len(tokens), 0, vocab_size, device=tokens.device))
 
     @classmethod
     def chain(

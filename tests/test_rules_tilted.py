@@ -209,7 +209,7 @@ def naive_repeats(text: list[int], n: int) -> bool:
 def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     answers: list[list[int]] = [[], [1], [1, 2], [0, 1] * 6, [], []]
-    grown = Texts(answers, room=200)
+    grown = Texts(answers, width=200)
     found = 0
     for seed in range(12):
         round = tree_round(seed, vocab=4, nodes=9)

@@ -78,7 +78,7 @@ class FuzzyDecoder:
         pack: bool | None = None,
         expand: bool = False,
         quantize: bool = True,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = None,
         prefix_cache_bytes: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         **model_kwargs: Any,
@@ -100,7 +100,7 @@ class FuzzyDecoder:
                 kernels use the quantised weights: a forward reads less, and no weight is rounded.
             quantize: with our CPU kernels, store a head's weights in fp8 with a scale per output (see
                 :meth:`fsd_infer.cpu.packing.Packed.quantize`). The target's weights stay, so `exact` stays exact.
-            cuda_graphs: see :meth:`use_graphs`.
+            cuda_graphs: see :meth:`use_graphs`. None: on CUDA, yes. False is for debugging.
             prefix_cache_bytes: size of a cache for prompts that start like an earlier prompt and its answer (see
                 :mod:`fsd_infer.targets.prefixes`). None: no cache.
             adapters: directories of LoRA adapters by name, from which each request may choose one. They stay beside the
@@ -130,7 +130,7 @@ class FuzzyDecoder:
         if named if pack is None else pack:
             speed_up(wrapped.model, release=named)
         decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), quantize)
-        if cuda_graphs:
+        if cuda_graphs or cuda_graphs is None and wrapped.device.type == "cuda":
             decoder.use_graphs()
         decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack is not False)
         if left_out := shaping(getattr(wrapped.model, "generation_config", None)):
@@ -142,14 +142,14 @@ class FuzzyDecoder:
         return decoder
 
     def use_graphs(self, recorder: Recorder | None = None) -> None:
-        """Record the models' forwards as CUDA graphs, shape by shape, and replay them.
+        """Record whole rounds as CUDA graphs and replay them, see :mod:`fsd_infer.engine.capture`.
 
-        Launching the operations of a forward over few tokens takes the host longer than the GPU computes; a replay is
-        one launch. Recording slows the first forwards of a shape down, and KV memory is kept between requests. A model
-        that cannot be recorded, such as many mixtures of experts, runs eagerly, with a warning in the log.
+        Launching the operations of a round takes the host longer than the GPU computes; a replay is one launch.
+        Recording slows the first round of a plan down, and KV memory is kept between requests. A model that cannot be
+        recorded, such as many mixtures of experts, runs eagerly, with a warning in the log.
 
         Args:
-            recorder: records a forward (default: torch's CUDA graphs).
+            recorder: records a function (default: torch's CUDA graphs).
 
         Raises:
             FsdError: the target is not on a CUDA device.

@@ -38,6 +38,7 @@ class DraftRequest:
         greedy: whether the temperature is 0. Small LMs then draft by argmax, and otherwise sample a chain.
         process: the request's logits processors that depend neither on the text nor on ids, such as the temperature,
             [..., Vd] to [..., Vd]; None if there are none.
+        longest: tokens of the longest text at its end, as far as the request limits it.
         draws: whether trees may have drawn nodes (:mod:`fsd_infer.drafters.drawing`).
         generator: random generator of drawn drafts; None: torch's global one.
         device: of the target. Trees are returned there.
@@ -58,6 +59,7 @@ class DraftRequest:
     auto: AutoTree | None = None
     keys: Sequence[str] | None = None
     draws: bool = False
+    longest: int = 0
 
 
 class DraftSession(ABC):
@@ -77,6 +79,20 @@ class DraftSession(ABC):
     def on_host(self) -> bool:
         """Whether :meth:`draft` runs on the host, or reads numbers there."""
         return any(part.on_host for part in self.parts)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a round may be recorded with the session: it changes nothing but :meth:`tensors`, in place."""
+        return False
+
+    def tensors(self) -> list[Tensor]:
+        """Return what a round of a fixed session changes in place, but for keys and values beyond the texts."""
+        return []
+
+    def restart(self) -> None:
+        """Forget the texts of a fixed session, for a request of the same kind. The caller resets :meth:`tensors`."""
+        for part in self.parts:
+            part.restart()
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         """Append new tokens to the texts, at the end of a round.
@@ -235,7 +251,7 @@ class Drafter(ABC):
         """Bytes of earlier requests' caches, as :attr:`Target.held_bytes`; by default those of the parts."""
         return sum(part.held_bytes for part in self.parts)
 
-    def use_graphs(self, recorder: Recorder) -> None:
+    def use_graphs(self, recorder: Recorder | None) -> None:
         """Run its models by recorded CUDA graphs, as :meth:`Target.use_graphs`; by default those of the parts."""
         for part in self.parts:
             part.use_graphs(recorder)
@@ -279,6 +295,8 @@ class NoDrafter(Drafter):
 class _NoSession(DraftSession):
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+
+    is_fixed = True
 
     def draft(self, roots: Tensor) -> DraftTree:
         return DraftTree.root_only(roots, self.vocab_size)

@@ -48,16 +48,13 @@ class HeadModel(CachedModel):
         Returns:
             [B, M, H] outputs of the head.
         """
-        run = self._step if self.graphs is None else self.graphs
-        return run(cache, visible, tokens, features, positions)[0]
-
-    def _step(self, cache: SlotCache, visible: Tensor, *inputs: Any) -> tuple[Tensor]:
-        tokens, features, positions = inputs
-        return (self.head(self.head.embed(tokens, self.target), features, positions, visible[:, None], cache),)
+        made: Tensor = self.head(self.head.embed(tokens, self.target), features, positions, visible[:, None], cache)
+        return made
 
     def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
         width = self.head.config.hidden_size
-        self._step(cache, visible, zero, torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device), zero)
+        none = torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device)
+        self.forward(cache, visible, zero, none, zero)
 
 
 @DRAFTERS.register("eagle")
@@ -191,7 +188,9 @@ class EagleSession(TreeSession):
         super().__init__(drafter, request)
         self.vocabulary = drafter.context_vocabulary(request.batch)
         self.unread: list[tuple[Tensor, Tensor, Tensor]] = []  # arguments of earlier calls of extend()
-        self.last: Tensor | None = None  # [B, H] the head's output at the root
+        target, width = drafter.target, drafter.head.config.hidden_size
+        self.last = torch.zeros(request.batch, width, dtype=target.dtype, device=self.device)  # output at the root
+        self._begun = False  # whether the prompt is read
         self._features: Tensor  # [B, E, H] the head's outputs at the nodes that were expanded last
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
@@ -211,18 +210,26 @@ class EagleSession(TreeSession):
         parts = zip(tokens.split(count, 1), features.split(count, 1), strict=True)
         out = torch.cat([self._read(place * count, *part) for place, part in enumerate(parts)], 1)
         last = at_nodes(out, (counts - 1).clamp_min(0)[:, None])[:, 0]
-        if self.last is None:
-            self.last = last
-        else:  # in place, since a captured round reads it where it was
-            self.last.copy_(torch.where(counts[:, None] > 0, last, self.last))
+        self.last.copy_(torch.where(counts[:, None] > 0, last, self.last))  # finished rows keep theirs
         self.lengths += counts
+        self._begun = True
 
     def _read(self, first: int, tokens: Tensor, features: Tensor) -> Tensor:
         """Return the head's outputs over tokens [B, K] with features [B, K, F], the ``first``-th new ones onwards."""
         count = tokens.shape[1]
-        used = first + count if self.last is None else None  # a prompt begins at slot 0
+        used = None if self._begun else first + count  # a prompt begins at slot 0
         slots, visible = self.cache.in_text(self.lengths + first, count, used)
         return self.drafter.model.forward(self.cache, visible, tokens, features, slots)
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.auto is None and self.vocabulary is None
+
+    def tensors(self) -> list[Tensor]:
+        return [self.lengths, self.last]
+
+    def restart(self) -> None:
+        self._begun = False
 
     def append(self, rows: Sequence[Sequence[int]]) -> None:
         if self.vocabulary is not None:
@@ -230,7 +237,6 @@ class EagleSession(TreeSession):
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         self._read_all()
-        assert self.last is not None, "call extend() first"
         self._features = self.last[:, None]
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
         return self.drafter.q_logits(self._features, self.vocabulary), ids
@@ -241,7 +247,7 @@ class EagleSession(TreeSession):
         kept = to_device(rows, self.device)
         self.unread = [(tokens[kept], features[kept], counts[kept]) for tokens, features, counts in self.unread]
         super().select(rows)
-        self.last = None if self.last is None else self.last[kept]
+        self.last = self.last[kept]
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)

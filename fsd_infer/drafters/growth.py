@@ -94,7 +94,7 @@ class TreeDrafter(Drafter):
     def held_bytes(self) -> int:
         return self.model.held_bytes
 
-    def use_graphs(self, recorder: Recorder) -> None:
+    def use_graphs(self, recorder: Recorder | None) -> None:
         self.model.use_graphs(recorder)
 
     def describe(self) -> dict[str, Any]:

@@ -126,6 +126,16 @@ class LMSession(TreeSession):
         if self._unread() - 1 > self.drafter.max_depth + 1 and (self.auto is None or not self.auto.paused):
             self._read(self.lengths - 1, self._unread() - 1)  # a prompt, whose time is not a draft's
 
+    @property
+    def is_fixed(self) -> bool:
+        return self.auto is None
+
+    def tensors(self) -> list[Tensor]:
+        return [self.lengths, self.text, self.cached]
+
+    def restart(self) -> None:
+        self._behind = 1
+
     def _keep_expanded(self, tokens: Tensor, counts: Tensor) -> None:
         """Move keys and values of the expanded nodes on the path of the new tokens [B, K] to their final slots."""
         final = self.lengths[:, None] + torch.arange(tokens.shape[1])
@@ -140,7 +150,9 @@ class LMSession(TreeSession):
 
     def _unread(self) -> int:
         """At least the tokens of any text that are not in the cache; on a CPU exactly as many."""
-        return int((self.lengths - self.cached).max()) if self.device.type == "cpu" else self._behind
+        if self.device.type == "cpu":
+            return int((self.lengths - self.cached).max())
+        return max(self._behind, self.drafter.max_depth + 2)  # the same in every round
 
     def _depth(self) -> int:
         self._reaches = self._reach()
@@ -179,7 +191,8 @@ class LMSession(TreeSession):
         self._ends = limit is not None and longest + depth > limit + 1  # + 1: the last draft is not read
         reach = torch.full_like(self.lengths, depth)
         if limit is not None and self._ends:
-            warn_context(model.name, limit)
+            if self.device.type == "cpu" or self.request.longest + depth > limit + 1:
+                warn_context(model.name, limit)
             reach = reach.minimum(limit + 1 - self.lengths)
         return reach
 

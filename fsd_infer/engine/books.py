@@ -75,11 +75,8 @@ class Books:
             for callback in self.callbacks:
                 callback.on_row_end(place, record)
             state.session.finish(place, self.request.prompts[number], record.tokens)
-        going = [place for place in range(len(state.numbers)) if place not in ended]
-        if ended and going:
-            state.select(going)
-        elif not going:
-            state.numbers = []
+        if ended:
+            state.keep([row for row in report.rows if row not in ended])
 
     def outcome(self) -> Outcome:
         """Return the answers and their statistics."""

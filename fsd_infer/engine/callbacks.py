@@ -69,8 +69,9 @@ class Stopping(Callback):
         self.device = state.device
 
     def on_round(self, report: RoundReport) -> None:
-        for place, number in enumerate(report.numbers):
-            for count, reason in enumerate(self._reasons(number, report.tokens[place]), start=1):
+        for place in report.rows:
+            new = [emission.token for emission in report.emissions[place]]
+            for count, reason in enumerate(self._reasons(report.numbers[place], new), start=1):
                 if reason is not None:
                     report.ended[place] = reason
                     del report.emissions[place][count:]
@@ -136,8 +137,8 @@ class Recorder(Callback):
 
     def on_round(self, report: RoundReport) -> None:
         seconds = 0.0 if report.phase == "prefill" else self.timer.decode_seconds
-        for number, emissions in zip(report.numbers, report.emissions, strict=True):
-            record = self.records[number]
+        for row in report.rows:
+            record, emissions = self.records[report.numbers[row]], report.emissions[row]
             record.tokens += [emission.token for emission in emissions]
             record.emissions += emissions
             record.target_forwards += report.phase == "round"
@@ -153,7 +154,10 @@ class Streaming(Callback):
 
     def on_round(self, report: RoundReport) -> None:
         on_round, on_tokens = self.request.on_round, self.request.on_tokens
-        for place, number in enumerate(report.numbers):
+        if on_round is None and on_tokens is None:
+            return
+        for place in report.rows:
+            number = report.numbers[place]
             if on_round is not None:
                 on_round(number, Round.of(report, place))
             if on_tokens is not None and on_tokens(number, report.tokens[place]):
@@ -171,7 +175,7 @@ class TreeUpdate(Callback):
             self.auto.mark()
 
     def on_round(self, report: RoundReport) -> None:
-        verdict, going = report.verdict, len(report.numbers) - len(report.ended)
+        verdict, going = report.verdict, len(report.rows) - len(report.ended)
         if going:
             self.auto.end(verdict.path.tolist(), verdict.accepted.tolist(), going)
 

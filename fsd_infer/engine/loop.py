@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from fsd_infer.device.cores import Team
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.books import Books
+from fsd_infer.engine.capture import Recorded
 from fsd_infer.engine.prefill import prefill, start
-from fsd_infer.engine.report import read
+from fsd_infer.engine.report import report_of
 from fsd_infer.engine.request import Outcome, Request
 from fsd_infer.engine.round import RoundTensors, decode_round
 from fsd_infer.rules import Rule
@@ -30,19 +31,20 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
     """
     with target.lock, target.without_gradients(), Team(target.device, request.generator is not None) as team:
         books = start(target, drafter, rule, request)
-        state = books.state
+        state, recorded = books.state, Recorded.of(target)
+        run = decode_round if recorded is None else recorded.run
         report(books, "prefill", prefill(state, books))
         while state.numbers:
             team.fit()
             books.on_phase("start")
-            report(books, "round", decode_round(state))
+            report(books, "round", run(state))
         return books.outcome()
 
 
 def report(books: Books, phase: str, tensors: RoundTensors) -> None:
     """Read a round on the host, teach the drafters that learn there, and tell the callbacks."""
     state = books.state
-    made, facts = read(phase, state.numbers, tensors)
+    made, facts = report_of(phase, state.numbers, tensors)
     texts = made.emitted
     if phase == "prefill":
         texts = [[*prompt[1:], *new] for prompt, new in zip(books.request.prompts, texts, strict=True)]

@@ -38,6 +38,11 @@ class RoundReport:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
+    def rows(self) -> list[int]:
+        """The rows that emitted tokens; the others finished in earlier rounds."""
+        return [row for row, emissions in enumerate(self.emissions) if emissions]
+
+    @property
     def tokens(self) -> list[list[int]]:
         """The emitted tokens of each row."""
         return [[emission.token for emission in row] for row in self.emissions]
@@ -61,14 +66,18 @@ def columns_of(made: RoundTensors) -> dict[str, Tensor]:
     return {**made.verdict.columns(), **log_p, **facts}
 
 
-def read(phase: str, numbers: Sequence[int], made: RoundTensors) -> tuple[RoundReport, list[Tensor]]:
+def report_of(phase: str, numbers: Sequence[int], made: RoundTensors) -> tuple[RoundReport, list[Tensor]]:
     """Read a round on the host; return its report, and the facts for drafters on the CPU. Syncs with the device.
 
     Raises:
         NonFiniteLogitsError, FsdError: as :func:`.check_faults`.
     """
     columns = columns_of(made)
-    columns = dict(zip(columns, on_host(*columns.values()), strict=True))
+    if made.packed is None:
+        read = on_host(*columns.values())
+    else:
+        read = made.packed.cpu().split([column.shape[1] for column in columns.values()], 1)
+    columns = dict(zip(columns, read, strict=True))
     verdict = Verdict.of_columns(columns, made.verdict.allowed)
     log_p = columns["log_p"].tolist() if "log_p" in columns else None
     report = RoundReport(phase, list(numbers), verdict.emissions(log_p), verdict, made)

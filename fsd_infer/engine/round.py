@@ -31,6 +31,7 @@ class RoundTensors:
         verdict: the accepted path and the emitted tokens, [B, D+1].
         log_p: [B, D+1] the target's log-probability of each emitted token, if measured.
         facts: of each drafter that learns from a verification, see :meth:`.DraftSession.facts`.
+        packed: what the host reads of the round, if it was recorded.
     """
 
     tree: DraftTree
@@ -39,28 +40,36 @@ class RoundTensors:
     verdict: Verdict
     log_p: Tensor | None = None
     facts: list[Tensor] = field(default_factory=list)
+    packed: Tensor | None = None
 
 
 def decode_round(state: DecodeState) -> RoundTensors:
-    """Draft a tree, verify it in one target forward, and accept a path of it by the rules."""
+    """Run one round: draft a tree, verify it in one target forward, and accept a path of it by the rules."""
     # 1. Draft a tree under each text's last token, which the target has not read.
     tree = state.session.draft(state.roots)
     state.lap("draft")
-    # 2. Run the target over all nodes: logits [B, N, V] and features [B, N, F].
+    made = settle(state, tree)
+    # 6. Advance: the drafter reads the emitted tokens [B, D+1] with the features [B, D+1, F] before them.
+    advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
+    state.lap("advance")
+    return made
+
+
+def settle(state: DecodeState, tree: DraftTree) -> RoundTensors:
+    """Verify a tree, accept a path, and commit it to the target's cache and to the texts."""
+    # 2. Verify: run the target over all nodes, logits [B, N, V] and features [B, N, F].
     logits, features = verify(state, tree)
     state.lap("target")
-    # 3. Accept: path [B, D+1] of nodes, and the token after each of them, by each row's rule.
+    # 3. Accept: a path [B, D+1] of nodes, and the token after each of them, by each row's rule.
     made = accept(state, tree, logits, features)
     state.lap("rule")
     # 4. Commit: the path's keys and values move to the end of the text.
     verdict = made.verdict
     state.cache.commit(state.lengths, verdict.path, verdict.accepted)
+    # 5. The emitted tokens extend the texts.
+    state.lengths += verdict.accepted + 1
+    state.extend(verdict.tokens, verdict.accepted)
     state.lap("cache")
-    # 5. Advance: the emitted tokens extend the texts, and the drafter reads them with the features before them.
-    counts = verdict.accepted + 1
-    state.lengths += counts
-    advance(state, made, verdict.tokens, counts)
-    state.lap("advance")
     return made
 
 
@@ -96,6 +105,8 @@ def accept(state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor
             copies=lambda n: state.session.copies(tree, n),
         ),
     )
+    if state.live is not None:  # finished rows emit nothing
+        verdict.accepted = verdict.accepted.masked_fill(~state.live, -1)
     spent = verdict.spent.sum(1)
     if verdict.allowed is not None:
         state.overspent += spent.float() - verdict.allowed
@@ -111,13 +122,11 @@ def accept(state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor
 
 
 def advance(state: DecodeState, made: RoundTensors, tokens: Tensor, counts: Tensor) -> None:
-    """Extend the texts by what was emitted, and the drafter by tokens [B, K], of which ``counts`` [B] are real.
+    """Extend the drafter's texts by tokens [B, K], of which ``counts`` [B] are real.
 
     ``made.features`` [B, K, F] are those before the tokens.
     """
-    verdict, features = made.verdict, made.features
-    state.texts.append(verdict.tokens, verdict.accepted + 1)
-    state.roots = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
+    features = made.features
     if tokens.device.type == "cpu":  # drop what is padding in all rows
         longest = int(counts.max())
         tokens, features = tokens[:, :longest], features[:, :longest]

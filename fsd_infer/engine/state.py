@@ -37,6 +37,8 @@ class DecodeState:
         overspent: [B] nats beyond the allowance of learned prices, see :class:`~fsd_infer.rules.Verification`.
         measures: whether to measure the log-likelihood of emitted tokens.
         history: returns the tokens before each row's root, as processors take them.
+        most_nodes: nodes of the largest tree.
+        live: [B] bool; rows that are not finished. None: finished rows leave the batch at once.
         auto: chooses the tree of every round; None: the drafter's shape is fixed.
         lap: called with the name of every phase as it ends.
     """
@@ -56,12 +58,50 @@ class DecodeState:
     overspent: Tensor
     measures: bool
     history: Callable[[], list[Tensor]]
+    most_nodes: int
+    live: Tensor | None = None
     auto: AutoTree | None = None
     lap: Callable[[str], None] = field(default=lambda phase: None)
 
     @property
     def device(self) -> torch.device:
         return self.target.device
+
+    def extend(self, tokens: Tensor, accepted: Tensor) -> None:
+        """Append the first ``accepted`` + 1 of tokens [B, D+1] to each text; the last one is the next root."""
+        self.texts.append(tokens, accepted + 1)
+        self.roots.copy_(tokens.gather(1, accepted.clamp_min(0)[:, None])[:, 0])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop or mask all other rows of the batch. ``rows`` ascend."""
+        if self.live is not None:
+            live = torch.zeros(len(self.numbers), dtype=torch.bool)
+            live[rows] = True
+            self.live.copy_(to_device(live, self.device))
+        elif rows:
+            self.select(rows)
+        if not rows:
+            self.numbers = []
+
+    def tensors(self) -> list[Tensor]:
+        """Return what a round changes in place, without the drafter's, and without keys and values."""
+        budget = [] if self.budget is None else [self.budget]
+        return [self.lengths, self.roots, self.overspent, *budget, *self.texts.tensors]
+
+    def restart(self, fresh: DecodeState) -> DecodeState:
+        """Take over the texts of a new request of the same plan, in the same tensors; return this state."""
+        assert self.live is not None
+        self.live.fill_(True)
+        old, new = self.tensors(), fresh.tensors()
+        if self.session.is_fixed:
+            self.session.restart()
+            old, new = old + self.session.tensors(), new + fresh.session.tensors()
+        else:
+            self.session = fresh.session
+        for x, value in zip(old, new, strict=True):
+            x.copy_(value)
+        self.numbers, self.history, self.processors = fresh.numbers, fresh.history, fresh.processors
+        return self
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in ascending order."""

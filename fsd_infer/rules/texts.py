@@ -33,7 +33,7 @@ class Texts:
         prompts: per row; None for empty ones.
         device: of :attr:`tokens`.
         markers: opening and closing token of the phases that rules name.
-        room: tokens that :meth:`append` may add to the longest text.
+        width: tokens of a text for which there is room; :meth:`append` also writes padding there.
 
     Attributes:
         lengths: [B] tokens of each text.
@@ -45,12 +45,12 @@ class Texts:
         prompts: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
         markers: Markers | None = None,
-        room: int = 0,
+        width: int = 0,
     ) -> None:
         self.markers = markers or {}
         prompts = [()] * len(answers) if prompts is None else prompts
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-        width = max(map(len, texts), default=0) + room or 1
+        width = max(max(map(len, texts), default=0), width, 1)
         rows = [[*text, *[_PADDING] * (width - len(text))] for text in texts]
         device = torch.device(device)
         self._buffer = to_device(torch.tensor(rows, dtype=torch.long).view(len(texts), width), device)
@@ -74,6 +74,11 @@ class Texts:
         places = self.lengths[:, None] + steps
         self._buffer.scatter_(1, places, tokens.masked_fill(steps >= counts[:, None], _PADDING))
         self.lengths += counts
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What :meth:`append` changes in place."""
+        return [self._buffer, self.lengths]
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch."""
