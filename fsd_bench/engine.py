@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,9 +52,9 @@ class EngineMethod(Method):
         self.drafter.forget()  # a repeated prompt must not be answered from memory
         if self.beams > 1:
             options = {**options, "num_beams": self.beams, "beam_options": self.beam_options}
-        rounds: list[int] = []  # tokens that each one gives to the answer
-        if self.traced:
-            options = {**options, "on_tokens": lambda row, tokens: rounds.append(len(tokens))}
+        rounds: list[list[int]] = [[] for _ in prompts]  # tokens that each one gives to the answer
+        if self.beams == 1:
+            options = {**options, "on_tokens": lambda row, tokens: rounds[row].append(len(tokens))}
         if self.seeded:
             options = {**options, "seed": seed}
         torch.manual_seed(seed)
@@ -75,13 +76,16 @@ class EngineMethod(Method):
                 divergence_spent=row.divergence_spent,
                 finish_reason=row.finish_reason,
                 regrets=row.drafts.regrets(),
+                accepted=_at_least(of_row) if self.beams == 1 else None,
             )
-            for tokens, row, record in zip(generation.sequences, stats.rows, generation.records, strict=True)
+            for tokens, row, record, of_row in zip(
+                generation.sequences, stats.rows, generation.records, rounds, strict=True
+            )
         ]
         if self.traced:
             record = generation.records[0]
             spent: list[list[float]] = [[place, round(nats, 5)] for place, nats in enumerate(record.spent) if nats]
-            answers[0].trace = Trace(rounds, "".join(str(int(source)) for source in record.sources), spent)
+            answers[0].trace = Trace(rounds[0], "".join(str(int(source)) for source in record.sources), spent)
         phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}
         return TimedRun(seconds, stats.prefill_seconds, answers, phases)
 
@@ -94,3 +98,9 @@ class EngineMethod(Method):
             "drafter": self.drafted or self.drafter.describe(),
             **({} if self.trees is None else {"trees": self.trees.to_dict()}),
         }
+
+
+def _at_least(rounds: Sequence[int]) -> list[int]:
+    """Return :attr:`.Answer.accepted` from the tokens of each round, the prefill's first."""
+    drafts = [tokens - 1 for tokens in rounds[1:]]
+    return [sum(count >= least for count in drafts) for least in range(1, max(drafts, default=0) + 1)]

@@ -22,15 +22,13 @@ def interval(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
 
 def bootstrap_interval(samples: Sequence[Any], statistic: Callable[..., Any], seed: int) -> tuple[float, float]:
     """Return the interval of ``statistic(*samples, axis)``, resampled together. A single observation is its own."""
-    from scipy.stats import bootstrap
-
     if len(samples[0]) == 1:
         value = float(statistic(*map(np.asarray, samples), axis=-1))
         return value, value
-    limits = bootstrap(
-        samples, statistic, n_resamples=RESAMPLES, paired=True, vectorized=True, method="percentile", rng=seed
-    ).confidence_interval
-    return float(limits.low), float(limits.high)
+    draws = np.random.default_rng(seed).integers(0, len(samples[0]), (RESAMPLES, len(samples[0])))
+    values = statistic(*(np.asarray(sample)[draws] for sample in samples), axis=-1)
+    low, high = np.percentile(values, (2.5, 97.5))
+    return float(low), float(high)
 
 
 Pairs = Sequence[tuple[float, float]]  # (sum, weight) by prompt

@@ -10,6 +10,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from fsd_bench.prompts import Encoder
 from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, TreeShape
@@ -116,17 +117,21 @@ class Models:
         """The target's tokenizer, or None. Loads no weights."""
         if self.decoder_loaded:
             return self.decoder.tokenizer
-        allowed = bool((self.options.target_kwargs or {}).get("allow_control_tokens"))
-        return (
-            self.reference[1]
-            if self.reference_loaded
-            else load_tokenizer(self.options.target, allow_control_tokens=allowed)
-        )
+        if self.reference_loaded:
+            return self.reference[1]
+        return load_tokenizer(self.options.target, **(self.options.target_kwargs or {}))
 
     @cached_property
     def max_positions(self) -> int | None:
         """Tokens of the target's context, if its config says."""
         if self.decoder_loaded:
             return self.decoder.target.max_positions
-        config = self.reference[0].config if self.reference_loaded else load_config(self.options.target)
+        if self.reference_loaded:
+            config = self.reference[0].config
+        else:
+            config = load_config(self.options.target, **(self.options.target_kwargs or {}))
         return max_positions(config.get_text_config(decoder=True))
+
+    def encoder(self, raw: bool = False) -> Encoder:
+        """Return what encodes prompts for the target."""
+        return Encoder(self.options.target, self.tokenizer, self.max_positions, raw)

@@ -16,6 +16,9 @@ answer_tokens             new tokens                                            
 target_forwards           verifying forwards                                     ratio of sums
 speed, tau                new tokens per second; tokens that verifying forwards  ratio of means (sweeps)
                           emitted per forward
+tau_answer_mean           tokens that its verifying forwards emitted per forward  –
+lost, gained              right under the baseline and wrong here; the reverse   count, with McNemar's exact p
+retention                 score                                                  ratio of means
 same_final_answer         1 if its :func:`.final_answer` is the baseline's       mean over prompts with a final answer
 ========================  =====================================================  =======================================
 """
@@ -57,6 +60,10 @@ def _emitted(run: TimedRun, answer: Answer) -> Pair | None:
     return None if forwards is None else (float(answer.verified_tokens or 0), float(forwards))
 
 
+def _tau(run: TimedRun, answer: Answer) -> Pair | None:
+    return None if not answer.target_forwards else ((answer.verified_tokens or 0) / answer.target_forwards, 1.0)
+
+
 AVERAGES: dict[str, Value] = {
     "score": _each("score"),
     "log_likelihood_per_token": _per_token("log_likelihood"),
@@ -67,6 +74,7 @@ SUMS: dict[str, Value] = {"answer_tokens": _each("length"), "target_forwards": _
 RATES: dict[str, Value] = {"speed": lambda run, answer: (float(answer.length), run.seconds), "tau": _emitted}
 QUANTITIES: dict[str, Value] = {  # of a method's summary
     "tau": _emitted,
+    "tau_answer_mean": _tau,
     **SUMS,
     **{name: _per_token(name) for name in ("gate_open_fraction", "gate_accepted_fraction")},
     "divergence_spent": _each("divergence_spent"),
@@ -107,7 +115,7 @@ def against(
 
     Returns:
         ``differences``: the method's means less the baseline's. ``ratios``: of ``rates``. ``same_final_answer``: share
-        of prompts with the baseline's final answer, or None if the baseline has none.
+        of prompts with the baseline's final answer, or None if the baseline has none. ``flips``: see :func:`flips`.
     """
     differences, ratios = {}, {}
     for quantity, value in AVERAGES.items():
@@ -118,7 +126,30 @@ def against(
         own, other = _shared(name, baseline, turns, value)
         if any(total for total, _ in other):
             ratios[quantity] = ratio_interval(own, other, seed)
-    return {"differences": differences, "ratios": ratios, "same_final_answer": _agreement(name, baseline, turns, seed)}
+    agreement = _agreement(name, baseline, turns, seed)
+    own, other = _shared(name, baseline, turns, AVERAGES["score"])
+    return {"differences": differences, "ratios": ratios, "same_final_answer": agreement, "flips": flips(own, other)}
+
+
+def flips(own: Sequence[Pair], other: Sequence[Pair]) -> dict[str, Any] | None:
+    """Return how many answers a method loses and gains, with McNemar's exact two-sided p (1947).
+
+    Args:
+        own: score and number of repeats by prompt.
+        other: the baseline's, of the same prompts.
+
+    Returns:
+        {"lost", "gained", "p"}; None without scores, with several repeats, or with scores between 0 and 1.
+    """
+    pairs = [(mine, theirs) for (mine, _), (theirs, _) in zip(own, other, strict=True)]
+    if not pairs or any(weight != 1 for _, weight in own) or {value for pair in pairs for value in pair} - {0.0, 1.0}:
+        return None
+    lost, gained = pairs.count((0.0, 1.0)), pairs.count((1.0, 0.0))
+    from scipy.stats import binomtest
+
+    if not lost + gained:
+        return {"lost": 0, "gained": 0, "p": 1.0}
+    return {"lost": lost, "gained": gained, "p": float(binomtest(lost, lost + gained).pvalue)}
 
 
 def _agreement(name: str, baseline: str, turns: Sequence[Turn], seed: int) -> dict[str, Any] | None:

@@ -3,55 +3,118 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fsd_core.errors import ContextLengthError, DataError
+from fsd_bench.layouts import Layout
+from fsd_core.errors import DataError
 from fsd_core.text.conversations import template_options
 from fsd_core.text.encoding import PromptRow, encode_chat, encode_text, need_tokenizer, read_prompts
 from fsd_core.text.row_check import RowCheck, listing_of
 from fsd_core.text.templates import turn_fields_of
+from fsd_infer.decoder import FuzzyDecoder
 
-REFERENCES = ("answer", "reference")  # fields that answers are scored against
+REFERENCES = ("answer", "reference", "scored_by", "letters")  # fields that answers are scored against
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes prompts for a target.
+
+    Attributes:
+        target: its name, for errors.
+        tokenizer: its tokenizer.
+        positions: tokens of its context, or None.
+        raw: encode the only message without the chat template.
+    """
+
+    target: str
+    tokenizer: Any
+    positions: int | None = None
+    raw: bool = False
+
+    @classmethod
+    def of(cls, decoder: FuzzyDecoder, raw: bool = False) -> Encoder:
+        """Return the encoder of a decoder's target."""
+        return cls(decoder.target.name, decoder.tokenizer, decoder.target.max_positions, raw)
+
+    def __call__(self, row: PromptRow) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            FsdError: the target has no tokenizer.
+            DataError: a conversation that the template refuses, or that ``raw`` does not support, or a prompt that
+                fills the context.
+        """
+        tokenizer = need_tokenizer(self.tokenizer, self.target)
+        ids = _encode(row, tokenizer, self.raw)
+        if self.positions is not None and len(ids) >= self.positions:
+            raise DataError(
+                f"the prompt has {len(ids)} tokens, but {self.target} has a context of {self.positions} tokens: "
+                "shorten or remove it."
+            )
+        return ids
 
 
 def first_rows(
-    file: str | Path, limit: int | None = None, every: int = 1, strict: bool = False, output: str | Path | None = None
+    file: str | Path,
+    encode: Encoder,
+    limit: int | None = None,
+    every: int = 1,
+    strict: bool = False,
+    output: str | Path | None = None,
+    layout: Layout | None = None,
 ) -> list[PromptRow]:
     """Return every ``every``-th row of a file, at most ``limit``. Later rows are not read.
 
     Args:
         file: the prompts.
+        encode: rows that it refuses cannot be used.
         limit: most rows.
         every: the step between rows.
         strict: see :class:`.RowCheck`.
         output: file of results, beside which skipped rows are listed.
+        layout: of a public data set's file, see :mod:`fsd_bench.layouts`.
 
     Raises:
-        DataError: no rows, or too many malformed ones among them.
+        DataError: no rows, or too many that cannot be used among them.
     """
     check = RowCheck(strict)
-    rows = check.first(islice(read_prompts(file, check), 0, None, every), limit)
+    rows = check.first(islice(_usable(file, encode, check, layout), 0, None, every), limit)
     check.finish(listing_of(output))
     return _some(file, rows)
 
 
 def spread_rows(
-    files: Sequence[str | Path], limit: int | None = None, strict: bool = False, output: str | Path | None = None
+    files: Sequence[str | Path],
+    encode: Encoder,
+    limit: int | None = None,
+    strict: bool = False,
+    output: str | Path | None = None,
 ) -> list[PromptRow]:
     """Return at most ``limit`` rows of each file, evenly spread over it. Arguments and errors as :func:`first_rows`."""
     chosen, check = [], RowCheck(strict)
     for file in files:
         before = len(check.bad)
-        rows = list(read_prompts(file, check))
+        rows = list(_usable(file, encode, check))
         if len(check.bad) == before:
             _some(file, rows)
         count = min(limit or len(rows), len(rows))
         chosen += [rows[index * len(rows) // count] for index in range(count)]
     check.finish(listing_of(output))
     return chosen
+
+
+def _usable(file: str | Path, encode: Encoder, check: RowCheck, layout: Layout | None = None) -> Iterator[PromptRow]:
+    for row in read_prompts(file, check, layout):
+        known = len(check.bad)
+        with check.using(row.where):
+            encode(row)
+        if len(check.bad) == known:
+            yield row
 
 
 def _some(file: str | Path, rows: list[PromptRow]) -> list[PromptRow]:
@@ -80,39 +143,21 @@ def group_prompts(categories: Sequence[str], size: int) -> list[list[int]]:
     return [indices[i : i + size] for indices in by_category.values() for i in range(0, len(indices), size)]
 
 
-def encode_rows(
-    rows: Sequence[PromptRow], target: str, tokenizer: Any, positions: int | None, raw: bool = False
-) -> list[list[int]]:
+def encode_rows(rows: Sequence[PromptRow], encode: Encoder) -> list[list[int]]:
     """Return the token ids of each prompt, and say which fields of the rows nothing has read.
-
-    Args:
-        rows: prompts.
-        target: name of the target, for errors.
-        tokenizer: the target's tokenizer.
-        positions: tokens of the target's context, or None.
-        raw: encode the only message without the chat template.
 
     Raises:
         FsdError: the target has no tokenizer.
-        DataError: a conversation that the template refuses, or that ``raw`` does not support.
-        ContextLengthError: a prompt fills the context.
+        DataError: as of the encoder, with the row's name.
     """
-    tokenizer, prompts, check = need_tokenizer(tokenizer, target), [], RowCheck()
+    prompts, check = [], RowCheck(strict=True)
     for row in rows:
-        try:
-            ids = _encode(row, tokenizer, raw)
-        except DataError as error:
-            raise DataError(f"{row.where}: {error}") from error
-        if positions is not None and len(ids) >= positions:
-            raise ContextLengthError(
-                f"{row.where}: the prompt has {len(ids)} tokens, but {target} has a context of {positions} "
-                "tokens: shorten or remove it."
-            )
-        prompts.append(ids)
+        with check.using(row.where):
+            prompts.append(encode(row))
         for name in REFERENCES:
             row.row.get(name)  # a score may need none
         check.note(row.row)
-    check.name_unread(turn_fields_of(tokenizer))
+    check.name_unread(turn_fields_of(encode.tokenizer))
     return prompts
 
 

@@ -8,12 +8,13 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from fsd_bench.base import OF_TEXT, Answer, TimedRun, Turn
 from fsd_bench.intervals import interval
-from fsd_bench.paired import QUANTITIES, RATES, SUMS, against, intervals, pooled
+from fsd_bench.paired import AVERAGES, QUANTITIES, RATES, SUMS, against, intervals, pooled
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, write_text
 from fsd_infer.engine.drafts import Drafts
@@ -49,12 +50,13 @@ def build_record(
     baselines: Sequence[str] = (),
     blocks: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Build a record's ``methods``, ``baseline``, ``ratios``, ``differences``, ``agreement`` and ``prompts``.
+    """Build a record's ``methods``, ``baseline``, ``ratios``, ``differences``, ``agreement``, ``flips``, ``prompts``.
 
     Speeds are medians over units of medians over repeats, in new tokens per second of wall time. A unit is a group of
     prompts that are decoded together, or a block of such groups (its tokens / its seconds). ``tokens_per_second``
     counts the prefill; ``decode_tokens_per_second`` excludes it and its token. ``tau`` is pooled: tokens emitted by
-    verifying forwards / verifying forwards; ``tau_category_mean`` weighs categories equally. ``target_forwards``,
+    verifying forwards / verifying forwards; ``tau_category_mean`` weighs categories equally, ``tau_answer_mean``
+    answers. ``accepted_by_position`` is the share of rounds that accepted 1, 2, … drafts or more. ``target_forwards``,
     ``answer_tokens`` and ``divergence_spent`` (nats) are means per answer. Gate fractions and
     ``log_likelihood_per_token`` (nats, raw) are means per token. ``drafts`` pools the drafters' first choices, see
     :class:`fsd_infer.engine.drafts.Drafts`. ``phases`` are seconds over all runs, ``phase_fractions`` their shares,
@@ -109,6 +111,7 @@ def build_record(
         "ratios": table("ratios"),
         "differences": table("differences"),
         "agreement": table("same_final_answer"),
+        "flips": table("flips"),
         "prompts": _prompt_rows(prompts, methods, turns),
     }
 
@@ -122,7 +125,7 @@ def _beside(
         pairs = [(own[quantity], cells[baseline][unit][quantity]) for unit, own in cells[name].items()]
         values = [b / a if quantity == "seconds_per_answer" else a / b for a, b in pairs if a and b]
         speeds[quantity] = interval(values, seed)
-    found = against(name, baseline, turns, seed, {**SUMS, "tau": RATES["tau"]})
+    found = against(name, baseline, turns, seed, {**SUMS, "tau": RATES["tau"], "retention": AVERAGES["score"]})
     return {**found, "ratios": {**speeds, **found["ratios"]}}
 
 
@@ -187,7 +190,16 @@ def summary(name: str, turns: Sequence[Turn], cells: Mapping[int, Cell] | None =
         "seconds_total": sum(cell["seconds"] or 0.0 for cell in groups.values()),
         **{quantity: pooled(name, turns, value) for quantity, value in QUANTITIES.items()},
         "drafts": drafts.summary() if drafts else None,
+        "accepted_by_position": _by_position([a for turn in turns for a in turn.runs[name].answers]),
     }
+
+
+def _by_position(answers: Sequence[Answer]) -> list[float] | None:
+    known = [(answer.accepted, answer.target_forwards or 0) for answer in answers if answer.accepted is not None]
+    rounds = sum(forwards for _, forwards in known)
+    if not rounds:
+        return None
+    return [sum(column) / rounds for column in zip_longest(*(accepted for accepted, _ in known), fillvalue=0)]
 
 
 def _prompt_rows(prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: Sequence[Turn]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from fsd_bench.base import Answer, Method, Turn
 from fsd_bench.jobs import Asked, Session, in_turns, rotated, run_jobs, turns_of
+from fsd_bench.layouts import layout_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.methods import METHODS, Spec, make_methods, parse_methods
 from fsd_bench.models import Models
@@ -61,9 +62,14 @@ def run(
     """
     settings = Settings(prompts, methods, **options)
     settings.check()
-    rows = first_rows(settings.prompts, settings.limit, settings.every, settings.strict, json_path)
-    references = read_references(rows, settings.score)
-    measured = {key: value for key, value in settings.to_dict().items() if key not in ("baselines", "score", "strict")}
+    set_threads(settings)
+    models = Models(settings)
+    encode = models.encoder(settings.raw)
+    layout = layout_of(settings.layout, settings.fields)
+    rows = first_rows(settings.prompts, encode, settings.limit, settings.every, settings.strict, json_path, layout)
+    references = read_references(rows, settings.score, settings.run_code)
+    unmeasured = ("baselines", "score", "strict", "run_code")
+    measured = {key: value for key, value in settings.to_dict().items() if key not in unmeasured}
     path = None if json_path is None else partial_path(json_path, resume)
     groups = group_prompts([category_of(row) for row in rows], settings.batch_size)
     names = [spec.name for spec in parse_methods(methods)]
@@ -74,7 +80,7 @@ def run(
         advice=("the same command with --resume continues it", "delete the file"),
     )  # fmt: skip
     with file.kept():
-        record = _measure(settings, rows, references, groups, jobs, file, progress)
+        record = _measure(settings, models, rows, references, groups, jobs, file, progress)
     record["environment"] |= environment(command)
     record = jsonable(record)
     if path is not None:
@@ -114,6 +120,7 @@ def _is_record(file: Path) -> bool:
 
 def _measure(
     settings: Settings,
+    models: Models,
     rows: Sequence[PromptRow],
     references: Sequence[Reference | None],
     groups: Sequence[list[int]],
@@ -121,8 +128,7 @@ def _measure(
     file: RunFile,
     progress: bool,
 ) -> dict[str, Any]:
-    set_threads(settings)
-    models, specs, blocks = Models(settings), parse_methods(settings.methods), None
+    specs, blocks = parse_methods(settings.methods), None
     names = [spec.name for spec in specs]
     with ExitStack() as stack:
         if settings.isolate is None:
@@ -133,7 +139,7 @@ def _measure(
         else:
             blocks = {group: group % settings.isolate for group in range(len(groups))}
             sessions = isolated(settings, specs, jobs, blocks)
-        encoded = encode_rows(rows, settings.target, models.tokenizer, models.max_positions, settings.raw)
+        encoded = encode_rows(rows, models.encoder(settings.raw))
         asked = Asked(
             [[encoded[index] for index in group] for group in groups], settings.max_new_tokens, settings.seed or 0,
             settings.warmup,

@@ -11,6 +11,15 @@ ifeval    is absent, but ``instruction_id_list`` and          all of its instruc
           ``kwargs`` say what is asked                        :func:`follows`
 ========  ==================================================  =====================================================
 
+Layouts of public data sets (:mod:`fsd_bench.layouts`) state how their rows are scored:
+
+========  ============================================================================================================
+letter    the answer names the reference's letter last: ``ANSWER: B``, ``\\boxed{B}`` or a letter alone on its line
+math      math-verify finds its final answer equal to the reference's
+text      what follows its last ``ANSWER:`` is the reference, but for case, blanks and a full stop
+code      its code passes the tests, which run only if the caller allows it (:mod:`fsd_bench.code`)
+========  ============================================================================================================
+
 ``chrf`` and ``rouge`` must be requested (``--score chrf``). The reference is then the row's ``answer`` or
 ``reference``, a text or a list of texts, and the score is the best over them. It is chrF2 of characters, or ROUGE-L,
 the F measure of the longest common subsequence of words (Lin 2004; lower case, letters and digits only, no stemming).
@@ -20,7 +29,7 @@ Numbers may have a sign, decimals and commas between thousands: 18, 18.0 and $18
 before its result is wrong, so allow enough new tokens. Any other reference gives no score.
 
 IFEval (Zhou et al., 2023, arXiv:2311.07911), chrF (Popović, 2015) by sacrebleu and languages by langdetect need the
-packages of the extra ``lm-eval``.
+packages of the extra ``lm-eval``, math-verify the extra ``maths``.
 """
 
 from __future__ import annotations
@@ -41,7 +50,8 @@ from fsd_infer.engine.ngrams import copied_ngrams, coverage, repeated_ngrams
 
 AUTO = "auto"
 NONE = "none"
-KINDS = ("number", "choice", "ifeval", "chrf", "rouge")
+BY_LAYOUT = ("letter", "math", "text", "code")
+KINDS = ("number", "choice", "ifeval", "chrf", "rouge", *BY_LAYOUT)
 SCORES = (AUTO, *KINDS, NONE)
 
 # a minus after a digit, a letter or a bracket subtracts
@@ -67,6 +77,8 @@ class Reference:
 
     def score(self, answer: str) -> float:
         """Return 1.0 for a right answer and 0.0 for a wrong one, or chrF or ROUGE-L between 0 and 1."""
+        if self.kind in _SCORERS:
+            return float(_SCORERS[self.kind](answer, str(self.value), self.options))
         if self.kind == "ifeval":
             return float(follows(self.options[0], self.options[1:], str(self.value), answer))
         if self.kind == "chrf":
@@ -113,15 +125,20 @@ def check_score(kind: str) -> None:
         raise FsdError(f"unknown score {kind!r}. Known: {', '.join(SCORES)}.")
 
 
-def read_references(rows: Sequence[PromptRow], kind: str = AUTO) -> list[Reference | None]:
+def read_references(rows: Sequence[PromptRow], kind: str = AUTO, run_code: bool = False) -> list[Reference | None]:
     """Return the reference of each row; None if it has none of this kind (``"auto"``: of any kind).
 
     Raises:
-        FsdError: an unknown kind.
+        FsdError: an unknown kind, or answers would be run without ``run_code``.
         DataError: no row has a reference of the requested kind.
     """
     check_score(kind)
     references = [_reference(row, kind) for row in rows]
+    if not run_code and any(reference and reference.kind == "code" for reference in references):
+        raise FsdError(
+            "these answers are programs, and scoring them runs them, with limits but without a sandbox: add --run-code "
+            f"on a machine where that may be, or --score {NONE}."
+        )
     if kind in KINDS and not any(references):
         raise DataError(f"no row has a reference for --score {kind}: give rows that have one, or --score {NONE}.")
     return references
@@ -139,6 +156,11 @@ def _reference(row: PromptRow, kind: str) -> Reference | None:
         given = row.row.get("reference") if answer is None else answer
         texts = tuple(text for text in (given if isinstance(given, list) else [given]) if isinstance(text, str))
         return Reference(kind, texts) if any(_WORD.search(text.lower()) for text in texts) else None
+    stated = row.row.get("scored_by")
+    if stated in (*BY_LAYOUT, NONE):
+        if kind not in (AUTO, stated) or stated == NONE:
+            return None
+        return Reference(str(stated), str(answer), tuple(row.row.get("letters") or ()))
     asked, arguments = row.row.get("instruction_id_list"), row.row.get("kwargs")
     if kind in (AUTO, "ifeval") and isinstance(asked, list) and isinstance(arguments, list):
         return Reference("ifeval", json.dumps(arguments), (row.messages[-1]["content"], *map(str, asked)))
@@ -213,13 +235,51 @@ def _detector() -> Callable[[str], str | None]:
 
 
 @cache
-def _module(name: str) -> Any:
+def _module(name: str, extra: str = "lm-eval") -> Any:
     try:
         return import_module(name)
     except ImportError as error:
         raise FsdError(
-            f"this score needs a package that is not installed ({error}): pip install 'fsd-toolkit[lm-eval]'."
+            f"this score needs a package that is not installed ({error}): pip install 'fsd-toolkit[{extra}]'."
         ) from error
+
+
+_LETTER = re.compile(
+    r"(?:ANSWER|answer is|answer:)[\s:*(\[]*([A-Z])\b|\\boxed\{\(?([A-Z])\)?\}|^\W*([A-Z])\W*$", re.M | re.I
+)
+
+
+def last_letter(answer: str) -> str | None:
+    """Return the letter that an answer names last, or None."""
+    found = [next(filter(None, groups)).upper() for groups in _LETTER.findall(answer)]
+    return found[-1] if found else None
+
+
+def _is_letter(answer: str, letter: str, letters: Sequence[str]) -> bool:
+    return last_letter(answer) == letter.upper()
+
+
+def _is_text(answer: str, text: str, _: Sequence[str]) -> bool:
+    said = re.split(r"ANSWER:", answer, flags=re.IGNORECASE)[-1]
+    own, wanted = (" ".join(part.split()).strip(" .*").casefold() for part in (said, text))
+    return own == wanted
+
+
+def _is_equal(answer: str, text: str, _: Sequence[str]) -> bool:
+    library = _module("math_verify", "maths")
+    wanted = library.parse(text if "\\" not in text and "$" not in text else f"${text.strip('$')}$")
+    return bool(library.verify(wanted, library.parse(answer)))
+
+
+def _passes(answer: str, program: str, _: Sequence[str]) -> bool:
+    from fsd_bench.code import solves  # POSIX only
+
+    return solves(answer, json.loads(program))
+
+
+_SCORERS: dict[str, Callable[[str, str, Sequence[str]], bool]] = {
+    "letter": _is_letter, "text": _is_text, "math": _is_equal, "code": _passes,
+}  # fmt: skip
 
 
 # all measures of an answer -----------------------------------------------------------------------------------------
@@ -244,7 +304,10 @@ def measure(answer: Answer, tokenizer: Any, prompt: Sequence[int], row: PromptRo
         return
     answer.text = text
     answer.copied_4grams, answer.repeated_4grams = copied_ngrams(prompt, tokens), repeated_ngrams(tokens)
-    answer.final = final_answer(text, (reference and reference.options) or asked_options(row))
+    if reference is not None and reference.kind in BY_LAYOUT:
+        answer.final = last_letter(text) if reference.kind == "letter" else None
+    else:
+        answer.final = final_answer(text, (reference and reference.options) or asked_options(row))
     if reference is not None:
         answer.score = reference.score(text)
         if reference.kind == "rouge":

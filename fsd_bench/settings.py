@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fsd_bench.layouts import layout_of
 from fsd_bench.methods import parse_methods
 from fsd_bench.models import ModelOptions
 from fsd_bench.record import choose_baselines
@@ -41,6 +42,9 @@ class Settings(ModelOptions):
             method answers a block in its own process while no other one runs, and methods take turns by block.
         raw: continue prompts without the chat template.
         strict: stop at the first row that cannot be used, instead of skipping a few.
+        layout: of a public data set's file, see :mod:`fsd_bench.layouts`.
+        fields: our name -> the file's, for own files.
+        run_code: run answers that are programs, see :mod:`fsd_bench.code`.
     """
 
     prompts: str | Path
@@ -60,12 +64,16 @@ class Settings(ModelOptions):
     isolate: int | None = None
     raw: bool = False
     strict: bool = False
+    layout: str | None = None
+    fields: dict[str, str] | None = None
+    run_code: bool = False
 
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
         super().check()
         choose_baselines([spec.name for spec in parse_methods(self.methods)], self.baselines)
         check_score(self.score)
+        layout_of(self.layout, self.fields)
         if self.seed is not None and any(spec.text.endswith(":keep") for spec in parse_methods(self.methods)):
             raise FsdError('"memory:keep" learns nothing from requests with a seed: leave out the one or the other.')
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsd_bench.likelihood import log_likelihoods
-from fsd_bench.prompts import encode_rows, first_rows
+from fsd_bench.prompts import Encoder, encode_rows, first_rows
 from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.targets.sharing import with_layers
@@ -38,11 +38,8 @@ def answers(
     Raises:
         DataError: a row without a prompt, or no rows.
     """
-    target, tokenizer = decoder.target, decoder.tokenizer
-    chat = bool(getattr(tokenizer, "chat_template", None))
-    prompts = encode_rows(
-        first_rows(path, limit, strict=strict), target.name, tokenizer, target.max_positions, raw=not chat
-    )
+    encode = Encoder.of(decoder, raw=not getattr(decoder.tokenizer, "chat_template", None))
+    prompts = encode_rows(first_rows(path, encode, limit, strict=strict), encode)
     made = (decoder.generate(ids, max_new_tokens=max_new_tokens, temperature=0.0).sequences[0] for ids in prompts)
     return list(zip(prompts, made))
 

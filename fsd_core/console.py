@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import os
+import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from fsd_core.errors import FsdError
+from fsd_core.registry import did_you_mean
 
 UNEXPECTED = 1  # an internal error
 BAD_INPUT = 2  # as argparse exits
@@ -85,14 +88,43 @@ def needed(package: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line, without its usage."""
+    """An argument parser that reports an error in one line, without its usage, and names what was meant.
+
+    Attributes:
+        elsewhere: names of commands that other packages offer.
+    """
+
+    elsewhere: Collection[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:
+            self._check_options(words)
+        elif not words:
+            self.print_help(sys.stderr)
+            sys.exit(BAD_INPUT)
         found = super().parse_known_args(args, namespace)
         for action in self._actions:
             if action.nargs is None and getattr(found[0], action.dest, None) == []:  # how some Pythons read --option=--
                 self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
         return found
+
+    def _check_options(self, words: Sequence[str]) -> None:
+        """Report an unknown option before others that are missing, which it may stand for."""
+        known = self._option_string_actions
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            option = word.partition("=")[0]
+            if re.fullmatch("--[a-z][a-z_-]*", option) and not any(name.startswith(option) for name in known):
+                self.error(f"unknown option {option}.{did_you_mean(option, known)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        if isinstance(action, argparse._SubParsersAction):
+            known = [*action.choices, *self.elsewhere]
+            self.error(f"unknown command {value!r:.60}.{did_you_mean(value, known)} Known: {', '.join(known)}")
+        hint, listed = did_you_mean(value, map(str, action.choices)), ", ".join(map(str, action.choices))
+        raise argparse.ArgumentError(action, f"invalid choice {value!r:.60}.{hint} Known: {listed}")
 
     def error(self, message: str) -> NoReturn:
         sys.exit(_say(self.prog, f"{message} (see {self.prog} --help)", BAD_INPUT))

@@ -35,6 +35,7 @@ from huggingface_hub.utils import hf_raise_for_status
 
 from fsd_core.errors import FsdError, ModelLoadError, shortened
 from fsd_core.files import HUB_ID, open_safetensors, sha256_of
+from fsd_core.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ WAIT = 30  # most seconds that the Hub may ask to wait
 ANSWER = 10.0  # seconds for an answer without a file's content
 RECEIPT = 120.0  # seconds for the answer to an upload, or between two parts of a file, where the client has no bound
 LARGE = 1 << 26  # bytes of a file that is hashed when it comes, and later checked by its header alone
+_sessions: Any = import_module(get_session.__module__)
 # httpx, or what the client has in its place
 _http: Any = import_module(HTTPError.__module__.partition(".")[0])
 _NAME = re.compile(r"\w[\w.+=-]{0,199}", re.ASCII)  # of a file in a folder, which cannot lead out of it
@@ -63,6 +65,27 @@ def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None and not os.path.exists(name)
 
 
+def check_mistyped(name: str, **hub: Any) -> None:
+    """Raise ModelLoadError for a hub id that looks like a path to a directory here, before the Hub is asked.
+
+    Args:
+        name: of the form owner/name.
+        hub: options of the client. A ``revision`` says that a repository is meant.
+    """
+    parent, _, last = name.partition("/")
+    if hub.get("revision") or not os.path.isdir(parent) or _folder(name, **hub).exists():
+        return
+    if hint := did_you_mean(last, os.listdir(parent)):
+        raise ModelLoadError(
+            f"{name}: no such directory, though {parent} is one.{hint} For a repository of the Hub, name its revision."
+        )
+
+
+def _folder(name: str, **hub: Any) -> Path:
+    """Return the folder of a repository in the cache."""
+    return Path(hub.get("cache_dir") or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+
+
 # requests ------------------------------------------------------------------------------------------------------------
 
 
@@ -74,24 +97,39 @@ def guarded() -> Iterator[None]:
     client uses its cache, or raises an error. An answer that is an error, or that asks to wait long, is tried again
     :data:`TRIES` times at most.
     """
-    client: Any = get_session()
-    if isinstance(client.send, _Guard):
+    first: Any = get_session()
+    if isinstance(first.send, _Guard):
         yield
         return
-    client.send = _Guard(client.send)
+    clients, failed, silent = [], Counter[tuple[str, str]](), set[str]()
+
+    def watched(client: Any) -> Any:
+        client.send = _Guard(client.send, failed, silent)
+        clients.append(client)
+        return client
+
+    factory = _sessions._GLOBAL_CLIENT_FACTORY
+    watched(first)
+    _sessions._GLOBAL_CLIENT_FACTORY = lambda: watched(factory())  # huggingface_hub makes another after some errors
     try:
         yield
     finally:
-        vars(client).pop("send", None)
+        _sessions._GLOBAL_CLIENT_FACTORY = factory
+        for client in clients:
+            vars(client).pop("send", None)
 
 
 class _Guard:
-    """The ``send`` of an HTTP client, guarded."""
+    """The ``send`` of an HTTP client, guarded.
 
-    def __init__(self, send: Callable[..., Any]) -> None:
-        self.send = send
-        self.failed: Counter[tuple[str, str]] = Counter()
-        self.silent: set[str] = set()  # hosts that do not answer
+    Args:
+        send: as the client has it.
+        failed: how often requests failed, by method and address.
+        silent: hosts that do not answer.
+    """
+
+    def __init__(self, send: Callable[..., Any], failed: Counter[tuple[str, str]], silent: set[str]) -> None:
+        self.send, self.failed, self.silent = send, failed, silent
 
     def __call__(self, request: Any, **options: Any) -> Any:
         host, path, streamed = request.url.host, unquote(request.url.path), bool(options.get("stream"))
@@ -259,7 +297,7 @@ def load_whole(source: str | os.PathLike[str], load: Callable[[], Loaded], **hub
     name = os.fspath(source)
     if not isinstance(name, str) or not is_hub_id(name):
         return load()
-    folder = Path(hub.get("cache_dir") or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    folder = _folder(name, **hub)
     if not folder.exists() and name not in _TOLD:
         _TOLD.add(name)
         print(f"[{name}] no directory here, nothing in the cache: asking the Hub", file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from argparse import ArgumentTypeError, BooleanOptionalAction
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +14,8 @@ from fsd_core.registry import MOST_SEED, read_float, read_int
 
 MOST_COUNT = 2**31 - 1  # tokens, prompts, repeats ...
 MOST_GIB = 2**20
-SCORES = ("auto", "number", "choice", "ifeval", "chrf", "rouge", "none")  # fsd_bench.score imports too much for --help
+# fsd_bench.score imports too much for --help
+SCORES = ("auto", "number", "choice", "ifeval", "chrf", "rouge", "letter", "math", "text", "code", "none")
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
@@ -117,7 +118,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "help": "expand a GGUF file's or a built-in target's weights to bf16 on a CPU",
     },
     "--cuda-graphs": {
-        "action": BooleanOptionalAction, "default": None,
+        "action": argparse.BooleanOptionalAction,
         "help": "record rounds as CUDA graphs and replay them (default: on a GPU)",
     },
     "--threads": {"type": thread_count, "metavar": "N", "help": "CPU threads (default: torch's)"},

@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fsd_core import functional
 from fsd_core.tensors import lists, padded, to_device
-from fsd_infer.cpu import ops
 
 
 @dataclass
@@ -63,7 +63,7 @@ class DraftTree:
     @cached_property
     def ancestors(self) -> Tensor:
         """[B, N, N] bool; whether j is on the path from the root to i, both included, at [b, i, j]."""
-        return ops.ancestors(self.parents)
+        return functional.ancestors(self.parents)
 
     @cached_property
     def depths(self) -> Tensor:

@@ -10,6 +10,7 @@ from functools import partial
 
 from fsd_core.console import BAD_INPUT, needed, run
 from fsd_core.errors import UnknownNameError
+from fsd_core.registry import did_you_mean
 from fsd_train.commands.command_lines import COMMANDS, PARSERS
 
 HELP = {
@@ -25,7 +26,7 @@ def usage() -> str:
     lines = [f"  {name:<{width}}  {text}" for name, text in HELP.items()]
     return "\n".join(
         ["usage: fsd-train COMMAND [options]", "", "Trains draft heads for fsd-infer.", "", "commands:", *lines, "",
-         "`fsd-train COMMAND --help` lists a command's options."]
+         "`fsd-train COMMAND --help` lists a command's options; `fsd-train --version` prints the version."]
     )  # fmt: skip
 
 
@@ -35,13 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(usage(), file=sys.stderr if not args else sys.stdout)
         return 0 if args else BAD_INPUT
+    if args[0] == "--version":
+        from fsd_infer import __version__
+
+        print(f"fsd-train {__version__}")
+        return 0
     name = args[0]
     return run(f"fsd-train {name}" if name in HELP else "fsd-train", partial(_command, name, args[1:]))
 
 
 def _command(name: str, words: list[str]) -> int:
     if name not in HELP:
-        raise UnknownNameError(f"unknown command {name!r}. Known: {', '.join(HELP)}.")
+        raise UnknownNameError(f"unknown command {name!r}.{did_you_mean(name, HELP)} Known: {', '.join(HELP)}.")
     if name in PARSERS:
         args = PARSERS[name]().parse_args(words)  # --help and mistakes end here, before heavy imports
         return int(importlib.import_module(f"fsd_train.commands.{name.replace('-', '_')}").main(args))

@@ -8,22 +8,30 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imp
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("FSD_THREADS", "fixed")  # how busy a machine is says nothing about the code
 
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
+
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from fsd_infer import FuzzyDecoder
-from fsd_infer.cpu.kernels import found
-from fsd_infer.cpu.losses import say
-from fsd_infer.cpu.sets import SETS, VARIABLE
+from fsd_infer.backends.choose import choose
+from fsd_infer.backends.cpu.kernels import found
+from fsd_infer.backends.cpu.sets import SETS, VARIABLE
 from fsd_infer.targets.loading import builtin_dir
+from fsd_infer.targets.weights import say
 from tests.bench_toys import Toy, save_toy
+
+choose("cpu")  # its kernels answer, as where a decoder was loaded
 
 # How busy a machine is says nothing about the code. Examples depend on the test alone, so one commit has one result.
 settings.register_profile("steady", suppress_health_check=[HealthCheck.too_slow], print_blob=True, derandomize=True)
@@ -93,6 +101,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    simulated: Any = sys.modules.get("tests.simulated_device")
+    if item.get_closest_marker("gpu") and simulated is not None and simulated.is_registered():
+        pytest.fail("CUDA fails in a process that has opened a simulated device: run `make test-gpu`", pytrace=False)
 
 
 @pytest.fixture

@@ -4,21 +4,41 @@ from __future__ import annotations
 
 import os
 import shutil
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fsd_infer import Target
-from fsd_infer.cpu.packing import can_pack
-from fsd_infer.cpu.sets import AVX512, SETS, VARIABLE
+from fsd_infer.backends.choose import choose
+from fsd_infer.backends.cpu.packing import can_pack
+from fsd_infer.backends.cpu.sets import AVX512, SETS, VARIABLE
 from fsd_infer.device.cpuinfo import cpu_flags
+from fsd_infer.targets.stack import Stack
 from tests.families import tiny_prompts
 
 CAN = can_pack() and AVX512 <= cpu_flags() and any(map(shutil.which, ("c++", "g++", "clang++")))
 TURNED_OFF = os.environ.get(VARIABLE) == "0"
 needs_kernels = pytest.mark.skipif(not CAN or TURNED_OFF, reason="needs AVX512-BF16 and a C++ compiler")
 in_each_set = pytest.mark.usefixtures("each_set")  # once with every set of kernels that the machine can run
+
+
+CPU = choose("cpu")
+
+
+def prepare(owner: Any, release: bool = False) -> Stack:
+    """Let the CPU backend take a target or a head, as a decoder does at loading. Return the owner's stack."""
+    CPU.prepare(getattr(owner, "model", owner), release)
+    owner.stack = CPU.stack_for(owner)
+    stack: Stack = owner.stack
+    return stack
+
+
+def restore(owner: Any) -> int:
+    """Undo :func:`prepare`, and return the number of packed weights."""
+    owner.stack = owner.plain_stack
+    return CPU.restore(getattr(owner, "model", owner))
 
 
 def need_set(name: str) -> None:

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ _UPLOAD = re.compile(rf"/api/({_KINDS})/([^/]+/[^/]+)/(preupload|commit)/(.+)")
 class Repository:
     """Files by commit, commits by branch or tag; ``fault``: what goes wrong with every request for its files.
 
-    A fault is a status with the word that the Hub puts in a header ("401 GatedRepo"), or "cut": half of a file comes.
+    A fault is a status with the word that the Hub puts in a header ("401 GatedRepo"), or "cut": half of a file comes,
+    or "stalls": half of it, and then nothing until the hub ends.
     ``headers`` replace those of the answers (NAME: the file's), ``sha`` what the Hub calls the commit, and ``swaps`` is
     how often other bytes come instead of the weights.
     """
@@ -62,6 +64,7 @@ class Hub:
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.asked: list[str] = []
         self.url = ""
+        self.over = threading.Event()
 
     def add(
         self, name: str, files: Path | dict[str, bytes], revision: str = "main", kind: str = "models"
@@ -98,6 +101,7 @@ def loopback_hub() -> Iterator[Hub]:
     hub = Hub()
     with running(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub
+        hub.over.set()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -107,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass
 
-    def answer(self, content: bytes = b"", status: int = 200, cut: bool = False, **headers: str) -> None:
+    def answer(self, content: bytes = b"", status: int = 200, cut: str = "", **headers: str) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -115,7 +119,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content[: len(content) // 2] if cut else content)
         if cut:
+            self.wfile.flush()
             self.close_connection = True
+        if cut == "stalls":
+            self.hub.over.wait(20)
 
     def refuse(self, status: int, code: str, **headers: str) -> Any:
         self.answer(b"{}", status, X_Error_Code=code, X_Error_Message=code, **headers)
@@ -169,10 +176,10 @@ class _Handler(BaseHTTPRequestHandler):
             content = content[:-8] + bytes(8)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if wanted is None:
-            return self.answer(content, cut=repository.fault == "cut" and name != "config.json", **headers)
+            return self.answer(content, cut="" if name == "config.json" else repository.fault, **headers)
         start, end = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
         headers["Content_Range"] = f"bytes {start}-{end}/{len(content)}"
-        return self.answer(content[start : end + 1], 206, cut=repository.fault == "cut", **headers)
+        return self.answer(content[start : end + 1], 206, cut=repository.fault, **headers)
 
     def do_POST(self) -> None:
         path = unquote(urlsplit(self.path).path)

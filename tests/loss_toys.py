@@ -59,8 +59,9 @@ class Grid:
         number = {pair: row for row, pair in enumerate(zip(step.tolist(), place.tolist()))}
         chains = torch.tensor([[number[pair] for pair in chain] for chain in self.chains()], dtype=torch.long)
         ends = torch.searchsorted(place, torch.arange(len(self.positions) + 1)).tolist()
-        chains = chains.view(-1, len(self.weights)).T
-        return Rows(self.positions, place, step, self.weights[step, place], chains, ends)
+        chains, weight = chains.view(-1, len(self.weights)).T, self.weights[step, place]
+        ones = torch.ones(chains.shape[1])
+        return Rows(self.positions, place, step, weight, chains, ones, ends, weight.sum(), ones.sum())
 
     def batch(self) -> DraftBatch:
         rows = self.rows()

@@ -3,6 +3,9 @@
 Within ``with SimulatedDevice() as device`` torch knows a device ``SIM``. Operations on it compute on the CPU under
 CUDA's conditions. Tensors of two devices do not mix. Reading a number on the host is a sync, which is counted with the
 line of ours that caused it, and refused while a graph is captured (tests/test_capture.py).
+
+The first device of a process registers a backend with torch, after which CUDA's pinned memory and its autograd fail in
+that process. Importing this module does not. So `make test-gpu`, which opens none, runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,6 +31,7 @@ WAITS = {  # the size of the result, or a result on the host, depends on numbers
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
     aten.unique_consecutive, aten.unique_dim_consecutive, aten.bincount, aten.equal, aten.multinomial,
 }  # fmt: skip
+BACKWARD_WAITS = {aten.cumprod, aten.prod}  # their gradients look for zeros on the host, but not in subclasses
 PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot}
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 
@@ -52,8 +57,17 @@ class _Module:
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
 
-_setup_privateuseone_for_python_backend("sim", _Module(), _Hooks())
-SIM = torch.device("sim", 0)
+@cache
+def _register() -> None:
+    _setup_privateuseone_for_python_backend("sim", _Module(), _Hooks())
+
+
+def is_registered() -> bool:
+    """Whether torch knows the device in this process."""
+    return bool(_register.cache_info().currsize)
+
+
+SIM = torch.device("privateuseone", 0)  # called "sim" once it is registered
 _Generator = torch.Generator
 
 
@@ -136,6 +150,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._pinned: dict[int, Tensor] = {}  # by address, kept so that none is given twice
 
     def __enter__(self) -> SimulatedDevice:
+        _register()
         self._lifts = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes it on the CPU, then copies
         torch.Generator = SimGenerator  # type: ignore[assignment, misc]
@@ -206,6 +221,8 @@ class SimulatedDevice(TorchDispatchMode):
             raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found sim:0 and cpu")
         if packet in PRODUCTS and not tensors[0].is_floating_point():
             raise NotImplementedError(f'"{packet}_cuda" not implemented for {tensors[0].dtype}')
+        if packet in BACKWARD_WAITS and torch.is_grad_enabled():
+            self.waited(func)
         if packet in WAITS or packet is aten.repeat_interleave and kwargs.get("output_size") is None:
             self.waited(func)
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsd_core.errors import DataError
 from fsd_core.text.encoding import read_prompts
 from fsd_core.text.row_check import LISTING, RowCheck
+from fsd_infer import Target
 from fsd_infer.cli.main import main as fsd_infer
+from fsd_infer.heads.head import EagleHead
 from fsd_train.cli import main as fsd_train
+from fsd_train.commands import regenerate
+from fsd_train.commands.command_lines import PARSERS
 from fsd_train.data import AnswersDataModule, read_answers
 from fsd_train.data.answers import conclude
+from tests.families import save_head, tiny_head
 from tests.fuzzing import called
 from tests.test_prompts import BOT, USER
 from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer
@@ -106,6 +113,18 @@ def test_a_limit_reads_on_until_few_of_the_rows_are_bad(tmp_path: Path) -> None:
         assert check.read == (11 if fails else 20) and check.too_many == fails
 
 
+def test_a_limit_does_not_read_a_whole_stream(tmp_path: Path) -> None:
+    """If every tenth row is bad, or all that follow the last one needed are."""
+    bad, path = BAD["no turns"][0], tmp_path / "rows.jsonl"
+    for rows, limit in (([bad, *[GOOD] * 9] * 300, 4), ([GOOD, bad] + [bad] * 3000, 1)):
+        check = RowCheck()
+        write(path, 0, bad, *rows)
+        with pytest.raises(DataError, match="rows.jsonl:1: .* of 10.. rows cannot be used, more than 5%"):
+            check.first(read_prompts(path, check), limit)
+            check.finish()
+        assert 1000 < check.read < 1100
+
+
 def test_fields_that_nothing_reads_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     turns = [{**USER, "name": "Ann"}, {**BOT, "thinking": "hm", "weight": 1, "loss": True}]
     rows = [{"messages": turns, "mood": "fine", "empty": "", "id": f"{number}"} for number in range(3)]
@@ -175,3 +194,57 @@ def test_commands_skip_name_and_list_bad_rows(
         assert listed[0]["row"] == f"{rows}:3" and f"skipped {len(listed)} of" in err and len(listed) >= 10
     status, _, err = called(main, [*argv, "--strict"])
     assert status == 2 and f"{rows}:3: turn 0 has role 'x'" in err.splitlines()[-1], err
+
+
+MEASURES = {
+    "bench": "bench --methods plain --no-warmup --limit 2 --json r.json",
+    "sweep": "sweep --rules tilted:2 --limit 2 --output s.jsonl",
+    "worth": "worth --limit 2 --tree 2,2,4",
+    "calibrate": "calibrate --at-most-nats 9 --rules tilted:2 --limit 4 --output c",
+}
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_conversation_that_the_template_refuses_does_not_end_a_measurement(
+    name: str, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that is as long as the context."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(chat / "target", "target")
+    refuses = "{% if 'tea' in messages[0]['content'] %}{{ raise_exception('no tea') }}{% endif %}"
+    Path("target/chat_template.jinja").write_text(refuses + CHATML)
+    texts = [f"a cat {number}" for number in range(60)]
+    texts[1:1], texts[3:3] = ["a tea"], ["the cat sat " * 100]
+    Path("rows.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    argv = [*MEASURES[name].split(), *MODELS.format(target="target", rows="rows.jsonl").split()]
+    argv[argv.index("none")] = "target"
+    status, _, err = called(fsd_infer, argv)
+    assert "skipped 2 of " in err and "1 x rows.jsonl:2: the chat template refuses" in err and "no tea" in err, err
+    assert "1 x rows.jsonl:4: the prompt has" in err and "has a context of 256 tokens: shorten or remove it" in err
+    assert status == 0, err
+    status, _, err = called(fsd_infer, [*argv, "--strict"])
+    assert status == 2 and "rows.jsonl:2: the chat template refuses" in err.splitlines()[-1], err
+
+
+def test_what_a_recipe_says_of_control_tokens_holds_for_all_of_its_commands(chat: Path, tmp_path: Path) -> None:
+    """Names of special tokens inside messages: prompts of regenerate, and the ids that export counts."""
+    recipe = json.loads((chat / "recipe.yaml").read_text())
+    for allowed in (False, True):
+        recipe["data"]["allow_control_tokens"] = allowed
+        path = tmp_path / "recipe.yaml"
+        path.write_text(json.dumps(recipe))
+        args = PARSERS["regenerate"]().parse_args(["--config", str(path), "--prompts", "x", "--output", "y"])
+        regenerate.resolve(args)
+        assert bool(args.target_kwargs.get("allow_control_tokens")) is allowed
+    target = Target.from_pretrained(str(chat / "target"), dtype=torch.float32)
+    save_head(
+        tmp_path / "head", tiny_head(target).head, target.fingerprint(), {"hyperparameters": {"target": target.name}}
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [USER, {"role": "assistant", "content": "<|start|>" * 50}]}) + "\n")
+    command = ["export", str(tmp_path / "head"), str(tmp_path / "out"), "--draft-vocab-size", "4", "--data", str(rows)]
+    for allowed in (False, True):
+        given = ["--target-kwargs", json.dumps({"allow_control_tokens": allowed})]
+        assert fsd_train([*command, *given]) == 0
+        ids = EagleHead.from_pretrained(tmp_path / "out").draft_ids
+        assert ids is not None and (target.tokenizer.convert_tokens_to_ids("<|start|>") in ids.tolist()) is allowed

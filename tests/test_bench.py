@@ -238,7 +238,7 @@ def test_absent_server(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[s
         with pytest.raises(ServerError, match="refused /v1/completions with status 404: .*no such model"):
             list(Server(url).stream({"model": "other", "prompt": [1], "max_tokens": 1}))
     path = tmp_path / "r.json"
-    argv = ["bench", "--prompts", str(toy.prompts), "--json", str(path), "--target", str(tmp_path / "no model needed")]
+    argv = ["bench", "--prompts", str(toy.prompts), "--json", str(path), "--target", str(toy.target)]
     assert main([*argv, "--methods", f"plain,server:{url}"]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"fsd-bench: server {url} cannot be reached") and err.count("\n") == 1

@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,16 +19,18 @@ import yaml
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from scipy.stats import spearmanr
 
-from benchmarks import compare, first_gpu, ladder, peers, stories
+from benchmarks import compare, first_gpu, gpu_round, ladder, padded, peers, stories
 from benchmarks.beginnings import WORDS, beginnings
 from benchmarks.peers import HERE
 from benchmarks.peers.gguf_files import converted
 from fsd_bench import METHODS, parse_methods, run
 from fsd_bench.cli import build_parser, main
+from fsd_bench.planned import count_weights
 from fsd_bench.process import ProcessMethod
 from fsd_infer import FsdError
 from fsd_train.commands.fit import read_recipe
 from tests.bench_toys import Toy
+from tests.families import tiny_model
 from tests.loss_toys import check, distributions, make_batch
 
 # a peer's script: counts up from the prompt's last token
@@ -136,13 +139,49 @@ def test_the_commands_for_a_gpu_are_commands(tmp_path: Path, monkeypatch: pytest
     parsers = {"fsd_bench.cli": build_parser(), "benchmarks.compare": compare.build_parser()}
     steps = [step for step in first_gpu.steps_of(sizes, tmp_path) if step.words[1] in parsers]
     read = {step.name: parsers[step.words[1]].parse_args(step.words[2:]) for step in steps}
-    assert len(read) == 5 and read["tinyllama-graphs"].cuda_graphs and read["tinyllama"].cuda_graphs is None
+    assert len(read) == 5 and read["built-in-eager"].cuda_graphs is False and read["tinyllama"].cuda_graphs is None
+    assert all(step.minutes <= 8 for step in first_gpu.steps_of(sizes, tmp_path))
     assert Path(read["tinyllama"].drafter) == tmp_path / "tinyllama" / "head"
     recipe = read_recipe(tmp_path / "recipe.yaml")
     assert recipe.model["target"] == read["tinyllama"].target == "models/tinyllama"
     assert recipe.trainer["default_root_dir"] == str(tmp_path / "tinyllama")
     assert f"directory: {tmp_path}/tinyllama/head" in (tmp_path / "recipe.yaml").read_text()
-    assert recipe.data["train_files"] == ["data/tinyllama-1.1b-answers.jsonl.gz"]
+    assert recipe.data["train_files"] == [str(tmp_path / "answers.jsonl")]
+    parts = [part for parts in first_gpu.ROUNDS for part in parts.split(",")]
+    assert parts == list(gpu_round.PARTS)
+
+
+def test_a_padded_model_is_the_same_model() -> None:
+    model, ids = tiny_model("llama", attention_bias=True, mlp_bias=True), torch.arange(1, 9)[None]
+    right, weights = model(ids).logits, count_weights(model)
+    width = padded.pad(model, weights + 3 * 32 * 2 * 500)
+    assert width == model.config.intermediate_size == 512 and count_weights(model) > weights + 3 * 32 * 2 * 400
+    torch.testing.assert_close(model(ids).logits, right, atol=1e-5, rtol=1e-5)
+    again = type(model)(model.config)
+    again.load_state_dict(model.state_dict())
+    with pytest.raises(FsdError, match="weights already"):
+        padded.pad(model, weights)
+
+
+def test_rounds_are_measured_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done is not run again; a part that failed is."""
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    file, ran = tmp_path / "rounds.json", list[str]()
+
+    def in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
+        ran.append(name)
+        return {"error": "killed"} if name == "plain" and ran.count(name) == 1 else {"rows": {"x": {"ms": 2.0}}}
+
+    monkeypatch.setattr(gpu_round, "_in_process", in_process)
+    words = ["--shape", str(tmp_path), "--device", "cpu", "--json", str(file), "--parts"]
+    assert gpu_round.main([*words, "limit,plain"]) == 1
+    assert gpu_round.main([*words, "plain,rules"]) == 0
+    assert ran == ["limit", "plain", "plain", "rules"]
+    assert list(json.loads(file.read_text())["parts"]) == ["limit", "plain", "rules"]
+    place = gpu_round.Place(str(tmp_path), "cpu", prompt=8, new=6)
+    assert gpu_round.limit(place)["forward"]["bytes"] > gpu_round.limit(place)["draft step"]["bytes"]
+    assert set(gpu_round.forwards(place)) == {"1 nodes", "6 nodes", "16 nodes", "60 nodes"}
+    assert gpu_round.rounds(place)["6,10,60"]["tau"] >= 1
 
 
 BENCHMARKS = sorted(

@@ -15,15 +15,16 @@ from torch.nn import functional as F
 
 from fsd_core.errors import ModelLoadError
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
-from fsd_infer.cpu import ops
-from fsd_infer.cpu.kernels import FEW_TOKENS
-from fsd_infer.cpu.packing import Packed, packed_of
+from fsd_infer.backends.cpu.kernels import FEW_TOKENS
+from fsd_infer.backends.cpu.packing import Packed, holds_blocks, pack_stored, packed_of, packed_products
+from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.loading import load_target
+from fsd_infer.targets.weights import QuantizedWeight, keep_quantized
 from fsd_train.models.start import initialise_from
 from tests.gguf_toys import FITTING, family_model, tiny_llama, write_gguf
-from tests.kernel_toys import in_each_set
+from tests.kernel_toys import CPU, in_each_set, prepare, restore
 
 pytestmark = in_each_set
 SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
@@ -48,7 +49,8 @@ def made_of(kind: GGMLQuantizationType, rows: int, depth: int, bias: bool = Fals
         layer = nn.Linear(depth, rows, bias=False, dtype=torch.bfloat16)
     if bias:
         layer.bias = nn.Parameter(torch.randn(rows).bfloat16(), requires_grad=False)
-    ops.hold_blocks(layer, ops.Blocks(int(kind), stored, order))
+    keep_quantized(layer, QuantizedWeight(int(kind), stored, order))
+    assert pack_stored(layer) == 1
     made = packed_of(layer)
     assert made is not None and layer.weight.is_meta
     return made, torch.from_numpy(dequantize(stored, kind))[order]
@@ -100,20 +102,20 @@ def test_products_are_closer_than_those_of_bf16_and_rows_stand_alone(kind: GGMLQ
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_what_cannot_be_held(kind: GGMLQuantizationType) -> None:
     block, _ = GGML_QUANT_SIZES[kind]
-    assert ops.holds_blocks(kind, 64, 2 * block)
-    assert not ops.holds_blocks(kind, 72, block) and not ops.holds_blocks(kind, 64, block + 16)
-    assert not ops.holds_blocks(GGMLQuantizationType.Q3_K, 64, 256)
+    assert holds_blocks(kind, 64, 2 * block)
+    assert not holds_blocks(kind, 72, block) and not holds_blocks(kind, 64, block + 16)
+    assert not holds_blocks(GGMLQuantizationType.Q3_K, 64, 256)
     for bits in (0x7C00, 0xFE01):  # infinity, NaN
         stored = random_rows(kind, 64, block)
         stored[7, SCALES[kind.name][-1] : SCALES[kind.name][-1] + 2] = (bits & 255, bits >> 8)
         with torch.device("meta"):
             layer = nn.Linear(block, 64, bias=False, dtype=torch.bfloat16)
         with pytest.raises(ValueError, match="1 scales that are no finite numbers"):
-            ops.hold_blocks(layer, ops.Blocks(int(kind), stored))
+            Packed(layer, QuantizedWeight(int(kind), stored))
     with torch.device("meta"):
         other = nn.Linear(16, 64, bias=False, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="do not take"):
-        ops.hold_blocks(other, ops.Blocks(int(kind), stored))
+        Packed(other, QuantizedWeight(int(kind), stored))
 
 
 # models -----------------------------------------------------------------------------------------------------------
@@ -145,12 +147,12 @@ def test_a_model_decodes_from_its_file(tmp_path: Path, family: str, tied: bool) 
     kinds = {name: GGMLQuantizationType[kind] for name, kind in names.items()}
     path = save_model(tmp_path / "tiny.gguf", tied, family, **kinds)
     expanded, tokenizer = load_target(path, device="cpu", dtype="fp32")
-    held, its = load_target(path, device="cpu", expand=False)
-    assert tokenizer is not None and its is not None and its.get_vocab() == tokenizer.get_vocab()
-    packed = ops.packed_products(held)
-    assert [made.kind for made in packed].count(0) == held.config.num_hidden_layers, "what was not quantised is packed"
+    held, its = load_target(path, device="cpu", reads_blocks=CPU.reads_blocks)
     target, whole = Target(held), Target(expanded)
-    assert ops.stack_of(target.decoder) is not None and target.device == torch.device("cpu")
+    assert isinstance(prepare(target, release=True), CpuStack) and target.device == torch.device("cpu")
+    assert tokenizer is not None and its is not None and its.get_vocab() == tokenizer.get_vocab()
+    packed = packed_products(held)
+    assert [made.kind for made in packed].count(0) == held.config.num_hidden_layers, "what was not quantised is packed"
     ids = torch.tensor([[3, 9, 200, 40, 41, 7, 7, 100]])
     assert torch.equal(target.embed(ids), whole.embed(ids).bfloat16())
     assert torch.equal(target.lm_head_rows(ids[0])[0], whole.lm_head_rows(ids[0])[0].bfloat16())
@@ -165,7 +167,7 @@ def test_a_model_decodes_from_its_file(tmp_path: Path, family: str, tied: bool) 
         plain, _ = greedy(target, prompt)
         drafted, _ = greedy(target, prompt, EagleDrafter(head, target, TreeShape(3, 3, 8)))
         assert drafted == plain
-    ops.restore(held)
+    restore(target)
     state, expected = held.state_dict(), expanded.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(value, expected[name].bfloat16()) for name, value in state.items()), "restore expands"
@@ -176,13 +178,10 @@ def test_what_is_expanded_is_said_once(tmp_path: Path, caplog: pytest.LogCapture
     kinds = {"attn_q": GGMLQuantizationType.Q3_K, "ffn_down": GGMLQuantizationType.F16}
     SCALES["Q3_K"] = (108,)
     path = save_model(tmp_path / "tiny.gguf", **kinds)
-    for expand in (True, False, False):
-        load_target(path, device="cpu", expand=expand)
-    [said] = [record.message for record in caplog.records if record.name == "fsd_infer.cpu.losses"]
+    for reads_blocks in (None, CPU.reads_blocks, CPU.reads_blocks):
+        load_target(path, device="cpu", reads_blocks=reads_blocks)
+    [said] = [record.message for record in caplog.records if record.name == "fsd_infer.targets.weights"]
     assert said.startswith("tiny.gguf: weights are expanded to bf16") and "(2 in Q3_K). A file in Q4_0, " in said
-    assert all(
-        ops.holds_blocks(GGMLQuantizationType[name], 64, 256) for name in ops.READS.replace(" and", ",").split(", ")
-    )
 
 
 def test_files_that_are_cut_or_wrong(tmp_path: Path) -> None:
@@ -192,7 +191,7 @@ def test_files_that_are_cut_or_wrong(tmp_path: Path) -> None:
     for size in {0, 3, 20, 200, len(content) // 3, len(content) - 1}:
         broken.write_bytes(content[:size])
         with pytest.raises(ModelLoadError, match="broken.gguf is not a readable GGUF file"):
-            load_target(broken, device="cpu", expand=False)
+            load_target(broken, device="cpu", reads_blocks=CPU.reads_blocks)
     for old, new, message in (
         (b"blk.1.attn_q", b"blk.9.attn_q", "has no place"),
         (b"blk.1.attn_q", b"blk.0.attn_q", "is there twice"),
@@ -201,9 +200,9 @@ def test_files_that_are_cut_or_wrong(tmp_path: Path) -> None:
     ):
         broken.write_bytes(content.replace(old, new))
         with pytest.raises(ModelLoadError, match=message) as error:
-            load_target(broken, device="cpu", expand=False)
+            load_target(broken, device="cpu", reads_blocks=CPU.reads_blocks)
         assert "\n" not in str(error.value)
     row = bytes(read_gguf(path)[1]["blk.1.ffn_up.weight"].data[3])
     broken.write_bytes(content.replace(row, b"\xff" * len(row)))
     with pytest.raises(ModelLoadError, match="1.mlp.up_proj.weight of the GGUF file has 16 scales that are no fin"):
-        load_target(broken, device="cpu", expand=False)
+        FuzzyDecoder.from_pretrained(broken, "none", device="cpu")

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fsd_infer import FsdError, FuzzyDecoder, NoDrafter, Target
-from fsd_infer.cpu.ops import speed_up
 from fsd_infer.device import cores
 from fsd_infer.device.cores import Cores, Look, Team, cores_taken, team_size, threads_beside
 from tests.families import tiny_model
@@ -134,8 +133,8 @@ def test_an_unknown_mode_is_refused_and_leaves_nothing(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "seed": 3}], ids=str)
 def test_answers_are_the_same_while_threads_change(options: dict[str, object], busy: Busy) -> None:
     target = Target(tiny_model("llama").bfloat16())
-    speed_up(target.model)
     decoder, sizes = FuzzyDecoder(target, NoDrafter(target.vocab_size)), []
+    decoder.prepare()
     asked = dict(max_new_tokens=12, do_sample=False) | options
 
     def answer() -> list[list[int]]:
@@ -158,14 +157,16 @@ CHILD = """
 import os, signal, sys
 import torch
 torch.set_num_threads(2)
-from fsd_infer.cpu.ops import likeliest
+from fsd_core.functional import topk_logprobs
+from fsd_infer.backends.choose import choose
+choose("cpu")
 x = torch.randn(64, 60000)
-expected = likeliest(x, 5)[1]
+expected = topk_logprobs(x, 5)[1]
 x.exp()  # OpenMP has threads now
 child = os.fork()
 if not child:
     signal.alarm(60)  # ends a process that waits for threads that it lacks
-    found = likeliest(x, 5)[1]
+    found = topk_logprobs(x, 5)[1]
     x.exp()
     os._exit(0 if torch.equal(found, expected) and torch.get_num_threads() == 1 else 1)
 assert torch.get_num_threads() == 2

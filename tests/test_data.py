@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,12 @@ from lightning.pytorch import LightningModule
 from fsd_core.errors import DataError, FsdError
 from fsd_core.text.encoding import encode_chat
 from fsd_infer import Target
-from fsd_train.data import AnswersDataModule, TokenBudgetSampler, read_answers
+from fsd_train.data import AnswersDataModule, PackingSampler, read_answers
 from fsd_train.data import features as module
 from fsd_train.data.answers import AnswersDataset, encode_row
 from fsd_train.data.backends import Answer
 from fsd_train.data.features import FeatureStore, cache_features, sequence_key
+from fsd_train.data.packs import collate
 from fsd_train.data.plan import answer_line, plan_jobs
 from tests.test_prompts import BOT, USER
 from tests.test_regenerate import prompts_file
@@ -133,42 +133,70 @@ def test_split_by_prompt(tmp_path: Path) -> None:
             assert len(other) and not set(with_twin.row_ids) & set(other.row_ids)
 
 
-def padding(batches: Iterable[Sequence[int]], sizes: Sequence[int]) -> float:
-    """Share of padding among the positions of batches."""
-    padded = sum(len(batch) * max(sizes[index] for index in batch) for batch in batches)
-    return 1 - sum(sizes[index] for batch in batches for index in batch) / padded
-
-
 def lengths(count: int = 500) -> list[int]:
-    return torch.randint(5, 200, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+    """A few short ones, many of some two hundred tokens, a few beyond a thousand."""
+    drawn = torch.randn(count, generator=torch.Generator().manual_seed(1))
+    return (200 * (0.7 * drawn).exp()).long().clamp(5, 1400).tolist()
 
 
 @pytest.mark.parametrize(("count", "replicas"), [(503, 1), (503, 3)])
 def test_every_epoch_has_as_many_batches_as_the_first(count: int, replicas: int) -> None:
     """Trainer counts the first one's: of a longer one it would leave the end out, in a shorter one lose its place."""
-    samplers = [TokenBudgetSampler(lengths(count), 1000, window=60, rank=i, replicas=replicas) for i in range(replicas)]
+    samplers = [PackingSampler(lengths(count), 2000, window=200, rank=i, replicas=replicas) for i in range(replicas)]
     sizes, numbers, partners = samplers[0].lengths, set(), []
     for epoch in range(5):
         for sampler in samplers:
             sampler.set_epoch(epoch)
         numbers |= {len(sampler) for sampler in samplers}
         batches = [tuple(batch) for sampler in samplers for batch in sampler]
-        partners.append(set(batches))
-        assert sorted(index for batch in set(batches) for index in batch) == list(range(count))
-        assert max(len(batch) * max(sizes[i] for i in batch) for batch in batches) <= 1000
-        assert padding(batches, sizes) < 0.1
+        partners.append({tuple(sorted(batch)) for batch in batches})
+        assert sorted(index for batch in partners[-1] for index in batch) == list(range(count))
+        assert 0 < max(sum(sizes[i] for i in batch) for batch in batches) <= 2000
     assert len(numbers) == 1  # or a replica would wait for ever
     assert len(partners[0] & partners[1]) < 0.1 * len(partners[0])  # other rows together each time
 
 
+@pytest.mark.parametrize("size", [2048, 4096, 8192])
+def test_batches_are_full(size: int) -> None:
+    sampler = PackingSampler(lengths(5000), size)
+    assert sum(sampler.lengths) >= 0.97 * size * len(sampler)
+
+
+@pytest.mark.parametrize("sizes", [[5], [7, 7], [9] * 12, [3, 12, 4], [10, 1, 1, 1]], ids=str)
+def test_few_rows_are_packed_too(sizes: list[int]) -> None:
+    """Where noise does not fit, or a row is longer than a batch."""
+    for epoch in range(4):
+        sampler = PackingSampler(sizes, 10)
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        assert sorted(row for batch in batches for row in batch) == list(range(len(sizes))) and all(batches)
+        assert all(sum(sizes[row] for row in batch) <= 10 or len(batch) == 1 for batch in batches)
+
+
+def test_a_batch_is_one_row(tmp_path: Path) -> None:
+    rows, _ = read_answers([answers(tmp_path / "a.jsonl", 3)])
+    items = [rows[i] for i in range(3)]
+    batch = collate(items, 64)
+    padding = 64 - sum(rows.lengths)
+    assert batch["lengths"].tolist() == [*rows.lengths, padding] and batch["ids"] == rows.row_ids
+    assert batch["input_ids"].shape == batch["loss_mask"].shape == (1, 64)
+    for name in ("input_ids", "loss_mask"):
+        parts = batch[name][0].split(batch["lengths"].tolist())  # type: ignore[literal-required]
+        assert all(torch.equal(part, item[name]) for part, item in zip(parts, items))  # type: ignore[literal-required]
+        assert not parts[-1].any()
+    assert collate(items)["lengths"].tolist() == rows.lengths
+    asked = [{"input_ids": torch.tensor([1, 2]), "loss_mask": torch.tensor([1, 1])}] * 2
+    assert collate(asked)["loss_mask"].tolist() == [[0, 1, 0, 1]]  # what begins a conversation follows nothing
+
+
 def test_order_is_seeded_and_differs_by_epoch() -> None:
-    first, again, other = (TokenBudgetSampler(lengths(), 1000, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (PackingSampler(lengths(), 2000, seed=seed) for seed in (0, 0, 1))
     zero = list(first)
     assert zero == list(again) != list(other)
     first.set_epoch(1)
     assert list(first) != zero
-    with pytest.raises(DataError, match="max_tokens is 0"):
-        TokenBudgetSampler([1], 0)
+    with pytest.raises(DataError, match="batch_tokens is 0"):
+        PackingSampler([1], 0)
 
 
 def test_repeated_validation_batches_supervise_nothing(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ HEADS: dict[str, dict[str, Any]] = {
 RULES = [
     *("exact", "fuzzy:js:0.3", "fuzzy-strict:tv:0.3", "tilted:1", "tilted:1:gate=0.3:novel=2", "draft-only"),
     *("random:0.5", "cactus:0.3", "cascade-token:0.5", "ensemble:0.5", "lenient:0.5", "relaxed", "threshold:0.3"),
-    *("typical", "fly"),
+    *("typical", "fly", "asd", "mars"),
 ]
 DRAFTERS = [
     *("eagle", "lm", "lookup", "none", "eagle3", "eagle3-own", "fsd", "reduced", "stop", "lm-stop", "recycle"),
@@ -102,7 +102,7 @@ def test_a_round_reads_nothing_and_its_report_is_one_transfer(
 ) -> None:
     target(SIM), drafter(kind, SIM)
     begun, ended = of_rounds(device, monkeypatch)
-    for greedy in (True, False)[: 1 if rule == "fly" else 2]:
+    for greedy in (True, False)[: 1 if parse_rule(rule).greedy_only else 2]:
         for waits in (device.waits, begun, ended):
             waits.clear()
         outcome = run(kind, rule, greedy)

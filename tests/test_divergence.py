@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 from torch import Tensor
 
+from fsd_core.divergence import divergence, expand_draft, reduced
 from fsd_core.errors import FsdError, UnknownNameError, VocabularyMismatchError
-from fsd_infer.divergence import divergence, expand_draft, reduced
 from fsd_infer.rules import parse_rule
 
 INF = math.inf

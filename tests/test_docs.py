@@ -149,7 +149,7 @@ def test_the_code_on_the_page_of_extensions_runs(repo_root: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == page.count("```python") >= 4
     tried = """
-from fsd_infer.divergence import divergence
+from fsd_core.divergence import divergence
 from fsd_infer.rules import parse_rule
 from tests.tree_rounds import assert_same, chain_round, tree_round
 for greedy in (True, False):

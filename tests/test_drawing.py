@@ -152,16 +152,16 @@ def test_the_output_has_the_targets_law(name: str) -> None:
 def test_a_wrong_q_is_noticed() -> None:
     """The check above has the power to see a test of drafts by q instead of the rest of q."""
     toy, wrong = GROWN["tree"], target_law(GROWN["tree"])
-    real = Drawing._entries
+    real = Drawing._drawn
 
-    def from_all(self: Drawing, scores: Tensor) -> Tensor:
-        return real(self, scores / 2)  # drawn from a flatter law than the one that the tree states
+    def from_all(self: Drawing, scores: Tensor, draws: Tensor) -> Tensor:
+        return real(self, scores / 2, draws)  # drawn from a flatter law than the one that the tree states
 
-    Drawing._entries = from_all  # type: ignore[method-assign]
+    Drawing._drawn = from_all  # type: ignore[method-assign]
     try:
         codes = simulate(toy, Exact(), ROWS, seed=3).codes
     finally:
-        Drawing._entries = real  # type: ignore[method-assign]
+        Drawing._drawn = real  # type: ignore[method-assign]
     assert p_value(codes, wrong) < ALARM
 
 

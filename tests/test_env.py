@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from fsd_infer.backends.cpu import sets
+from fsd_infer.backends.cpu.kernels import kernels
+from fsd_infer.backends.cpu.sets import VARIABLE
 from fsd_infer.cli import env as module
 from fsd_infer.cli.main import main
-from fsd_infer.cpu import sets
-from fsd_infer.cpu.kernels import kernels
-from fsd_infer.cpu.sets import VARIABLE
 
 
 def facts(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from fsd_train.commands.estimate import head_recipe, on_paper
 from fsd_train.commands.sizing import Batch, facts_of, step_memory
 from fsd_train.data import features
 from fsd_train.models.unroll import unroll
+from fsd_train.packed import TextMask
 from tests.families import tiny_model
 from tests.train_toys import toy_model
 
@@ -119,11 +120,13 @@ def test_activations_on_paper_are_those_that_backward_keeps(family: str, chains:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    embeds = torch.randn(rows, length, head.config.embed_size)
-    features = torch.randn(rows, length, head.config.feature_width)
-    roots = torch.arange(length - chains, length).expand(rows, -1)
+    embeds = torch.randn(1, rows * length, head.config.embed_size)
+    features = torch.randn(1, rows * length, head.config.feature_width)
+    ends = length * torch.arange(1, rows + 1)
+    roots = (ends[:, None] - torch.arange(chains, 0, -1)).flatten()
+    text = TextMask((length,) * rows, torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        unroll(head, embeds, features, steps, roots)
+        unroll(head, embeds, features, text, steps, roots)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     parts = step_memory(facts, head, Batch(rows * length, length, steps, rows * chains), "cpu")
     planned = sum(part.bytes for part in parts if part.name in ("activations", "masks"))

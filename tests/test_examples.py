@@ -23,7 +23,7 @@ def test_it_runs(
 ) -> None:
     """In this process, where torch is loaded already; a process of its own takes twice the time."""
     lines = script.read_text(encoding="utf-8").splitlines()
-    assert len(EXAMPLES) == 8 and len(lines) <= LONGEST.get(script.stem, 30)
+    assert len(EXAMPLES) == 9 and len(lines) <= LONGEST.get(script.stem, 30)
     small = ["--target", str(toy.target), "--drafter", str(toy.drafter)] if script.stem == "stories" else []
     monkeypatch.setattr("sys.argv", [str(script), *small])
     monkeypatch.setattr(RULES, "_entries", dict(RULES._entries))  # a rule of an example's own

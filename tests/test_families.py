@@ -125,6 +125,24 @@ def test_models_that_cannot_read_a_tree_are_refused(family: str, options: dict[s
         FuzzyDecoder(Target(model), NoDrafter(VOCAB)).generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
 
 
+def test_doge_is_refused_where_its_prompts_are_not_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 5.18, transformers left the mask of a whole prompt to sdpa, to which Doge always gives one of its own."""
+
+    def made(attention: str) -> Any:
+        options: dict[str, Any] = {**_HEADS, "sliding_window": None, "pad_token_id": 0, "eos_token_id": None}
+        config = AutoConfig.for_model("doge", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, **options)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+    monkeypatch.setattr("fsd_infer.targets.checks.VERSION", "5.17.1")
+    with pytest.raises(ModelLoadError, match='Doge in both directions.*"eager", or install transformers 5.18'):
+        Target(made("sdpa"))
+    model, prompts = made("eager"), tiny_prompts()
+    answers = FuzzyDecoder(Target(model), NoDrafter(VOCAB)).generate(prompts, max_new_tokens=9, do_sample=False)
+    assert answers.sequences == reference(model, prompts, max_new_tokens=9)
+    monkeypatch.setattr("fsd_infer.targets.checks.VERSION", "5.18.0.dev0")
+    Target(made("sdpa"))
+
+
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_chunked_prefill_equals_whole(family: str, in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,24 @@ VALUES = st.one_of(
     st.sampled_from([*JUNK, KeyError]), st.floats(), st.text(max_size=6),
     st.sampled_from(["none", "1e400", "0_1", "/dev/null", "~", "a.b.C", "[", "{}"]),
 )  # fmt: skip
+
+
 # other numbers of devices start processes
+@pytest.mark.parametrize(
+    ("section", "name", "said"),
+    [
+        ("data", "batch_tokens", "data.batch_tokens is null: give a value, or leave it out, which means 4096"),
+        ("data", "max_length", "data.max_length is null"), ("model", "unroll_steps", "model.unroll_steps is null"),
+        ("model", "optimizer", "model.optimizer is null: give a value, or leave it out."),
+    ],
+)  # fmt: skip
+def test_nulls_in_a_recipe_are_named(section: str, name: str, said: str, toys: Path, tmp_path: Path) -> None:
+    config = recipe(toys, tmp_path / "run")
+    config[section][name] = None
+    (tmp_path / "recipe.yaml").write_text(json.dumps(config))
+    one_line_or_well(["fit", "--config", str(tmp_path / "recipe.yaml")], said)
+
+
 KEYS = [place for place in places(recipe(Path("toys"), Path("out"))) if place[-1] not in ("devices", "strategy")]
 
 

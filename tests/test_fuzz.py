@@ -23,6 +23,7 @@ from fsd_bench.cli import build_parser as build_bench_parser
 from fsd_bench.cli import main as bench_main
 from fsd_bench.score import asked_options, read_references
 from fsd_core.console import BAD_INPUT, run
+from fsd_core.divergence import DIVERGENCES
 from fsd_core.errors import DataError
 from fsd_core.registry import read_float
 from fsd_core.text.conversations import row_conversation, row_questions
@@ -31,7 +32,6 @@ from fsd_core.text.masks import encode_conversation
 from fsd_core.text.rows import read_rows
 from fsd_infer import RULES, FuzzyDecoder, parse_rule
 from fsd_infer.cli.main import build_parser, main
-from fsd_infer.divergence import DIVERGENCES
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.serving.app import make_app
 from fsd_infer.serving.listen import Connection

@@ -31,7 +31,7 @@ def test_expansion_gives_the_model_the_gguf_was_made_from(tmp_path: Path, tied: 
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, original(ids).logits)
     assert model.config.max_position_embeddings == 256
-    assert model.generation_config.eos_token_id == 2
+    assert model.generation_config.eos_token_id == [2, 0]
 
     assert tokenizer is not None
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (2, 2, 1)

@@ -18,6 +18,7 @@ from fsd_core.errors import ModelLoadError
 from fsd_infer import FuzzyDecoder
 from fsd_infer.targets.gguf import expand_gguf
 from fsd_infer.targets.gguf_file import read_gguf
+from fsd_infer.targets.gguf_keys import end_ids
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer
 from fsd_infer.targets.loading import load_target
 from tests.families import tiny_model
@@ -37,15 +38,34 @@ def logits(model: Any) -> torch.Tensor:
 
 # End of an answer ----------------------------------------------------------------------------------------------------
 
-ENDS: list[tuple[dict[str, Any], Any]] = [
+ENDS: list[tuple[dict[str, Any], Any]] = [  # the vocabulary has <|endoftext|> (0) and <|im_end|> (2)
     ({"eos_token_id": 0, "eot_token_id": 2}, [0, 2]),
     ({"eos_token_id": 0, "eot_token_id": 2, "eom_token_id": 1}, [0, 2, 1]),
-    ({"eos_token_id": 0}, [0, 2]),  # a file of earlier days: <|im_end|> is known by its text
-    ({"eos_token_id": 0, "eot_token_id": 0}, 0),
-    ({"eos_token_id": None}, 2),
-    ({"eos_token_id": 2, f"{TOK}fim_rep_token_id": 5}, [2, 5]),
-    ({"eos_token_id": 2}, 2),
+    ({"eos_token_id": 0}, [0, 2]),  # a file of earlier days
+    ({"eos_token_id": 0, "eot_token_id": 0}, [0, 2]),
+    ({"eos_token_id": None}, [2, 0]),
+    ({"eos_token_id": 2, f"{TOK}fim_rep_token_id": 5}, [2, 5, 0]),
+    ({"eos_token_id": 2}, [2, 0]),
 ]
+TEXTS: list[tuple[list[str], dict[str, int], list[int]]] = [
+    (["a", "</s>", "<eos>", "<turn|>"], {"eos": 1}, [1, 2, 3]),
+    (["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "b"], {"eos": 0, "eot": 2}, [0, 2, 1]),
+    (["<PAD>", "<fim_pad>", "<reponame>", "<|file_sep|>", "c"], {"eos": 4}, [4, 1, 2, 3]),
+    (["<fim_pad>", "c", "d"], {"eos": 2, "fim_pad": 1}, [2, 1]),
+    (["<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"], {"eos": 1}, [1, 2, 3]),  # gpt-oss
+    (["<|end|>", "<|flush|>", "<|calls|>"], {"eos": 0}, [1, 2]),
+    (["<|end|>", "<|return|>", "<|endoftext|>"], {"eos": 2}, [2, 0, 1]),
+    (["</s>", "<|tool_response>", "<eos>"], {"eos": 2}, [2, 1]),
+    (["x", "y"], {}, []),
+]
+
+
+@pytest.mark.parametrize(("tokens", "named", "right"), TEXTS)
+def test_ends_are_found_by_text_as_llama_cpp_finds_them(
+    tokens: list[str], named: dict[str, int], right: list[int]
+) -> None:
+    keys = {f"{TOK}{role}_token_id": index for role, index in named.items()}
+    assert end_ids({f"{TOK}tokens": tokens, **keys}) == right
 
 
 @pytest.mark.parametrize(("facts", "right"), ENDS)

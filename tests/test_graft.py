@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsd_core import functional
 from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
-from fsd_infer.cpu import ops
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter
 from fsd_infer.drafters.graft import _warn_sampled, kept_of, union_of
 from fsd_infer.drafters.visits import likeliest
@@ -85,7 +85,7 @@ def test_the_kernel_and_torch_make_the_same_union(monkeypatch: pytest.MonkeyPatc
         side.proposers = torch.arange(7).expand_as(side.parents)
         compiled = union_of(main, side, depth=8, mains=2)
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "tree_union", lambda *_: None)
+            patch.delitem(functional.KERNELS["tree_union"], "cpu")
             plain = union_of(main, side, depth=8, mains=2)
         torch.testing.assert_close(compiled.scores, plain.scores)
         for name in ("tokens", "parents", "proposers", "q_index"):

@@ -13,9 +13,11 @@ from transformers import DynamicCache
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.models.start import initialise_from
 from fsd_train.models.unroll import chain_roots, plan_chains, supervised, unroll
+from fsd_train.packed import TextMask
 from tests.families import options_of
 from tests.train_toys import toy_target
 
+CPU = torch.device("cpu")
 OWN = ["llama", "qwen2", "qwen3", "mistral", "granite", "olmo2", "phi3", "gemma2"]
 
 
@@ -80,8 +82,8 @@ def test_unrolled_training_is_token_by_token_drafting(layout: str, chosen: Seque
     torch.manual_seed(1)
     embeds, features = torch.randn(1, length, 32), torch.randn(1, length, head.config.feature_width)
     with torch.no_grad():
-        roots = torch.tensor([list(chosen)])
-        unrolled = unroll(head, embeds, features, steps, roots)
+        roots = torch.tensor(list(chosen))
+        unrolled = unroll(head, embeds, features, TextMask((length,), CPU), steps, roots)
         compared = 0
         for chain, root in enumerate(chosen):
             for step, out in enumerate(decode_chain(head, embeds, features, root, min(steps, length - root))):
@@ -91,23 +93,41 @@ def test_unrolled_training_is_token_by_token_drafting(layout: str, chosen: Seque
     assert compared >= 8
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_conversations_of_a_packed_row_are_unrolled_apart(layout: str) -> None:
+    family, options = LAYOUTS[layout]
+    head, lengths, steps = make_head(family, **options), (7, 12, 5), 3
+    torch.manual_seed(1)
+    embeds, features = torch.randn(1, 24, 32), torch.randn(1, 24, head.config.feature_width)
+    roots = torch.tensor([2, 3, 8, 10, 11, 20])
+    packed = unroll(head, embeds, features, TextMask(lengths, CPU), steps, roots)
+    for begin, length in ((0, 7), (7, 12), (19, 5)):
+        inside = (roots >= begin) & (roots < begin + length)
+        part = slice(begin, begin + length)
+        text = TextMask((length,), CPU)
+        apart = unroll(head, embeds[:, part], features[:, part], text, steps, roots[inside] - begin)
+        torch.testing.assert_close(packed[0][:, part], apart[0], atol=2e-5, rtol=1e-4)
+        for step in range(1, steps):
+            ends = roots[inside] + step < begin + length  # beyond it, outputs are undefined
+            found, wanted = packed[step][:, inside][:, ends], apart[step][:, ends]
+            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+
+
 def test_a_share_of_the_chains_stands_for_all() -> None:
-    answer = torch.zeros(3, 40)
-    answer[0, 5:9], answer[1, 3:], answer[2, 20:30] = 1, 1, 1
+    answer = torch.zeros(120)
+    answer[5:9], answer[43:80], answer[100:110] = 1, 1, 1
     wanted = supervised(answer, 2)
-    possible = wanted[1].sum(1)
-    totals = torch.zeros(3, 39)
+    possible, totals, rounds = int(wanted[1].sum()), torch.zeros(120), 800
     generator = torch.Generator().manual_seed(0)
-    rounds = 800
     for _ in range(rounds):
         roots, weights = chain_roots(wanted, 0.4, generator)
-        assert roots.shape[1] == math.ceil(0.4 * int(possible.sum()) / 3)
-        assert torch.allclose(weights.sum(1), possible.float())
-        assert (roots.diff(dim=1) > 0)[weights[:, 1:] > 0].all()  # distinct
-        totals.scatter_add_(1, roots, weights)
-    expected = torch.nn.functional.pad(wanted[1][:, 1:].float(), (0, 1))
+        assert len(roots) == math.ceil(0.4 * possible) and (roots.diff() > 0).all()
+        assert float(weights.sum()) == pytest.approx(possible)
+        totals.scatter_add_(0, roots, weights)
+    expected = torch.nn.functional.pad(wanted[1][1:].float(), (0, 1))
     # a draw is w = n/k with chance 1/w, so its variance is w - 1: six standard errors
-    variance = possible.max() / roots.shape[1] - 1
+    variance = possible / len(roots) - 1
     assert torch.allclose(totals / rounds, expected, atol=6 * float(variance / rounds) ** 0.5)
     assert (totals[expected == 0] == 0).all()
 
@@ -119,13 +139,14 @@ def test_a_share_of_the_chains_stands_for_all() -> None:
         # last prompt token's feature and x_4's embedding. Step s predicts x_{i+2} where x_{i-s+1} is of the answer.
         ([0, 0, 0, 0, 1, 1, 1, 1, 1, 0], [[3, 4, 5, 6], [4, 5, 6], [5, 6]]),
         ([0, 1, 1, 0, 0, 1, 1, 1, 1], [[0, 4, 5, 6], [5, 6]]),  # several turns
-        ([1, 1], [[], []]),
+        ([0, 1], [[], []]),
+        ([0], [[], []]),
     ],
 )
 def test_supervised_positions(answer: list[int], steps: list[list[int]]) -> None:
-    wanted = supervised(torch.tensor([answer]), len(steps))
-    assert wanted.shape == (len(steps), 1, len(answer) - 1)
-    assert [row[0].nonzero().squeeze(1).tolist() for row in wanted] == steps
+    wanted = supervised(torch.tensor(answer), len(steps))
+    assert wanted.shape == (len(steps), len(answer))
+    assert [row.nonzero().squeeze(1).tolist() for row in wanted] == steps
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -133,26 +154,24 @@ def test_supervised_positions(answer: list[int], steps: list[list[int]]) -> None
 def test_a_plans_rows_are_what_is_supervised(steps: int, share: float) -> None:
     """By search: every row of every step, where its output stands, and the chains that are whole."""
     torch.manual_seed(0)
-    mask = torch.rand(3, 30) < 0.8
-    mask[1] = False
-    wanted, length, decay = supervised(mask, steps), 29, 0.5
+    mask, decay = torch.rand(90) < 0.8, 0.5
+    mask[0], mask[30:61] = False, False
+    wanted, length = supervised(mask, steps), len(mask)
     plan = plan_chains(mask, steps, decay, share, torch.Generator().manual_seed(1))
-    rows, roots = plan.rows, plan.roots
-    assert rows.position.tolist() == wanted[0].flatten().nonzero().squeeze(1).tolist()
+    rows, roots = plan.rows, plan.roots.tolist()
+    assert rows.position.tolist() == wanted[0].nonzero().squeeze(1).tolist()
     assert rows.feature.diff().min() >= 0
     assert rows.ends == [int((rows.feature < number).sum()) for number in range(len(rows.position) + 1)]
-    outputs = [(b * length + i, 0) for b in range(3) for i in range(length)]  # (flat position, step) of unroll's
-    outputs += [(b * length + int(root) + s, s) for s in range(1, steps) for b in range(3) for root in roots[b]]
+    outputs = [(i, 0) for i in range(length)]  # (position, step) of unroll's
+    outputs += [(root + s, s) for s in range(1, steps) for root in roots]
     found = list(zip(rows.position[rows.feature].tolist(), rows.step.tolist()))
     assert [outputs[place] for place in plan.source.tolist()] == found and len(set(found)) == len(found)
-    expected = {(int(flat), 0) for flat in rows.position}
-    chains, kept = set(), [set(map(int, row[row < length - 1])) for row in roots]
-    for b in range(3):
-        for root in kept[b] if steps > 1 else range(length):
-            chain = [(b * length + root + s, s) for s in range(steps) if root + s < length and wanted[s, b, root + s]]
-            expected |= set(chain)
-            if len(chain) == steps:
-                chains.add(tuple(chain))
+    expected, chains = {(int(place), 0) for place in rows.position}, set()
+    for root in roots if steps > 1 else range(length):
+        chain = [(root + s, s) for s in range(steps) if root + s < length and wanted[s, root + s]]
+        expected |= set(chain)
+        if len(chain) == steps:
+            chains.add(tuple(chain))
     assert set(found) == expected
     assert {tuple(found[row] for row in column) for column in rows.chains.T.tolist()} == chains
     assert rows.chains.shape == (steps, len(chains))
@@ -161,3 +180,12 @@ def test_a_plans_rows_are_what_is_supervised(steps: int, share: float) -> None:
     if steps > 1:  # what is drawn stands for all: of the steps that all chains have, the sum is the same
         total = float(rows.weight[rows.step == 1].sum())
         assert total == pytest.approx(float(wanted[1].sum()) * decay)
+    counts = wanted.sum(1).tolist()
+    assert float(rows.total) == pytest.approx(sum(n * decay**s for s, n in enumerate(counts)))
+    assert float(rows.chain_total) == counts[-1]
+
+
+def test_a_row_without_answers_has_one_chain_and_no_rows() -> None:
+    plan = plan_chains(torch.zeros(8), 3)
+    assert len(plan.roots) == 1 and not len(plan.source) and not len(plan.rows.position)
+    assert plan.rows.chains.shape == (3, 0) and float(plan.rows.total) == 0

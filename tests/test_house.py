@@ -1,4 +1,4 @@
-"""Who imports whom: core code reaches what makes a CPU faster by one door, and maths needs no models."""
+"""Who imports whom: the algorithm knows no processor, and maths needs no models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = ["fsd_core", "fsd_infer", "fsd_bench", "fsd_train"]
-SEAM = "fsd_infer.cpu.ops"
-PURE = ["fsd_infer.divergence", "fsd_infer.tree", "fsd_infer.rules"]
+LOADERS = {f"fsd_infer/{name}.py" for name in ("cli/commands", "cli/env", "decoder/fuzzy", "environment")}
+SEEN_BY_BACKENDS = {f"fsd_infer.{name}" for name in ("device.cache", "device.cores", "device.cpuinfo", "device.memory")}
+SEEN_BY_BACKENDS |= {f"fsd_infer.targets.{name}" for name in ("masks", "stack", "weights")}
+PURE = ["fsd_core.divergence", "fsd_core.functional", "fsd_infer.tree", "fsd_infer.rules"]
 MODELS = ["transformers", "huggingface_hub", "fsd_infer.targets"]
-HEAVY = [*MODELS, "safetensors", "fsd_infer.cpu.build"]
+HEAVY = [*MODELS, "safetensors", "fsd_infer.backends.cpu.build"]
 
 
 def imports_of(file: Path) -> Iterator[str]:
@@ -25,17 +27,21 @@ def imports_of(file: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_the_cpu_room_has_one_door(repo_root: Path) -> None:
+def test_the_algorithm_knows_no_processor(repo_root: Path) -> None:
+    """Backends are chosen where a decoder is loaded and where a machine is reported on, and see little of the rest."""
     files = [file for package in PACKAGES for file in (repo_root / package).rglob("*.py")]
-    outside = [file for file in files if file.parent.name != "cpu"]
-    assert len(outside) > 50
-    wrong = {
-        f"{file.relative_to(repo_root)}: {name}"
-        for file in outside
-        for name in imports_of(file)
-        if f"{name}.".startswith("fsd_infer.cpu.") and not f"{name}.".startswith(f"{SEAM}.")
-    }
-    assert not wrong
+    assert len(files) > 100
+    users, seen = set(), set()
+    for file in files:
+        own = file.relative_to(repo_root)
+        inside = own.parts[:2] == ("fsd_infer", "backends")
+        for name in imports_of(file):
+            if not inside and f"{name}.".startswith("fsd_infer.backends."):
+                users.add(str(own))
+            elif inside and name.startswith("fsd_infer.") and not name.startswith("fsd_infer.backends."):
+                seen.add(".".join(name.split(".")[:3]))
+    assert users <= LOADERS and "fsd_infer/decoder/fuzzy.py" in users
+    assert seen <= SEEN_BY_BACKENDS
 
 
 def test_the_core_stands_alone(repo_root: Path) -> None:
@@ -67,7 +73,7 @@ for module in {PURE!r}:
     importlib.import_module(module)
 print([name for name in {HEAVY!r} if name in sys.modules])
 import torch
-sys.modules["fsd_infer.divergence"].divergence("js")(torch.ones(3), torch.ones(3))
+sys.modules["fsd_core.divergence"].divergence("js")(torch.ones(3), torch.ones(3))
 print([name for name in {MODELS!r} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

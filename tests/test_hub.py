@@ -169,10 +169,12 @@ def trained(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_publish(hub: Hub, trained: Path, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish(hub: Hub, trained: Path, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsd_train.commands.publish.LEAST_TAU", 0.0)
     known = ["--base-model", "owner/target", "--base-revision", "abc", "--license", "mit", "--dataset", "owner/data"]
-    options = [str(trained), "owner/head", *known, "--max-new-tokens", "4", "--limit", "2"]
+    (tmp_path / "curves.png").write_bytes(b"picture")
+    options = [str(trained), "owner/head", *known, "--max-new-tokens", "12", "--limit", "3"]
+    options += ["--curve", str(tmp_path / "curves.png")]
     status, shown, said = publish(*options)
     assert status == 2 and "give --yes" in said and ("models", "owner/head") not in hub.repositories
     with monkeypatch.context() as terminal:
@@ -183,7 +185,10 @@ def test_publish(hub: Hub, trained: Path, toy: Toy, monkeypatch: pytest.MonkeyPa
     assert status == 0, said
     repository = hub.repositories["models", "owner/head"]
     files = repository.commits[repository.refs["main"]]
-    assert set(files) == {*WANTED, "README.md"} and files["README.md"].decode() in shown + "\n"
+    assert (
+        set(files) == {*WANTED, "README.md", "results.json", "curve.png"}
+        and files["README.md"].decode() in shown + "\n"
+    )
     uploaded = json.loads(files["config.json"])
     kept = json.loads((trained / "config.json").read_text())
     assert str(toy.target) in json.dumps(kept) and str(toy.target) not in json.dumps(uploaded), "no local path"
@@ -193,9 +198,16 @@ def test_publish(hub: Hub, trained: Path, toy: Toy, monkeypatch: pytest.MonkeyPa
     assert data["base_model"] == "owner/target" and data["library_name"] == "fsd-toolkit" and data["license"] == "mit"
     assert data["pipeline_tag"] == "text-generation" and "eagle3" in data["tags"] and data["datasets"] == ["owner/data"]
     for fact in ("owner/target at abc", "EAGLE-3", "50 of", "20 steps", "75.0%, 50.0%", "depth 5, width 6, 16 nodes",
-                 "2 of quickstart_prompts", "--drafter owner/head", "--to vllm", "vllm serve owner/target",
+                 "3 of quickstart_prompts", "--drafter owner/head", "--to vllm", "vllm serve owner/target",
                  "not possible: it fuses 2 layers, there are always three. Use --to vllm"):  # fmt: skip
         assert fact in card.text, fact
+    results = json.loads(files["results.json"])
+    assert [(group["name"], group["prompts"]) for group in results["chains"]["groups"]] == [("chat", 2), ("code", 1)]
+    for group in results["chains"]["groups"]:
+        assert len(group["accepted"]) == len(group["tau"]) == 7 and sorted(group["accepted"])[::-1] == group["accepted"]
+        assert group["tau"][-1] == pytest.approx(1 + sum(group["accepted"]))
+        assert f"| {group['name']} | {group['prompts']} |" in card.text
+    assert results["target"] == "owner/target" and "/" not in results["environment"]["cpu"]
     assert "bytes" not in card.text and EagleHead.from_pretrained("owner/head").config.layout == "eagle3"
 
 

@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
-from fsd_infer.cpu import stack as stack_module
-from fsd_infer.cpu.kernels import MOST_ROWS, Kernels
-from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
-from fsd_infer.cpu.packing import Packed, packed_of
+from fsd_infer.backends.cpu import stack as stack_module
+from fsd_infer.backends.cpu.kernels import MOST_ROWS, Kernels
+from fsd_infer.backends.cpu.packing import Packed, packed_of, packed_products
+from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.models.start import initialise_from
 from tests.families import VOCAB, save_head, tell, tiny_model, tiny_prompts
-from tests.kernel_toys import in_each_set, logits_through_cache, needs_kernels
+from tests.kernel_toys import in_each_set, logits_through_cache, needs_kernels, prepare, restore
 
 pytestmark = pytest.mark.usefixtures("several_threads")
 FITTING: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, head_dim=32)  # panels are 32 or 64 columns wide
@@ -75,14 +75,13 @@ def test_layers_are_closer_to_fp32_than_torchs_own(family: str, heads: tuple[int
     model = fitting_model(family, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     target = Target(model)
     plain = logits_through_cache(target, length=length)
-    speed_up(model, release=True)
-    assert stack_of(target.decoder) is not None
+    assert isinstance(prepare(target, release=True), CpuStack)
     for parameter in model.parameters():  # as where memory is handed back: no address may point there
         if not parameter.is_meta:
             old, parameter.data = parameter.data, parameter.data.clone()
             old.fill_(torch.nan)
     fast = logits_through_cache(target, length=length)
-    restore(model)
+    restore(target)
     exact = logits_through_cache(Target(model.float()), length=length)
     assert float((fast - exact).norm()) < 1.1 * float((plain - exact).norm()) < 0.05 * float(exact.norm())
 
@@ -93,10 +92,10 @@ def test_a_tied_embedding_is_read_from_the_packed_head() -> None:
     target, head, table = Target(model), model.get_output_embeddings(), model.get_input_embeddings()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     weight, digest = before["lm_head.weight"], target.weights_digest()
-    speed_up(model)
+    prepare(target)
     expected = logits_through_cache(target)
-    restore(model)
-    speed_up(model, release=True)
+    restore(target)
+    prepare(target, release=True)
     assert head.weight.is_meta and table.weight.shape == (0, model.config.hidden_size), "held once"
     assert target.device == torch.device("cpu") and target.vocab_size == 192
     ids = torch.tensor([[0, 191, 31], [32, 33, 64]])
@@ -107,10 +106,10 @@ def test_a_tied_embedding_is_read_from_the_packed_head() -> None:
     for wrong in (-1, 192):
         with pytest.raises(IndexError, match="the vocabulary has 192"):
             target.embed(torch.tensor([3, wrong]))
-    restore(model)
+    restore(target)
     assert packed_of(table) is None and head.weight is table.weight
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    speed_up(model)
+    prepare(target)
     assert table.weight.shape == (192, model.config.hidden_size), "only where the model is ours"
 
 
@@ -140,7 +139,7 @@ def test_a_forward_is_one_call_and_returns_watched_layers(monkeypatch: pytest.Mo
     target = Target(model)
     target.capture_layers([0, 2, 3])
     expected = target.features(torch.tensor(tiny_prompts((11,)))).float()
-    speed_up(model)
+    prepare(target)
     calls = calls_of_kernels(monkeypatch)
     logits, found = forward(target, 11)
     assert calls == [11]
@@ -150,8 +149,8 @@ def test_a_forward_is_one_call_and_returns_watched_layers(monkeypatch: pytest.Mo
     assert torch.equal(logits, target.lm_logits(target.features_of(found)))
     model = fitting_model("llama")
     model.config._attn_implementation = "eager"  # which is not theirs
-    speed_up(model)
-    assert stack_of(model.model) is None
+    target = Target(model)
+    assert prepare(target) is target.plain_stack
 
 
 @in_each_set
@@ -159,11 +158,10 @@ def test_a_forward_is_one_call_and_returns_watched_layers(monkeypatch: pytest.Mo
 def test_the_kernels_layers_of_a_head_are_those_of_torch(first: bool) -> None:
     """Two of EAGLE-3's, with the norm before or after the residual."""
     target = Target(fitting_model("llama", num_hidden_layers=3))
-    config = EagleConfig.for_target(target, layout="eagle3", num_layers=2, norm_before_residual=first)
+    config = EagleConfig.for_target(target, layout="eagle3", num_layers=2, norm_before_residual=first, norm_output=True)
     owner = EagleHead(config).to(torch.bfloat16)
-    speed_up(owner)
-    stack = stack_of(owner)
-    assert stack is not None
+    stack = prepare(owner)
+    assert isinstance(stack, CpuStack)
     count, sees = 9, torch.rand(2, 9, 9).gt(0.3) | torch.eye(9, dtype=torch.bool)
     slots = torch.stack([torch.randperm(20)[:count] for _ in range(2)])
     visible = torch.zeros(2, count, 20, dtype=torch.bool)
@@ -176,9 +174,9 @@ def test_the_kernels_layers_of_a_head_are_those_of_torch(first: bool) -> None:
         return made
 
     with torch.inference_mode():
-        given, attended = owner.layers[0].attended(embeds, x)
         here = cache()
-        out, found = stack(given, positions, [visible] * 2, here, owner.norm, range(2), attended)
+        out, captured, _ = stack(x, positions, {"all": visible}, here, capture=range(2), embeds=embeds)
+        found = list(captured)
         there, angles, expected = cache(), owner.rotary_emb(x, positions), []
         for index, layer in enumerate(owner.layers):
             inputs, name = ((x,), cache_argument(type(layer))) if index else ((embeds, x), "cache")
@@ -199,15 +197,14 @@ def test_a_hook_on_a_layers_module_is_called(kind: str, monkeypatch: pytest.Monk
     layer = model.model.layers[1]
     halve = {"forward": lambda module, args, out: 0.5 * out, "forward_pre": lambda module, args: (0.5 * args[0],)}
     handle = getattr(layer.mlp, f"register_{kind}_hook")(halve[kind])
-    plain = logits_through_cache(Target(model))
-    speed_up(model)
+    target = Target(model)
+    plain = logits_through_cache(target)
+    prepare(target)
     calls = calls_of_kernels(monkeypatch)
-    hooked = logits_through_cache(Target(model))
+    hooked = logits_through_cache(target)
     assert float((hooked - plain).norm()) < 0.03 * float(plain.norm()) and not calls
     handle.remove()
-    target = Target(model)
-    target.capture_layers([0])
-    target.features(torch.tensor([[1, 2]]))  # transformers leaves hooks that only look
+    model(torch.tensor([[1, 2]]), output_hidden_states=True)  # transformers leaves hooks that only look
     fast = logits_through_cache(target)
     assert len(calls) == 2 and float((hooked - fast).norm()) > 0.1 * float(plain.norm())
 
@@ -215,8 +212,8 @@ def test_a_hook_on_a_layers_module_is_called(kind: str, monkeypatch: pytest.Monk
 @in_each_set
 def test_threads_run_forwards_of_one_target_at_once() -> None:
     model = fitting_model("qwen3", num_hidden_layers=4)
-    speed_up(model)
     target = Target(model)
+    prepare(target)
     target.capture_layers([1])
 
     @torch.inference_mode()
@@ -246,7 +243,7 @@ def assert_exact_is_plain(expand: bool, kinds: set[int]) -> None:
     """The built-in model's weights are of these kinds, and no draft changes a token."""
     shape = TreeShape(5, 6, 16)
     decoder = FuzzyDecoder.from_pretrained("smollm2-135m", "shipped+lookup", tree=shape, expand=expand)
-    assert stack_of(decoder.target.decoder) is not None
+    assert isinstance(decoder.target.stack, CpuStack)
     assert {made.kind for made in packed_products(decoder.target.model)} == kinds
     plain = FuzzyDecoder(decoder.target, NoDrafter(decoder.target.vocab_size))
     prompts = ["Why is the sky blue?", "Translate to German: The meeting was moved to Thursday.", "Name ten rivers."]
@@ -259,8 +256,8 @@ def assert_exact_is_plain(expand: bool, kinds: set[int]) -> None:
 @in_each_set
 def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fitting_model("llama")
-    speed_up(model)
     target = Target(model)
+    prepare(target)
     prompt = (tiny_prompts((60,))[0] * 3)[:150]
     assert target.cache_bytes_per_token > 0  # found by a forward of its own
     calls = calls_of_kernels(monkeypatch)
@@ -279,10 +276,12 @@ def test_a_heads_weights_become_fp8_where_they_are_ours(tmp_path: Path) -> None:
     head = EagleHead(EagleConfig.for_target(target, final_norm=True, draft_vocab_size=64))
     initialise_from(head, target)
     path = save_head(tmp_path / "head", head, target.fingerprint())
-    speed_up(target.model)  # products whose rows do not depend on their number
+    prepare(target)  # products whose rows do not depend on their number
     decoder = FuzzyDecoder(target, NoDrafter(VOCAB))
     made = decoder.load_drafter(path, shape)
-    assert isinstance(made, EagleDrafter) and made.describe()["weights"] == "fp8" and stack_of(made.head) is not None
+    assert (
+        isinstance(made, EagleDrafter) and made.describe()["weights"] == "fp8" and isinstance(made.head.stack, CpuStack)
+    )
     plain = FuzzyDecoder(target, NoDrafter(VOCAB), quantize=False).load_drafter(path, shape)
     handed = EagleDrafter(copy.deepcopy(head), target, shape)
     assert decoder.load_drafter(handed) is handed
@@ -312,8 +311,8 @@ def test_a_heads_weights_become_fp8_where_they_are_ours(tmp_path: Path) -> None:
 @in_each_set
 def test_slots_that_are_not_there_and_numbers_that_are_none_are_not_hidden() -> None:
     model = fitting_model("llama")
-    speed_up(model)
     target = Target(model)
+    prepare(target)
     tokens, visible = torch.tensor([[1, 2]]), torch.ones(1, 2, 4, dtype=torch.bool)
     for first in (2, 3, -1):
         cache = target.new_cache(1, 4)
@@ -338,10 +337,9 @@ def test_angles_from_a_table(scaling: str) -> None:
     }
     model = fitting_model("llama", rope_parameters=dict(rope_type=scaling, rope_theta=1e4, **options[scaling]))
     rotary = model.model.rotary_emb
-    speed_up(model)
-    stack = stack_of(model.model)
-    assert (stack is not None) == (scaling != "dynamic"), "whose angles depend on the length of the text"
-    if stack is None:
+    stack = prepare(Target(model))
+    assert isinstance(stack, CpuStack) == (scaling != "dynamic"), "whose angles depend on the length of the text"
+    if not isinstance(stack, CpuStack):
         return
     for numbers in ([[0, 7, 3]], [[2, 600], [5, 5]], [[1999]]):
         positions = torch.tensor(numbers)

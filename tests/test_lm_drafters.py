@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
+from fsd_infer.backends.cpu.packing import can_pack, packed_products
 from fsd_infer.cli.main import main
-from fsd_infer.cpu.ops import packed_products, speed_up, weight_rows
-from fsd_infer.cpu.packing import can_pack
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import DraftRequest, GraftedDrafter
 from fsd_infer.drafters.itself import Itself, spelled
 from fsd_infer.drafters.lm import LMSession, warn_context
 from fsd_infer.targets.sharing import round_weight
+from fsd_infer.targets.weights import weight_rows
 from fsd_infer.tree import DraftTree
 from tests import families
 from tests.bench_toys import save_toy
@@ -151,7 +151,7 @@ def test_packed_targets(monkeypatch: pytest.MonkeyPatch) -> None:
         name: layer.weight.clone() for name, layer in target.model.named_modules() if isinstance(layer, nn.Linear)
     }
     decoder = FuzzyDecoder(target, NoDrafter(VOCAB))
-    speed_up(target.model, release=True)
+    decoder.prepare(release=True)
     prompts = tiny_prompts()
     plain = decoder.generate(prompts, max_new_tokens=12, do_sample=False).sequences
     whole = decoder.load_drafter("self:layers=0-2", CHAIN)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from fsd_core.divergence import divergence
 from fsd_core.errors import DataError
 from fsd_infer import FuzzyDecoder, LMDrafter, Target, TreeShape
-from fsd_infer.divergence import divergence
 from fsd_infer.drafters.itself import Itself
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.targets.adapters import is_adapter
@@ -64,16 +64,13 @@ def logits_of(model: Any) -> torch.Tensor:
 def test_rows_are_the_contexts_that_decoding_drafts_in(toys: Path) -> None:
     module, batch = train_toys.ready(make(toys)), train_toys.batch_of(toys)
     drafts = module.draft(batch, 2)
-    ids, mask = batch["input_ids"], batch["loss_mask"]
-    theirs = module.head.model(ids).logits
-    target = module.target.model(ids).logits
-    width = ids.shape[1] - 1
-    for row, flat in enumerate(drafts.rows.position.tolist()):
-        b, i = divmod(flat, width)
-        assert mask[b, i + 1] and mask[b, i + 2]  # the root, which the target gave, and what is drafted after it
-        torch.testing.assert_close(drafts.estimates[row], theirs[b, i + 1], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(drafts.head(drafts.features[row]), target[b, i + 1], atol=1e-4, rtol=1e-4)
-    answers = mask.sum(1)
+    mask = batch["loss_mask"]
+    theirs, target = (logits_apart(model, batch) for model in (module.head.model, module.target.model))
+    for row, i in enumerate(drafts.rows.position.tolist()):
+        assert mask[0, i + 1] and mask[0, i + 2]  # the root, which the target gave, and what is drafted after it
+        torch.testing.assert_close(drafts.estimates[row], theirs[i + 1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(drafts.head(drafts.features[row]), target[i + 1], atol=1e-4, rtol=1e-4)
+    answers = answers_in(batch)
     assert len(drafts.weights) == int((answers - 1).sum())  # the first token comes with the prompt
     assert int((drafts.weights - 1).sum()) == int((answers - 2).sum())  # the weight of the second step
 
@@ -84,8 +81,18 @@ def gradients(module: LMModule, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in module.head.named_parameters()}
 
 
+def logits_apart(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A model's logits [M, V] of a batch, of each conversation apart."""
+    return torch.cat([model(text).logits[0] for text in batch["input_ids"].split(batch["lengths"].tolist(), 1)])
+
+
+def answers_in(batch: dict[str, Any]) -> torch.Tensor:
+    """Answer tokens of each conversation."""
+    return torch.stack([mask.sum() for mask in batch["loss_mask"][0].split(batch["lengths"].tolist())])
+
+
 def logits_at(model: Any, batch: dict[str, Any], positions: torch.Tensor) -> torch.Tensor:
-    return model(batch["input_ids"]).logits[:, 1:].flatten(0, 1)[positions]
+    return logits_apart(model, batch)[positions + 1]
 
 
 @pytest.mark.parametrize("size", [VOCAB, 40])
@@ -108,22 +115,23 @@ def test_on_policy_answers_are_the_drafters_own(toys: Path) -> None:
     torch.manual_seed(0)
     fresh = module.on_policy_batch(batch)
     assert "features" not in fresh and fresh["ids"] == batch["ids"]
-    for row in range(len(batch["input_ids"])):
-        first = int(batch["loss_mask"][row].argmax())
-        prompt = batch["input_ids"][row, :first]
-        length = first + int(fresh["loss_mask"][row].sum())
-        assert fresh["input_ids"][row, :first].tolist() == prompt.tolist()
-        assert fresh["loss_mask"][row].tolist() == [0] * first + [1] * (length - first) + [0] * (
-            fresh["loss_mask"].shape[1] - length
-        )
-        (own,) = reference(module.head.model, [prompt.tolist()], max_new_tokens=10)
-        answer = fresh["input_ids"][row, first:length].tolist()  # so cold a draw is an argmax
-        assert answer == own[: len(answer)]
+    texts, masks, drawn, drawn_masks = (
+        given[name][0].split(given["lengths"].tolist())
+        for given in (batch, fresh)
+        for name in ("input_ids", "loss_mask")
+    )
+    for row in range(len(batch["ids"])):
+        first = int(masks[row].argmax())
+        prompt, answer = texts[row][:first].tolist(), drawn[row][first:].tolist()
+        assert drawn[row][:first].tolist() == prompt
+        assert drawn_masks[row].tolist() == [0] * first + [1] * len(answer)
+        (own,) = reference(module.head.model, [prompt], max_new_tokens=10)
+        assert answer == own[: len(answer)]  # so cold a draw is an argmax
         assert len(answer) == 10 or answer[-1] == 2
     assert module.head.model.training
     module.on_policy = 0.0
     drafts = module.draft(fresh, 1)
-    assert len(drafts.weights) == int((fresh["loss_mask"].sum(1) - 1).sum())
+    assert len(drafts.weights) == int((answers_in(fresh)[: len(fresh["ids"])] - 1).sum())
 
 
 def test_on_policy_share_is_that_of_batches(toys: Path) -> None:

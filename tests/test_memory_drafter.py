@@ -330,8 +330,8 @@ def test_rows_without_a_text_are_left_out_and_counted(
     file = save_rows(tmp_path / "some.jsonl", [*ROWS[:4], row, *ROWS[4:]])
     assert np.array_equal(open_corpus(file, target).array, whole.array)
     said = capsys.readouterr().err
-    assert f"left out 1 of 31 rows that hold no text, the first: {file}:5: " in said and message in said
-    with pytest.raises(DataError, match=rf"1 of 2 rows hold no text, the first: .*few.jsonl:2: .*{message}") as refused:
+    assert "skipped 1 of 31 rows" in said and f"1 x {file}:5: " in said and message in said
+    with pytest.raises(DataError, match=rf"few.jsonl:2: .*{message}.* 1 of 2 rows cannot be used") as refused:
         open_corpus(save_rows(tmp_path / "few.jsonl", [ROWS[0], row]), target)
     assert "\n" not in str(refused.value)
 

@@ -18,16 +18,15 @@ from torch.nn import functional as F
 
 from fsd_core.errors import KernelsError
 from fsd_infer import FuzzyDecoder, NoDrafter, Target
-from fsd_infer.cpu import build
-from fsd_infer.cpu import kernels as module
-from fsd_infer.cpu import sets as kernel_sets
-from fsd_infer.cpu.kernels import SIDES, Kernels, in_panels
-from fsd_infer.cpu.ops import packed_products, restore, speed_up, stack_of
-from fsd_infer.cpu.packing import can_pack, fp8_panels, fp8_values, pack_linears
-from fsd_infer.cpu.sets import SETS, VARIABLE
-from fsd_infer.cpu.structs import Linear
+from fsd_infer.backends.cpu import build
+from fsd_infer.backends.cpu import kernels as module
+from fsd_infer.backends.cpu import sets as kernel_sets
+from fsd_infer.backends.cpu.kernels import SIDES, Kernels, in_panels
+from fsd_infer.backends.cpu.packing import PackedLinear, can_pack, fp8_panels, fp8_values, pack_linears, packed_products
+from fsd_infer.backends.cpu.sets import SETS, VARIABLE
+from fsd_infer.backends.cpu.structs import Linear
 from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
-from tests.kernel_toys import logits_through_cache, need_set, needs_kernels
+from tests.kernel_toys import logits_through_cache, need_set, needs_kernels, prepare, restore
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
 
@@ -39,7 +38,7 @@ def test_logits_and_features_are_close(family: str) -> None:
     target, ids = Target(model), torch.tensor(tiny_prompts((20,)))
     plain = logits_through_cache(target), target.features(ids), model(ids).logits
     linears = sum(type(part) is torch.nn.Linear for part in model.modules())
-    speed_up(model, release=True)
+    prepare(target, release=True)
     assert len(packed_products(model)) == linears
     assert pack_linears(model) == 0, "nothing is done twice"
     fast = logits_through_cache(target), target.features(ids), model(ids).logits
@@ -53,15 +52,15 @@ def test_restore_undoes_everything(dtype: torch.dtype) -> None:
     model = tiny_model("llama", tie_word_embeddings=True).to(dtype)
     target = Target(model)
     before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
-    plain = logits_through_cache(target)
-    speed_up(model)
+    plain, kinds = logits_through_cache(target), [type(part) for part in model.modules()]
+    prepare(target)
     state = model.state_dict()
     assert list(state) == list(before)
     assert all(state[name].data_ptr() == pointer for name, (pointer, _) in before.items())
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert (restore(model) > 0) == (dtype == torch.bfloat16 and can_pack())
-    assert not packed_products(model) and stack_of(target.decoder) is None
-    assert not any("forward" in vars(part) for part in model.modules())
+    assert (restore(target) > 0) == (dtype == torch.bfloat16 and can_pack())
+    assert not packed_products(model) and target.stack is target.plain_stack
+    assert [type(part) for part in model.modules()] == kinds
     assert torch.equal(logits_through_cache(target), plain)
     assert all(torch.equal(value, before[name][1]) for name, value in model.state_dict().items())
 
@@ -74,13 +73,13 @@ def test_released_weights_are_held_once_and_come_back(family: str, tied: bool) -
     target = Target(model)
     before, digest = {name: value.clone() for name, value in model.state_dict().items()}, target.weights_digest()
     ids = torch.tensor(tiny_prompts((12,)))
-    speed_up(model)
+    prepare(target)
     expected = logits_through_cache(target), target.features(ids)
-    restore(model)
-    speed_up(model, release=True)
+    restore(target)
+    prepare(target, release=True)
     gone = {name for name, value in model.state_dict().items() if value.is_meta}
     head = set() if tied else {"lm_head.weight"}
-    assert (len(gone - head) > 0) == any(type(part) is torch.nn.Linear for part in target.decoder.modules())
+    assert (len(gone - head) > 0) == any(isinstance(part, PackedLinear) for part in target.decoder.modules())
     assert head <= gone, "an LM head of its own goes; this vocabulary, no multiple of 32, keeps the embedding"
     assert all("proj" in name or "fc" in name for name in gone - head), "embeddings and norms stay"
     rows = torch.tensor([3, 0, 5])
@@ -89,7 +88,7 @@ def test_released_weights_are_held_once_and_come_back(family: str, tied: bool) -
     assert target.weights_digest() == digest
     assert torch.equal(logits_through_cache(target), expected[0])
     assert torch.equal(target.features(ids), expected[1])
-    restore(model)
+    restore(target)
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], value) for name, value in before.items())
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
@@ -121,7 +120,7 @@ def test_every_set_reads_every_layout(name: str, side: int) -> None:
 
 ELSEWHERE = """
 import torch
-from fsd_infer.cpu.packing import Packed
+from fsd_infer.backends.cpu.packing import Packed
 layer = torch.nn.Linear(96, 192, bias=False, dtype=torch.bfloat16).requires_grad_(False)
 made, x = Packed(layer), torch.randn(9, 96).bfloat16()
 y = made.kernels.linear(x, made.native)
@@ -150,7 +149,7 @@ COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 LOAD = """
 import ctypes, logging, os, sys
-from fsd_infer.cpu import build
+from fsd_infer.backends.cpu import build
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 print(*build.build(lambda path: ctypes.CDLL(str(path)).fsd_answer(), os.environ["SETS"].split()))
 """
@@ -250,13 +249,13 @@ def test_without_a_compiler_decoding_runs_and_says_so(
     fresh.setattr(shutil, "which", lambda name: None)
     if compiler:
         fresh.setenv("CXX", compiler)
-    with caplog.at_level(logging.WARNING, "fsd_infer.cpu.kernels"):
+    with caplog.at_level(logging.WARNING, "fsd_infer.backends.cpu.kernels"):
         assert module.kernels() is None
     assert said in caplog.text
     model = tiny_model("llama").bfloat16()
-    speed_up(model)
-    assert stack_of(model.model) is None
-    assert FuzzyDecoder(Target(model), NoDrafter(VOCAB)).generate(tiny_prompts((5,)), max_new_tokens=3).sequences
+    target = Target(model)
+    assert prepare(target) is target.plain_stack
+    assert FuzzyDecoder(target, NoDrafter(VOCAB)).generate(tiny_prompts((5,)), max_new_tokens=3).sequences
 
 
 # sets of kernels ---------------------------------------------------------------------------------------------------
@@ -276,10 +275,10 @@ AVX2 = {"avx2", "fma", "f16c"}  # flags of an older processor; an ARM processor'
             SETS["avx512"],
             None,
             ["avx512"],
-            "the processor lacks amx_bf16, amx_tile",
+            "the processor lacks amx_bf16, amx_int8, amx_tile",
         ),
         (SETS["avx512"] - {"avx512_bf16"}, None, [], "the processor lacks avx512_bf16"),
-        (AVX2, "", [], "the processor lacks avx512_bf16, avx512bw, avx512dq, avx512f, avx512vl"),
+        (AVX2, "", [], "the processor lacks avx512_bf16, avx512_vnni, avx512bw, avx512dq, avx512f, avx512vl"),
         (AVX2, "0", [], "FSD_KERNELS=0 turns them off"),
     ],
 )
@@ -311,7 +310,7 @@ def test_a_set_that_cannot_run_is_an_error(
     fresh.setattr(kernel_sets.platform, "machine", lambda: machine)
     fresh.setenv(VARIABLE, asked)
     with pytest.raises(KernelsError, match=re.escape(says)):
-        speed_up(tiny_model("llama"))
+        prepare(Target(tiny_model("llama")))
 
 
 def test_a_set_that_is_asked_for_and_cannot_be_compiled_is_an_error(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -319,7 +318,7 @@ def test_a_set_that_is_asked_for_and_cannot_be_compiled_is_an_error(fresh: pytes
     for name, value in (("FSD_CACHE", str(tmp_path)), ("CXX", "/no/such/compiler"), (VARIABLE, "avx512")):
         fresh.setenv(name, value)
     with pytest.raises(KernelsError, match="cannot be compiled or loaded here .avx512: .*no/such/compiler"):
-        speed_up(tiny_model("llama"))
+        prepare(Target(tiny_model("llama")))
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -330,12 +329,13 @@ def test_other_processors_decode_through_torch(
     fresh.setattr(kernel_sets.platform, "machine", lambda: machine)
     model = tiny_model("llama").bfloat16()
     before = reference(model, tiny_prompts((5,)), max_new_tokens=3)
-    for made in (model, tiny_model("llama").bfloat16()):
-        speed_up(made, release=True)
+    target = Target(model)
+    for made in (target, Target(tiny_model("llama").bfloat16())):
+        prepare(made, release=True)
     if can_pack():
-        [said] = [record.message for record in caplog.records if record.name == "fsd_infer.cpu.losses"]
+        [said] = [record.message for record in caplog.records if record.name == "fsd_infer.targets.weights"]
         assert "Our CPU kernels need AVX512-BF16" in said
         assert ("lacks avx512_bf16" if machine == "x86_64" else "this is aarch64") in said
-    assert module.kernels() is None and stack_of(model.model) is None
-    decoder = FuzzyDecoder(Target(model), NoDrafter(VOCAB))
+    assert module.kernels() is None and target.stack is target.plain_stack
+    decoder = FuzzyDecoder(target, NoDrafter(VOCAB))
     assert decoder.generate(tiny_prompts((5,)), max_new_tokens=3, do_sample=False).sequences == before

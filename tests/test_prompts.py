@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsd_bench.prompts import encode_rows
+from fsd_bench.prompts import Encoder, encode_rows
 from fsd_core.errors import DataError
 from fsd_core.text.conversations import row_conversation, row_messages
 from fsd_core.text.encoding import encode_chat, end_of_turn, read_prompts
@@ -157,12 +157,12 @@ def test_measurements_give_a_rows_tools_to_the_template(tmp_path: Path) -> None:
     offered = [{"type": "function", "function": {"name": "the_cat", "parameters": {}}}]
     rows = [{"prompt": "a", "tools": json.dumps(offered), "chat_template_kwargs": {"mood": "sat"}}, {"prompt": "a"}]
     read = list(read_prompts(write_rows(tmp_path / "p.jsonl", rows)))
-    texts = [tokenizer.decode(ids) for ids in encode_rows(read, "toy", tokenizer, None)]
+    texts = [tokenizer.decode(ids) for ids in encode_rows(read, Encoder("toy", tokenizer))]
     assert texts[0] == "the_catsat" + texts[1]
     for row in (rows[0], {"messages": [{"role": "system", "content": "s"}, USER]}):
         read = list(read_prompts(write_rows(tmp_path / "p.jsonl", [row])))
         with pytest.raises(DataError, match="p.jsonl:1: .*--raw does not support"):
-            encode_rows(read, "toy", tokenizer, None, raw=True)
+            encode_rows(read, Encoder("toy", tokenizer, raw=True))
 
 
 def test_what_cannot_be_encoded_is_reported() -> None:

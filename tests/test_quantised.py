@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,21 @@ from transformers import GenerationConfig
 
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
-from fsd_infer.cpu import ops
-from fsd_infer.cpu.packing import can_pack, packed_of
+from fsd_infer.backends.cpu.packing import can_pack, packed_of
+from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gptq import expand, load_expanded
 from fsd_infer.targets.loading import load_config, load_target
 from fsd_infer.targets.precision import check_quantization, method_of, precision_of
+from fsd_infer.targets.weights import is_plain, weight_rows
 from fsd_train.cli import main as fsd_train
 from fsd_train.models.start import initialise_from
 from tests.families import reference, save_head, tiny_model
 from tests.gguf_toys import FITTING
+from tests.kernel_toys import CPU, prepare, restore
 from tests.loopback_hub import loopback_hub
 from tests.quantised_checkpoints import AT_LOAD, STORED, load, packed, write
+from tests.test_adapters import save_adapter
 from tests.train_toys import fit_command
 
 NEEDED = {
@@ -124,15 +128,15 @@ def test_packing_takes_plain_layers_and_blocks(kind: str, tmp_path: Path) -> Non
     ids = torch.randint(3, 200, (1, 40))
     before, logits = reference(target.model, prompt, max_new_tokens=4), target.features(ids).float()
     layers = [part for part in target.decoder.modules() if isinstance(part, nn.Linear)]
-    ops.speed_up(target.model, release=True)
+    prepare(target, release=True)
     assert packed_of(target.model.lm_head) is not None
     packed = {made.kind for made in map(packed_of, layers) if made is not None}
-    if ops.kernel_kind() is None or kind not in IN_BLOCKS:
-        assert not packed and ops.stack_of(target.decoder) is None
+    if CPU.describe() is None or kind not in IN_BLOCKS:
+        assert not packed and target.stack is target.plain_stack
         made = FuzzyDecoder(target, drafted(target, **sizes)).generate(prompt, max_new_tokens=4, do_sample=False)
         assert made.sequences == before
         return
-    assert packed == {IN_BLOCKS[kind]} and ops.stack_of(target.decoder) is not None
+    assert packed == {IN_BLOCKS[kind]} and isinstance(target.stack, CpuStack)
     assert all(layer.weight.is_meta for layer in layers), "the library's weights are freed"
     assert float((target.features(ids).float() - logits).norm()) < 0.02 * float(logits.norm())
     plain, made = (
@@ -140,7 +144,7 @@ def test_packing_takes_plain_layers_and_blocks(kind: str, tmp_path: Path) -> Non
         for drafter in (NoDrafter(target.vocab_size), drafted(target, **sizes))
     )
     assert plain == made, "exact decoding of the packed model is its own plain loop"
-    ops.restore(target.model)
+    restore(target)
     assert float((target.features(ids).float() - logits).norm()) < 0.02 * float(logits.norm())
 
 
@@ -153,11 +157,11 @@ def test_a_quantised_lm_head_is_read_through_its_layer(plain: Path) -> None:
     config = TorchAoConfig(Int8WeightOnlyConfig(), include_input_output_embeddings=True)
     target = Target.from_pretrained(str(plain), dtype=torch.float32, quantization_config=config)
     head, table = target.model.get_output_embeddings(), target.model.get_input_embeddings()
-    assert not ops.is_plain(head)
+    assert not is_plain(head)
     ids = torch.tensor([7, 3])
     torch.testing.assert_close(target.lm_head_rows(ids)[0], head.weight.dequantize()[ids])
-    torch.testing.assert_close(ops.weight_rows(table, ids), table(ids))
-    assert ops.weight_rows(head, None) is ops.weight_rows(head, None)
+    torch.testing.assert_close(weight_rows(table, ids), table(ids))
+    assert weight_rows(head, None) is weight_rows(head, None)
     eagle = EagleHead(EagleConfig.for_target(target, draft_vocab_size=32))
     eagle.draft_ids.copy_(torch.arange(32))
     initialise_from(eagle, target)
@@ -264,14 +268,17 @@ def test_group_sizes(method: str, size: int) -> None:
         return {f"layer.{part}": tensor for part, tensor in {**made, **more}.items()}
 
     found = state()
-    kept = expand(found, facts, torch.float32, "made")
+    kept = expand(found, facts, torch.float32, "made", lost := Counter())
     torch.testing.assert_close(found["layer.weight"], right)
-    assert list(kept) == ([] if inputs % width and width < inputs else ["layer"])
+    ragged = inputs % width > 0 and width < inputs
+    assert [why.split(",")[0] for why in lost] == (["with groups of several sizes"] if ragged else [])
+    assert list(kept) == ([] if ragged else ["layer"])
     if method == "gptq":  # inputs in another order
         other = torch.randperm(inputs)
         found = state(g_idx=group[other].int(), qweight=packed(codes[other], 4))
-        expand(found, facts, torch.float32, "made")
+        expand(found, facts, torch.float32, "made", lost := Counter())
         torch.testing.assert_close(found["layer.weight"], right[:, other])
+        assert list(lost) == ([] if count == 1 else ["with groups in the order of activations (desc_act)"])
         for wrong in (group - 1, group + 1, group[:-1]):
             with pytest.raises(CheckpointError, match="parts of layer"):
                 expand(state(g_idx=wrong.int()), facts, torch.float32, "made")
@@ -297,6 +304,29 @@ def test_a_checkpoint_of_gptq_comes_from_the_hub(plain: Path, tmp_path: Path, mo
     assert not info["missing_keys"] and made.generation_config.eos_token_id == [5, 7]
     for name, weight in local.state_dict().items():
         assert torch.equal(weight, made.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}}]
+)
+def test_adapters_that_only_peft_computes_stay_beside_quantised_weights(
+    plain: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Given as directory like given by name; they are refused, before weights are read, where they would be merged."""
+    model = load_target(str(plain), dtype=torch.float32, device="cpu")[0]
+    base = write(model, tmp_path / "gptq", "gptq int4")
+    adapter = save_adapter(tmp_path / "adapter", model, str(base), **options)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    whole = FuzzyDecoder.from_pretrained(str(adapter), "none", **like)
+    named = FuzzyDecoder.from_pretrained(str(base), "none", adapters={"one": adapter}, **like)
+    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "chat": False}
+    right = named.generate([[5, 9, 11]], adapter="one", **asked).sequences
+    assert whole.generate([[5, 9, 11]], **asked).sequences == right
+    assert named.generate([[5, 9, 11]], **asked).sequences != right
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(plain)}))
+    with pytest.raises(ModelLoadError, match="not a plain LoRA adapter .*(use_dora|rank_pattern)="):
+        load_target(str(adapter), **like)
 
 
 def test_what_configs_are_called() -> None:

@@ -7,9 +7,10 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TopKLogitsWarper
 
-from fsd_infer.cpu import ops
-from fsd_infer.cpu.kernels import PLAIN_DIVERGENCES, kernels
-from fsd_infer.divergence import divergence
+from fsd_core import functional
+from fsd_core.divergence import divergence
+from fsd_infer.backends.cpu import functions
+from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, kernels
 from fsd_infer.request.processors import TreeProcessors
 from tests.kernel_toys import needs_kernels
 
@@ -29,25 +30,26 @@ def test_statistics_of_rows(columns: int, dtype: torch.dtype, compiled: bool, fr
     x[1, 5] = -x[1, 5].abs() - 1
     x[1, 5, 1], x[1, 5, 3] = -0.0, 0.0  # equal
     x[1, 6, -2] = -torch.tensor(torch.nan)
-    highest, best, total = ops.row_statistics(x)
+    highest, best, total = functional.row_stats(x)
     torch.testing.assert_close(highest, x.float().amax(-1), equal_nan=True)
     torch.testing.assert_close(total.double(), x.double().logsumexp(-1), equal_nan=True, rtol=1e-6, atol=1e-5)
     broken = ((1, 3), (1, 6))
     for b, n in torch.cartesian_prod(torch.arange(2), torch.arange(7)).tolist():
         assert (b, n) in broken or best[b, n] == (x[b, n] == x[b, n].max()).nonzero()[0, 0]
-    again, where = ops.row_maxima(x)
+    again, where = functional.row_max(x)
     torch.testing.assert_close(again, highest, equal_nan=True, rtol=0, atol=0)
     assert torch.equal(where, best)
-    rows = torch.tensor([13, 0, 2, 2, 12])
-    for found, whole in zip(ops.row_statistics(x.flatten(0, 1), rows), (highest, best, total), strict=True):
-        torch.testing.assert_close(found, whole.flatten()[rows], equal_nan=True)
-    p, entropy = x.double().softmax(-1), ops.row_entropies(x)
+    where = torch.zeros(2, 7, dtype=torch.bool)
+    where.view(-1)[[13, 0, 2, 12]] = True
+    for found, whole in zip(functional.row_stats(x, where), (highest, best, total), strict=True):
+        torch.testing.assert_close(found[where], whole[where], equal_nan=True)
+    for found, whole in zip(functional.topk_logprobs(x, 2, where), functional.topk_logprobs(x, 2), strict=True):
+        assert found.shape == (2, 7, 2)
+        torch.testing.assert_close(found[0, 0], whole[0, 0])
+    p, entropy = x.double().softmax(-1), functional.row_entropy(x)
     fit = highest.isfinite()
     torch.testing.assert_close(entropy[fit].double(), torch.special.entr(p)[fit].sum(-1), rtol=1e-5, atol=1e-5)
-    picked = ops.row_entropies(x.flatten(0, 1), rows)
-    torch.testing.assert_close(picked, entropy.flatten()[rows], equal_nan=True)
-    with pytest.raises(IndexError):
-        ops.row_maxima(x.flatten(0, 1), rows + 1)
+    torch.testing.assert_close(functional.row_entropy(x, where)[where & fit], entropy[where & fit])
 
 
 @needs_kernels
@@ -84,7 +86,7 @@ def test_the_largest_are_kept_as_transformers_does_it(columns: int, count: int) 
     assert torch.equal(found, torch.stack([processors[0](None, row) for row in scores]))  # type: ignore[arg-type]
     assert torch.equal(scores, before)
     scores[1, 0, columns // 2] = torch.nan
-    assert ops.keep_largest(scores, count)[1, 0].isnan().any()
+    assert functional.keep_top_k(scores, count)[1, 0].isnan().any()
 
 
 @needs_kernels
@@ -100,8 +102,8 @@ def test_divergences(name: str, dtype: torch.dtype, columns: int, drafted: int |
     q[1, 0] = p[1, 0].float() if ids is None else p[1, 0, ids].float()
     p[1, 1, 0], q[1, 2], q[1, 3, 0] = torch.inf, -torch.inf, torch.nan
     if ids is None or not measure.infinite_on_reduced_vocabulary:
-        assert ops.plain_divergence(name, p, q, ids) is not None
-    found = measure.with_reduced_drafter(p, q, ids)
+        assert functions.divergence_rows(p, q, measure, ids) is not NotImplemented
+    found = functional.divergence_rows(p, q, measure, ids)
     expected = measure.with_reduced_drafter(p.double(), q.double(), ids)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5, equal_nan=True)
     if ids is None:
@@ -114,25 +116,26 @@ def test_divergences(name: str, dtype: torch.dtype, columns: int, drafted: int |
 @pytest.mark.parametrize("q_type", [torch.bfloat16, torch.float32])
 def test_some_rows_are_compared_where_they_lie(name: str, p_type: torch.dtype, q_type: torch.dtype) -> None:
     measure, ids = divergence(name), torch.randperm(97)[:40]
-    p, q = torch.randn(6, 97).to(p_type), torch.randn(3, 40).to(q_type)
-    rows = torch.tensor([5, 0, 5, 2]), torch.tensor([2, 2, 0, 1])
-    found = measure.with_reduced_drafter(p, q, ids, rows)
-    expected = measure.with_reduced_drafter(p[rows[0]].double(), q[rows[1]].double(), ids)
-    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
-    found = measure.with_reduced_drafter(p, q, ids, (None, rows[1][[0, 2, 3, 1, 2, 0]]))
-    expected = measure.with_reduced_drafter(p.double(), q[[2, 0, 1, 2, 0, 2]].double(), ids)
-    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
-    for wrong in ((rows[0] + 1, rows[1]), (rows[0], rows[1] - 4)):
-        with pytest.raises(IndexError):
-            measure.with_reduced_drafter(p, q, ids, wrong)
+    p, q = torch.randn(2, 4, 97).to(p_type), torch.randn(2, 3, 40).to(q_type)
+    index = torch.tensor([[2, -1, 0, 2], [1, 0, -1, -1]])
+    found = functional.divergence_rows(p, q, measure, ids, index)
+    for row, node in torch.cartesian_prod(torch.arange(2), torch.arange(4)).tolist():
+        if index[row, node] < 0:
+            assert found[row, node] == torch.inf
+        else:
+            pair = p[row, node].double(), q[row, index[row, node]].double()
+            expected = measure.with_reduced_drafter(*pair, ids)
+            torch.testing.assert_close(found[row, node].double(), expected, atol=1e-6, rtol=1e-5)
+    with pytest.raises(IndexError):
+        functional.divergence_rows(p, q, measure, ids, index + 3)
 
 
 @needs_kernels
 def test_ids_of_any_integer_type_and_none_that_are_not_there() -> None:
     p, measure = torch.randn(3, 20), divergence("js")
-    expected = measure.with_reduced_drafter(p, p[:, :3], torch.tensor([4, 5, 19]))
-    found = measure.with_reduced_drafter(p, p[:, :3], torch.tensor([4, 5, 19], dtype=torch.int32))
+    expected = functional.divergence_rows(p, p[:, :3], measure, torch.tensor([4, 5, 19]))
+    found = functional.divergence_rows(p, p[:, :3], measure, torch.tensor([4, 5, 19], dtype=torch.int32))
     torch.testing.assert_close(found, expected)
     for unknown in (-1, 20):
         with pytest.raises(IndexError, match="20 columns"):
-            measure.with_reduced_drafter(p, p[:, :3], torch.tensor([4, 5, unknown]))
+            functional.divergence_rows(p, p[:, :3], measure, torch.tensor([4, 5, unknown]))

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsd_core import functional
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.tensors import draw
 from fsd_infer.rules import Exact, Fuzzy, RandomGate, Rule, Source, Texts, Verification, parse_rule
@@ -71,13 +72,15 @@ BAD: dict[str, str] = {
     "tilted:1:novel=2.5": "novel must be a whole number, not '2.5'",
     "tilted:1:novel=-1": "novel must be between 0 and 64, not -1",
     "tilted:2:gate=30": "gate must be at most 0.6931, the largest js, not 30",
-    "tilted:2:heat=0.3": "heat is for a learned price",
+    "tilted:2:heat=0.3": "heat is for a learned price", "tilted:toll=-1": "toll must be between 0 and 1e",
     "lenient:0": "lenience must be above 0 and at most 1, not 0.0",
     "threshold:2": "single must be between 0 and 1, not 2", "threshold:acc=0": "acc must be",
     "typical:-1": "epsilon must be at least 0", "relaxed:3:2": "delta must be between 0 and 1",
     "cactus:inf": "delta must be between 0 and 1e.06, not inf", "cascade-token:1.1": "alpha must be at most 1",
     "ensemble:0": "weight must be", "fly:0": "window must be between 1 and 1024",
-    "fly:6:-1": "entropy must be at least 0",
+    "fly:6:-1": "entropy must be at least 0", "asd:-1": "gap must be at least 0",
+    "asd:1:1.5": "mismatches must be a whole number, not '1.5'",
+    "asd:budget=-1": "budget must be at least 0", "mars:-0.1": "margin must be at least 0",
 }  # fmt: skip
 
 
@@ -194,16 +197,36 @@ def test_rows_do_not_see_each_other(spec: str, shape: str, greedy: bool) -> None
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "budget" not in spec])
-def test_where_the_walk_comes_and_all_at_once_agree(spec: str, shape: str, greedy: bool) -> None:
-    rule = parse_rule(spec)
-    for seed in range(8):
+def test_kernels_and_plain_torch_agree(spec: str, shape: str, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, rounds = parse_rule(spec), [any_round(shape, seed, greedy) for seed in range(8)]
+    found = [verdict_of(rule, round) for round in rounds]
+    for kernels in functional.KERNELS.values():
+        monkeypatch.delitem(kernels, "cpu", raising=False)
+    for round, one in zip(rounds, found, strict=True):
+        round.tree = replace(round.tree)  # what it has cached is forgotten
+        assert_same(one, verdict_of(rule, round))
+
+
+@pytest.mark.parametrize(("shape", "greedy"), KINDS)
+@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:floor=0:novel=0"])
+def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) -> None:
+    """Answers have a token each, the root. So the one drawn at depth d is token 1 + d of the answer, from 0."""
+    for seed in range(6):
         round = any_round(shape, seed, greedy)
-        assert_same(verdict_of(rule, round, True), verdict_of(rule, round, False))
+        depth = round.tree.max_depth
+        free, exact = parse_rule(spec)(round), Exact()(round)
+        assert_same(parse_rule(f"{spec}:settle=1")(round), free)
+        assert_same(parse_rule(f"{spec}:settle={2 + depth}")(round), exact)
+        partly = parse_rule(f"{spec}:settle=2")(round)
+        assert torch.equal(partly.tokens[:, 0], exact.tokens[:, 0]) and not partly.gate_open[:, 0].any()
+        assert depth < 2 or (partly.accepted >= exact.accepted).all()
+        longer = replace(round, texts=Texts([[1, *row] for row in round.tree.tokens[:, :1].tolist()]))
+        assert_same(parse_rule(f"{spec}:settle=2")(longer), free)
 
 
 AS_EXACT = [
     *("fuzzy:js:0", "fuzzy:kl_qp:0:gate=processed", "random:0", "lenient:1", "threshold", "typical:inf:inf"),
-    *("relaxed:0", "cactus:0", "cascade-token:-0.1", "ensemble:1", "tilted:inf"),
+    *("relaxed:0", "cactus:0", "cascade-token:-0.1", "ensemble:1", "tilted:inf", "mars:0"),
     "tilted:inf:floor=0.1:gate=0.3:budget=1",
 ]
 
@@ -215,6 +238,7 @@ AS_EXACT = [
         ("fuzzy-strict:tv:0", KINDS[:2]),  # a sampled chain's other tokens come from p itself
         ("exact:block=true", KINDS[:2]),
         ("fly:entropy=inf", KINDS[1:2]),
+        *((f"asd:{zero}", KINDS[1:2]) for zero in ("budget=0:gap=inf", "inf:0", "0:9:budget=inf")),
     ],
 )
 def test_exact_token_for_token_at_the_end_of_its_range(spec: str, kinds: list[tuple[str, bool]]) -> None:
@@ -292,16 +316,15 @@ def test_draws_never_leave_the_support(weights: list[float], uniform: float) -> 
     assert weights[index[0]] > 0
 
 
-@pytest.mark.parametrize("lazy", [True, False])
-def test_logits_of_a_narrower_type_count_as_what_they_are(lazy: bool) -> None:
+def test_logits_of_a_narrower_type_count_as_what_they_are() -> None:
     for seed in range(8):  # bf16 rounds to many ties, which the smallest token wins
         round = tree_round(seed, greedy=True)
         narrow = round.logits.bfloat16()
         wide = narrow.float()
         for spec in ("exact", "fuzzy:js:0.3", "draft-only"):
             rule = parse_rule(spec)
-            found = verdict_of(rule, replace(round, logits=narrow, scores=narrow), lazy)
-            assert_same(found, verdict_of(rule, replace(round, logits=wide, scores=wide), lazy))
+            found = verdict_of(rule, replace(round, logits=narrow, scores=narrow))
+            assert_same(found, verdict_of(rule, replace(round, logits=wide, scores=wide)))
 
 
 def test_sampled_drafts_have_to_be_a_chain() -> None:

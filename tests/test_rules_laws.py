@@ -13,7 +13,7 @@ import torch
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError
-from fsd_infer.rules import Evidence, Exact, Fly, Verification, parse_rule
+from fsd_infer.rules import Asd, Evidence, Exact, Fly, Verification, parse_rule
 from fsd_infer.tree import DraftTree
 from tests.rules_enumeration import RULES, check_law
 from tests.rules_toy import TOYS, Toy, V
@@ -79,6 +79,11 @@ def near_the_best(p: np.ndarray, k: int, cutoff: Callable[[float], float]) -> np
     return (p >= np.sort(p)[-k] - 1e-9) & (p >= cutoff(p.max()) - 1e-9)
 
 
+def runner_up(p: np.ndarray, margin: float) -> np.ndarray:
+    second, first = np.sort(p)[-2:]
+    return (p >= second - 1e-9) & (math.log(first / second) < margin)
+
+
 def cactus(p, q, children, delta):  # type: ignore[no-untyped-def]
     if children is not None:
         mass = p[children].sum()
@@ -114,6 +119,8 @@ REFERENCES: dict[str, partial[np.ndarray]] = {
     "typical:0.4:0.9": partial(passing, passes=partial(plausible, epsilon=0.4, delta=0.9)),
     "relaxed:2:0.2": partial(passing, passes=partial(near_the_best, k=2, cutoff=lambda best: best - 0.2)),
     "relaxed:3:0.5:true": partial(passing, passes=partial(near_the_best, k=3, cutoff=lambda best: best / 2)),
+    "mars": partial(passing, passes=partial(runner_up, margin=1.0)),
+    "mars:0.3": partial(passing, passes=partial(runner_up, margin=0.3)),
     "cactus:0.02": partial(cactus, delta=0.02), "cactus:0.5": partial(cactus, delta=0.5),
     "cascade-token:0.3": partial(cascade, alpha=0.3), "cascade-token:1": partial(cascade, alpha=1.0),
     "ensemble:0.7": partial(ensemble, weight=0.7), "fuzzy:js:inf": partial(passing, passes=lambda p: p >= 0),
@@ -220,6 +227,50 @@ def test_fly_lets_a_mismatch_through_where_the_target_agrees_with_what_follows()
     assert let_through > 5
     with pytest.raises(FsdError, match="rule 'fly'.*needs temperature 0"):
         Fly()(tree_round(0))
+
+
+# asd --------------------------------------------------------------------------------------------------------------
+
+
+def asd_reference(round: Verification, row: int, gap: float, most: int, left: float) -> list[int]:
+    """The tokens that ASD emits, context by context down the tree."""
+    tokens, parents = round.tree.tokens[row].tolist(), round.tree.parents[row].tolist()
+    z = round.scores[row].double().numpy()
+    below = {node: [c for c in range(1, len(parents)) if parents[c] == node] for node in range(len(parents))}
+
+    def depth(node: int) -> int:
+        return max((1 + depth(c) for c in below[node]), default=0)
+
+    node, emitted = 0, list[int]()
+    while True:
+        choice = int(z[node].argmax())
+        regret = {c: z[node].max() - z[node][tokens[c]] for c in below[node]}
+        if choice not in [tokens[c] for c in below[node]] and most:
+            fit = [c for c in below[node] if regret[c] <= gap * depth(node)]
+            best = min(fit, key=lambda c: regret[c], default=None)
+            if best is not None and regret[best] <= left:
+                choice, left, most = tokens[best], left - regret[best], most - 1
+        emitted.append(choice)
+        down = [c for c in below[node] if tokens[c] == choice]
+        if not down:
+            return emitted
+        node = down[0]
+
+
+@pytest.mark.parametrize(("gap", "most", "budget"), [(0.25, 2, 8.0), (1.0, 1, 9.0), (2.0, 3, 1.5), (math.inf, 9, 2.5)])
+def test_asd_passes_cheap_mismatches_within_three_bounds(gap: float, most: int, budget: float) -> None:
+    passed = 0
+    for seed in range(25):
+        round = tree_round(seed, nodes=12, greedy=True)
+        verdict, exact = Asd(gap, most, budget=budget)(round), Exact()(round)
+        for row in range(round.tree.tokens.shape[0]):
+            wanted = asd_reference(round, row, gap, most, budget)
+            assert verdict.tokens[row, : int(verdict.accepted[row]) + 1].tolist() == wanted
+            passed += int(verdict.accepted[row]) > int(exact.accepted[row])
+        assert (verdict.spent.sum(1) <= budget + 1e-6).all()
+    assert passed > 5
+    with pytest.raises(FsdError, match="rule 'asd'.*needs temperature 0"):
+        Asd()(tree_round(0))
 
 
 # block verification -----------------------------------------------------------------------------------------------

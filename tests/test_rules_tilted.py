@@ -32,7 +32,7 @@ def plain(price: float, **options: Any) -> Tilted:
 
 def law_table(rule: Rule, round: Verification) -> np.ndarray:
     """[B, N, V] what the rule emits from at every node."""
-    evidence = Evidence(round, lazy=False)
+    evidence = Evidence(round)
     return rule.charged_law(evidence).log_probs(evidence).exp().numpy()
 
 
@@ -102,29 +102,37 @@ def _may_take(round: Verification, known: torch.Tensor, row: int, node: int, chi
     return child == choice if choice is not None and known[row, choice] else not known[row, child]
 
 
-@pytest.mark.parametrize("lazy", [True, False])
-@pytest.mark.parametrize("options", [":floor=0:novel=0", ":floor=0:novel=2", ":floor=0.2:novel=0"])
+@pytest.mark.parametrize(
+    "options", [f":floor={x}:novel={n}" for x, n in ((0, 0), (0, 2), (0.2, 0))] + [":novel=2:toll=0.6"]
+)
 @pytest.mark.parametrize("price", [0.1, 0.5, 1.0, 2.0])
-def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str, lazy: bool) -> None:
+def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str) -> None:
     rule = parse_rule(f"tilted:{price}{options}")
     assert isinstance(rule, Tilted)
     lossy = 0
     for seed in range(12):
         round = tree_round(seed, greedy=True, mask=seed % 3 == 0)
         answers = [[int(t) % 12 for t in range(row, row + 9)] + [int(round.tree.tokens[row, 0])] for row in range(6)]
-        verdict = verdict_of(rule, replace(round, texts=Texts(answers)), lazy)
+        verdict = verdict_of(rule, replace(round, texts=Texts(answers)))
         again = known(Texts(answers), round.tree, rule.novel) if rule.novel else torch.zeros(6, 9).bool()
         for row in range(6):
             scores = round.scores[row]
             worth = []
             for way in ways(round.tree, row):
                 loss = [float(scores[a].max() - scores[a, round.tree.tokens[row, b]]) for a, b in zip(way, way[1:])]
-                if any(math.exp(-x) < rule.floor for x in loss) or INF in loss:
+                if any(math.exp(-x) < rule.least_share for x in loss) or INF in loss:
                     continue
                 if not all(_may_take(round, again, row, a, b) for a, b in zip(way, way[1:])):
                     continue
                 wins = sum(not again[row, node] for node in way[1:])
-                worth.append((wins - price * sum(loss), [round.tree.tokens[row, node] for node in way[1:]], loss))
+                other = sum(int(scores[a].argmax()) != round.tree.tokens[row, b] for a, b in zip(way, way[1:]))
+                worth.append(
+                    (
+                        wins - price * sum(loss) - rule.least_toll * other,
+                        [round.tree.tokens[row, node] for node in way[1:]],
+                        loss,
+                    )
+                )
             best = max(worth, key=lambda one: one[0])
             taken = int(verdict.accepted[row])
             # where the best way ends, the target's own choice follows, which may be a draft that wins nothing
@@ -187,7 +195,7 @@ def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> 
     for seed in range(4):
         base = tree_round(seed, nodes=12, mask=seed % 2 == 1)
         round = replace(base, scores=base.scores * scale)
-        lift = plain(float(price)).law(Evidence(round, lazy=False)).lift
+        lift = plain(float(price)).law(Evidence(round)).lift
         assert lift is not None and not lift.isnan().any()
         exact = mpmath.mpf(price)
         for row in range(2):
@@ -242,7 +250,7 @@ def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
     ("spec", "greedy"),
     [
         *product(["tilted:0.1", "fuzzy:js:inf", "random:1", "lenient:0.1", "typical:0:0", "cactus:5"], [False, True]),
-        ("fly:1:0", True),
+        *(("fly:1:0", True), ("asd:inf:9:budget=inf", True), ("mars:inf", False), ("mars:inf", True)),
     ],
 )
 def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_it(spec: str, greedy: bool) -> None:

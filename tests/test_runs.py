@@ -181,6 +181,11 @@ def test_quickstart_compares_the_methods(
 def test_quickstart_names_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(quickstart, "builtin_dir", lambda name: pytest.fail("nothing is fetched before"))
+    with monkeypatch.context() as without:
+        without.setattr(quickstart.importlib.util, "find_spec", lambda name: None)
+        assert main(["quickstart"]) == 2
+    assert "pip install 'fsd-toolkit[train]', or use --train-seconds 0" in capsys.readouterr().err
     monkeypatch.setattr(quickstart, "shipped_drafter", lambda name: None)
     assert main(["quickstart"]) == 2
     assert "no trained head for smollm2-135m" in capsys.readouterr().err

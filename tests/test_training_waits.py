@@ -1,13 +1,13 @@
 """Training on the simulated device and on CUDA: losses are the CPU's, and no step waits.
 
-`make test-gpu` runs those on CUDA. One wait is transformers': it looks for packed sequences in position ids before the
-first layer of each model.
+`make test-gpu` runs those on CUDA.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target
 from fsd_train.callbacks import DecodedTau, ExportHead
-from fsd_train.losses import Schedule
+from fsd_train.losses import DraftBatch, LMHead, Schedule
 from fsd_train.models import DistillationModule, EagleModule, LMModule
 from tests import train_toys
 from tests.families import load_head, reference
+from tests.loss_toys import VARIANTS, build_loss, make_batch
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.train_toys import TRAINER, answers_of, batch_of, eagle_module, ready, save_toy_target
 
@@ -31,7 +32,6 @@ LOSSES: list[tuple[Any, dict[str, Any]]] = [
     ("eagle", {"w_feature": 0.3}), ("kl_pq", {}), ("lk", {}), ("fsd", {"threshold": [0.2, 0.4], "w_feature": 0.1}),
     ([{"name": "js"}, {"name": "fsd", "weight": Schedule(0.1, 1.0)}], {}),
 ]  # fmt: skip
-PACKED = {("fsd_infer/targets/target.py", "Target.features"), ("fsd_train/models/small_lm.py", "SmallLM.hidden")}
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def check_steps(module: Any, toys: Path, device: SimulatedDevice, watch: list[in
     losses = [[step().cpu() for step in (here, there)]]  # what happens once may wait
     device.waits.clear()
     second = there()
-    assert device.waits and {(wait.file, wait.function) for wait in device.waits} <= PACKED
+    assert not device.waits
     losses.append([here(), second.cpu()])
     for of_cpu, of_sim in losses:
         torch.testing.assert_close(of_sim, of_cpu)
@@ -84,6 +84,47 @@ def check_steps(module: Any, toys: Path, device: SimulatedDevice, watch: list[in
 @pytest.mark.parametrize(("loss", "args"), LOSSES, ids=str)
 def test_steps_of_a_head_do_not_wait(toys: Path, loss: Any, args: dict[str, Any], device: SimulatedDevice) -> None:
     check_steps(lambda: eagle(toys, loss, args, head={"fused_layers": [0]}), toys, device, [0])
+
+
+@pytest.mark.parametrize("loss", ["kl_pq", "fsd"])
+def test_steps_of_a_head_with_an_lm_head_do_not_wait(toys: Path, loss: str, device: SimulatedDevice) -> None:
+    head = {"layout": "eagle3", "fused_layers": [0, 1], "final_norm": False, "feature_scale": False}
+    check_steps(lambda: eagle(toys, loss, head=head, context_ids=False, noise=0.0), toys, device, [0, 1])
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("loss", "args"), [*VARIANTS, ("adaspec", {"reference": "x"}), LOSSES[-1]], ids=str)
+def test_no_loss_waits_forwards_or_backwards(
+    loss: Any, args: dict[str, Any], own: bool, device: SimulatedDevice
+) -> None:
+    if own and loss == "eagle":
+        args = {"w_feature": 0.0}
+    found = []
+    for where in (torch.device("cpu"), SIM):
+        batch = on_device(make_batch(own=own).batch(), where)
+        if loss == "adaspec":
+            batch = replace(batch, reference=batch.estimates.detach().roll(1, 0))
+        leaves = [batch.estimates] if batch.own_head is None else [batch.estimates, batch.own_head.weight]
+        device.waits.clear()
+        value = build_loss(loss, args)(batch).loss
+        gradients = torch.autograd.grad(value, leaves)
+        assert not device.waits
+        found.append([each.detach().cpu() for each in (value, *gradients)])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def on_device(batch: DraftBatch, where: torch.device) -> DraftBatch:
+    """A batch whose estimates, and LM head if it has one of its own, are leaves on another device."""
+
+    def head(of: LMHead | None, trained: bool) -> LMHead | None:
+        return None if of is None else replace(of, weight=of.weight.detach().to(where).requires_grad_(trained))
+
+    kept = head(batch.head, False)
+    assert kept is not None
+    return replace(
+        batch, estimates=batch.estimates.detach().to(where).requires_grad_(), features=batch.features.to(where),
+        rows=batch.rows.to(where), head=kept, own_head=head(batch.own_head, True),
+    )  # fmt: skip
 
 
 def test_steps_of_a_small_model_do_not_wait(toys: Path, tmp_path: Path, device: SimulatedDevice) -> None:
@@ -137,9 +178,8 @@ def test_a_run(
     module = eagle(toys)
     trainer.fit(module, answers_of(toys, features=str(toys / "features") if cached else None))
     assert trainer.global_step == 2
-    of_target = set() if cached else {"Target.features"}
     # the verdict on the step before, and in validation nothing
-    assert watch.seen[-2:] == [{"StopOnNonFinite.on_before_optimizer_step"} | of_target, of_target]
+    assert watch.seen[-2:] == [{"StopOnNonFinite.on_before_optimizer_step"}, set()]
     assert float(trainer.callback_metrics["val_tau"]) >= 1
     head = load_head(tmp_path / "head")
     torch.testing.assert_close(head.fc.weight, module.head.fc.weight.detach().cpu(), atol=1e-3, rtol=1e-2)  # bf16
@@ -184,9 +224,8 @@ def test_three_steps_are_those_of_the_cpu(toys: Path, loss: Any, args: dict[str,
 @pytest.mark.gpu
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize(("loss", "args"), LOSSES, ids=str)
-def test_no_wait(toys: Path, loss: Any, args: dict[str, Any], half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever waits raises, by torch's own account; transformers' look at the positions is left out."""
-    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+def test_no_wait(toys: Path, loss: Any, args: dict[str, Any], half: bool) -> None:
+    """Whatever waits raises, by torch's own account."""
     step = step_of(eagle(toys, loss, args, head={"fused_layers": [0]}), toys, DEVICE, [0])
     with torch.autocast("cuda", torch.bfloat16, enabled=half):
         for _ in range(2):

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
+from fsd_core import functional
 from fsd_infer import Target, TreeShape
-from fsd_infer.cpu import ops
 from fsd_infer.drafters import Drafter, DraftRequest, LMDrafter
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.visits import likeliest, visit_scores
@@ -32,7 +32,7 @@ def path_of(parents: list[int], node: int) -> list[int]:
 @pytest.mark.parametrize("kernels", [True, False])
 def test_paths_are_those_of_the_parents(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels:
-        monkeypatch.setattr(ops, "kernels", lambda: None)
+        monkeypatch.delitem(functional.KERNELS["ancestors"], "cpu")
     for count in (1, 2, 3, 9, 40):
         parents = torch.tensor(
             [[0, *(random.Random(count + row).randrange(node) for node in range(1, count))] for row in range(3)]

@@ -19,10 +19,10 @@ from fsd_infer.rules.tilted import FIRST_PRICE
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.tree_rounds import text_round
 
-V, SLOTS, LONGEST = 11, 24, 64
+V, SLOTS, LONGEST = 11, 30, 64
 RULES = [
     "tilted:1:novel=0:floor=0", "tilted:0.4:novel=2:floor=0.1", "lenient:0.4", "typical:0.2:0.5", "relaxed:3:0.4",
-    "threshold:0.2:0.6:novel=1", "cactus:0.5:novel=2", "exact",
+    "threshold:0.2:0.6:novel=1", "cactus:0.5:novel=2", "mars:0.7:novel=1", "asd:1:budget=3", "exact",
 ]  # fmt: skip
 
 
@@ -120,6 +120,7 @@ def requests(seed: int) -> list[tuple[Params, str, list[int], list[int]]]:
     found = []
     for slot in range(SLOTS):
         rule, temperature = RULES[slot % len(RULES)], (0.0, 0.7, 1.0)[slot // len(RULES)]
+        temperature = 0.0 if parse_rule(rule).greedy_only else temperature
         found.append((Params(temperature, {"rule": rule}), rule, tokens(4 + slot), tokens((slot + seed) % 6)))
     return found
 
@@ -169,10 +170,20 @@ def test_a_batch_without_rules_is_not_touched() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize(
-    "rule", ["tilted:0.4:novel=2:floor=0.1", "tilted", "tilted:1:budget=2", "relaxed:3:0.4", "fly:2:0.1"]
+    "rule",
+    [
+        "tilted:0.4:novel=2:floor=0.1",
+        "tilted",
+        "tilted:heat=0.3",
+        "tilted:1:budget=2",
+        "relaxed:3:0.4",
+        "fly:2:0.1",
+        "asd:1",
+        "mars",
+    ],
 )
 def test_nothing_waits_for_the_device(rule: str, temperature: float) -> None:
-    if rule.startswith("fly") and temperature:
+    if parse_rule(rule).greedy_only and temperature:
         return
     with SimulatedDevice() as device:
         server = Server(device=SIM, method="ngram")
@@ -239,6 +250,16 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
     assert float(server.rules.overspent[3]) == 0, "of the request before"
 
 
+def test_an_answers_first_tokens_are_exact_in_a_slot() -> None:
+    """A text of 2 tokens is the prompt. With settle=3, tokens 0 to 2 of the answer are the target's own."""
+    server, logits = Server(), torch.zeros(3, V)
+    logits[:, 7] = 0.5
+    server.add(3, Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0:settle=3"}), [1, 2], [3, 4])
+    for answer, choices in (([], [7, 7, 7]), ([5, 5], [7, 4, 7]), ([5, 5, 5], [3, 4, 7])):
+        server.grow(3, [1, 2, *answer], [3, 4])
+        assert server.step(logits, [3]).argmax(-1).tolist() == choices
+
+
 def test_a_budget_is_each_requests_own() -> None:
     """A slot's next request starts with its own; after a preemption, which forgets what was spent, none is left."""
     server, logits = Server(), torch.zeros(3, V)
@@ -262,6 +283,7 @@ def test_a_budget_is_each_requests_own() -> None:
         (Params(0.7, {"rule": "tilted"}, top_p=0.9), "top_p = 1, top_k = 0 and min_p = 0"),
         (Params(0.7, {"rule": "tilted"}, top_k=5), "top_p = 1, top_k = 0 and min_p = 0"),
         (Params(0.7, {"rule": "fly"}), "'fly' needs temperature 0"),
+        (Params(0.7, {"rule": "asd"}), "'asd' needs temperature 0"),
         (Params(extra_args={"rule": "tilted", "only_in": "code"}), "only_in: a parameter of rules now"),
         (Params(extra_args={"rule": "tilted:only_in=a..a"}), "two different tokens"),
     ],
@@ -283,6 +305,12 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
     for rule in ("exact", "tilted:1:novel=2:budget=9", "tilted:inf:budget=0", "tilted:1:budget=9:only_in=think"):
         assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted")
+    for rule in ("tilted", "tilted:4:toll=1:settle=64", "tilted:toll=2"):
+        assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
+    for rule in ("tilted:4", "tilted:2:toll=1", "tilted:heat=0.1"):
+        with pytest.raises(ValueError, match="this server allows tilted"):
+            RuleRequest.of(Params(extra_args={"rule": rule}))
+    monkeypatch.setenv("FSD_VLLM_MOST", "tilted:heat=0.3")
     assert RuleRequest.of(Params(extra_args={"rule": "tilted:heat=0.2"})).rule == parse_rule("tilted:heat=0.2")
     for rule in ("tilted:heat=0.4", "tilted:4"):
         with pytest.raises(ValueError, match="this server allows tilted"):

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from fsd_infer.drafters.visits import path_sums
+from fsd_core.functional import path_sums
 from fsd_infer.rules import Evidence, Rule, Texts, Verdict, Verification
 from fsd_infer.rules._walk import walk
 from fsd_infer.tree import DraftTree, Nodes
@@ -19,7 +19,7 @@ SPECS = [
     *("exact", "exact:block=true", "fuzzy:js:0.1", "fuzzy:top_k_js:3:0.1", "fuzzy:tv:inf", "fuzzy:js:inf:floor=0.3"),
     *("fuzzy:kl_qp:0.2:gate=processed", "fuzzy:js:0.3:budget=0.4", "fuzzy-strict:js:0.1", "random:0.5", "draft-only"),
     *("draft-only:budget=0.5", "tilted:1", "tilted:0.3:budget=0.4", "tilted:0.5:floor=0.2:gate=0.1", "lenient:0.5"),
-    *("threshold:0.4:0.8", "typical", "relaxed:2:0.2", "cactus:0.1", "cascade-token", "ensemble:0.7"),
+    *("threshold:0.4:0.8", "typical", "relaxed:2:0.2", "cactus:0.1", "cascade-token", "ensemble:0.7", "mars:0.7"),
 ]
 
 
@@ -119,11 +119,11 @@ def take(tree: DraftTree, rows: Tensor) -> DraftTree:
     )
 
 
-def verdict_of(rule: Rule, round: Verification, lazy: bool) -> Verdict:
-    """What the rule says, if contexts are asked for where the walk comes, or all at once."""
+def verdict_of(rule: Rule, round: Verification) -> Verdict:
+    """What the rule says."""
     rows = list(range(round.tree.tokens.shape[0]))
     budget = INF if rule.budget is None else rule.budget
-    evidence, left = Evidence(round, lazy), round.budget_left
+    evidence, left = Evidence(round), round.budget_left
     left = torch.full([len(rows)], budget, dtype=torch.float64) if left is None else left
     return walk(evidence, [(rule.charged_law(evidence), rows)], left)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsd_bench.evidence.settings import EXACT, SweepOptions
-from fsd_bench.prompts import encode_rows
+from fsd_bench.prompts import Encoder, encode_rows
 from fsd_bench.worth.forecasts import forecast
 from fsd_bench.worth.run import verdict
 from fsd_core.errors import FsdError
@@ -25,9 +25,9 @@ def forecast_rules(options: SweepOptions, progress: bool = False) -> list[str]:
     """
     replace(options, rules=[EXACT, "tilted"]).check()  # other errors are raised before anything is loaded
     decoder = options.load(options.drafter)
-    target, rows = decoder.target, options.read()
+    rows = options.read()
     rows = rows[:: max(len(rows) // PROMPTS, 1)][:PROMPTS]
-    prompts = encode_rows(rows, target.name, decoder.tokenizer, target.max_positions, options.raw)
+    prompts = encode_rows(rows, Encoder.of(decoder, options.raw))
     found = forecast(
         decoder, prompts, temperature=float(options.temperatures[0]),
         max_new_tokens=min(options.max_new_tokens, TOKENS), seed=options.seed, progress=progress,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.models import ModelOptions
+from fsd_bench.models import ModelOptions, Models
 from fsd_bench.prompts import spread_rows
 from fsd_bench.score import AUTO, check_score
 from fsd_core.errors import FsdError
@@ -112,7 +112,7 @@ class SweepOptions(ModelOptions):
 
     def read(self, output: str | Path | None = None) -> list[PromptRow]:
         """Return the prompts. Raises DataError as :func:`.spread_rows`; skipped rows are listed beside ``output``."""
-        return spread_rows(self.prompts, self.limit, self.strict, output)
+        return spread_rows(self.prompts, Models(self).encoder(self.raw), self.limit, self.strict, output)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as JSON values. ``rules`` are the settings' names."""

@@ -82,7 +82,7 @@ def _run(
     models = Models(options)
     models.first_drafter = options.drafter
     decoder, settings = models.decoder, options.settings()
-    prompts = encode_rows(rows, options.target, decoder.tokenizer, decoder.target.max_positions, options.raw)
+    prompts = encode_rows(rows, models.encoder(options.raw))
     asked = Asked([[ids] for ids in prompts], options.max_new_tokens, options.seed)
 
     def start() -> list[EngineMethod]:

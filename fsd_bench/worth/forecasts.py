@@ -18,16 +18,18 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine.drafts import Drafts
-from fsd_infer.rules import Exact, Fly, Rule, Tilted, parse_rule
+from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
 
 PRICES = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (
     *(f"tilted:{price:g}" for price in PRICES),
     *(f"tilted:{price:g}:floor=0" for price in PRICES),
     *("typical:novel=3", "relaxed:novel=3", "fuzzy:js:0.2:novel=3", "fuzzy:js:0.3:novel=3", "fuzzy:js:0.4:novel=3"),
+    *("tilted", "tilted:2:toll=1", "tilted:1:toll=1"),
+    *("asd:novel=3", "asd:gap=0.5:novel=3", "mars:0.5:novel=3", "mars:novel=3"),
     *("fly:novel=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
 )
-HEATED = ("tilted:heat=0.2", "tilted", "tilted:heat=0.5", "tilted:heat=0.8")  # at temperature 0
+HEATED = ("tilted:heat=0.2", "tilted:heat=0.3", "tilted:heat=0.5", "tilted:heat=0.8")  # at temperature 0
 COSTS = (0.05, 0.1, 0.2, 0.4, 1.0)  # of a drafted token, in target forwards
 DEPTH = 12  # of the chain that is decoded with
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12)
@@ -230,12 +232,12 @@ def forecast(
 def _rules(rules: Sequence[str | Rule], temperature: float) -> dict[Rule, str]:
     """Return the names of exact and of the rules that can be forecast."""
     made = {parse_rule(rule): rule if isinstance(rule, str) else rule.name for rule in ("exact", *rules)}
-    return {rule: name for rule, name in made.items() if temperature == 0 or not isinstance(rule, Fly)}
+    return {rule: name for rule, name in made.items() if temperature == 0 or not rule.greedy_only}
 
 
 def _heats(rules: Iterable[Rule]) -> dict[Tilted, float]:
     """Return the rules with a learned price and their heats."""
-    return {rule: rule.learned_heat for rule in rules if isinstance(rule, Tilted) and rule.learned_heat is not None}
+    return {rule: rule.heat for rule in rules if isinstance(rule, Tilted) and rule.heat is not None}
 
 
 def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, rest: float) -> Shaped:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsd_infer.divergence import expand_draft
+from fsd_core.divergence import expand_draft
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.visits import likeliest, tilted
-from fsd_infer.rules import Exact, Fly, Rule, Source, Texts, Tilted, Verdict, Verification, apply_rules
+from fsd_infer.rules import Asd, Exact, Fly, Rule, Source, Texts, Tilted, Verdict, Verification, apply_rules
 from fsd_infer.tree import DraftTree
 
 Cell = tuple[Rule, TreeShape]
@@ -34,6 +34,7 @@ class Evidence:
         logits, scores: [1, N, V], raw and processed, on the target's device.
         greedy, temperature: of the request.
         text: token ids of the prompt and the answer so far, the root included.
+        answered: tokens of the answer so far, the root included.
         room: tokens that the answer may still have.
         generator: of the replay's draws.
         children: of each node.
@@ -46,6 +47,7 @@ class Evidence:
     greedy: bool
     temperature: float
     text: list[int]
+    answered: int
     room: int
     generator: torch.Generator
     children: dict[int, list[int]] = field(init=False)
@@ -99,9 +101,9 @@ class Evidence:
         The vocabulary holds the drafts and the likeliest tokens. That is enough for rules that read only regrets and
         texts. The second value maps its ids to the target's.
         """
-        kept = dict.fromkeys([*self.tokens, *self.drawn])
+        kept = sorted({*self.tokens, *self.drawn})  # so that ties resolve as in the whole vocabulary
         number = {token: place for place, token in enumerate(kept)}
-        index = torch.tensor(list(kept), device=self.scores.device)
+        index = torch.tensor(kept, device=self.scores.device)
         narrow = self.scores[0][:, index]
         text = [number.setdefault(token, len(number)) for token in self.text]
         rows = []
@@ -113,8 +115,9 @@ class Evidence:
         most = tree.tokens.shape[1]
         at = torch.tensor([[*nodes, *[0] * (most - len(nodes))] for nodes in parts], device=narrow.device)
         scores = narrow[at]
-        texts = Texts([text] * len(parts), device=narrow.device)
-        return Verification(tree, scores, scores, True, texts=texts), list(kept)
+        answer, prompt = text[len(text) - self.answered :], text[: len(text) - self.answered]
+        texts = Texts([answer] * len(parts), [prompt] * len(parts), narrow.device)
+        return Verification(tree, scores, scores, True, texts=texts), kept
 
     def part(self, nodes: Sequence[int]) -> Verification:
         """Return the same round on these nodes alone, ascending from the root."""
@@ -125,8 +128,13 @@ class Evidence:
         uniforms = torch.rand(1, len(nodes), 3, generator=self.generator).to(index.device)
         return Verification(
             self.tree.keep(index[None]), logits, scores, self.greedy, uniforms,
-            process_draft=None if self.greedy else self._process, texts=Texts([self.text], device=index.device),
+            process_draft=None if self.greedy else self._process, texts=Texts(*self._texts, device=index.device),
         )  # fmt: skip
+
+    @property
+    def _texts(self) -> tuple[list[list[int]], list[list[int]]]:
+        begins = len(self.text) - self.answered
+        return [self.text[begins:]], [self.text[:begins]]
 
     def _process(self, tree: DraftTree) -> Tensor:
         return expand_draft(tree.q_logits, tree.draft_ids, self.logits.shape[-1]) / self.temperature
@@ -137,7 +145,7 @@ def looks_ahead(rule: Rule, sampled: bool) -> bool:
     if isinstance(rule, Tilted):
         return not sampled
     ours = type(rule).__module__.startswith("fsd_infer.rules.")
-    return not ours or isinstance(rule, Fly) or isinstance(rule, Exact) and rule.block
+    return not ours or isinstance(rule, (Asd, Fly)) or isinstance(rule, Exact) and rule.block
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsd_bench.models import ModelOptions
-from fsd_bench.prompts import encode_rows, spread_rows
+from fsd_bench.prompts import Encoder, encode_rows, spread_rows
 from fsd_bench.worth.forecasts import COSTS, Forecast, Row, forecast
 from fsd_core.errors import FsdError
 from fsd_core.tables import number, percent, table
@@ -53,8 +53,8 @@ class WorthOptions(ModelOptions):
 
     def encoded(self, decoder: FuzzyDecoder) -> list[list[int]]:
         """Return the prompts' token ids. Raises DataError for a malformed row, or a file without prompts."""
-        target, rows = decoder.target, spread_rows([self.prompts], self.limit, self.strict)
-        return encode_rows(rows, target.name, decoder.tokenizer, target.max_positions, self.raw)
+        encode = Encoder.of(decoder, self.raw)
+        return encode_rows(spread_rows([self.prompts], encode, self.limit, self.strict), encode)
 
 
 def worth(options: WorthOptions, *, progress: bool = False) -> tuple[Forecast, dict[str, Any]]:

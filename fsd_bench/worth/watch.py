@@ -67,8 +67,8 @@ class Watch(Callback):
         if report.phase == "round":
             greedy, room = self.temperature == 0, self.limit - self.emitted
             scores = logits if greedy else logits.float() / self.temperature
-            text = [*self.text]
-            self.seen(Evidence(tree, logits, scores, greedy, self.temperature, text, room, self.generator))
+            text, emitted = [*self.text], self.emitted
+            self.seen(Evidence(tree, logits, scores, greedy, self.temperature, text, emitted, room, self.generator))
             self.steps += tree.max_depth
         self.text += new
         self.emitted += len(new)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fsd_core.errors import DataError, FsdError
 from fsd_core.text.control import encode_hidden, hidden, hidden_options, hidden_turns
 from fsd_core.text.conversations import Message, check_messages, check_text, row_messages, template_options
 from fsd_core.text.pieces import special_names
-from fsd_core.text.row_check import RowCheck
+from fsd_core.text.row_check import Fields, RowCheck
 from fsd_core.text.rows import read_rows
 from fsd_core.text.templates import WORD, turns_for
 
@@ -56,12 +56,17 @@ def row_id(file_name: str, line: int, messages: Sequence[Message]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def read_prompts(path: str | Path, check: RowCheck | None = None) -> Iterator[PromptRow]:
+def read_prompts(
+    path: str | Path,
+    check: RowCheck | None = None,
+    convert: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+) -> Iterator[PromptRow]:
     """Yield every prompt of a data file or directory.
 
     Args:
         path: as for :func:`fsd_core.text.rows.read_rows`.
         check: takes account of the rows, and of malformed ones, which are skipped. None: those are errors.
+        convert: maps a file's row to one of ours; may raise DataError.
 
     Raises:
         DataError: a file that cannot be read, or what ``check`` raises: the error names file and line.
@@ -71,11 +76,12 @@ def read_prompts(path: str | Path, check: RowCheck | None = None) -> Iterator[Pr
     for row in read_rows(path, check):
         found: PromptRow | None = None
         with check.using(row.where):
-            messages = row_messages(row.values, row.where)
-            template_options(row.values)  # of the right types
-            source = row.values.get("source") or row.values.get("category") or default_source
+            values = row.values if convert is None else Fields(convert(row.values))
+            messages = row_messages(values, row.where)
+            template_options(values)  # of the right types
+            source = values.get("source") or values.get("category") or default_source
             identity = row_id(row.file.name, row.number, messages)
-            found = PromptRow(identity, messages, str(source), row.file.name, row.number, row.values, row.where)
+            found = PromptRow(identity, messages, str(source), row.file.name, row.number, values, row.where)
         if found is not None:
             yield found
 
@@ -83,7 +89,9 @@ def read_prompts(path: str | Path, check: RowCheck | None = None) -> Iterator[Pr
 def need_tokenizer(tokenizer: Any, target: str) -> Any:
     """Return ``tokenizer``. Raise FsdError if it is None; ``target`` names the target in the error."""
     if tokenizer is None:
-        raise FsdError(f"target {target} has no tokenizer: add its tokenizer files, or give prompts as token ids.")
+        raise FsdError(
+            f"target {target} has no tokenizer: give one as tokenizer=, add its files, or give prompts as token ids."
+        )
     return tokenizer
 
 

@@ -21,6 +21,7 @@ from fsd_core.text.conversations import ANSWERS, turn_fields
 
 MOST_SKIPPED = 0.05  # share of the rows
 LISTING = "skipped-rows.jsonl"  # in the directory of an output; an output that is a file gets it as suffix
+_MOST_COMPARED = 1000  # rows that are read behind the last one needed, to see whether few of them are bad
 _HOPELESS = 100  # rows of which none can be used: the rest is not read
 _MOST_SAID = 5  # reasons and fields named on the terminal
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -101,6 +102,7 @@ class RowCheck:
         self.bad: list[BadRow] = []
         self.unread: Counter[str] = Counter()
         self._told = 0  # of ``bad``
+        self._last: int | None = None  # row, if enough were found
 
     @contextmanager
     def reading(self, where: str) -> Iterator[None]:
@@ -124,13 +126,14 @@ class RowCheck:
         """Note that the row ``where`` cannot be used.
 
         Raises:
-            DataError: the check is strict, or none of many rows can be used.
+            DataError: the check is strict, none of many rows can be used, or too many of those behind the last one
+                needed cannot.
         """
         reason = str(error).removeprefix(where).removeprefix(":").strip()
         if self.strict:
             raise DataError(f"{where}: {reason}") from error
         self.bad.append(BadRow(where, reason))
-        if len(self.bad) == self.read >= _HOPELESS:
+        if len(self.bad) == self.read >= _HOPELESS or self._is_over and self.too_many:
             raise self._error()
 
     def note(self, values: Mapping[str, Any]) -> None:
@@ -144,14 +147,23 @@ class RowCheck:
         """Whether more than :data:`MOST_SKIPPED` of the rows so far cannot be used."""
         return len(self.bad) > MOST_SKIPPED * self.read
 
+    @property
+    def _is_over(self) -> bool:
+        return self._last is not None and self.read >= self._last
+
     def first(self, rows: Iterable[_Row], limit: int | None) -> list[_Row]:
-        """Return the first ``limit`` usable rows. Too many others among them are compared with the rows that follow."""
+        """Return the first ``limit`` usable rows.
+
+        Too many others among them are compared with the rows that follow, at most :data:`_MOST_COMPARED`.
+        """
         kept: list[_Row] = []
         for row in rows:
             if limit is None or len(kept) < limit:
                 kept.append(row)
-            if limit is not None and len(kept) >= limit and not self.too_many:
-                break
+            if limit is not None and len(kept) >= limit:
+                self._last = self._last or self.read + _MOST_COMPARED
+                if not self.too_many or self._is_over:
+                    break
         return kept
 
     def finish(self, listing: Path | None = None, speak: bool = True) -> None:

@@ -86,7 +86,8 @@ def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> N
         print(report.legend(colour))
     elif not streamed:
         print(out.texts[0])
-    print(report.stats_line(out.stats), file=sys.stderr)
+    if not args.quiet:
+        print(report.stats_line(out.stats) if args.stats else report.summary_lines(out.stats), file=sys.stderr)
 
 
 def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def read_text(named: str) -> str:
 
 def warmup(args: argparse.Namespace) -> int:
     """Run `fsd-infer warmup`: do what a first request would wait for, and print the seconds of each part."""
-    from fsd_infer.cpu.ops import kernel_kind
+    from fsd_infer.backends.choose import choose
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.device.clock import Clock
     from fsd_infer.targets.builtin import builtin_dir
@@ -176,7 +177,7 @@ def warmup(args: argparse.Namespace) -> int:
     options = _decoder_options(args)
     set_threads(args.threads)
     clock = Clock()
-    kind = kernel_kind() if options["device"].type == "cpu" else None
+    kind = choose(options["device"]).describe()
     clock.lap("compile")
     decoder = FuzzyDecoder.from_pretrained(**options)
     clock.lap("load")
@@ -207,7 +208,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def rules(args: argparse.Namespace) -> int:
     """Run `fsd-infer rules`."""
-    from fsd_infer.divergence import DIVERGENCES
+    from fsd_core.divergence import DIVERGENCES
     from fsd_infer.drafters import DRAFTERS
     from fsd_infer.rules import RULES
     from fsd_infer.targets.builtin import BUILTIN_TARGETS, shipped_drafter

@@ -23,13 +23,14 @@ def facts() -> dict[str, Any]:
     """Return versions, processor, kernels, devices, settings, and what runs where, ready for JSON."""
     import torch
 
-    from fsd_infer.cpu.ops import compiler_line, kernel_choice
+    from fsd_infer.backends.choose import choose
+    from fsd_infer.backends.cpu.build import compiler_line
     from fsd_infer.device.cpuinfo import cpu_flags
     from fsd_infer.device.memory import free_bytes
     from fsd_infer.environment import environment
 
     flags = cpu_flags()
-    (name, why), free = kernel_choice(), free_bytes(torch.device("cpu"))
+    (name, why), free = choose("cpu").report(), free_bytes(torch.device("cpu"))
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         **{name: value for name, value in environment([]).items() if name not in ("command", "gpu", "cpu_kernels")},

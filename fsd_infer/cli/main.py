@@ -27,6 +27,7 @@ from fsd_core.options import (
 )
 from fsd_infer.cli import commands, env
 
+GROUP = "fsd_infer.commands"  # of entry points, whose names are commands of ours too
 COMMANDS = ("generate", "warmup", "serve", "env", "rules")
 
 
@@ -35,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     for elsewhere in _elsewhere(words[:1]):
         return int(elsewhere(words))
-    args = build_parser().parse_args(words)
+    parser = build_parser()
+    if words and words[0] not in COMMANDS:  # the look-up takes as long as many a help text
+        parser.elsewhere = entry_points(group=GROUP).names
+    args = parser.parse_args(words)
     return run("fsd-infer", partial(_command, args), args.debug)
 
 
@@ -43,7 +47,7 @@ def _elsewhere(command: Sequence[str]) -> list[Callable[[Sequence[str]], int]]:
     """Return what runs a command that another package offers as ours: `fsd-infer bench` is `fsd-bench run`."""
     if not command or command[0].startswith("-") or command[0] in COMMANDS:
         return []
-    return [point.load() for point in entry_points(group="fsd_infer.commands", name=command[0])]
+    return [point.load() for point in entry_points(group=GROUP, name=command[0])]
 
 
 def _command(args: argparse.Namespace) -> int:
@@ -52,7 +56,7 @@ def _command(args: argparse.Namespace) -> int:
     return int(args.function(args) or 0)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of all commands and their options."""
     from fsd_infer import __version__
 
@@ -109,6 +113,11 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         help="refuse a request whose KV caches need more GiB (default: the free memory)",
     )  # fmt: skip
     output = parser.add_argument_group("output").add_mutually_exclusive_group()
+    add_flags(
+        parser,
+        ("--stats", "print all figures of the answer on standard error, not only two lines"),
+        ("--quiet", "print the answer and nothing else, but errors"),
+    )
     add_flags(
         output,
         ("--stream", "print words as they come"),

@@ -18,6 +18,17 @@ MEANINGS = {Source.TARGET: "target", Source.EXACT: "exact acceptance", Source.GA
 RESET = "\x1b[0m"
 
 
+def summary_lines(stats: GenerationStats) -> str:
+    """Return two lines on an answer: how fast it came, and what it was made with."""
+    reasons = ", ".join(sorted({row.finish_reason for row in stats.rows}))
+    tau = f", {stats.tau:.2f} tokens per forward of the target" if stats.target_forwards else ""
+    lossy = f", {stats.divergence_spent:.2f} nats spent" if stats.divergence_spent else ""
+    return (
+        f"{stats.new_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_second:.1f} tok/s{tau}\n"
+        f"rule {stats.rule['rule']}{lossy}, drafter {stats.drafter['name']}, ended by {reasons} (--stats says more)"
+    )
+
+
 def stats_line(stats: GenerationStats) -> str:
     """Return one line on an answer: length, speed, acceptance length, gates, nats spent."""
     reasons = ", ".join(sorted({row.finish_reason for row in stats.rows}))

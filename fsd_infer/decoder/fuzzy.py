@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import Unpack
 
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.registry import is_whole
 from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
-from fsd_infer.cpu.ops import speed_up
+from fsd_infer.backends.choose import choose
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
@@ -24,10 +25,12 @@ from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.callbacks import Callback
 from fsd_infer.engine.request import Outcome, Round
+from fsd_infer.heads.formats import head_kind
 from fsd_infer.request.guide import Guide, GuideProcessor
-from fsd_infer.request.options import shaping
+from fsd_infer.request.options import GenerateOptions, shaping
 from fsd_infer.rules import RuleLike
 from fsd_infer.targets.adapters import put_beside
+from fsd_infer.targets.loading import parse_device
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import id_list
@@ -51,6 +54,17 @@ class Generation(Outcome):
 
     texts: list[str] = field(default_factory=list)
 
+    @property
+    def text(self) -> str:
+        """The first answer."""
+        return self.texts[0] if self.texts else ""
+
+    def __repr__(self) -> str:
+        """Return what a person looks for; ``stats`` and ``records`` have the rest."""
+        shown = self.texts if any(self.texts) else self.sequences
+        tokens, rate = self.stats.new_tokens, self.stats.tokens_per_second
+        return f"Generation({shown!r:.400}, {tokens} tokens, tau {self.stats.tau:.2f}, {rate:.1f} tok/s)"
+
 
 class FuzzyDecoder:
     """A target with a drafter. Threads may share it: they take turns, request by request.
@@ -65,13 +79,15 @@ class FuzzyDecoder:
         self.target = target
         self.drafter = drafter
         self.quantize = quantize
+        self.backend = choose(target.device)
         self._recorder: Recorder | None = None
+        self._said_raw = False  # that there is no chat template
 
     @classmethod
     def from_pretrained(
         cls,
         target: str | Path | PreTrainedModel = "smollm2-135m",
-        drafter: str | Path | Drafter | None = None,
+        drafter: str | Path | Drafter | PreTrainedTokenizerBase | None = None,
         tokenizer: Any = None,
         *,
         tree: TreeShape | str | None = None,
@@ -88,19 +104,20 @@ class FuzzyDecoder:
         Args:
             target: a built-in name, a local directory, a GGUF file of a Llama model, or a hub id. Or a transformers or
                 peft model in memory, quantised or not, which is set to eval mode and not changed otherwise.
-            drafter: see :func:`load_drafter` (default: the head of a built-in target, else "lookup+recycle").
+            drafter: see :func:`load_drafter` (default: the head of a built-in target, else "lookup+recycle"). A
+                tokenizer here is the target's, as in transformers' pipelines.
             tokenizer: of a model in memory, which otherwise decodes token ids only (default for others: their own).
             tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU, chooses a tree in each
                 round from the drafter's scores and earlier rounds' costs and acceptances (see
                 :mod:`fsd_infer.drafters.auto`). With a ``seed`` it depends on the text alone.
             pack: on a CPU, fuse operations of the decoder blocks and, in bf16, replace the linear layers' weights by
-                packed ones (see :func:`fsd_infer.cpu.ops.speed_up`). ``fsd_infer.cpu.ops.restore`` undoes it. Quantised
-                layers stay. Default: True, but False for a model in memory, whose packed weights would be copies.
+                packed ones; :meth:`restore` undoes it. Quantised layers stay. Default: True, but False for a
+                model in memory, whose packed weights would be copies.
             expand: expand a GGUF file's quantised weights, also a built-in target's, to bf16. By default our CPU
                 kernels use the quantised weights: a forward reads less, and no weight is rounded.
             quantize: with our CPU kernels, store a head's weights in fp8 with a scale per output (see
-                :meth:`fsd_infer.cpu.packing.Packed.quantize`). The target's weights stay, so `exact` stays exact.
-            cuda_graphs: see :meth:`use_graphs`. None: on CUDA, yes. False is for debugging.
+                :meth:`.Packed.quantize`). The target's weights stay, so `exact` stays exact.
+            cuda_graphs: see :meth:`use_graphs` (default: True on CUDA). False is for debugging.
             prefix_cache_bytes: size of a cache for prompts that start like an earlier prompt and its answer (see
                 :mod:`fsd_infer.targets.prefixes`). None: no cache.
             adapters: directories of LoRA adapters by name, from which each request may choose one. They stay beside the
@@ -114,11 +131,15 @@ class FuzzyDecoder:
             CheckpointError: files are damaged, or the head belongs to another target.
             VocabularyMismatchError: target and drafter have different vocabularies.
         """
+        if isinstance(drafter, PreTrainedTokenizerBase):  # transformers' order
+            drafter, tokenizer = None, drafter if tokenizer is None else tokenizer
         _check_objects(target, tokenizer)
         named = isinstance(target, (str, Path))
         prefixes = None if prefix_cache_bytes is None else PrefixCache(prefix_cache_bytes)
         if named:
-            wrapped = Target.from_pretrained(str(target), expand=expand or pack is False, **model_kwargs)
+            _refuse_head(Path(str(target)))
+            reads = None if expand or pack is False else choose(parse_device(model_kwargs.get("device"))).reads_blocks
+            wrapped = Target.from_pretrained(str(target), reads_blocks=reads, **model_kwargs)
             wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
         elif model_kwargs:
             raise ModelLoadError(f"{', '.join(model_kwargs)}: for loading, but the target is in memory already.")
@@ -127,10 +148,10 @@ class FuzzyDecoder:
         wrapped.prefixes = prefixes
         if adapters:
             put_beside(wrapped.model, adapters)
-        if named if pack is None else pack:
-            speed_up(wrapped.model, release=named)
         decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), quantize)
-        if cuda_graphs or cuda_graphs is None and wrapped.device.type == "cuda":
+        if named if pack is None else pack:
+            decoder.prepare(release=named)
+        if decoder.backend.capture if cuda_graphs is None else cuda_graphs:
             decoder.use_graphs()
         decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack is not False)
         if left_out := shaping(getattr(wrapped.model, "generation_config", None)):
@@ -167,14 +188,35 @@ class FuzzyDecoder:
         """Load another drafter for this target; arguments and errors as for :meth:`from_pretrained`."""
         with self.target.lock:  # a head may add layers to the target's features
             loaded = load_drafter(drafter, self.target, tree)
-            release = not isinstance(drafter, Drafter)  # the caller may use its object elsewhere
-            for module in loaded.modules() if pack else ():
-                is_model = isinstance(module, GenerationMixin)
-                speed_up(module, release, quantize=release and self.quantize and not is_model)
+            if pack:  # the caller may use its object elsewhere
+                self._prepare_drafter(loaded, release=not isinstance(drafter, Drafter))
             if self._recorder is not None:
                 loaded.use_graphs(self._recorder)
         release_freed()  # weights in the file's dtype and layout
         return loaded
+
+    def prepare(self, release: bool = False) -> None:
+        """Let the device's backend replace the target's layers by faster ones, see :class:`.Backend`.
+
+        Args:
+            release: free the plain weights; :meth:`restore` computes them again.
+        """
+        self.backend.prepare(self.target.model, release)
+        self.target.stack, self.target.kernels = self.backend.stack_for(self.target), self.backend.describe()
+
+    def _prepare_drafter(self, drafter: Drafter, release: bool) -> None:
+        for module in drafter.modules():
+            narrow = release and self.quantize and not isinstance(module, GenerationMixin)
+            self.backend.prepare(module, release, weights="fp8" if narrow else None)
+        for owner in drafter.stack_owners():
+            owner.stack = self.backend.stack_for(owner)
+
+    def restore(self) -> None:
+        """Undo what the backend did to target and drafter: layers are plain again, and weights where they were."""
+        for owner in (self.target, *self.drafter.stack_owners()):
+            owner.stack = owner.plain_stack
+        for module in (self.target.model, *self.drafter.modules()):
+            self.backend.restore(module)
 
     @property
     def tokenizer(self) -> Any:
@@ -212,6 +254,12 @@ class FuzzyDecoder:
             raise FsdError("the prompt is empty: give some text.")
         if chat or (chat is None and tokenizer.chat_template):
             return encode_chat(tokenizer, [{"role": "user", "content": text}], blank=True)
+        if chat is None and not self._said_raw:
+            self._said_raw = True
+            log.warning(
+                "%s has no chat template: it continues prompts as they are (chat=False, or --raw, if you mean that).",
+                self.target.name,
+            )
         ids = encode_text(tokenizer, text)
         if not ids:
             raise FsdError("the prompt encodes to no tokens: give some text.")
@@ -252,7 +300,7 @@ class FuzzyDecoder:
         beam_options: BeamOptions | None = None,
         schema: Mapping[str, Any] | str | None = None,
         guide: Guide | None = None,
-        **overrides: Any,
+        **overrides: Unpack[GenerateOptions],
     ) -> Generation:
         """Decode one prompt or a batch of prompts of any lengths.
 
@@ -283,7 +331,8 @@ class FuzzyDecoder:
             beam_options: with ``num_beams`` > 1, how beams are drafted.
             schema: JSON schema of the answers, short for ``guide=Guide.json_schema(schema)``.
             guide: a constraint on the answers, see :class:`.Guide`. The rule then applies to the masked target.
-            overrides: ``max_new_tokens``, ``temperature``, ``do_sample``, ``num_beams`` ... as in transformers.
+            overrides: ``max_new_tokens`` (default: 128), ``temperature`` (above 0: answers are sampled), ``num_beams``
+                ... as in transformers.
 
         Raises:
             UnknownNameError: unknown rule or divergence.
@@ -326,6 +375,14 @@ def _check_objects(target: Any, tokenizer: Any) -> None:
         raise ModelLoadError(f"a target is a name or a transformers model, got {type(target).__name__}.")
     if tokenizer is not None and not callable(tokenizer):
         raise ModelLoadError(f"a tokenizer is one of transformers, got {tokenizer!r:.60}: load it first.")
+
+
+def _refuse_head(directory: Path) -> None:
+    """Raise ModelLoadError for the directory of a draft head, of which transformers would say that it is too old."""
+    if directory.is_dir() and head_kind(directory) is not None:
+        raise ModelLoadError(
+            f"{directory} is a draft head, not a target: give it as drafter, beside the model that it was trained for."
+        )
 
 
 def _as_list(prompts: Any, padding: int | None) -> list[Any]:

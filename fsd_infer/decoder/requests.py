@@ -37,6 +37,7 @@ from fsd_infer.request.options import (
     only_stated,
     reads_prompts,
     split_options,
+    with_defaults,
 )
 from fsd_infer.rules import RuleLike, parse_rules
 from fsd_infer.targets.target import Target
@@ -147,7 +148,9 @@ def prepare(
     own = _set(vars(model.generation_config))
     stated = {name: own[name] for name in own.keys() & {"max_length", "max_new_tokens"}} | asked
     check_numbers(stated)
-    length = max(map(len, prompts))
+    fields = with_defaults(fields, stated)
+    asked, length = asked | _set(fields), max(map(len, prompts))
+    stated |= asked
     try:
         config: GenerationConfig = model._prepare_generation_config(given, **fields)[0]
         only_stated(config, asked)

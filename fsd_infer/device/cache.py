@@ -114,9 +114,11 @@ class SlotCache(Cache):
         self._pools: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         super().__init__(layers=[_SlotLayer(self, index) for index in range(self.num_layers)])
 
-    def pools(self, heads: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def pools(
+        self, heads: int, width: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return writable keys and values [layers, B, heads, slots, width] of all layers with this many heads."""
-        like = torch.empty(self.batch, heads, 0, width, dtype=dtype)
+        like = torch.empty(self.batch, heads, 0, width, dtype=dtype, device=device)
         return self._pool("keys", like), self._pool("values", like)
 
     def _pool(self, kind: str, like: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from fsd_infer.tree import DraftTree
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
+    from fsd_infer.targets.stack import StackOwner
     from fsd_infer.targets.target import Target
 
 
@@ -264,6 +265,10 @@ class Drafter(ABC):
     def modules(self) -> list[nn.Module]:
         """Return its own modules, to pack, compile or move; by default those of the parts."""
         return [module for part in self.parts for module in part.modules()]
+
+    def stack_owners(self) -> list[StackOwner]:
+        """Return its models and heads, for which a backend may have stacks; by default those of the parts."""
+        return [owner for part in self.parts for owner in part.stack_owners()]
 
     def describe(self) -> dict[str, Any]:
         """Return name and options, for records of runs."""

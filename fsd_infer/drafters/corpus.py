@@ -23,6 +23,7 @@ from fsd_core.files import cache_dir, locked, open_safetensors, replacing, usabl
 from fsd_core.text.conversations import check_text, row_conversation
 from fsd_core.text.encoding import encode_chat, need_tokenizer
 from fsd_core.text.hub_rows import HubRows, is_hub_name
+from fsd_core.text.row_check import RowCheck
 from fsd_core.text.rows import Row, read_rows
 from fsd_infer.drafters.prefixes import END, Prefixes, sorted_prefixes
 from fsd_infer.targets.target import Target
@@ -32,7 +33,6 @@ SUFFIX = ".memory"  # appended to the corpus's name for its index
 IDS = ("prompt_ids", "response_ids")  # fields with token ids, of files that `fsd-train regenerate` wrote
 TOGETHER = 512  # rows that are encoded at once
 EVERY = 5.0  # seconds between reports of progress
-MOST_LEFT_OUT = 0.05  # share of rows that may hold no text
 MOST_TOKENS = 2**31 - 1  # places are of 32 bits
 _ADVICE = "Delete it, and it is made again."
 
@@ -41,8 +41,7 @@ def open_corpus(name: str | os.PathLike[str], target: Target) -> Prefixes:
     """Return the texts of a corpus. The index is built if it is missing or older than the corpus.
 
     A row has token ids (``prompt_ids``, ``response_ids`` or both), a ``text``, or a conversation as in training data.
-    Rows with none of these are counted and left out, up to :data:`MOST_LEFT_OUT` of all. An interrupted call leaves no
-    index, and the next call starts again.
+    Others are skipped as by :class:`.RowCheck`. An interrupted call leaves no index, and the next call starts again.
 
     Args:
         name: what :func:`fsd_core.text.rows.read_rows` reads, but no pipe: a file, a directory, or a dataset's name on
@@ -138,32 +137,25 @@ def _build(source: Path, index: Path, facts: dict[str, str], target: Target) -> 
 
 
 def _tokens_of(source: Path, target: Target) -> NDArray[np.int32]:
-    """Return the tokens of all rows, each row's followed by END. Reports progress and the rows that it leaves out."""
-    rows, found = read_rows(source), array("i")
-    count, left_out, first, reported = 0, 0, None, time.monotonic()
+    """Return the tokens of all rows, each row's followed by END. Reports progress and the rows that it skips."""
+    check, found, reported = RowCheck(), array("i"), time.monotonic()
+    rows = read_rows(source, check)
     while together := list(islice(rows, TOGETHER)):
         forms: list[list[int] | str] = []
         for row in together:
-            try:
+            with check.using(row.where):
                 forms.append(_form(row, target))
-            except DataError as error:
-                left_out, first = left_out + 1, first or error
         for ids in _encoded(forms, target):
             found.extend(ids)
             found.append(END)
-        count += len(together)
         if len(found) > MOST_TOKENS:
             raise DataError(f"corpus {source} has more than {MOST_TOKENS:,} tokens: name a part of it.")
         if time.monotonic() - reported >= EVERY:
-            print(f"[{source.name}] read {count:,} rows, {len(found):,} tokens", file=sys.stderr, flush=True)
+            print(f"[{source.name}] read {check.read:,} rows, {len(found):,} tokens", file=sys.stderr, flush=True)
             reported = time.monotonic()
-    if first is not None and left_out > MOST_LEFT_OUT * count:
-        raise DataError(f"corpus {source}: {left_out} of {count} rows hold no text, the first: {first}") from first
+    check.finish()
     if not found:
         raise DataError(f"corpus {source} has no rows: name a file with texts.")
-    if first is not None:
-        said = f"left out {left_out} of {count} rows that hold no text, the first: {first}"
-        print(f"[{source.name}] {said}", file=sys.stderr, flush=True)
     return np.frombuffer(found, np.int32)
 
 

@@ -25,8 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import draw
-from fsd_infer.cpu import ops
+from fsd_core import functional
 
 UNSURE, SURE = 0.2, 0.95  # ρ where the largest q is 0 and 1
 LEAST_REST = 1e-3  # a smaller rest of q is rounding
@@ -68,7 +67,7 @@ class Drawing:
         """
         logits = logits.float()
         scores = logits if self.process is None else self.process(logits)
-        log_q, entries = ops.likeliest(scores, width)
+        log_q, entries = functional.topk_logprobs(scores, width)
         ratio = UNSURE + (SURE - UNSURE) * log_q[..., :1].exp()
         fixed = reach[..., None] + log_q + (1.0 - ratio).log() >= self.least
         fixed[..., -1] = False  # the place of the drawn child
@@ -96,12 +95,5 @@ class Drawing:
 
     def _drawn(self, scores: Tensor, draws: Tensor) -> Tensor:
         """Draw an entry of the rows ``draws`` [B, E] of scores [B, E, Vd]: [B, E], arbitrary in other rows."""
-        if scores.device.type != "cpu":  # elsewhere a choice of rows would sync
-            return self._entries(scores)
-        return torch.zeros_like(draws, dtype=torch.long).masked_scatter(draws, self._entries(scores[draws]))
-
-    def _entries(self, scores: Tensor) -> Tensor:
-        """Draw an entry of each row of scores [..., Vd]: [...]. An entry of probability 0 is never drawn."""
-        rows = scores.softmax(-1).flatten(0, -2)
-        uniforms = torch.rand(len(rows), generator=self.generator, device=scores.device)
-        return draw(rows, uniforms).view(scores.shape[:-1]).clamp_max(scores.shape[-1] - 1)
+        uniforms = torch.rand(draws.shape, generator=self.generator, device=scores.device)
+        return functional.sample_rows(scores, uniforms, draws)

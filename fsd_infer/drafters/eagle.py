@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.tensors import at_nodes, to_device
-from fsd_infer.cpu import ops
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
@@ -22,7 +21,9 @@ from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
 from fsd_infer.targets.precision import PLAIN
+from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
+from fsd_infer.targets.weights import format_of
 
 READ_AT_ONCE = 256  # tokens of all rows per forward over prompts; more are not faster and take memory
 MOST_UNREAD = 1024  # tokens of a text that may wait while drafting is paused
@@ -165,7 +166,7 @@ class EagleDrafter(TreeDrafter):
     def describe(self) -> dict[str, Any]:
         public: dict[str, Any] = {"public": True} if self.public else {}
         public |= {} if self.trained_for is None else {"trained_for": self.trained_for}
-        narrow = any(packed.scales is not None for module in self.modules() for packed in ops.packed_products(module))
+        narrow = any(format_of(part) == "fp8" for module in self.modules() for part in module.modules())
         weights = {"weights": "fp8"} if narrow else {}
         return {
             **super().describe(),
@@ -177,6 +178,9 @@ class EagleDrafter(TreeDrafter):
 
     def modules(self) -> list[nn.Module]:
         return [self.head] if self.lm_head is None else [self.head, self.lm_head]
+
+    def stack_owners(self) -> list[StackOwner]:
+        return [self.head]
 
 
 class EagleSession(TreeSession):

@@ -15,7 +15,6 @@ from enum import IntEnum
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsd_infer.cpu import ops
 from fsd_infer.drafters.shape import of_device
 from fsd_infer.drafters.visits import MOST_TILT
 
@@ -75,7 +74,7 @@ PRIORS = {
 def prior_for(target: Target) -> Prior:
     """Return the costs of a round with a head that are assumed before anything was timed."""
     if target.has_blocks:
-        return PRIORS["blocks on tiles" if ops.kernel_kind() == "amx" else "blocks"]
+        return PRIORS["blocks on tiles" if target.kernels == "amx" else "blocks"]
     return of_device(PRIORS, target.device)
 
 

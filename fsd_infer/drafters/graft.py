@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_core import functional
 from fsd_core.errors import FsdError
-from fsd_infer.cpu import ops
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
-from fsd_infer.drafters.visits import likeliest, path_sums
+from fsd_infer.drafters.visits import likeliest
 from fsd_infer.tree import DraftTree
-
-LEAST_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong
 
 
 @cache
@@ -122,8 +120,7 @@ class GraftedSession(DraftSession):
         if self.auto is not None:
             return kept_of(union, main, self.auto.keep(union))
         nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes, union.held)
-        if nodes.device.type == "cpu":  # drop padding; on other devices a sync would cost more than it
-            nodes = nodes[:, : 1 + int(union.is_draft.sum(1).max())]
+        nodes = nodes[:, : 1 + functional.upper_bound(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return kept_of(union, main, nodes)
 
 
@@ -141,8 +138,7 @@ def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> Dr
     Returns:
         The union, [B, N + M - 1].
     """
-    found = ops.tree_union(_parts(main), _parts(side), mains) or _union_in_torch(main, side, depth, mains)
-    tokens, parents, scores, proposers = found
+    tokens, parents, scores, proposers = functional.tree_union(_parts(main), _parts(side), mains, depth)
     more = parents.shape[1] - main.parents.shape[1]
     q_index = torch.nn.functional.pad(main.q_index, (0, more), value=-1)
     drawn = None if main.drawn is None else torch.nn.functional.pad(main.drawn, (0, more))
@@ -153,24 +149,6 @@ def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> Dr
 
 def _parts(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return tree.tokens, tree.parents, tree.scores, tree.proposers
-
-
-def _union_in_torch(main: DraftTree, side: DraftTree, depth: int, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute :func:`union_of` on any device: tokens, parents, scores and proposers."""
-    place, shared = _places(main, side, depth)
-    parents = torch.cat([main.parents, place.gather(1, side.parents)[:, 1:]], 1)
-    of_main, of_side = _chances(main), _chances(side)
-    wrong = torch.ones_like(parents, dtype=of_main.dtype).scatter_add(1, main.parents[:, 1:], -of_main[:, 1:])
-    alone = of_side.masked_fill(shared, 0.0) * wrong.clamp_min(LEAST_WRONG).gather(1, place.gather(1, side.parents))
-    one = torch.cat([of_main, alone[:, 1:]], 1)
-    other = torch.zeros_like(one).scatter(1, place, of_side.masked_fill(~shared, 0.0))
-    chance = one + other - one * other
-    total = torch.zeros_like(chance).scatter_add(1, parents[:, 1:], chance[:, 1:]).clamp_min(1.0)
-    steps = (chance / total.gather(1, parents)).clamp_max(1.0).log()
-    steps[:, 0] = 0.0
-    proposers = [torch.zeros_like(tree.parents) if tree.proposers is None else tree.proposers for tree in (main, side)]
-    tokens = torch.cat([main.tokens, side.tokens[:, 1:]], 1)
-    return tokens, parents, path_sums(steps, parents, depth), torch.cat([proposers[0], proposers[1][:, 1:] + mains], 1)
 
 
 def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
@@ -189,22 +167,3 @@ def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
     q_index = union.q_index.clone()
     q_index[:, : main.parents.shape[1]].masked_fill_(~has_first, -1)
     return replace(union, q_index=q_index).keep(nodes)
-
-
-def _chances(tree: DraftTree) -> Tensor:
-    """Return each node's chance given its parent: [B, N], 0 at padding."""
-    return (tree.scores - tree.scores.gather(1, tree.parents)).clamp_max(0.0).exp()
-
-
-def _places(main: DraftTree, side: DraftTree, depth: int) -> tuple[Tensor, Tensor]:
-    """Return each side node's place in the union and whether it is a node of ``main``: [B, M] each."""
-    count, others = main.parents.shape[1], side.parents.shape[1]
-    same = (main.tokens[:, :, None] == side.tokens[:, None]) & main.is_draft[:, :, None] & side.is_draft[:, None]
-    same[:, 0, 0] = True
-    # Two nodes are one if their tokens are equal and their parents are one.
-    same, above = same.flatten(1), (main.parents[:, :, None] * others + side.parents[:, None]).flatten(1)
-    for _ in range(depth.bit_length()):  # each pass doubles the compared part of the paths
-        same, above = same & same.gather(1, above), above.gather(1, above)
-    shared, place = same.view(-1, count, others).int().max(1)
-    own = torch.arange(count - 1, count - 1 + others, device=place.device)
-    return torch.where(shared > 0, place, own), shared > 0

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from fsd_core import functional
 from fsd_core.tensors import at_nodes, to_device
-from fsd_infer.cpu import ops
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.drawing import Drawing
@@ -180,7 +180,7 @@ class TreeSession(DraftSession):
             sees: as for :meth:`Drawing.propose`.
         """
         if self._drawing is None:
-            return *ops.likeliest(logits, self.width), None
+            return *functional.topk_logprobs(logits, self.width), None
         reach = self.auto.reach(scores) if self.auto is not None and self.reads_scores else scores
         return self._drawing.propose(logits, reach, sees, self.width)
 

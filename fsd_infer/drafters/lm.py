@@ -21,6 +21,7 @@ from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.estimates import Prior
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.drafters.shape import LARGEST_OF_LM, TreeShape
+from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 
@@ -84,6 +85,9 @@ class LMDrafter(TreeDrafter):
 
     def modules(self) -> list[nn.Module]:
         return [self.model.model]
+
+    def stack_owners(self) -> list[StackOwner]:
+        return [self.model]
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "model": self.model.name}

@@ -10,6 +10,7 @@ from typing import Any
 
 from fsd_core.errors import FsdError, ModelLoadError, UnknownNameError
 from fsd_core.files import usable_name
+from fsd_core.registry import did_you_mean
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
 from fsd_infer.drafters.estimates import AutoMemory, prior_for
 from fsd_infer.drafters.free import FreeDrafter, free_drafters
@@ -123,8 +124,9 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
     try:
         model = Itself.parse(name).of(target, name) if name.startswith(PREFIX) else load_lm(source, target)
     except UnknownNameError:
+        hint = did_you_mean(name, ["shipped", *DRAFTERS, *free_drafters()])
         raise UnknownNameError(
-            f"unknown drafter {name!r}. Give a directory, a hub id (owner/model), or one of shipped, none, "
+            f"unknown drafter {name!r}.{hint} Give a directory, a hub id (owner/model), or one of shipped, none, "
             f"{', '.join(free_drafters())}, self:layers=..., self:bits=..., X+memory, X+lookup and X+recycle (X any "
             "other)."
         ) from None

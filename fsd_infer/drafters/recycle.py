@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_core import functional
 from fsd_core.errors import FsdError
-from fsd_core.tensors import at_nodes
-from fsd_infer.cpu import ops
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
 from fsd_infer.rules.verification import Verdict
@@ -183,11 +182,9 @@ class RecycleSession(FreeSession):
     fact_count = 5
 
     def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
-        """Return nodes [B, M], the w likeliest tokens there with ln p [B, M·w], and the tree's columns [B, N]."""
+        """Return nodes [B, N], the w likeliest tokens there with ln p [B, N·w], and the tree's columns [B, N]."""
         nodes = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
-        if logits.device.type == "cpu" and ops.kernel_kind() is None:  # torch takes milliseconds per dozen nodes
-            nodes, logits = verdict.path, at_nodes(logits, verdict.path)
-        log_p, choice = ops.likeliest(logits, min(self.drafter.width, logits.shape[-1]))
+        log_p, choice = functional.topk_logprobs(logits, min(self.drafter.width, logits.shape[-1]))
         return [nodes, choice.flatten(1), log_p.flatten(1), tree.tokens, tree.parents]
 
     def learn(self, facts: Sequence[Tensor], verdict: Verdict) -> None:

@@ -18,6 +18,7 @@ import math
 import torch
 from torch import Tensor
 
+from fsd_core.functional import path_sums
 from fsd_core.tensors import wide
 
 MOST_TILT = 2.5  # e^(2.5 · 256), for the deepest tree, is finite in fp64; a larger tilt hardly changes a choice
@@ -70,17 +71,3 @@ def likeliest(
         return visits.sort(descending=True, stable=True).indices[:, :nodes]
     kept = visits.masked_fill(held, math.inf).sort(descending=True, stable=True).indices[:, :nodes].sort().values
     return kept.gather(1, visits.gather(1, kept).sort(descending=True, stable=True).indices)
-
-
-def path_sums(steps: Tensor, parents: Tensor, depth: int) -> Tensor:
-    """Return the sum of ``steps`` over each node's path: [B, N].
-
-    Args:
-        steps: [B, N], 0 at the root.
-        parents: [B, N] node numbers.
-        depth: at least that of the deepest node.
-    """
-    sums = torch.zeros_like(steps)
-    for _ in range(depth):  # adding one step to the parent's sum keeps a child at most its parent in spite of rounding
-        sums = steps + sums.gather(1, parents)
-    return sums

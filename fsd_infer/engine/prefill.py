@@ -66,7 +66,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         session=drafter.start(torch.tensor([prompt[0] for prompt in prompts]), drafted),
         lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
         roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
-        texts=Texts(prompts, device=device, markers=markers, width=capacity + drafter.max_nodes + 1),
+        texts=Texts([()] * count, prompts, device, markers, width=capacity + drafter.max_nodes + 1),
         budget=nats_of(rules, device),
         overspent=torch.zeros(count, device=device),
         measures=request.measure_log_likelihood,

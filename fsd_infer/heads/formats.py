@@ -22,10 +22,10 @@ from transformers import AutoConfig
 
 from fsd_core.errors import CheckpointError, VocabularyMismatchError, shortened
 from fsd_core.files import read_json
-from fsd_infer.cpu.ops import weight_rows
 from fsd_infer.heads.config import EagleConfig, check_layer, default_fused_layers
 from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, layer_of
 from fsd_infer.heads.weights import AGAIN, BOOLEANS, INTEGERS, PICKLE, SINGLE, Weights, has_weights, names_in_pickle
+from fsd_infer.targets.weights import weight_rows
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target

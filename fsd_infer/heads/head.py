@@ -29,13 +29,12 @@ from transformers.cache_utils import Cache
 from fsd_core.errors import CheckpointError, shortened
 from fsd_core.files import HUB_OPTIONS, disk_errors, replacing
 from fsd_core.hub import hub_errors, is_hub_id, load_whole
-from fsd_infer.cpu import ops
-from fsd_infer.device.cache import SlotCache
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.formats import CONFIG, read_head
 from fsd_infer.heads.hub import find_head
-from fsd_infer.heads.layers import Eagle3Layer, LayerFusion, build_layers, is_eager, mask_for, no_bars, run_layers
+from fsd_infer.heads.layers import Eagle3Layer, HeadStack, LayerFusion, build_layers, no_bars
 from fsd_infer.heads.weights import SINGLE
+from fsd_infer.targets.stack import Stack
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -97,6 +96,8 @@ class EagleHead(PreTrainedModel):
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_ids", ids)
         self.register_buffer("feature_scale", torch.ones(width) if config.feature_scale else None)
+        self.stack: Stack = HeadStack(layers, self.rotary_emb, self.final_norm)
+        self.plain_stack = self.stack
         self._no_split_modules = sorted({type(layer).__name__ for layer in layers})
         self.post_init()
 
@@ -105,6 +106,20 @@ class EagleHead(PreTrainedModel):
         if module is self.rotary_emb:
             for name, buffer in type(module)(module.config).named_buffers():
                 module.get_buffer(name).copy_(buffer)
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The module that owns the layers, as of :class:`fsd_infer.targets.stack.StackOwner`."""
+        return self
+
+    @property
+    def final_norm(self) -> nn.Module | None:
+        """The norm that :meth:`forward` ends with; :meth:`readout` applies it in other heads."""
+        return None if self.eagle3 and not self.config.norm_output else self.norm
+
+    @property
+    def lm_head_is_plain(self) -> bool:
+        return True
 
     def get_input_embeddings(self) -> nn.Module | None:  # type: ignore[override]
         return self.embed_tokens
@@ -233,29 +248,10 @@ class EagleHead(PreTrainedModel):
         Returns:
             [B, M, H], the features at the next position and, after :meth:`readout`, the input of the LM head
         """
-        if attention_mask is None and is_eager(self.layers) and embeds.shape[1] > 1:
-            count = embeds.shape[1]  # eager attention is not causal by itself
-            attention_mask = torch.ones(count, count, dtype=torch.bool, device=embeds.device).tril()[None, None]
         embeds = embeds.to(features.dtype)
         x = self._fused(features) if self.eagle3 else self._joined(embeds, features)
-        norm = None if self.eagle3 and not self.config.norm_output else self.norm
-        stack = ops.stack_of(self)
-        if stack is not None and attention_mask is not None and isinstance(cache, SlotCache):
-            visible, attended = attention_mask[:, 0], None
-            if stack.takes(visible):
-                if self.eagle3:
-                    first: Any = self.layers[0]
-                    x, attended = first.attended(embeds, x)
-                return stack(x, position_ids, [visible] * len(self.layers), cache, norm, attended=attended)[0]
-        angles = self.rotary_emb(x, position_ids)
-        mask = mask_for(self.layers, attention_mask, x.dtype)
-        layers = list(self.layers)
-        if self.eagle3:
-            x = layers.pop(0)(
-                embeds, x, cache, attention_mask=mask, position_ids=position_ids, position_embeddings=angles
-            )
-        x = run_layers(layers, x, angles, position_ids, mask, cache)
-        return x if norm is None else norm(x)
+        visible = None if attention_mask is None else {"full_attention": attention_mask[:, 0]}
+        return self.stack(x, position_ids, visible, cache, embeds=embeds if self.eagle3 else None).final
 
     def _fused(self, features: Tensor) -> Tensor:
         """Layout "eagle3": fc of the fused layers in [..., H_t·(1 + k)]; outputs of this head pass through."""

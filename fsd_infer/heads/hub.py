@@ -11,7 +11,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from fsd_core.errors import CheckpointError
 from fsd_core.files import read_weight_map
-from fsd_core.hub import hub_errors, is_hub_id, load_whole
+from fsd_core.hub import check_mistyped, hub_errors, is_hub_id, load_whole
 from fsd_infer.heads.formats import CONFIG, head_kind, kind_of, read_config, unpickle
 from fsd_infer.heads.weights import AGAIN, INDEX, SINGLE, Weights, has_weights
 
@@ -33,6 +33,7 @@ def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
     if not is_hub_id(os.fspath(source)):
         directory = Path(source) / hub.get("subfolder", "")
         return None if head_kind(directory) is None else directory
+    check_mistyped(os.fspath(source), **hub)
     return load_whole(source, lambda: _fetched(os.fspath(source), **hub), **hub)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from fsd_core.tensors import additive
 from fsd_infer.device.cache import cache_argument
+from fsd_infer.targets.stack import Outputs
 
 EAGLE3_LAYERS = ("llama", "qwen3")  # layer types of published EAGLE-3 heads
 
@@ -137,6 +138,42 @@ def run_layers(
         x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles, **given)
         x = x[0] if isinstance(x, tuple) else x
     return x
+
+
+class HeadStack:
+    """A head's layers as transformers runs them, and the norm after them, if any.
+
+    Args:
+        layers: the decoder layers.
+        rotary: their rotary embedding.
+        norm: the norm after the last layer.
+    """
+
+    def __init__(self, layers: nn.ModuleList, rotary: nn.Module, norm: nn.Module | None) -> None:
+        self.layers, self.rotary, self.norm = layers, rotary, norm
+
+    def __call__(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        visible: Mapping[str, Tensor] | None,
+        cache: Any,
+        *,
+        capture: Sequence[int] = (),
+        embeds: Tensor | None = None,
+        keep: int = 0,
+    ) -> Outputs:
+        """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says. Captures no layers."""
+        x, count = inputs, inputs.shape[1]
+        mask = None if visible is None else next(iter(visible.values()))[:, None]
+        if mask is None and is_eager(self.layers) and count > 1:  # eager attention is not causal by itself
+            mask = torch.ones(count, count, dtype=torch.bool, device=x.device).tril()[None, None]
+        mask, angles, layers = mask_for(self.layers, mask, x.dtype), self.rotary(x, positions), list(self.layers)
+        if embeds is not None:
+            given: dict[str, Any] = dict(attention_mask=mask, position_ids=positions, position_embeddings=angles)
+            x = layers.pop(0)(embeds, x, cache, **given)
+        x = run_layers(layers, x, angles, positions, mask, cache)
+        return Outputs(x if self.norm is None else self.norm(x))
 
 
 @torch.no_grad()

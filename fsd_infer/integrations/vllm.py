@@ -30,7 +30,7 @@ from torch import Tensor
 from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
 from fsd_infer.integrations.vllm_step import Chains, Step
-from fsd_infer.rules import Exact, Fly, LossyRule, Rule, Tilted, parse_rule
+from fsd_infer.rules import Exact, LossyRule, Rule, Tilted, parse_rule
 from fsd_infer.rules.texts import NOWHERE, markers
 from fsd_infer.rules.tilted import FIRST_PRICE
 
@@ -90,8 +90,8 @@ class RuleRequest:
                 "applies them after the rule. Send these, or start the server with --generation-config vllm if the "
                 "model's own defaults set others."
             )
-        if isinstance(rule, Fly) and not asked.greedy:
-            raise ValueError("rule: 'fly' needs temperature 0.")
+        if rule.greedy_only and not asked.greedy:
+            raise ValueError(f"rule: {rule.name!r} needs temperature 0.")
         return asked
 
     @property
@@ -104,12 +104,14 @@ def no_looser(rule: Rule, most: Rule) -> bool:
     if most.only_in is None and isinstance(rule, LossyRule):
         rule = dataclasses.replace(rule, only_in=None)
     if isinstance(rule, Tilted) and isinstance(most, Tilted):
-        if (rule.price is None) != (most.price is None):
+        if (rule.heat is None) != (most.heat is None):
             return False  # a fixed price and a heat are not comparable
         return (
             rule.only_in == most.only_in
-            and (rule.learned_heat or 0.0) <= (most.learned_heat or 0.0)
+            and (rule.heat or 0.0) <= (most.heat or 0.0)
             and rule.first_price >= most.first_price
+            and rule.least_toll >= most.least_toll
+            and rule.settled >= most.settled
             and rule.least_share >= most.least_share
             and (0 < rule.novel <= most.novel or not most.novel)
             and rule.nats <= most.nats
@@ -215,8 +217,8 @@ class FuzzyRules(_Processor):
             mine = step.drafted & here
             allowance = asked.rule.allowance(evidence.round.scores, asked.greedy)
             if allowance is not None:
-                if asked.rule.only_in is not None:
-                    here = here & evidence.inside(asked.rule.only_in)
+                where = asked.rule.lossy_at(evidence)
+                here = here if where is None else here & where
                 self.allowed[step.slot] += allowance.float().masked_fill(~here, 0.0)
             left = None if asked.rule.budget is None else self.left[step.slot]
             lift, cost = evidence.lifted(asked.rule, mine, left)

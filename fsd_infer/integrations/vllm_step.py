@@ -35,6 +35,11 @@ class SlotTexts(Texts):
         self._states, self._slot, self._longest = states, slot, longest
         self.lengths = states.total_len.gpu[slot].long()
 
+    @property
+    def answered(self) -> Tensor:
+        """[B]"""
+        return self.lengths - self._states.prompt_len.gpu[self._slot].long()
+
     @cached_property
     def tokens(self) -> Tensor:
         """[B, L] padded with -1."""
@@ -113,7 +118,7 @@ class Chains(Evidence):
         )
         uniforms = None if greedy else scores.new_empty(batch, nodes, 3)  # nothing is drawn here
         round = Verification(tree, scores, scores, greedy, uniforms, texts=step.texts, overspent=overspent)
-        super().__init__(round, lazy=False)
+        super().__init__(round)
 
     def lifted(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the lift of the draft after each node and the law's cost there, in nats, [B, N] each.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from typing_extensions import TypedDict
 
 from fsd_core.errors import FsdError
 from fsd_core.registry import did_you_mean
@@ -71,6 +72,7 @@ _NUMBERS = frozenset(
     "max_time temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty length_penalty "
     "encoder_repetition_penalty".split()
 )
+NEW_TOKENS = 128  # most of an answer, where nothing says; as on the command line
 # fields whose processors keep the prompts, with the values that switch them off
 _READ_PROMPTS = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
 # arguments beside the configuration that FuzzyDecoder.generate takes
@@ -78,6 +80,52 @@ _LISTS = ("logits_processor", "stopping_criteria")
 _ARGUMENTS = {*_LISTS, "prefix_allowed_tokens_fn"}
 # inputs that ``generate`` prepares for any loop
 _PREPARED = frozenset({*"attention_mask position_ids cache_position logits_to_keep use_cache".split(), *_CACHES})
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The options of ``generate`` that type checkers know: :data:`_HONOURED` and :data:`_ARGUMENTS`."""
+
+    num_beams: int
+    early_stopping: bool | str
+    length_penalty: float
+    max_length: int
+    max_new_tokens: int
+    min_length: int
+    min_new_tokens: int
+    max_time: float
+    stop_strings: str | list[str]
+    do_sample: bool
+    num_return_sequences: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    top_h: float
+    typical_p: float
+    epsilon_cutoff: float
+    eta_cutoff: float
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+    encoder_repetition_penalty: float
+    encoder_no_repeat_ngram_size: int
+    bad_words_ids: list[list[int]]
+    sequence_bias: Any
+    suppress_tokens: list[int]
+    begin_suppress_tokens: list[int]
+    forced_bos_token_id: int
+    forced_eos_token_id: int | list[int]
+    exponential_decay_length_penalty: tuple[int, float]
+    renormalize_logits: bool
+    remove_invalid_values: bool
+    guidance_scale: float
+    watermarking_config: Any
+    pad_token_id: int
+    bos_token_id: int
+    eos_token_id: int | list[int]
+    return_dict_in_generate: bool
+    logits_processor: Any
+    stopping_criteria: Any
+    prefix_allowed_tokens_fn: Any
 
 
 def refusal(name: str, value: Any) -> FsdError:
@@ -157,6 +205,21 @@ def split_options(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     if fields.get("temperature") == 0:  # transformers refuses 0, which means greedy
         fields.update(do_sample=False, temperature=None)
     return fields, others, others.pop("stopping_criteria") or []
+
+
+def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request with what follows from them: a temperature samples, and an answer has an end.
+
+    Args:
+        fields: options of this request.
+        stated: these, those of its configuration, and the model's own lengths.
+    """
+    made = dict(fields)
+    if stated.get("temperature", 0) > 0 and "do_sample" not in stated:
+        made["do_sample"] = True
+    if not {"max_length", "max_new_tokens"} & stated.keys():
+        made["max_new_tokens"] = NEW_TOKENS
+    return made
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:

@@ -16,10 +16,10 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
 )
 
+from fsd_core import functional
+from fsd_core.divergence import expand_draft
 from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
-from fsd_infer.cpu import ops
-from fsd_infer.divergence import expand_draft
 from fsd_infer.request.guide import GuideProcessor
 from fsd_infer.tree import DraftTree
 
@@ -173,7 +173,7 @@ def _processed(processors: Sequence[Any], texts: Tensor, scores: Tensor) -> Tens
     for processor in processors:
         try:
             if type(processor) is TopKLogitsWarper:  # transformers' default, and slow on a CPU
-                scores = ops.keep_largest(scores, min(processor.top_k, scores.shape[-1]), processor.filter_value)
+                scores = functional.keep_top_k(scores, min(processor.top_k, scores.shape[-1]), processor.filter_value)
             else:
                 scores = processor(texts, scores)
         except Exception as error:

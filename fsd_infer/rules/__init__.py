@@ -6,6 +6,7 @@ A rule is an object, ``Fuzzy("js", threshold=0.3)``, or text on command lines an
     fuzzy-strict:tv:0.2      random:0.25              draft-only    tilted      tilted:1.5:novel=3:budget=5
     exact:block=true         lenient:0.5              typical       relaxed:10:0.6      threshold:single=0.4
     cactus:0.1               cascade-token:0.3        ensemble:0.7  fly:6:0.3     typical:novel=4
+    asd:budget=4             mars:0.5
 
 To write a rule, subclass :class:`LossyRule` and return a :class:`Law` of a round's :class:`Evidence`; see
 docs/extending.md.
@@ -17,13 +18,25 @@ from fsd_infer.rules.exact import Exact
 from fsd_infer.rules.fuzzy import DraftOnly, Fuzzy, FuzzyStrict, RandomGate
 from fsd_infer.rules.laws import Law, Test
 from fsd_infer.rules.parameters import parameter
-from fsd_infer.rules.published import Cactus, CascadeToken, Ensemble, Fly, Lenient, Relaxed, Threshold, Typical
+from fsd_infer.rules.published import (
+    Asd,
+    Cactus,
+    CascadeToken,
+    Ensemble,
+    Fly,
+    Lenient,
+    Mars,
+    Relaxed,
+    Threshold,
+    Typical,
+)
 from fsd_infer.rules.texts import Texts
 from fsd_infer.rules.tilted import Tilted
 from fsd_infer.rules.verification import Emission, Source, Verdict, Verification
 
 __all__ = [
     "RULES",
+    "Asd",
     "Cactus",
     "CascadeToken",
     "Contexts",
@@ -38,6 +51,7 @@ __all__ = [
     "Law",
     "Lenient",
     "LossyRule",
+    "Mars",
     "RandomGate",
     "Relaxed",
     "Rule",

@@ -4,9 +4,8 @@ The walk is one computation over all nodes of all rows. Every draft has a probab
 target's law and under the rule's. One uniform number per context picks one of its children or none. The nodes whose
 ancestors were all picked form the path. So only one token per row, the last, is drawn from the vocabulary.
 
-Dense laws and gates need work over the vocabulary. On a CPU they are evaluated only at contexts that the walk reaches,
-and the walk restarts with what they returned. On other devices they are evaluated at all contexts at once, because a
-sync costs more than the arithmetic. There nothing is read on the host: the verdict is tensors of fixed shapes.
+Dense laws and gates need work over the vocabulary. They are evaluated at all contexts at once: to learn first which
+ones the walk reaches would take a transfer. Nothing is read on the host: the verdict is tensors of fixed shapes.
 """
 
 from __future__ import annotations
@@ -17,23 +16,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fsd_core import functional
+from fsd_core.divergence import divergence
 from fsd_core.tensors import draw, wide
-from fsd_infer.divergence import divergence
 from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.laws import Law, lifted
-from fsd_infer.rules.verification import FORKS, Source, Verdict, check_faults, row_index
+from fsd_infer.rules.verification import FORKS, Source, Verdict, row_index
 
 
 def walk(evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor | None) -> Verdict:
-    """Walk one round, without a sync unless the evidence is lazy. :attr:`Verdict.faults` tells what is wrong with it.
+    """Walk one round, without a sync. :attr:`Verdict.faults` tells what is wrong with it.
 
     Args:
         evidence: of the round.
         laws: of all rows, each with its rows.
         left: [B] nats that each row may spend, on the device of the tree; None: any number.
-
-    Raises:
-        NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf, if the evidence is lazy.
     """
     return _Walk(evidence, laws, left).verdict()
 
@@ -56,7 +53,6 @@ class _Walk:
         open: probability of each draft under the rule's law.
         cost: nats of the rule's law at each context; None if all rules have the target's law.
         applies: contexts with a law other than the target's.
-        evaluated: contexts whose gate and dense law are evaluated, or that have neither.
         opened: at temperature 0, the token of a dense law.
         slot: above temperature 0, the row of ``dense`` [·, V] with the context's law r; -1 if there is none.
     """
@@ -65,8 +61,6 @@ class _Walk:
         self.evidence, self.tree, self.device = evidence, evidence.tree, evidence.nodes.device
         self.reads_q = evidence.sampled or any(law.gate or law.log_r for law, _ in laws)
         self.unfit = evidence.unfit(self.reads_q)
-        if evidence.lazy:
-            check_faults(self.unfit)
         self.left = left
         self.laws: list[tuple[Law, Tensor | bool]] = []
         self.dense: list[Tensor] = []
@@ -74,10 +68,9 @@ class _Walk:
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
         self.closed = self.open = evidence.chance
-        self.applies = self.evaluated = torch.zeros_like(evidence.tree.is_draft)
+        self.applies = torch.zeros_like(evidence.tree.is_draft)
         self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
         self.laws = [self._add(law, rows) for law, rows in laws]
-        self.has_dense = any(law.gate is not None or law.log_r is not None for law, _ in self.laws)
 
     def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor | bool]:
         """Add a law, and return it with its rows: [B, 1] bool, or True for all."""
@@ -92,7 +85,6 @@ class _Walk:
         if law.test is not None:
             self.closed = put(law.test.chance.to(self.closed.dtype), self.closed)
         if law.is_target:
-            self.evaluated = self.evaluated | mine
             return law, mine
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
@@ -100,9 +92,7 @@ class _Walk:
             applies, chance, cost, _ = lifted(self.evidence, law.lift, law.applies)
             self.open, self.cost = put(chance, self.open), put(cost, self.cost)
         self.applies = put(applies, self.applies)
-        if law.gate is None and law.log_r is None:
-            self.evaluated = self.evaluated | mine
-        elif not self.evidence.lazy:
+        if law.gate is not None or law.log_r is not None:
             self._evaluate(law, self.evidence.whole if mine is True else self.evidence.all_of(index))
         return law, mine
 
@@ -110,12 +100,8 @@ class _Walk:
         """Evaluate a law's gate and dense law at these contexts."""
         evidence, where = self.evidence, (at.rows, at.nodes)
         if law.gate is not None:
-            is_open = at.of(self.applies) & law.gate(at)
-            self.applies = self.applies.index_put(where, is_open)
-            if evidence.lazy and law.log_r is not None:
-                where = at.rows[is_open], at.nodes[is_open]
-                at = Contexts(evidence, *where)
-        if law.log_r is None or not at.rows.shape[0]:
+            self.applies = self.applies.index_put(where, at.of(self.applies) & law.gate(at))
+        if law.log_r is None:
             return
         log_r = law.log_r(at)
         slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(len(log_r), device=self.device))
@@ -127,7 +113,7 @@ class _Walk:
             self.opened = self.opened.index_put(where, token)
             chance = self.tree.tokens == evidence.above(self.opened)
         else:
-            r, cost = log_r.softmax(-1), divergence("kl_qp")(at.scores, log_r)
+            r, cost = log_r.softmax(-1), functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
             self.slot = torch.where(slot >= 0, slot + sum(map(len, self.dense)), self.slot)
             self.dense.append(r)
             chance = r.flatten()[above.clamp_min(0) * r.shape[1] + self.tree.tokens].to(self.open.dtype)
@@ -137,21 +123,13 @@ class _Walk:
         self.cost = self.cost.index_put(where, cost.to(self.cost.dtype))
 
     def verdict(self) -> Verdict:
-        """Walk until the laws of all reached contexts are evaluated."""
+        """Walk to the nodes whose ancestors were all picked, and gather what they say."""
         if self.tree.parents.shape[1] == 1:
             return self._undrafted()
-        while True:
-            pays, taken, exact = self._taken()
-            taken[:, 0] = True
-            reached = (self.tree.ancestors & ~taken[:, None]).any(-1).logical_not_()
-            new = reached & self.applies & ~self.evaluated if self.has_dense and self.evidence.lazy else None
-            if new is None or not new.any():
-                return self._gathered(reached, pays, exact)
-            self.evaluated = self.evaluated | new
-            for law, mine in self.laws:
-                rows, nodes = (new & mine).nonzero(as_tuple=True)
-                if len(rows):
-                    self._evaluate(law, Contexts(self.evidence, rows, nodes))
+        pays, taken, exact = self._taken()
+        taken[:, 0] = True
+        reached = (self.tree.ancestors & ~taken[:, None]).any(-1).logical_not_()
+        return self._gathered(reached, pays, exact)
 
     def _taken(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return [B, N] bool: contexts under the rule's law, drafts picked, drafts that exact decoding picks, too."""
@@ -203,8 +181,7 @@ class _Walk:
 
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
-        evidence, tree = self.evidence, self.tree
-        faults = {} if evidence.lazy else dict(self.unfit)  # lazy: checked before the walk
+        evidence, tree, faults = self.evidence, self.tree, dict(self.unfit)
         is_target = all(law.is_target and law.test is None for law, _ in self.laws)
         if evidence.sampled and self.laws and not (is_target and tree.drawn is not None):
             faults[FORKS] = (tree.child.sum(-1) > 1).any(1, keepdim=True)

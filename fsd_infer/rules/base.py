@@ -29,6 +29,7 @@ class Rule:
         name: the name of the class in :data:`RULES`.
         budget: nats a request may spend; None for no limit.
         only_in: the phase of the text to which the rule applies; None for the whole text.
+        greedy_only: the rule needs temperature 0.
 
     Raises:
         FsdError: a parameter of the wrong type, or out of range.
@@ -37,10 +38,20 @@ class Rule:
     name: ClassVar[str] = ""
     budget: float | None = None
     only_in: str | None = None
+    greedy_only: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, checks in parameters_of(type(self)).items():
             object.__setattr__(self, name, checks.checked(getattr(self, name)))
+
+    @property
+    def settled(self) -> int:
+        """How many tokens an answer has before a law may differ from p."""
+        return getattr(self, "settle", None) or 0
+
+    def lossy_at(self, evidence: Evidence) -> Tensor | None:
+        """[B, N] bool; contexts outside of which the rule decodes exactly, whatever its law; None for no such bound."""
+        return None
 
     @property
     def nats(self) -> float:
@@ -50,6 +61,11 @@ class Rule:
     def law(self, evidence: Evidence) -> Law:
         """Return the law: a function of the text, the tree and ``evidence.coin`` alone."""
         raise NotImplementedError
+
+    def check_greedy(self, evidence: Evidence) -> None:
+        """Raise FsdError above temperature 0, for rules with :attr:`greedy_only`."""
+        if not evidence.greedy:
+            raise FsdError(f"rule {self.name!r} compares drafts with the target's choices: it needs temperature 0.")
 
     def charged_law(self, evidence: Evidence) -> Law:
         """Return :meth:`law` with the parameters that all rules share applied."""
@@ -84,8 +100,9 @@ class Rule:
     def describe(self) -> dict[str, object]:
         """Return name, parameters and units, for records of runs."""
         values = {name: getattr(self, name) for name in parameters_of(type(self))}
-        if self.only_in is None:
-            values.pop("only_in", None)
+        for name in ("only_in", "settle"):
+            if values.get(name) is None:
+                values.pop(name, None)
         return {"rule": self.name, **values, **({"budget_unit": "nats"} if "budget" in values else {})}
 
 
@@ -102,11 +119,13 @@ class LossyRule(Rule):
         novel: n-gram length. A draft that completes an n-gram of the prompt or the answer is tested exactly: copies
             and repetitions, which drafters predict best, earn nothing. 0: no such test.
         only_in: emit from p outside this phase of the text (:mod:`fsd_infer.rules.texts`), "think" or "A..B".
+        settle: emit the answer's first tokens, as many as this, from p: they decide what the answer will be.
     """
 
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
     novel: int = parameter(0, low=0, high=MOST_NOVEL, keyword=True)
     only_in: str | None = parameter(None, keyword=True)
+    settle: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +135,15 @@ class LossyRule(Rule):
     def charged_law(self, evidence: Evidence) -> Law:
         law = self.law(evidence)
         law = law.novel(evidence, self.novel) if self.novel else law
-        return law if self.only_in is None else law.where(evidence.inside(self.only_in))
+        where = self.lossy_at(evidence)
+        return law if where is None else law.where(where)
+
+    def lossy_at(self, evidence: Evidence) -> Tensor | None:
+        where = evidence.answered >= self.settled if self.settled else None
+        if self.only_in is None:
+            return where
+        inside = evidence.inside(self.only_in)
+        return inside if where is None else inside & where
 
 
 R = TypeVar("R", bound=type[Rule])
@@ -176,8 +203,9 @@ def _allowed(rows: Mapping[Rule, Sequence[int]], evidence: Evidence, verdict: Ve
         nats = rule.allowance(at_nodes(logits, nodes), evidence.greedy)
         if nats is not None:
             nats = nats if mine is None else nats.new_zeros(path.shape).index_copy(0, mine, nats)
-            if rule.only_in is not None:  # outside the phase nothing is spent, so nothing is allowed
-                nats = nats * evidence.inside(rule.only_in).gather(1, path)
+            where = rule.lossy_at(evidence)
+            if where is not None:  # elsewhere nothing is spent, so nothing is allowed
+                nats = nats * where.gather(1, path)
             emitted = evidence.nodes[: path.shape[1]] <= verdict.accepted[:, None]
             nats = (nats * emitted).sum(1)
             allowed = nats if allowed is None else allowed + nats

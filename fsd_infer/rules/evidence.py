@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from fsd_core import functional
+from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
-from fsd_infer.cpu import ops
-from fsd_infer.divergence import Divergence, divergence, expand_draft
 from fsd_infer.rules.texts import Texts, inside, known, known_tokens
 from fsd_infer.rules.verification import Verification
 
@@ -26,8 +25,6 @@ class Evidence:
 
     Args:
         round: the trees and the logits.
-        lazy: do work over the vocabulary only at contexts that need it; None: on a CPU. On other devices launches cost
-            more than arithmetic, and a choice of contexts needs a sync.
 
     Attributes:
         tree: the drafts.
@@ -35,10 +32,10 @@ class Evidence:
         sampled: whether children were drawn from q. Then a law must not depend on the drafts.
     """
 
-    def __init__(self, round: Verification, lazy: bool | None = None) -> None:
+    def __init__(self, round: Verification) -> None:
         self.round, self.tree, self.greedy = round, round.tree, round.greedy
         self.sampled = round.tree.sampled and not round.greedy
-        self.lazy = round.tree.tokens.device.type == "cpu" if lazy is None else lazy
+        self._divergences: dict[tuple[str, bool], Tensor] = {}
         self._known: dict[int, Tensor] = {}
         if round.uniforms is None and not round.greedy:
             raise FsdError("a round above temperature 0 needs uniforms [B, N, 3]; pass them in Verification.")
@@ -75,7 +72,7 @@ class Evidence:
 
     @cached_property
     def _maxima(self) -> tuple[Tensor, Tensor]:
-        return ops.row_maxima(self.round.scores)
+        return functional.row_max(self.round.scores)
 
     @property
     def likeliest(self) -> Tensor:
@@ -85,26 +82,18 @@ class Evidence:
     @cached_property
     def log_p_max(self) -> Tensor:
         """ln p of the target's likeliest token, at contexts with children."""
-        return self._at_inner(lambda scores, rows: torch.sub(*ops.row_statistics(scores, rows)[::2]))
+        highest, _, total = functional.row_stats(self.round.scores, self.tree.inner)
+        return highest - total
 
     @cached_property
     def entropy(self) -> Tensor:
         """-Σ p ln p in nats at contexts with children."""
-        return self._at_inner(ops.row_entropies)
+        return functional.row_entropy(self.round.scores, self.tree.inner)
 
     def best(self, k: int) -> Tensor:
         """[B, N, k] ln p of the k likeliest tokens in descending order, at contexts with children. k is at most V."""
         k = min(k, self.round.scores.shape[-1])
-        return self._at_inner(lambda scores, rows: ops.likeliest(scores if rows is None else scores[rows], k)[0])
-
-    def _at_inner(self, statistic: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
-        """Evaluate a statistic of rows of [M, V] at contexts with children; if lazy, at those alone."""
-        if not self.lazy:
-            return statistic(self.whole.scores, None).unflatten(0, self.tree.inner.shape)
-        inner = self.tree.inner.flatten().nonzero().squeeze(-1)
-        values = statistic(self.round.scores.flatten(0, 1), inner)
-        whole = values.new_zeros(self.tree.inner.numel(), *values.shape[1:])
-        return whole.index_copy_(0, inner, values).unflatten(0, self.tree.inner.shape)
+        return functional.topk_logprobs(self.round.scores, k, self.tree.inner)[0]
 
     @cached_property
     def regret(self) -> Tensor:
@@ -150,7 +139,7 @@ class Evidence:
         scores, entries = (tree.q_scores, self._entries) if self.sampled else (self.draft_scores, tree.tokens)
         assert scores is not None
         own = scores.flatten(1).gather(1, row * scores.shape[-1] + entries.clamp_min(0)).float()
-        return (own - ops.row_statistics(scores)[2].gather(1, row)).masked_fill(entries < 0, -math.inf)
+        return (own - functional.row_stats(scores)[2].gather(1, row)).masked_fill(entries < 0, -math.inf)
 
     @property
     def _entries(self) -> Tensor:
@@ -190,15 +179,33 @@ class Evidence:
         return torch.where(self.is_drawn, passes, fixed)
 
     def _tv(self, where: Tensor) -> Tensor:
-        """TV(p, q) at contexts with a q; if lazy, at those of ``where`` alone."""
+        """TV(p, q) at the contexts ``where``, infinite elsewhere."""
         tree = self.tree
-        rows, nodes = where.nonzero(as_tuple=True) if self.lazy else (self.whole.rows, self.whole.nodes)
         assert tree.q_scores is not None
-        pair = self.round.scores.flatten(0, 1), tree.q_scores.flatten(0, 1)
-        of_q = rows * tree.q_scores.shape[1] + tree.q_index[rows, nodes].clamp_min(0)
-        which = rows * tree.tokens.shape[1] + nodes, of_q
-        value = divergence("tv").with_reduced_drafter(*pair, tree.draft_ids, which)
-        return value.new_zeros(where.shape).index_put((rows, nodes), value)
+        index = tree.q_index.masked_fill(~where, -1)
+        return functional.divergence_rows(self.round.scores, tree.q_scores, divergence("tv"), tree.draft_ids, index)
+
+    def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
+        """D(p, q) at each context, infinite where no q is known.
+
+        Args:
+            measure: see :mod:`fsd_core.divergence`.
+            processed: compare distributions after the request's processors. Temperature 0 always compares raw ones,
+                since processed ones are one-hot.
+        """
+        measure, tree = divergence(measure), self.tree
+        key = measure.name, processed and not self.greedy
+        if key not in self._divergences:
+            p, q, ids = self.round.logits, tree.q_logits, tree.draft_ids
+            if key[1] and self.sampled:
+                assert tree.q_scores is not None
+                p, q = self.round.scores, tree.q_scores
+            elif key[1]:
+                p, q, ids = self.round.scores, self.draft_scores, None
+            none = torch.full(tree.tokens.shape, math.inf, device=tree.tokens.device)
+            known = tree.q_logits.shape[1] > 0
+            self._divergences[key] = functional.divergence_rows(p, q, measure, ids, tree.q_index) if known else none
+        return self._divergences[key]
 
     @property
     def coin(self) -> Tensor:
@@ -227,6 +234,11 @@ class Evidence:
             self._known[n] = found if copies is None else found | copies
         return self._known[n]
 
+    @property
+    def answered(self) -> Tensor:
+        """Number of the answer's tokens before the one that is drawn at each context."""
+        return self.texts.answered[:, None] + self.tree.depths
+
     def inside(self, phase: str) -> Tensor:
         """bool; whether the token after the context is in a phase, see :mod:`fsd_infer.rules.texts`."""
         if phase not in self.texts.markers:
@@ -250,12 +262,12 @@ class Evidence:
         """
         round, index, raw = self.round, self.tree.q_index, self._maxima[0]
         if round.scores is not round.logits:
-            raw = ops.row_maxima(round.logits)[0]
+            raw = functional.row_max(round.logits)[0]
         wrong = {"the target's logits": ~(raw.abs() < math.inf)}
         if round.scores is not round.logits:
             wrong["the target's processed logits"] = ~(self._maxima[0].abs() < math.inf)
         if reads_q and self.tree.q_logits.shape[1]:  # only rows that a node points to count
-            largest = ops.row_maxima(self.tree.q_logits)[0].gather(1, index.clamp_min(0))
+            largest = functional.row_max(self.tree.q_logits)[0].gather(1, index.clamp_min(0))
             wrong["the drafter's logits"] = ~(largest.abs() < math.inf) & (index >= 0)
         elif self.tree.parents.shape[1] > 1:
             wrong["the drafter's logits"] = self.tree.scores.isnan()
@@ -331,26 +343,8 @@ class Contexts:
         return self.q_scores.softmax(-1)
 
     def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
-        """[R] D(p, q), infinite where no q is known.
-
-        Args:
-            measure: see :mod:`fsd_infer.divergence`.
-            processed: compare distributions after the request's processors. Temperature 0 always compares raw ones,
-                since processed ones are one-hot.
-        """
-        measure, tree, logits = divergence(measure), self.evidence.tree, self.evidence.round.logits
-        if not tree.q_logits.shape[1]:
-            return torch.full(self.rows.shape, math.inf, device=self.rows.device)
-        if processed and not self.evidence.greedy:
-            value = measure(self.scores, self.q_scores)
-        elif self._whole:  # fp32 copies that other quantities share
-            value = measure.with_reduced_drafter(self.logits, self.q_logits, tree.draft_ids)
-        else:
-            q_rows = self.rows * tree.q_logits.shape[1] + self.of(tree.q_index).clamp_min(0)
-            pair = logits.flatten(0, 1), tree.q_logits.flatten(0, 1)
-            which = self.rows * logits.shape[1] + self.nodes, q_rows
-            value = measure.with_reduced_drafter(*pair, tree.draft_ids, which)
-        return value.masked_fill(~self.has_q, math.inf)
+        """[R] D(p, q), infinite where no q is known; see :meth:`Evidence.divergence`."""
+        return self.of(self.evidence.divergence(measure, processed))
 
     def known_tokens(self, n: int) -> Tensor:
         """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have, or as

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
-from fsd_infer.divergence import divergence
 from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import AtContexts, Law, Test
@@ -24,7 +24,7 @@ class DivergenceGate(LossyRule):
     """A gate g = [D(p, q) <= T] at every context that has children and a known drafter distribution.
 
     Args:
-        divergence: a name in :data:`fsd_infer.divergence.DIVERGENCES`.
+        divergence: a name in :data:`fsd_core.divergence.DIVERGENCES`.
         threshold: T, in the divergence's unit, at most its largest value. 0 never opens a gate. inf always does, even
             where D is infinite.
         gate_on: "raw" compares softmax(logits) of both models, "processed" the distributions after the request's

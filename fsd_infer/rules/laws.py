@@ -45,8 +45,7 @@ class Law:
         applies: [B, N] bool; elsewhere, and where the remaining budget does not pay, the law is p.
         lift: [B, N] nats added to each draft's ln p, see :meth:`lifted`.
         log_r: see :meth:`dense`.
-        gate: contexts -> [R] bool, a further condition. A CPU evaluates it, and ``log_r``, only at contexts that the
-            walk reaches.
+        gate: contexts -> [R] bool, a further condition.
         test: of sampled drafts where the law is p.
     """
 

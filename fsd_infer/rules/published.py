@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
 from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.evidence import Evidence
@@ -172,18 +171,73 @@ class Fly(LossyRule):
         entropy: nats.
     """
 
+    greedy_only = True
     window: int = parameter(6, low=1, high=1024)
     entropy: float = parameter(0.3, low=0, infinite=True)
 
     def law(self, evidence: Evidence) -> Law:
-        if not evidence.greedy:
-            raise FsdError("rule 'fly' compares drafts with the target's likeliest tokens: it needs temperature 0.")
+        self.check_greedy(evidence)
         agrees = evidence.regret == 0
         run = best_path(evidence.tree.ancestors, torch.ones_like(evidence.regret), agrees)
         log_p = evidence.best(3)
         unsure = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1) >= self.entropy
         lift = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
         return Law.lifted(evidence, lift).where(unsure & ~evidence.some(agrees))
+
+
+@RULES.register("asd")
+@dataclass(frozen=True)
+class Asd(LossyRule):
+    """Pass mismatches whose regret is small beside what they win, within a request's budget; temperature 0 only.
+
+    A draft that is not the target's choice passes if its regret max z - z(x), in logits, is at most ``gap`` times the
+    drafts that it may win. These are the depth of the tree below its parent; on a chain K - i. A round passes at most
+    ``mismatches`` of them, a request as many as the sum of their regrets stays within the budget. Of several, the
+    likeliest is emitted. Exact where one of the three is 0. From arXiv:2608.03447, with the defaults of its code.
+
+    Args:
+        gap: logits per draft.
+        mismatches: the most that pass in a round.
+    """
+
+    greedy_only = True
+    gap: float = parameter(0.25, low=0, infinite=True)
+    mismatches: int = parameter(2, low=0, high=1024)
+    budget: float | None = parameter(8.0, low=0, infinite=True, keyword=True)
+
+    def law(self, evidence: Evidence) -> Law:
+        self.check_greedy(evidence)
+        if 0 in (self.gap, self.mismatches, self.budget):  # equal logits have no regret, yet one of them is not argmax
+            return Law.target(evidence)
+        tree, regret = evidence.tree, evidence.regret
+        ones = torch.ones_like(regret)
+        mismatch = tree.is_draft & ~evidence.chance
+        count = (tree.ancestors.to(ones.dtype) @ mismatch.to(ones.dtype)[..., None]).squeeze(-1)
+        depth_below = best_path(tree.ancestors, ones, tree.is_draft)
+        passes = (regret <= self.gap * evidence.above(depth_below)) & (count <= self.mismatches)
+        lift = torch.zeros_like(regret).masked_fill(passes & mismatch, math.inf)
+        return Law.lifted(evidence, lift).where(~evidence.some(evidence.chance))
+
+
+@RULES.register("mars")
+@dataclass(frozen=True)
+class Mars(LossyRule):
+    """Pass the target's second choice where ln p of its two likeliest tokens differs by less than ``margin``.
+
+    Exact at margin = 0. A sampled draft that does not pass takes the exact test. From arXiv:2601.15498, which compares
+    the ratio of the two logits with 0.9; a ratio depends on the logits' zero, so here the difference counts.
+
+    Args:
+        margin: nats, at temperature 0 the difference of the logits.
+    """
+
+    margin: float = parameter(1.0, low=0, infinite=True)
+
+    def law(self, evidence: Evidence) -> Law:
+        if self.margin == 0:
+            return Law.target(evidence)
+        first, second = evidence.best(2).unbind(-1)
+        return Law.passing(evidence, second.masked_fill(first - second >= self.margin, math.inf))
 
 
 @RULES.register("cactus")

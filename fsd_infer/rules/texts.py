@@ -55,6 +55,7 @@ class Texts:
         device = torch.device(device)
         self._buffer = to_device(torch.tensor(rows, dtype=torch.long).view(len(texts), width), device)
         self.lengths = to_device(torch.tensor([len(text) for text in texts], dtype=torch.long), device)
+        self._prompted = to_device(torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long), device)
 
     @property
     def tokens(self) -> Tensor:
@@ -62,6 +63,11 @@ class Texts:
         if self._buffer.device.type != "cpu" or not len(self.lengths):
             return self._buffer
         return self._buffer[:, : int(self.lengths.max()) or 1]
+
+    @property
+    def answered(self) -> Tensor:
+        """[B] tokens of each answer so far, on the device."""
+        return self.lengths - self._prompted
 
     def last(self, count: int) -> Tensor:
         """Return the last tokens of each text in order, [B, count] on the device, -1 before its beginning."""
@@ -77,12 +83,12 @@ class Texts:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What :meth:`append` changes in place."""
-        return [self._buffer, self.lengths]
+        """What tells texts apart; :meth:`append` changes it in place."""
+        return [self._buffer, self.lengths, self._prompted]
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch."""
-        self._buffer, self.lengths = self._buffer[rows], self.lengths[rows]
+        self._buffer, self.lengths, self._prompted = (x[rows] for x in self.tensors)
 
 
 def last_tokens(texts: Texts, tree: DraftTree, count: int) -> Tensor:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsd_core import functional
+from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
-from fsd_infer.cpu import ops
-from fsd_infer.divergence import divergence
 from fsd_infer.rules.base import MOST_NOVEL, RULES, LossyRule
 from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate
@@ -24,8 +24,8 @@ from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
 LEAST_PRICE = 1e-3
+PRICE, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
 FIRST_PRICE = 2.0  # a learned price before any spending
-HEAT = 0.3  # the default heat of a learned price
 RARE = 100.0  # the floor of a learned price: a hot sample takes such a token this many times less often than the best
 LIKELY = 16  # a hot sample is drawn from this many tokens; fewer tokens allow less, never more
 GREEDY_SHARPNESS = 2.0  # greedy acceptance resembles draws from a law whose tilt is this many times larger
@@ -38,26 +38,35 @@ class Tilted(LossyRule):
 
     No rule accepts more drafts for its divergence. On a tree v(c) = 1 + V(c) for a child c and 0 for every other token.
     For a node n with children C, V(n) = price · ln(1 - p(C) + Σ_C p·e^(v/price)); V is 0 at leaves. At temperature 0,
-    V(n) = max(0, max_C v(c) - price · regret(c)). On a sampled chain, drafts are tested against
-    r = clip(q, p/Z, p·e^(1/price)/Z). Trees need no q. As the price falls to 0, r becomes p conditioned on the walk
-    taking one of the tree's deepest paths.
+    V(n) = max(0, max_C v(c) - price · regret(c) - toll · [c is not the target's choice]). On a sampled chain, drafts
+    are tested against r = clip(q, p/Z, p·e^(1/price)/Z). Trees need no q. As the price falls to 0, r becomes p
+    conditioned on the walk taking one of the tree's deepest paths.
 
     A draft that is not novel counts as not drafted, together with the nodes below it. The exception: at temperature 0,
     a draft that is the target's own choice.
 
-    Without a price the rule learns one, and spends about what the target's own samples would. At each emitted token, a
-    hot sample costs some nats on average: a sample of p^(1/(1 + heat)), at temperature 0 of softmax(logits/heat). The
+    At temperature 0 the harm of a deviation hardly depends on its regret: one that costs 0.1 nats turns a right answer
+    wrong as often as one that costs 1. What it depends on is how much of the answer is still to come. So by default
+    each deviation also costs a toll, whatever its regret, which leaves those that win several drafts; and an answer's
+    first tokens are exact.
+
+    With a heat the rule learns its price, and spends about what the target's own samples would. At each emitted token,
+    a hot sample costs some nats on average: a sample of p^(1/(1 + heat)), at temperature 0 of softmax(logits/heat). The
     sum of these costs is the allowance. Spending beyond it raises the price; unspent allowance lowers it (drift plus
     penalty: Neely, 2010). So spending follows the allowance within a few nats.
 
     Args:
-        price: how many accepted drafts a nat is worth, at least 0.001 (rounding decides below it). None: learned.
+        price: how many accepted drafts a nat is worth, at least 0.001 (rounding decides below it). None: 2, or
+            learned if a heat is given.
         floor: drafts below this share of the likeliest token's probability count as not drafted. None: 0.25; with a
             learned price, the share a hot sample takes 100 times less often than the likeliest token.
         gate: tilt only where ``divergence`` of target and drafter (raw) is at most this. V assumes open gates below.
             None: tilt everywhere, even where no q is known.
-        divergence: a name in :data:`fsd_infer.divergence.DIVERGENCES`.
-        heat: the heat of a learned price (default: 0.3, about 0.04 nats per token of chat and 0.015 of a worked sum).
+        divergence: a name in :data:`fsd_core.divergence.DIVERGENCES`.
+        heat: the heat of a learned price. 0.3 allows about 0.04 nats per token of chat and 0.015 of a worked sum.
+        toll: accepted drafts that each deviation costs besides its regret, at temperature 0. None: 1; with a price or a
+            heat, 0.
+        settle: how many first tokens are exact. None: 48; with a price or a heat, 0.
 
     Raises:
         UnknownNameError: unknown divergence.
@@ -69,6 +78,7 @@ class Tilted(LossyRule):
     gate: float | None = parameter(None, low=0, infinite=True)
     divergence: str = "js"
     heat: float | None = parameter(None, above=0, keyword=True)
+    toll: float | None = parameter(None, low=0, high=1e6, keyword=True)
     novel: int = parameter(3, low=0, high=MOST_NOVEL, keyword=True)
 
     def __post_init__(self) -> None:
@@ -79,34 +89,42 @@ class Tilted(LossyRule):
             raise FsdError("rule 'tilted': heat is for a learned price: leave out price or heat.")
 
     @property
-    def learned_heat(self) -> float | None:
-        """The heat of a learned price; None if a price is given."""
-        return (HEAT if self.heat is None else self.heat) if self.price is None else None
+    def _by_default(self) -> bool:
+        return self.price is None and self.heat is None
+
+    @property
+    def least_toll(self) -> float:
+        """The toll, given or by default."""
+        return self.toll if self.toll is not None else TOLL if self._by_default else 0.0
+
+    @property
+    def settled(self) -> int:
+        return self.settle if self.settle is not None else SETTLE if self._by_default else 0
 
     @property
     def least_share(self) -> float:
         """The floor, given or by default."""
         if self.floor is not None:
             return self.floor
-        heat = self.learned_heat
-        return 0.25 if heat is None else RARE**-heat
+        return 0.25 if self.heat is None else RARE**-self.heat
 
     @property
     def first_price(self) -> float:
         """The price, given or of a text's first round."""
-        return FIRST_PRICE if self.price is None else self.price
+        if self.price is not None:
+            return self.price
+        return PRICE if self.heat is None else FIRST_PRICE
 
     def prices(self, evidence: Evidence) -> Tensor:
         """[B, 1] the current price of each row."""
         overspent = evidence.round.overspent
         first = evidence.tree.tokens[:, :1].to(wide(evidence.tree.tokens.device)) * 0 + self.first_price
-        if self.price is not None or overspent is None:
+        if self.heat is None or overspent is None:
             return first
         return (first + overspent[:, None]).clamp_min(LEAST_PRICE)
 
     def allowance(self, scores: Tensor, greedy: bool) -> Tensor | None:
-        heat = self.learned_heat
-        return None if heat is None else sampling_cost(scores, heat, greedy)
+        return None if self.heat is None else sampling_cost(scores, self.heat, greedy)
 
     def law(self, evidence: Evidence) -> Law:
         if self.price == math.inf:
@@ -125,12 +143,13 @@ class Tilted(LossyRule):
         if evidence.greedy:
             copied = ~novel & (regret == 0)  # the target's own choice, whose siblings are never taken
             open = favoured & ~evidence.above(evidence.some(copied)) | copied
-            value = best_path(tree.ancestors, novel.to(regret.dtype) - price * regret, open)
+            toll = torch.where(evidence.chance, 0.0, self.least_toll)
+            value = best_path(tree.ancestors, novel.to(regret.dtype) - price * regret - toll, open) - toll
         else:
             log_p = evidence.log_p.to(regret.dtype)
             mass = evidence.total(log_p.exp().masked_fill(~favoured, 0.0))
             value = price * log_mean_exp(tree.ancestors, log_p + 1 / price, favoured, 1.0 - mass)
-        return ((1 + value) / price).masked_fill(~favoured, 0.0)
+        return ((1 + value).clamp_min(0.0) / price).masked_fill(~favoured, 0.0)
 
     def _gain(self, at: Contexts) -> Tensor:
         """[R, V] v/price of each token as the draft of a sampled chain, which is worth 1 or 0."""
@@ -153,7 +172,7 @@ def sampling_cost(scores: Tensor, heat: float, greedy: bool) -> Tensor:
     At temperature 0 the cost is the mean regret, E[max(scores) - scores] under softmax(scores/heat). Above, it is
     KL(p^(1/(1+heat)) || p) with p = softmax(scores). Both use the ``LIKELY`` likeliest tokens alone.
     """
-    top, _ = ops.likeliest(scores, min(LIKELY, scores.shape[-1]))
+    top, _ = functional.topk_logprobs(scores, min(LIKELY, scores.shape[-1]))
     regret = top[..., :1] - top
     if greedy:
         return ((-regret / heat).softmax(-1) * regret.nan_to_num(posinf=0.0)).sum(-1)

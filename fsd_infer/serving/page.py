@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
+from fsd_core.divergence import divergence, expand_draft
 from fsd_core.text.pieces import Pieces, token_pieces
-from fsd_infer.divergence import divergence, expand_draft
 from fsd_infer.engine.ngrams import kinds
 from fsd_infer.engine.request import Round
 from fsd_infer.rules import RULES, Source
 
 KNOBS = {  # rule -> its slider's parameter, lower bound, upper bound, first value
-    "tilted": ("heat", 0.05, 1.0, 0.3),
+    "tilted": ("toll", 0.0, 4.0, 1.0),
     "fuzzy": ("threshold", 0.0, 0.69, 0.3),
     "typical": ("epsilon", 0.0, 1.0, 0.09),
     "relaxed": ("delta", 0.0, 1.0, 0.6),
@@ -28,6 +28,8 @@ KNOBS = {  # rule -> its slider's parameter, lower bound, upper bound, first val
     "cactus": ("delta", 0.0, 2.0, 0.25),
     "cascade-token": ("alpha", 0.0, 1.0, 0.3),
     "fly": ("entropy", 0.0, 2.0, 0.3),
+    "asd": ("budget", 0.0, 32.0, 8.0),
+    "mars": ("margin", 0.0, 3.0, 1.0),
     "ensemble": ("weight", 0.05, 1.0, 0.5),
     "random": ("rate", 0.0, 1.0, 0.1),
 }

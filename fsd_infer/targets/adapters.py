@@ -94,9 +94,9 @@ def _positive(value: Any) -> bool:
 def base_of(directory: str | Path) -> str:
     """Return the base model that an adapter's config names; a path relative to the adapter takes precedence.
 
-    Raises as :func:`read_adapter_config`.
+    Raises as :func:`read_adapter_config` for an adapter that can stay beside the weights.
     """
-    base: str = read_adapter_config(directory)["base_model_name_or_path"]
+    base: str = read_adapter_config(directory, beside=True)["base_model_name_or_path"]
     beside = Path(directory).expanduser() / base
     return str(beside) if os.path.isdir(beside) else base
 

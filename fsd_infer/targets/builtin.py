@@ -18,7 +18,6 @@ from pathlib import Path
 from fsd_core.errors import ModelLoadError
 from fsd_core.files import cache_dir, locked, sha256_of, write_json
 from fsd_core.registry import Registry
-from fsd_infer.cpu.ops import kernel_kind
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +89,20 @@ def shipped_drafter(name: str) -> Path | None:
 
 
 def builtin_adapter(name: str) -> Path | None:
-    """Return the directory of the LoRA adapter of built-in target ``name``; None if it has none."""
-    return SHIPPED / name / "adapter" if BUILTIN_TARGETS.get(name).base is not None else None
+    """Return the directory of the LoRA adapter of built-in target ``name``; None if it has none.
+
+    Raises:
+        ModelLoadError: this installation has no adapter, as packages have none.
+    """
+    if BUILTIN_TARGETS.get(name).base is None:
+        return None
+    directory = SHIPPED / name / "adapter"
+    if not directory.is_dir():
+        raise ModelLoadError(
+            f"the adapter of {name} is in the repository alone, not in the installed package. Use a checkout, or copy "
+            f"its directory fsd_infer/shipped/{name} to {SHIPPED}."
+        )
+    return directory
 
 
 def builtin_dir(name: str, *, progress: bool = True) -> Path:
@@ -151,7 +162,7 @@ def gguf_of(name_or_dir: str | os.PathLike[str], keep: bool, progress: bool) -> 
     if is_gguf(name_or_dir):
         return Path(os.path.expanduser(name_or_dir))
     name = os.fspath(name_or_dir)
-    if not keep or not is_builtin(name) or builtin_adapter(name) is not None or kernel_kind() is None:
+    if not keep or not is_builtin(name) or builtin_adapter(name) is not None:
         return None
     try:
         return builtin_file(name, progress=progress)

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import __version__ as VERSION
 
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_core.files import open_safetensors, read_json, read_weight_map
 from fsd_infer.targets.masks import layer_windows, max_positions
 
 MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
+_DOGE_IS_CAUSAL = (5, 18)  # first version of transformers whose Doge has a causal mask under sdpa, too
 _CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_decoder that nothing reads
 
 
@@ -134,12 +136,24 @@ def _check_windows(decoder: Any, config: Any) -> None:
         )
 
 
+def _check_prompts_are_causal(config: Any) -> None:
+    """Raise ModelLoadError for Doge where transformers leaves out its causal mask, so that prompts see what follows."""
+    version = tuple(int(part) for part in VERSION.split(".")[:2])
+    if config.model_type == "doge" and version < _DOGE_IS_CAUSAL and config._attn_implementation != "eager":
+        raise ModelLoadError(
+            f"transformers {VERSION} reads a prompt of Doge in both directions, so its answers depend "
+            f'on where the prompt ends. Load it with attn_implementation="eager", or install transformers '
+            f"{'.'.join(map(str, _DOGE_IS_CAUSAL))} or later."
+        )
+
+
 def check_decodable(model: Any, name: str) -> None:
     """Raise ModelLoadError unless a model has an LM head, a causal decoder that takes positions, and one device."""
     kind, decoder, config = type(model).__name__, model.get_decoder(), model.config.get_text_config(decoder=True)
     if model.get_output_embeddings() is None or getattr(model.config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{kind} has no language-model head, or an encoder: a causal LM is needed as target.")
     _check_windows(decoder, config)
+    _check_prompts_are_causal(config)
     if decoder is model or decoder is None:
         raise ModelLoadError(f"{kind} does not say which module is its decoder (`get_decoder`).")
     takes_positions = any("position_ids" in inspect.signature(part.forward).parameters for part in (model, decoder))

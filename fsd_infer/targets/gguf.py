@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import MODEL_ARCH, get_tensor_name_map
+from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
@@ -29,10 +29,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fsd_core.errors import ModelLoadError, shortened
 from fsd_core.files import write_json
-from fsd_infer.cpu import ops
 from fsd_infer.targets.gguf_file import Stored, read_gguf
 from fsd_infer.targets.gguf_keys import Numbers, check_foreign_keys, check_keys, end_ids, own_keys
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer, write_tokenizer
+from fsd_infer.targets.weights import QuantizedWeight, ReadsBlocks, keep_quantized, readable_types, say
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # architectures, which are also transformers' model types
 _WHOLE = ("F32", "F16", "BF16")  # types that are not quantised
@@ -66,7 +66,10 @@ def expand_gguf(source: Path, out_dir: Path) -> None:
 
 
 def load_gguf(
-    source: Path, dtype: torch.dtype, attn_implementation: str | None = None, *, expand: bool
+    source: Path,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    reads_blocks: ReadsBlocks | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model on the CPU, and its tokenizer.
 
@@ -74,8 +77,9 @@ def load_gguf(
         source: a GGUF file. If its architecture is not in :data:`FAMILIES`, transformers reads and expands it.
         dtype: of expanded weights and of activations.
         attn_implementation: as in transformers; None: "sdpa".
-        expand: whether to expand all weights. If not, weights that our kernels read stay in blocks, the model is ready
-            to decode, and :func:`fsd_infer.cpu.ops.restore` expands it.
+        reads_blocks: whether a backend computes with a weight of this ggml type, rows and columns. Such weights stay in
+            their blocks, as :class:`.QuantizedWeight` on their layers, until the backend prepares the model. None: all
+            are expanded.
 
     Returns:
         The model and its tokenizer.
@@ -86,8 +90,8 @@ def load_gguf(
     facts, tensors = _read(source)
     family = facts.get("general.architecture")
     if family not in FAMILIES:
-        if not expand and ops.kernel_kind() is not None:
-            ops.say(
+        if reads_blocks is not None:
+            say(
                 f"{source.name}: weights are expanded to bf16, slower and larger, because transformers reads {family} "
                 f"files. Those of {', '.join(FAMILIES)} decode from their own weights."
             )
@@ -95,35 +99,37 @@ def load_gguf(
     config = _config(facts, tensors, source)
     made = AutoConfig.for_model(**config)
     model = _empty_model(made, dtype=dtype, attn_implementation=attn_implementation or "sdpa")
-    # Biases come first, because a layer that gets blocks takes over its bias.
-    places = sorted(_places(model, tensors, config, source), key=lambda place: place[0].endswith("weight"))
-    lost = Counter[str]()  # weights in types that the kernels do not read
-    for name, stored, order in places:
+    lost = Counter[str]()  # weights in types that the backend does not read
+    for name, stored, order in _places(model, tensors, config, source):
         path, _, kind = name.rpartition(".")
         layer = model.get_submodule(path)
         tied = made.tie_word_embeddings and path == "model.embed_tokens"
-        held = kind == "weight" and not expand and _held(model.lm_head if tied else layer, stored, order, name)
-        if not held:
+        holder = model.lm_head if tied else layer
+        stays = kind == "weight" and isinstance(holder, (nn.Linear, nn.Embedding)) and reads_blocks is not None
+        if stays and reads_blocks(int(stored.kind), *stored.shape):  # type: ignore[misc]
+            blocks = QuantizedWeight(int(stored.kind), stored.data, order, f"{name} of the GGUF file")
+            value = keep_quantized(holder, blocks)
+        else:
             lost[stored.kind.name] += len(stored.shape) == 2 and stored.kind.name not in _WHOLE
             value = nn.Parameter(_expanded(stored, order).to(dtype), requires_grad=False)
-            for each in (layer, model.lm_head) if tied else (layer,):
-                setattr(each, kind, value)
+        for each in (layer, model.lm_head) if tied else (layer,):
+            setattr(each, kind, value)
     decoder = model.model
     decoder.rotary_emb = type(decoder.rotary_emb)(config=made)  # computes its buffers, which are still on "meta"
     model.generation_config = GenerationConfig(**_generation_config(config))
     made._name_or_path = str(source)
-    if not expand:
-        ops.speed_up(model, release=True)
-        _say_what_is_expanded(source.name, +lost)
+    if reads_blocks is not None:
+        _say_what_is_expanded(source.name, +lost, reads_blocks)
     return model, load_gguf_tokenizer(source, facts)
 
 
-def _say_what_is_expanded(name: str, lost: Mapping[str, int]) -> None:
-    if lost and ops.kernel_kind() is not None:  # else that is said, for all weights
+def _say_what_is_expanded(name: str, lost: Mapping[str, int], reads_blocks: ReadsBlocks) -> None:
+    if lost:
         types = ", ".join(f"{count} in {kind}" for kind, count in sorted(lost.items()))
-        ops.say(
+        known = [GGMLQuantizationType(kind).name for kind in readable_types(reads_blocks)]
+        say(
             f"{name}: weights are expanded to bf16, slower and larger, because the kernels do not read them ({types}). "
-            f"A file in {ops.READS} decodes from its own weights."
+            f"A file in {', '.join(known[:-1])} or {known[-1]} decodes from its own weights."
         )
 
 
@@ -165,17 +171,6 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     if facts.get("general.architecture") in FAMILIES:
         check_keys(facts, source)
     return facts, tensors
-
-
-def _held(layer: nn.Module, stored: Stored, order: torch.Tensor | None, name: str) -> bool:
-    """Let the layer compute with the file's blocks, if our kernels can. Return whether it does."""
-    if not isinstance(layer, (nn.Linear, nn.Embedding)) or not ops.holds_blocks(stored.kind, *stored.shape):
-        return False
-    try:
-        ops.hold_blocks(layer, ops.Blocks(int(stored.kind), stored.data, order))
-    except ValueError as error:
-        raise ModelLoadError(f"{name} of the GGUF file has {error}. Fetch it again.") from error
-    return True
 
 
 def _config(facts: dict[str, Any], tensors: dict[str, Stored], source: Path) -> dict[str, Any]:

@@ -62,9 +62,29 @@ _KNOWN = re.compile(
     |tokenizer\.huggingface\.json|tokenizer\.chat_templates?(\..*)?""",
     re.VERBOSE,
 )
-# tokens at which llama.cpp ends an answer, by key and, if the file names no end of turn, by text
+# tokens at which llama.cpp ends an answer, by key and by text (llama-vocab.cpp, `special_eog_ids`)
 _ENDS = tuple(f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"))
-_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
+_END_TEXTS = tuple(
+    """
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
+    <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
+    <｜end▁of▁sentence｜> [e~[
+    """.split()
+)
+# infilling ends at these, where the file does not name the token of that role; the first one that it has
+_FIM_TEXTS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+# texts that end no answer beside all of the others: channels of gpt-oss and Solar, and Gemma 4's unused </s>
+_NO_ENDS = (
+    ("<|end|>", {"<|return|>", "<|call|>"}),
+    ("<|end|>", {"<|return|>", "<|calls|>"}),
+    ("<|end|>", {"<|flush|>", "<|call|>"}),
+    ("<|end|>", {"<|flush|>", "<|calls|>"}),
+    ("</s>", {"<|tool_response>"}),
+)
 # where a config of transformers holds what its GGUF reader takes from defaults or from tensors
 _ATTRIBUTES = {
     "attention.sliding_window": "sliding_window",
@@ -154,15 +174,15 @@ def _check_others(facts: Mapping[str, Any], source: Any) -> None:
 
 
 def end_ids(facts: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end an answer, the file's EOS first.
-
-    Files of earlier days name the end of the text alone. Then the end of a turn is known by its text, as in llama.cpp.
-    """
+    """Return the tokens that end an answer, as llama.cpp finds them by key and by text, the file's EOS first."""
+    places = {text: index for index, text in enumerate(facts.get("tokenizer.ggml.tokens", ()))}
     ends = [facts[name] for name in _ENDS if name in facts]
-    if "tokenizer.ggml.eot_token_id" not in facts:
-        tokens: list[str] = facts.get("tokenizer.ggml.tokens", [])
-        ends += [tokens.index(text) for text in _TURNS if text in tokens]
-    return list(dict.fromkeys(ends))
+    for role, texts in _FIM_TEXTS.items():
+        if f"tokenizer.ggml.{role}_token_id" not in facts:
+            ends += [places[text] for text in texts if text in places][:1]
+    ends += [places[text] for text in _END_TEXTS if text in places]
+    without = {places[text] for text, others in _NO_ENDS if text in places and others <= places.keys()}
+    return [index for index in dict.fromkeys(ends) if index not in without]
 
 
 class Numbers:

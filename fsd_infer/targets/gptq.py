@@ -1,13 +1,14 @@
 """Load checkpoints of GPTQ and AWQ on a CPU, without the libraries that made them.
 
 A weight is scale · (code − zero), with a scale and a zero per output and group of inputs. All weights are expanded.
-Scales and zeros stay with each layer, so that our kernels can compute by codes (:mod:`fsd_infer.cpu.blocks`).
+Scales and zeros stay with each layer, so that a backend may compute by codes.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, Pretrain
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_core.files import open_safetensors
 from fsd_core.registry import is_whole
-from fsd_infer.cpu.ops import keep_groups, say
+from fsd_infer.targets.weights import GroupedWeight, keep_quantized, say
 
 METHODS = ("gptq", "awq")
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_RAGGED = "with groups of several sizes, such as a shorter last one"
+_REORDERED = "with groups in the order of activations (desc_act)"
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # place of each of eight codes in its word
 
 
@@ -66,12 +69,13 @@ def load_expanded(
     for file in sorted(_directory(source, place).glob("*.safetensors")):
         with open_safetensors(file, "Copy or fetch it again.") as opened:
             state |= {key: opened.get_tensor(key) for key in opened.keys()}
-    stored = sum(key.endswith(".qweight") for key in state)
-    groups = expand(state, facts, options["dtype"], source)
-    if len(groups) < stored and options["dtype"] == torch.bfloat16:
+    lost = Counter[str]()
+    groups = expand(state, facts, options["dtype"], source, lost)
+    if lost and options["dtype"] == torch.bfloat16:
+        reasons = ", ".join(f"{count} {why}" for why, count in lost.items())
         say(
-            f"{source}: {stored - len(groups)} layers are expanded to bf16, slower and larger, because their groups "
-            "follow the order of activations (desc_act). A checkpoint without it decodes from its own integers."
+            f"{source}: {lost.total()} layers are expanded to bf16, slower and larger ({reasons}). A checkpoint with "
+            "equal groups of neighbouring inputs decodes from its own integers."
         )
     plain = copy.copy(config)
     del plain.quantization_config
@@ -84,7 +88,7 @@ def load_expanded(
         pass
     layers = dict(model.named_modules())
     for name in groups.keys() & layers.keys():  # experts of a mixture are joined to one weight
-        keep_groups(layers[name], *groups[name])
+        keep_quantized(layers[name], GroupedWeight(*groups[name]))
     return model, info
 
 
@@ -97,7 +101,11 @@ def _directory(source: str, place: Mapping[str, Any]) -> Path:
 
 
 def expand(
-    state: dict[str, Tensor], facts: Mapping[str, Any], dtype: torch.dtype, source: str
+    state: dict[str, Tensor],
+    facts: Mapping[str, Any],
+    dtype: torch.dtype,
+    source: str,
+    lost: Counter[str] | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Replace the parts of quantised layers by their weights [out, in].
 
@@ -106,9 +114,10 @@ def expand(
         facts: the quantisation config.
         dtype: of the weights.
         source: name of the checkpoint in errors.
+        lost: gets the number of other layers than those returned, by reason.
 
     Returns:
-        Scales and zeros [out, groups] by layer, for layers whose groups are neighbouring inputs.
+        Scales and zeros [out, groups] by layer, for layers whose groups are equally many neighbouring inputs.
 
     Raises:
         CheckpointError: a layer lacks parts, or their shapes do not fit.
@@ -127,6 +136,8 @@ def expand(
             ) from error
         if torch.equal(group, torch.arange(len(codes)) // (len(codes) // len(scales))):
             found[layer] = scales.t().contiguous(), zeros.t().contiguous()
+        elif lost is not None:
+            lost[_RAGGED if bool((group.diff() >= 0).all()) else _REORDERED] += 1
     return found
 
 

@@ -22,13 +22,14 @@ from transformers import (
 
 from fsd_core.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError, shortened
 from fsd_core.files import HUB_ID, HUB_OPTIONS, usable_name
-from fsd_core.hub import HubError, hub_fault, load_whole
+from fsd_core.hub import HubError, check_mistyped, hub_fault, is_hub_id, load_whole
 from fsd_core.text.control import set_control_tokens
 from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_adapter, read_adapter_config
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, gguf_of, is_builtin, is_gguf
 from fsd_infer.targets.checks import check_directory, check_loaded, check_numbers, check_size
 from fsd_infer.targets.gptq import METHODS, load_expanded
 from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
+from fsd_infer.targets.weights import ReadsBlocks, readable_types
 
 # Only the eager implementation has their attention (soft-capped scores; sinks).
 EAGER_FAMILIES = frozenset({"gemma2", "gpt_oss"})
@@ -41,7 +42,10 @@ _OURS = {  # arguments of transformers that load_target sets itself
     "use_safetensors": "other formats are not loaded, because they can run code",
     "output_loading_info": "leave it out",
     "ignore_mismatched_sizes": "weights of other sizes would be random",
+    "load_in_4bit": 'give quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}',
+    "load_in_8bit": 'give quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}',
 }
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # transformers' device_map; other texts name a device
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -178,9 +182,11 @@ def _located(
     """Return what transformers loads, and the ``given`` keywords that say where it lies."""
     options = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
     source = resolve_target(name_or_dir, progress=progress, subfolder=options.get("subfolder"))
+    if is_hub_id(source):
+        check_mistyped(source, **options)
     adapter = adapter_of(name_or_dir)
-    if adapter is not None and read_adapter_config(adapter).get("revision"):
-        options.setdefault("revision", read_adapter_config(adapter)["revision"])  # of the base model
+    if adapter is not None and (revision := read_adapter_config(adapter, beside=True).get("revision")):
+        options.setdefault("revision", revision)  # of the base model
     if os.path.isdir(source):
         options.pop("subfolder", None)
     return source, options
@@ -218,7 +224,7 @@ def load_target(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     progress: bool = True,
-    expand: bool = True,
+    reads_blocks: ReadsBlocks | None = None,
     allow_control_tokens: bool = False,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -235,8 +241,9 @@ def load_target(
         trust_remote_code: run the model's own Python code; if False, such models are refused.
         attn_implementation: default: ``attention_for(config)``.
         progress: say on stderr when a built-in target is being fetched.
-        expand: False: a GGUF file's quantised weights stay as they are where our CPU kernels compute by them, in bf16
-            (:func:`fsd_infer.targets.gguf.load_gguf`). They are read-only, and ``state_dict`` lacks them.
+        reads_blocks: which quantised weights of a GGUF file a backend computes with; in bf16, these stay as they are
+            until it prepares the model (:func:`fsd_infer.targets.gguf.load_gguf`), and ``state_dict`` lacks them.
+            None: all are expanded.
         allow_control_tokens: names of special tokens in messages become the tokens. By default they are text.
         model_kwargs: any other argument of transformers' ``from_pretrained``: ``quantization_config`` (an object, or a
             dict with its ``quant_method``), ``device_map``, and what says where the files lie, for config and tokenizer
@@ -253,8 +260,11 @@ def load_target(
     """
     for name in _OURS.keys() & model_kwargs.keys():
         raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
+    places = model_kwargs.get("device_map")
+    if isinstance(places, str) and places not in _MAPS:
+        model_kwargs["device_map"] = str(parse_device(places))
     place, adapter = parse_device(device), adapter_of(name_or_dir)
-    keep = not expand and place.type == "cpu" and parse_dtype(dtype) == torch.bfloat16 and not model_kwargs
+    keep = parse_dtype(dtype) == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
     model: Any
     tokenizer: PreTrainedTokenizerBase | None
     gguf = gguf_of(name_or_dir, keep, progress)
@@ -265,7 +275,7 @@ def load_target(
         from fsd_infer.targets.gguf import load_gguf  # GGUF's library is imported by those who need it
 
         with explained(name_or_dir):
-            model, tokenizer = load_gguf(gguf, parse_dtype(dtype), attn_implementation, expand=not keep)
+            model, tokenizer = load_gguf(gguf, parse_dtype(dtype), attn_implementation, reads_blocks if keep else None)
         if tokenizer is not None:
             set_control_tokens(tokenizer, allow_control_tokens)
         model.requires_grad_(False).eval()
@@ -276,7 +286,7 @@ def load_target(
     options |= {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
     load = explained(name_or_dir, source)(_load)
     model, tokenizer, quantised = load_whole(
-        source, lambda: load(source, where, options, place, allow_control_tokens), **where
+        source, lambda: load(source, where, options, place, allow_control_tokens, adapter), **where
     )
     model.requires_grad_(False)
     if adapter is not None:
@@ -286,7 +296,12 @@ def load_target(
 
 
 def _load(
-    source: str, where: dict[str, Any], options: dict[str, Any], place: torch.device, allow_control_tokens: bool
+    source: str,
+    where: dict[str, Any],
+    options: dict[str, Any],
+    place: torch.device,
+    allow_control_tokens: bool,
+    adapter: Path | None = None,
 ) -> tuple[Any, PreTrainedTokenizerBase | None, bool]:
     """Return model, tokenizer, and whether the model is quantised.
 
@@ -296,6 +311,7 @@ def _load(
         options: others of transformers, changed in place.
         place: device to load on.
         allow_control_tokens: as in :func:`load_target`.
+        adapter: directory of one that will be applied, merged or, to a quantised model, beside the weights.
     """
     config = _config(source, **where)
     check_size(source, config, where["trust_remote_code"])
@@ -303,6 +319,8 @@ def _load(
         options["quantization_config"] = quantization_config(options["quantization_config"])
     stored = method_of(config) is not None
     quantised = stored or method_of(options.get("quantization_config")) is not None
+    if adapter is not None:
+        read_adapter_config(adapter, beside=quantised)  # refused before the weights are read
     expanded = place.type == "cpu" and method_of(config) in METHODS
     if quantised:
         check_quantization(config if stored else options["quantization_config"], place, stored)

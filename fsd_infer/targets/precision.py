@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fsd_core.errors import ModelLoadError
-from fsd_infer.cpu.ops import is_plain
 from fsd_infer.targets.gptq import METHODS, check_form
+from fsd_infer.targets.weights import is_plain
 
 PLAIN = "unquantised weights"
 NEED_GPU = ("aqlm", "eetq", "fbgemm_fp8", "fouroversix", "fp_quant", "higgs", "nvfp4", "spqr", "vptq")  # no CPU kernels

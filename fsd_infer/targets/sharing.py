@@ -1,8 +1,7 @@
 """Untrained models that share a target's tensors: some of its layers, or all layers with rounded weights.
 
 A copy has its own module objects, so its layers can be left out and renumbered. Its only own weights are rounded ones;
-embeddings, norms and LM head are the target's. Packed linear layers (:mod:`fsd_infer.cpu`) use the target's packed
-weights.
+embeddings, norms and LM head are the target's. Layers that a backend packed use the target's packed weights.
 
 **Rounding by least squares.** In groups of 64 of an output's inputs, w ≈ z + s·n with whole n from 0 to 2^bits - 1.
 Scale s and zero z minimise a group's squared error. From several starts (the range, shrunk by several factors), two
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.errors import FsdError, ModelLoadError
-from fsd_infer.cpu import ops
 from fsd_infer.targets.target import Target, layer_list
+from fsd_infer.targets.weights import replace_parameter, weight_rows
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -89,8 +88,8 @@ def _round(part: nn.Module, bits: int) -> None:
     for key, parameter in list(part.named_parameters(recurse=False)):
         if parameter.dim() < 2:
             continue
-        weight: Tensor = ops.weight_rows(part, None) if key == "weight" else parameter
-        ops.replace_parameter(part, key, round_weight(weight.detach(), bits))
+        weight: Tensor = weight_rows(part, None) if key == "weight" else parameter
+        replace_parameter(part, key, round_weight(weight.detach(), bits))
 
 
 def _copy_of(target: Target, name: str) -> Any:
@@ -98,7 +97,6 @@ def _copy_of(target: Target, name: str) -> Any:
     if any("_hf_hook" in vars(part) for part in target.model.modules()):
         raise ModelLoadError(f"{name}: {target.name} was placed by accelerate's hooks; load it without device_map.")
     model = _shared(target.model)
-    ops.forget_stacks(model)
     whole, text = target.model.config, target.config
     config = deepcopy(whole)
     new = {id(whole): config, id(text): config.get_text_config(decoder=True)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.errors import ModelLoadError
-from fsd_core.tensors import additive
-from fsd_infer.cpu import ops
-from fsd_infer.device.cache import SlotCache, cache_argument
+from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock
 from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
@@ -25,7 +22,9 @@ from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.masks import layer_windows, max_positions, windowed
 from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
+from fsd_infer.targets.stack import Stack, TransformersStack
 from fsd_infer.targets.token_ids import eos_ids
+from fsd_infer.targets.weights import format_of, shape_of, weight_rows
 
 _DIGEST_ROWS = 1024
 
@@ -56,11 +55,13 @@ class Target(CachedModel):
         self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
         check_decodable(model, self.name)
         self.decoder: nn.Module = model.get_decoder()
-        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.captured_layers: tuple[int, ...] = ()
         ready(self.model)
-        self._eager = self.config._attn_implementation == "eager"
+        layers = layer_list(self.decoder, int(self.config.num_hidden_layers))
+        self.stack: Stack = TransformersStack(model, self.decoder, list(layers or []))
+        self.plain_stack = self.stack
         self.prefixes: PrefixCache | None = None  # see FuzzyDecoder.from_pretrained
+        self.kernels: str | None = None  # of the backend that prepared it, as Backend.describe says
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Target:
@@ -110,18 +111,18 @@ class Target(CachedModel):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether weights are held in the blocks of a quantised file (:mod:`fsd_infer.cpu.blocks`)."""
-        return any(packed.kind for packed in ops.packed_products(self.decoder))
+        """Whether weights are held in the blocks of a quantised file."""
+        return any(format_of(part) == "blocks" for part in self.decoder.modules())
 
     @property
     def vocab_size(self) -> int:
         """Width of the logits; padding rows may make it exceed the tokenizer's length."""
-        return ops.table_size(self.model.get_output_embeddings())[0]
+        return shape_of(self.model.get_output_embeddings())[0]
 
     @property
     def hidden_size(self) -> int:
         """H, the width of the final features."""
-        return ops.table_size(self.model.get_output_embeddings())[1]
+        return shape_of(self.model.get_output_embeddings())[1]
 
     @property
     def max_positions(self) -> int | None:
@@ -169,8 +170,8 @@ class Target(CachedModel):
         """
         rows = torch.arange(0, self.vocab_size, max(1, self.vocab_size // _DIGEST_ROWS))
         tables = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        parts = [ops.weight_rows(table, rows) for table in tables]
-        norm = getattr(getattr(self.decoder, "norm", None), "weight", None)
+        parts = [weight_rows(table, rows) for table in tables]
+        norm = getattr(self.final_norm, "weight", None)
         digest = hashlib.sha256()
         for part in parts if norm is None else [*parts, norm]:
             values = part.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16)
@@ -206,19 +207,18 @@ class Target(CachedModel):
         """Return (weight [Vd, H], bias [Vd] or None) of the LM head for the target ids [Vd]; None: for all ids."""
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        weight = ops.weight_rows(head, ids).to(self.dtype)
+        weight = weight_rows(head, ids).to(self.dtype)
         return weight, bias if bias is None or ids is None else bias[ids].contiguous()
 
     @torch.no_grad()
-    def features(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the features [B, M, F] of right-padded ids [B, M] (attention_mask [B, M], 1 on real tokens)."""
-        out = self.decoder(
-            input_ids=ids,
-            attention_mask=attention_mask,
-            use_cache=False,
-            output_hidden_states=bool(self.captured_layers),
-        )
-        return self._joined(out.last_hidden_state, self._captured_of(out.hidden_states))
+    def features(self, ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
+        """Return the features [B, M, F] of right-padded ids [B, M] (attention_mask [B, M], 1 on real tokens).
+
+        Other ``inputs`` go to the model's forward. Only the captured layers' outputs are kept.
+        """
+        with self.plain_stack.captured(self.captured_layers) as found:
+            self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False, **inputs)
+        return self._joined(*found)
 
     def reduced_lm_head(self, ids: Tensor) -> nn.Linear:
         """Return the rows ids [Vd] of the LM head as a frozen linear layer."""
@@ -232,14 +232,20 @@ class Target(CachedModel):
     @torch.no_grad()
     def check_lm_head(self) -> None:
         """Raise ModelLoadError unless :meth:`lm_logits` reproduces the model's own logits, as draft heads require."""
-        if not self._lm_head_is_plain:
+        if not self.lm_head_is_plain:
             raise ModelLoadError(
                 f"{self.config.model_type}: the LM head does more than a linear map, a scale and a soft cap, so a "
                 "draft head cannot share it. Use an independent small model as drafter."
             )
 
+    @property
+    def final_norm(self) -> nn.Module | None:
+        """The norm after the last layer, if any."""
+        return getattr(self.decoder, "norm", None)
+
     @cached_property
-    def _lm_head_is_plain(self) -> bool:
+    def lm_head_is_plain(self) -> bool:
+        """Whether :meth:`lm_logits` reproduces the model's own logits."""
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             logits = self.model(input_ids=probe, use_cache=False).logits.float()
@@ -309,52 +315,26 @@ class Target(CachedModel):
         if adapter is None:
             yield
             return
-        kept = self.recorder, self.prefixes
+        kept = self.recorder, self.prefixes, self.stack
         with adapted(self.model, adapter):
             self.recorder = self.prefixes = None
+            self.stack = self.plain_stack
             try:
                 yield
             finally:
-                self.recorder, self.prefixes = kept
+                self.recorder, self.prefixes, self.stack = kept
 
     def _step(
         self, cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor, keep: int = 0
     ) -> tuple[Tensor, Tensor]:
         masks = windowed(visible, positions, cache, self.layer_windows)
-        stack = ops.stack_of(self.decoder)
-        if stack is not None and stack.takes(visible) and self._lm_head_is_plain:
-            kinds = getattr(self.config, "layer_types", None) or ["all"] * self.config.num_hidden_layers
-            of_layers = [masks[kind] for kind in kinds]
-            final, others = stack(
-                self.embed(tokens), positions, of_layers, cache, self.decoder.norm, self.captured_layers
-            )
-            return self.lm_logits(final[:, -keep:]), self._joined(final, others)  # [-0:] is all
-        given = {kind: self._for_attention(mask) for kind, mask in masks.items()}
-        extra: dict[str, Any] = {cache_argument(type(self.model)): cache}
-        if keep and self._takes_logits_to_keep:
-            extra["logits_to_keep"] = keep
-        out = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=next(iter(given.values())) if len(given) == 1 else given,
-            use_cache=True,
-            output_hidden_states=True,
-            **extra,
-        )
-        return out.logits[:, -keep:], self._joined(out.hidden_states[-1], self._captured_of(out.hidden_states))
+        final, others, logits = self.stack(tokens, positions, masks, cache, capture=self.captured_layers, keep=keep)
+        logits = self.lm_logits(final[:, -keep:]) if logits is None else logits  # [-0:] is all
+        return logits, self._joined(final, *others)
 
-    def _captured_of(self, states: Sequence[Tensor] | None) -> list[Tensor]:
-        """The outputs of captured layers among transformers' ``hidden_states``."""
-        return [] if states is None else [states[number + 1] for number in self.captured_layers]
-
-    def _joined(self, final: Tensor, others: Sequence[Tensor]) -> Tensor:
+    def _joined(self, final: Tensor, *others: Tensor) -> Tensor:
         """Final features [B, M, H] and the outputs of captured layers -> [B, M, F]."""
         return torch.cat([final, *(other.to(final.dtype) for other in others)], dim=-1) if others else final
-
-    def _for_attention(self, mask: Tensor) -> Tensor:
-        """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""
-        mask = mask[:, None]
-        return additive(mask, self.dtype) if self._eager else mask
 
 
 def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:

@@ -10,9 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fsd_bench.jobs import decoding
 from fsd_core.errors import DataError
-from fsd_infer.cpu.ops import speed_up
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters import TreeShape
+from fsd_infer.drafters import NoDrafter, TreeShape
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
 from fsd_train.callbacks.export import ExportHead, averaged
@@ -168,7 +167,7 @@ class DecodedTau(Curves):
             return own
         if self._full is None:
             self._full = pl_module.whole_target(own.dtype, pl_module.device)
-            speed_up(self._full.model)
+            FuzzyDecoder(self._full, NoDrafter(self._full.vocab_size)).prepare()
         return self._full
 
     def _prompts(self, trainer: Any, target: Target) -> list[list[int]]:

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from fsd_train.data.answers import on_host
+from fsd_train.data.packs import on_host
 
 log = logging.getLogger(__name__)
 

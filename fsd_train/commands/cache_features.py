@@ -12,7 +12,7 @@ from fsd_core.errors import DataError
 from fsd_core.text.row_check import LISTING, RowCheck
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
-from fsd_train.commands.fit import read_recipe
+from fsd_train.commands.fit import read_recipe, target_kwargs_of
 from fsd_train.data.answers import conclude, read_answers
 from fsd_train.data.features import cache_features, token_bytes
 from fsd_train.models.head_options import HeadOptions
@@ -26,9 +26,7 @@ def complete(args: argparse.Namespace) -> None:
         data, args.head = recipe.data, HeadOptions(**recipe.model.get("head") or {})
         args.target = args.target or recipe.model["target"]
         args.data = args.data or [*data["train_files"], *(data["validation_files"] or [])]
-        args.target_kwargs = args.target_kwargs or recipe.model.get("target_kwargs") or {}
-        if data.get("allow_control_tokens"):
-            args.target_kwargs = {**args.target_kwargs, "allow_control_tokens": True}
+        args.target_kwargs = target_kwargs_of(recipe, args.target_kwargs)
         args.output, args.max_length = args.output or data["features"], args.max_length or data["max_length"]
     args.max_length, args.target_kwargs = args.max_length or MAX_LENGTH, args.target_kwargs or {}
     missing = [f"--{name}" for name in ("target", "data", "output") if not getattr(args, name)]

@@ -102,7 +102,7 @@ _CACHE_FEATURES: Options = {
         "type": real_number, "default": 0.0, "metavar": "SHARE",
         "help": "smallest share of answer tokens in a row; others are left out",
     },
-    "--batch-tokens": _count(2048, "padded tokens per forward"),
+    "--batch-tokens": _count(2048, "tokens per forward"),
     "--dtype": {"default": "bfloat16", "choices": ["bfloat16", "float32"], "help": "data type of the target"},
     "--strict": _STRICT,
 }  # fmt: skip
@@ -118,6 +118,10 @@ _EXPORT: Options = {
         "cover more text at the price of slower drafts (default: the trained ids)",
     ),
     "--data": {"nargs": "+", "metavar": "FILE", "help": "answers in which --draft-vocab-size counts ids"},
+    "--target-kwargs": {
+        **TARGET_KWARGS,
+        "help": "further keywords to load the target with; a recipe's data.allow_control_tokens goes here, for --data",
+    },
     "--strict": _STRICT,
 }
 
@@ -134,7 +138,8 @@ _PUBLISH: Options = {
         "help": "prompts for measuring the acceptance length",
     },
     "--strict": _STRICT,
-    "--limit": _count(8, "number of prompts"),
+    "--curve": {"metavar": "FILE", "help": "picture of the training, as LossCurve writes it, to show on the card"},
+    "--limit": _count(16, "number of prompts"),
     "--max-new-tokens": _count(64, "tokens of each answer"),
     "--tree": {"default": "5,6,16", "metavar": "D,W,N", "help": "depth, width and nodes of the draft tree"},
     "--revision": {"metavar": "BRANCH", "help": "branch to upload to (default: main)"},

@@ -65,7 +65,7 @@ class Doctor:
         for place, values in enumerate(rows, start=1):
             for ids, mask in encode_row(values, target.tokenizer, f"row {place}"):
                 wanted = torch.tensor([mask])
-                if len(ids) <= self.max_length and bool(supervised(wanted, 1).any()):
+                if len(ids) <= self.max_length and bool(supervised(wanted[0], 1).any()):
                     check_id(max(ids), f"row {place}", target.vocab_size)
                     given = torch.tensor([ids], device=target.device)
                     self.rows.append(Row(values, given, wanted.to(target.device), target.features(given)))

@@ -31,17 +31,23 @@ from fsd_train.models.slim import load_slim
 from fsd_train.models.start import choose_draft_ids
 
 
-def load_module(checkpoint: str | Path) -> DistillationModule:
-    """Load the module of a checkpoint. Raises CheckpointError if it is missing, truncated or foreign."""
+def load_module(checkpoint: str | Path, target_kwargs: dict[str, Any] | None = None) -> DistillationModule:
+    """Load the module of a checkpoint; the target with its keywords and ``target_kwargs``.
+
+    Raises CheckpointError if it is missing, truncated or foreign.
+    """
     state = read_checkpoint(checkpoint)
     options = state["hyper_parameters"]
+    kwargs = {**(options.get("target_kwargs") or {}), **(target_kwargs or {})}
     if "drafter" in options:
-        module: DistillationModule = LMModule(options["target"], options["drafter"], options.get("lora"))
+        module: DistillationModule = LMModule(
+            options["target"], options["drafter"], options.get("lora"), target_kwargs=kwargs
+        )
     else:
         head = HeadOptions(**options.get("head", {}))
         # every layout allows a loss without feature term; the loss does not affect weights
         size = options.get("draft_vocab_size")
-        module = EagleModule(options["target"], head, draft_vocab_size=size, loss="kl_pq")
+        module = EagleModule(options["target"], head, draft_vocab_size=size, loss="kl_pq", target_kwargs=kwargs)
     module.configure_model()
     module.load_state_dict(state["state_dict"])  # with EMA these are the averaged weights
     return module
@@ -73,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
             raise DataError(f"{args.output} is the source of the export. Give another directory.")
         head = found
         return load_whole(args.source, lambda: _export_head(find_head(args.source) or head, args))
-    module = load_module(args.source)
+    module = load_module(args.source, args.target_kwargs)
     if args.data:
         if not isinstance(module, EagleModule):
             raise DataError("a small LM drafts over its whole vocabulary. Omit --draft-vocab-size.")
@@ -108,7 +114,7 @@ def _export_head(source: Path, args: argparse.Namespace) -> int:
         raise DataError(f"{args.source} does not name its target. Give --target.")
     if args.data is None and args.to is not None:
         return _export_to(EagleHead.from_pretrained(source), name, args)
-    kwargs = options_of(read_config(source)).get("target_kwargs") or {}
+    kwargs = {**(options_of(read_config(source)).get("target_kwargs") or {}), **(args.target_kwargs or {})}
     target = Target.from_pretrained(name, dtype=torch.bfloat16, device="cpu", **kwargs)
     head = EagleHead.from_pretrained(source, target)
     if args.data:

@@ -15,6 +15,7 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.losses import LMHead
 from fsd_train.models.unroll import supervised, unroll
+from fsd_train.packed import TextMask
 
 _CHUNK = 512  # positions whose logits are alive at a time
 Shift = Callable[[Tensor], Tensor]
@@ -116,10 +117,10 @@ class Feeding:
         step = variant.step
         for row in self.rows:
             tokens, inputs = variant.tokens(row.ids), self.inputs(row.features, variant)
-            embeds = self.head.embed(tokens[:, 1:], self.target).to(dtype)
-            roots = torch.arange(tokens.shape[1] - 1, device=tokens.device)[None] if step else tokens.new_zeros(1, 0)
-            outputs = unroll(self.head, embeds, inputs[:, :-1].to(dtype), step + 1, roots)[step]
-            where = supervised(row.mask, step + 1)[step, 0].nonzero().squeeze(1)
+            embeds = self.head.embed(tokens.roll(-1, 1), self.target).to(dtype)
+            text, roots = TextMask((tokens.shape[1],), tokens.device), torch.arange(tokens.shape[1])
+            outputs = unroll(self.head, embeds, inputs.to(dtype), text, step + 1, roots)[step]
+            where = supervised(row.mask[0], step + 1)[step].nonzero().squeeze(1)
             read = variant.readout(self.head, outputs[0, where - step])
             found.append(torch.cat([self._logits(part).argmax(-1) for part in read.split(_CHUNK)]))
             final = row.features[0, where + 1, : self.target.hidden_size]
@@ -150,7 +151,7 @@ class Feeding:
         return float((self.ids(found) == wanted).float().mean())
 
     def positions(self) -> int:
-        return sum(int(supervised(row.mask, 1).sum()) for row in self.rows)
+        return sum(int(supervised(row.mask[0], 1).sum()) for row in self.rows)
 
     def variants(self) -> list[Variant]:
         """Return the variants that some heads were trained with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import sys
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,6 +70,9 @@ class TrainCLI(LightningCLI):
         for name, section in sections.items():
             if not isinstance(section, Namespace):
                 raise FsdError(f"the section {name} holds no options. See recipes/template.yaml.")
+        check_nulls("data", AnswersDataModule, sections["data"])
+        module, _, kind = self.config["model.class_path"].rpartition(".")
+        check_nulls("model", getattr(import_module(module), kind), self.config["model.init_args"])
         if self.config.get("ckpt_path") != AUTO:
             check_checkpoint(self.config.get("ckpt_path"))  # before anything is loaded
 
@@ -92,6 +97,18 @@ class TrainCLI(LightningCLI):
         path = directory.resolve(self.config.get("ckpt_path"))
         self.trainer.callbacks.append(directory)  # type: ignore[attr-defined]
         return path
+
+
+def check_nulls(section: str, kind: type, values: Namespace) -> None:
+    """Raise FsdError for a null where the parameter of ``kind`` has a default that is none; jsonargparse takes it."""
+    declared: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        declared |= inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}  # type: ignore[misc]
+    for name, parameter in declared.items():
+        default = parameter.default
+        if values.get(name, "") is None and default not in (None, inspect.Parameter.empty):
+            said = "" if callable(default) else f", which means {default}"
+            raise FsdError(f"{section}.{name} is null: give a value, or leave it out{said}.")
 
 
 class _Reader(TrainCLI):
@@ -178,6 +195,12 @@ def read_recipe(path: str | Path) -> Recipe:
         raise FsdError(f"{path} is no recipe: {error}") from error
     trainer, model, data = (config[section].as_dict() for section in ("trainer", "model", "data"))
     return Recipe(str(path), trainer, model["init_args"], data)
+
+
+def target_kwargs_of(recipe: Recipe, given: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the keywords of a recipe's target, or those ``given``, with what its data say of the tokenizer."""
+    kwargs = dict(given or recipe.model.get("target_kwargs") or {})
+    return {**kwargs, "allow_control_tokens": True} if recipe.data.get("allow_control_tokens") else kwargs
 
 
 def head_module(path: str | Path) -> EagleModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -12,27 +13,35 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, try_to_load_from_cache
 
 from fsd_core.errors import CheckpointError, DataError
+from fsd_core.files import jsonable
 from fsd_core.hub import hub_errors, is_hub_id
 from fsd_core.text.encoding import read_prompts
 from fsd_core.text.row_check import RowCheck
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
+from fsd_infer.environment import environment
 from fsd_infer.heads.export import obstacle
 from fsd_infer.heads.formats import CONFIG, OLD, OURS, head_kind, read_config
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.weights import INDEX, SINGLE
 from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
 from fsd_infer.targets.target import Target
+from fsd_train.commands.doctor import accepted_shares, runs_of
 from fsd_train.commands.export import record_of, target_of
 from fsd_train.repository import find
 
 TEMPLATE = Path(__file__).with_name("card.md.in")
+RESULTS = "results.json"  # what the card's tables say, for programs
+CURVE = "curve.png"
 LEAST_TAU = 1.05  # acceptance length below which hardly any draft is accepted
+DRAFTS = 7  # of the chains by which heads are compared
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `fsd-train publish`. The exit status is 1 if the user declines the upload."""
     directory = Path(args.directory)
+    if args.curve and not Path(args.curve).is_file():
+        raise DataError(f"{args.curve} is missing. Give the picture that LossCurve wrote, or leave --curve out.")
     kind = head_kind(directory)
     if kind in (None, OLD):
         found = "no head" if kind is None else "a head in the format of an earlier version"
@@ -42,25 +51,39 @@ def main(args: argparse.Namespace) -> int:
         raise DataError(f"{directory} does not name its target. Give --target.")
     target = Target.from_pretrained(name)
     head = EagleHead.from_pretrained(directory, target, dtype=target.dtype)
-    card = card_of(head, target, kind == OURS, measured(head, target, args), args)
+    measurement = measured(head, target, args)
+    card = card_of(head, target, kind == OURS, measurement, args)
+    base, revision = base_of(target.name)
+    results = results_of(measurement, args.base_model or base or Path(target.name).name, args.base_revision or revision)
     print(card.content)
     files = [file for file in (CONFIG, SINGLE, INDEX) if (directory / file).is_file()]
     files += sorted(file.name for file in directory.glob("model-*.safetensors"))
-    print(f"\n{args.repository}: README.md (above), {', '.join(files)} of {directory}", file=sys.stderr)
+    shown = ", ".join([RESULTS, *([CURVE] if args.curve else []), *files])
+    print(f"\n{args.repository}: README.md (above), {shown} of {directory}", file=sys.stderr)
     if not args.yes:
         if not sys.stdin.isatty():
             raise DataError("no terminal to ask for confirmation. Check the card above, and give --yes to upload.")
         if input(f"Upload these to {args.repository}? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
-    print(upload(args.repository, directory, files, card, args), file=sys.stderr)
+    print(upload(args.repository, directory, files, card, results, args), file=sys.stderr)
     return 0
 
 
-def upload(repository: str, directory: Path, files: Sequence[str], card: ModelCard, args: argparse.Namespace) -> str:
-    """Commit the files and the card to a repository, created if missing; return the commit's address."""
+def upload(
+    repository: str,
+    directory: Path,
+    files: Sequence[str],
+    card: ModelCard,
+    results: dict[str, Any],
+    args: argparse.Namespace,
+) -> str:
+    """Commit files, card and results to a repository, created if missing; return the commit's address."""
     config = json.dumps(without_paths(read_config(directory)), indent=2).encode()
     added = [CommitOperationAdd(file, config if file == CONFIG else str(directory / file)) for file in files]
     added.append(CommitOperationAdd("README.md", str(card).encode()))
+    added.append(CommitOperationAdd(RESULTS, json.dumps(jsonable(results), indent=2).encode()))
+    if args.curve:
+        added.append(CommitOperationAdd(CURVE, args.curve))
     with hub_errors(repository, args.revision):
         api = HfApi()
         api.create_repo(repository, private=args.private or None, exist_ok=True)
@@ -84,18 +107,60 @@ def measured(head: EagleHead, target: Target, args: argparse.Namespace) -> dict[
     if not source.exists():
         raise DataError(f"{args.prompts} is missing. Give prompts for the measurement as --prompts.")
     check = RowCheck(args.strict)
-    prompts: list[Any] = [row.messages for row in check.first(read_prompts(source, check), args.limit)]
+    rows = check.first(read_prompts(source, check), args.limit)
     check.finish()
-    if not prompts:
+    if not rows:
         raise DataError(f"{source} holds no prompts. Give others as --prompts.")
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     decoder = FuzzyDecoder(target, EagleDrafter(head, target, shape))
-    tau = decoder.generate(prompts, max_new_tokens=args.max_new_tokens, do_sample=False).stats.tau
+    asked: list[Any] = [row.messages for row in rows]
+    tau = decoder.generate(asked, **options).stats.tau
     if not tau >= LEAST_TAU:
         raise CheckpointError(
             f"{args.directory} has an acceptance length of {tau:.2f} with {target.name}, where 1 means no draft. "
             "Run `fsd-train doctor`."
         )
-    return {"tau": tau, "shape": shape, "prompts": f"{len(prompts)} of {source.name}", "tokens": args.max_new_tokens}
+    chains = FuzzyDecoder(target, EagleDrafter(head, target, TreeShape(DRAFTS, 1, DRAFTS + 1)))
+    groups: dict[str, list[Any]] = {}
+    for row in rows:
+        groups.setdefault(row.source, []).append(row.messages)
+    return {
+        "tau": tau,
+        "shape": shape,
+        "prompts": f"{len(rows)} of {source.name}",
+        "tokens": args.max_new_tokens,
+        "groups": [group_of(name, chains, prompts, options) for name, prompts in groups.items()],
+    }
+
+
+def group_of(name: str, decoder: FuzzyDecoder, prompts: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return what chains of :data:`DRAFTS` drafts reach on a use case.
+
+    Returns:
+        name, prompts; ``accepted``: share of rounds whose drafts 1 to k were all accepted, by k; ``tau``: tokens per
+        target forward with up to k drafts, 1 plus the sum of those shares, by k.
+    """
+    made = decoder.generate(list(prompts), **options)
+    accepted = accepted_shares([run for record in made.records for run in runs_of(record.sources)], DRAFTS)
+    taus = [1 + sum(accepted[: k + 1]) for k in range(DRAFTS)]
+    return {"name": name, "prompts": len(prompts), "accepted": accepted, "tau": taus}
+
+
+def results_of(found: dict[str, Any], name: str, revision: str | None) -> dict[str, Any]:
+    """Return the card's measurement for programs, without the shape of classes or paths."""
+    facts = environment([])
+    where = {key: facts[key] for key in ("fsd_infer", "torch", "transformers", "cpu", "gpu", "date")}
+    return {
+        "target": name,
+        "revision": revision,
+        "rule": "exact",
+        "temperature": 0.0,
+        "prompts": found["prompts"],
+        "max_new_tokens": found["tokens"],
+        "tree": {"shape": str(found["shape"]), "tau": found["tau"]},
+        "chains": {"drafts": DRAFTS, "groups": found["groups"]},
+        "environment": where,
+    }
 
 
 def base_of(name: str) -> tuple[str | None, str | None]:
@@ -107,6 +172,15 @@ def base_of(name: str) -> tuple[str | None, str | None]:
         return None, None
     cached = try_to_load_from_cache(name, CONFIG)
     return name, Path(cached).parent.name if isinstance(cached, str) else None
+
+
+def template_of(tokenizer: Any) -> str:
+    """Return which chat template the measurement used, by the beginning of its hash."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str):
+        return "none: prompts were continued as text"
+    thinking = ", thinking as the template has it by default" if "enable_thinking" in template else ""
+    return f"the target's own, sha256 {hashlib.sha256(template.encode()).hexdigest()[:8]}{thinking}"
 
 
 def card_of(head: EagleHead, target: Target, ours: bool, found: dict[str, Any], args: argparse.Namespace) -> ModelCard:
@@ -138,6 +212,9 @@ def card_of(head: EagleHead, target: Target, ours: bool, found: dict[str, Any], 
         repository=args.repository,
         ours=ours,
         method=method,
+        drafts=DRAFTS,
+        curve=CURVE if args.curve else None,
+        template=template_of(target.tokenizer),
         obstacles={engine: obstacle(config, engine, layers) for engine in ("vllm", "sglang")},
         **found,
     )

@@ -24,7 +24,7 @@ METHODS = (
     "js 0.3+lookup=fuzzy:js:0.3@shipped+lookup", "tilted+lookup=tilted@shipped+lookup",
 )  # fmt: skip
 RECIPE = Path("recipes/smollm2-135m.yaml")
-ANSWERS = Path("data/smollm2-135m-answers.jsonl.gz")
+ANSWERS = Path("data/quickstart_answers.jsonl.gz")
 PROMPTS = Path("data/quickstart_prompts.jsonl")
 OVERRIDES = Path(__file__).with_name("quickstart.yaml")
 OUTPUT = Path("runs/quickstart")  # as in the overrides
@@ -43,7 +43,9 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
     Raises:
         FsdError: the shipped head or the prompts are missing, or training is not installed or fails.
     """
-    for path in (RECIPE, PROMPTS):
+    if train_seconds > 0 and importlib.util.find_spec("lightning") is None:
+        raise FsdError("training is not installed. Run pip install 'fsd-toolkit[train]', or use --train-seconds 0.")
+    for path in (RECIPE, PROMPTS, ANSWERS):
         if not find(path).is_file():
             raise FsdError(f"{path} is missing. Clone the whole repository, or reinstall the package.")
     if shipped_drafter(TARGET) is None:
@@ -82,10 +84,6 @@ def main(args: argparse.Namespace) -> int:
 
 def train(seconds: int) -> None:
     """Run the recipe briefly on sample answers and print its first and last loss. Raises FsdError on failure."""
-    if importlib.util.find_spec("lightning") is None:
-        raise FsdError("training is not installed. Run pip install 'fsd-toolkit[train]', or use --train-seconds 0.")
-    if not find(ANSWERS).is_file():
-        raise FsdError(f"{ANSWERS} is missing. Clone the whole repository, or use --train-seconds 0.")
     shutil.rmtree(OUTPUT / "logs", ignore_errors=True)
     done = subprocess.run(train_command(seconds), check=False)
     if done.returncode != 0:

@@ -31,7 +31,7 @@ from fsd_core.text.rows import read_jsonl, rows_digest
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
 from fsd_train import LONGEST
-from fsd_train.commands.fit import read_recipe
+from fsd_train.commands.fit import read_recipe, target_kwargs_of
 from fsd_train.data.backends import RULE, Backend, EndpointBackend, LocalBackend
 from fsd_train.data.plan import Plan, answer_line, next_turns, plan_jobs
 
@@ -199,7 +199,7 @@ def resolve(args: argparse.Namespace) -> None:
         recipe = read_recipe(args.config)
         answers = [path for path in recipe.data["train_files"] if path.endswith(".jsonl")]
         args.target = args.target or recipe.model["target"]
-        args.target_kwargs = args.target_kwargs or recipe.model.get("target_kwargs")
+        args.target_kwargs = target_kwargs_of(recipe, args.target_kwargs)
         args.output = args.output or next(iter(answers), None)
         args.max_length = args.max_length or recipe.data["max_length"]
     for name in ("target", "output"):

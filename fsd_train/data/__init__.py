@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fsd_train.data.answers import AnswersDataset, Batch, Item, collate, keep_on_host, on_host, read_answers
+from fsd_train.data.answers import AnswersDataset, Item, read_answers
 from fsd_train.data.features import FeatureStore, cache_features
 from fsd_train.data.module import AnswersDataModule
-from fsd_train.data.sampler import TokenBudgetSampler
+from fsd_train.data.packs import Batch, collate, keep_on_host, on_host
+from fsd_train.data.sampler import PackingSampler
 
 __all__ = [
     "AnswersDataModule",
@@ -13,7 +14,7 @@ __all__ = [
     "Batch",
     "FeatureStore",
     "Item",
-    "TokenBudgetSampler",
+    "PackingSampler",
     "cache_features",
     "collate",
     "keep_on_host",

@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from typing_extensions import NotRequired
 
@@ -31,6 +30,7 @@ from fsd_train.repository import find
 log = logging.getLogger(__name__)
 
 MOST_ID = 2**31 - 1  # ids are kept as 32-bit numbers
+MOST_STEPS = 7  # of a chain in training, see fsd_train.types.ChainSteps
 _Sided = tuple[float, tuple[str, list[int], list[int]], tuple[int, str]]  # point, row, its highest id and place
 
 
@@ -66,6 +66,7 @@ class AnswersDataset(Dataset[Item]):
         self.lengths = [len(ids) for _, ids, _ in rows]
         self._ids = [torch.as_tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
         self._masks = [torch.as_tensor(mask, dtype=torch.bool) for _, _, mask in rows]
+        self._supervised: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -76,6 +77,21 @@ class AnswersDataset(Dataset[Item]):
         if self.store is not None:
             item["features"] = self.store.get(sequence_key(ids))
         return item
+
+    def supervised(self, index: int) -> Tensor:
+        """Count a sequence's supervised rows by chain step: [:data:`MOST_STEPS`].
+
+        A row of step s needs s + 2 answer tokens in a row, none of them the sequence's first token
+        (:mod:`fsd_train.models.unroll`).
+        """
+        if index not in self._supervised:
+            run = answer = self._masks[index][1:]
+            counts = []
+            for step in range(MOST_STEPS):
+                run = run[:-1] & answer[step + 1 :]
+                counts.append(run.sum())
+            self._supervised[index] = torch.stack(counts)
+        return self._supervised[index]
 
     def cached(self, store: FeatureStore) -> AnswersDataset:
         """Return a dataset of the rows whose features are cached, with their features."""
@@ -275,41 +291,3 @@ def _placed(row: Row, tokenizer: Any, max_length: int, vocab_size: int | None) -
 
 def _dataset(part: Sequence[_Sided], highest: tuple[int, str]) -> AnswersDataset:
     return AnswersDataset([row for _, row, _ in part], highest, tops=[top for _, _, top in part])
-
-
-class Batch(TypedDict):
-    """Right-padded sequences: tensors [B, M], ``index`` [B], and the rows' ``ids``."""
-
-    input_ids: Tensor
-    loss_mask: Tensor
-    index: Tensor
-    ids: list[str]
-    features: NotRequired[Tensor]  # [B, M, F], if cached
-
-
-def collate(items: Sequence[Mapping[str, Any]]) -> Batch:
-    """Collate items of a dataset into one right-padded batch."""
-    batch: Batch = {
-        "input_ids": pad_sequence([item["input_ids"] for item in items], batch_first=True),
-        "loss_mask": pad_sequence([item["loss_mask"] for item in items], batch_first=True),
-        "index": torch.tensor([item["index"] for item in items]),
-        "ids": [item["id"] for item in items],
-    }
-    if "features" in items[0]:
-        batch["features"] = pad_sequence([item["features"] for item in items], batch_first=True)
-    return batch
-
-
-_HOST = "host_"  # prefix of arrays that stay in host memory when a batch moves to its device
-
-
-def keep_on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Add views of ids and mask that stay in host memory, so that planning a step does not sync with the device."""
-    views = {_HOST + name: batch[name].numpy() for name in ("input_ids", "loss_mask")}  # tensors would be moved
-    return {**batch, **views}
-
-
-def on_host(batch: Mapping[str, Any], name: str) -> Tensor:
-    """Return a batch's ``input_ids`` or ``loss_mask`` in host memory; syncs with the device without a kept view."""
-    kept = batch.get(_HOST + name)
-    return batch[name].cpu() if kept is None else torch.from_numpy(kept)

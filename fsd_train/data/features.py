@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from fsd_core.errors import DataError
 from fsd_core.files import open_safetensors, read_json, replacing, write_json
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
-from fsd_train.data.sampler import TokenBudgetSampler
+from fsd_train.data.sampler import PackingSampler
+from fsd_train.packed import TextMask, read_packed
 
 FORMAT = "fsd-features"
 VERSION = 2
@@ -134,7 +134,7 @@ def cache_features(
         sequences: token ids.
         directory: directory of the cache, created if missing.
         shard_tokens: tokens per shard, the most work that an interruption can lose.
-        batch_tokens: padded tokens per forward; a batch has sequences of similar length.
+        batch_tokens: tokens per forward.
         max_tokens: most tokens in the cache.
         progress: show a progress bar.
 
@@ -227,13 +227,14 @@ class FeatureRecorder:
 
 def _write_shard(target: Target, texts: _Texts, directory: Path, batch_tokens: int, bar: Any) -> None:
     keys, rows = list(texts), dict[str, Tensor]()
-    for batch in TokenBudgetSampler([len(ids) for ids in texts.values()], batch_tokens, shuffle=False):
+    for batch in PackingSampler([len(ids) for ids in texts.values()], batch_tokens, shuffle=False):
         ids = [torch.as_tensor(texts[keys[row]], dtype=torch.long) for row in batch]
-        # right padding needs no mask under causal attention
+        mask = TextMask(tuple(map(len, ids)), target.device)
         with torch.inference_mode():
-            out = target.features(pad_sequence(ids, batch_first=True).to(target.device)).to(torch.bfloat16).cpu()
-        rows.update({keys[row]: made[: len(text)].clone() for row, text, made in zip(batch, ids, out, strict=True)})
-        bar.update(sum(map(len, ids)))
+            out = read_packed(target.features, target.model, torch.cat(ids)[None].to(target.device), mask)
+        parts = out[0].to(torch.bfloat16).cpu().split(mask.lengths)
+        rows.update({keys[row]: made.clone() for row, made in zip(batch, parts, strict=True)})
+        bar.update(sum(mask.lengths))
     _save_shard(directory, rows)
 
 

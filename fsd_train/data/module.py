@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from fsd_core.text.row_check import LISTING, RowCheck
 from fsd_infer.targets.loading import load_tokenizer
 from fsd_train import MAX_LENGTH
 from fsd_train.checkpoints import check_order
-from fsd_train.data.answers import AnswersDataset, Item, collate, conclude, keep_on_host, read_answers
+from fsd_train.data.answers import AnswersDataset, Item, conclude, read_answers
 from fsd_train.data.features import FeatureStore
-from fsd_train.data.sampler import ResumableLoader, TokenBudgetSampler
+from fsd_train.data.packs import collate, keep_on_host
+from fsd_train.data.sampler import PackingSampler, ResumableLoader
 from fsd_train.types import HeldOut, Length, NonNegativeInt, PositiveInt, Seed
 
 log = logging.getLogger(__name__)
@@ -37,8 +39,8 @@ class AnswersDataModule(LightningDataModule):
         validation_files: rows for validation (default: a share of the training prompts).
         validation_fraction: share of training prompts to hold out, chosen by the hash of the prompt.
         max_length: most tokens of a sequence; longer ones are cut.
-        batch_tokens: padded tokens per training batch.
-        validation_batch_tokens: padded tokens per validation batch (default: ``batch_tokens``).
+        batch_tokens: tokens of a training batch: a row that conversations fill side by side.
+        validation_batch_tokens: the same in validation (default: ``batch_tokens``).
         tokenizer: built-in name, directory or hub id, for rows without token ids.
         allow_control_tokens: names of special tokens in messages become the tokens; by default they are text.
         features: directory of `fsd-train cache-features`; rows without cached features are skipped. None: the target
@@ -113,7 +115,12 @@ class AnswersDataModule(LightningDataModule):
         """Return the facts that determine the order of training batches, for checkpoints."""
         assert self.train_set is not None, "setup() has not run"
         replicas = 1 if self.trainer is None else self.trainer.world_size
-        order = {"batch_tokens": int(self.batch_tokens), "seed": int(self.seed), "replicas": replicas}
+        order = {
+            "batch_tokens": int(self.batch_tokens),
+            "seed": int(self.seed),
+            "replicas": replicas,
+            "batches": "packed",
+        }
         return {"rows": self.train_set.digest, **order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -180,8 +187,9 @@ class AnswersDataModule(LightningDataModule):
         if trainer is not None and on_cuda and self.num_workers is None:
             cores = (os.cpu_count() or 1) // max(1, trainer.num_devices)
             workers = min(max(1, cores), 2 if store is None else 8)  # features are read from files
-        sampler = TokenBudgetSampler(rows.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
+        sampler = PackingSampler(rows.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
         return ResumableLoader(
-            rows, sampler, collate_fn=collate, num_workers=workers,
+            rows, sampler, lambda: int(getattr(trainer, "accumulate_grad_batches", 1)),
+            collate_fn=partial(collate, size=tokens), num_workers=workers,
             pin_memory=on_cuda if self.pin_memory is None else self.pin_memory, persistent_workers=workers > 0,
         )  # fmt: skip

@@ -1,18 +1,21 @@
-"""The order of training batches: similar lengths, within a token budget, resumable within an epoch."""
+"""The order of training batches: which rows share a packed row, and when; resumable within an epoch."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from fsd_core.errors import CheckpointError, DataError
 
-MOST_PADDING = 0.1  # share of a batch's positions
+FILL = 0.98  # share of real tokens in batches, if best fit reaches it
+DISORDER = (0.5, 0.25, 0.1)  # standard deviations of noise on the logarithm of lengths, the first that fits
 
 
 def stable_seed(*parts: object) -> int:
@@ -21,47 +24,45 @@ def stable_seed(*parts: object) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-class TokenBudgetSampler(Sampler[list[int]]):
-    """Sampler of batches with rows of similar length, within a budget of padded tokens.
+class PackingSampler(Sampler[list[int]]):
+    """Sampler of rows that fit side by side into batches of ``size`` tokens.
 
-    Each epoch deals the rows to new windows with equal shares of every length. Within a window, rows sorted by length
-    fill batches up to B·M <= ``max_tokens``; the batches are then shuffled. If padding exceeds a tenth, as with few
-    rows and a large budget, the budget is lowered. The order depends only on seed and epoch. All epochs have the same
-    number of batches, because Trainer counts only the first. Each of n replicas gets every n-th batch, and the first
-    batches repeat at the end to give all replicas the same number.
+    Each epoch deals the rows to new windows with equal shares of every length. Within a window, rows go to the fullest
+    batch that has room, longer ones first, with some disorder; the batches are then shuffled. The order depends only on
+    seed and epoch. All epochs have the same number of batches, because Trainer counts only the first. Each of n
+    replicas gets every n-th batch, and the first batches repeat at the end to give all replicas the same number.
 
     `start_at` begins the next pass within an epoch.
 
     Args:
         lengths: tokens per row.
-        max_tokens: padded tokens per batch; a longer row forms its own batch.
+        size: tokens per batch; a longer row forms its own batch.
         seed: seed of the order.
-        shuffle: False keeps the same order in every epoch, independent of the seed, with long and short batches mixed
-            so that the first ones (``limit_val_batches``) represent all.
-        window: most rows sorted together.
+        shuffle: False keeps the same order in every epoch, independent of the seed.
+        window: most rows packed together.
         rank, replicas: which replica this is, of how many.
     """
 
     def __init__(
         self,
         lengths: Sequence[int],
-        max_tokens: int,
+        size: int,
         seed: int = 0,
         shuffle: bool = True,
-        window: int = 2048,
+        window: int = 2**14,
         rank: int = 0,
         replicas: int = 1,
     ) -> None:
-        if max_tokens < 1:
-            raise DataError(f"max_tokens is {max_tokens}. Give at least 1.")
-        self.lengths, self.max_tokens, self.seed = list(lengths), max_tokens, seed
+        if size < 1:
+            raise DataError(f"batch_tokens is {size}. Give at least 1.")
+        self.lengths, self.size, self.seed = list(lengths), size, seed
         self.shuffle, self.window, self.rank, self.replicas = shuffle, window, rank, replicas
         self.epoch = 0
         self._skip = 0
         self._batches: tuple[int, list[list[int]]] | None = None
 
     @property
-    def sampler(self) -> TokenBudgetSampler:
+    def sampler(self) -> PackingSampler:
         """The sampler itself, because Trainer looks for `set_epoch` on a batch sampler's inner sampler."""
         return self
 
@@ -82,6 +83,12 @@ class TokenBudgetSampler(Sampler[list[int]]):
         size = math.ceil(len(batches) / self.replicas)
         return [batches[i % len(batches)] for i in range(self.rank, size * self.replicas, self.replicas)]
 
+    def of_step(self, batch: int, accumulate: int) -> list[list[int]]:
+        """Return the batches of all replicas in the optimizer step of this replica's batch number ``batch``."""
+        batches, first = self._all(), batch // accumulate * accumulate
+        last = min(first + accumulate, len(self))  # the last step of an epoch may have fewer
+        return [batches[i % len(batches)] for i in range(first * self.replicas, last * self.replicas)]
+
     @property
     def own(self) -> int:
         """Number of this replica's batches before the repeated ones."""
@@ -97,36 +104,21 @@ class TokenBudgetSampler(Sampler[list[int]]):
     def _plan(self, epoch: int) -> list[list[int]]:
         random = torch.Generator().manual_seed(stable_seed(self.seed if self.shuffle else 0, epoch))
         count = len(self.lengths)
-        order = torch.randperm(count, generator=random).tolist() if self.shuffle else list(range(count))
+        order = torch.randperm(count, generator=random).tolist()
         rows = sorted(order, key=self.lengths.__getitem__)
-        windows = max(math.ceil(count / self.window), 1) if self.shuffle else 1
-        # Each group gives one row to every window. Batches planned for the groups' longest rows fit all windows, so
-        # their number does not depend on the draw.
+        windows = max(math.ceil(count / self.window), 1)
+        # Each group gives one row to every window. Batches of the groups' longest rows fit all windows, so their number
+        # does not depend on the draw.
         groups = [rows[start : start + windows] for start in range(0, count, windows)]
-        parts = self._parts([self.lengths[group[-1]] for group in groups], windows)
+        widths = [min(self.lengths[group[-1]], self.size) for group in groups]
         groups = [[group[i] for i in torch.randperm(len(group), generator=random).tolist()] for group in groups]
-        batches = [
-            [groups[number][window] for number in part if window < len(groups[number])]  # the last group may be smaller
-            for window in range(windows)
-            for part in parts
-        ]
+        batches = []
+        for window in range(windows):
+            for part in pack(widths, self.size, random):
+                # the last group may be smaller
+                batches.append([groups[place][window] for place in part if window < len(groups[place])])
         batches = [batch for batch in batches if batch]
         return [batches[i] for i in torch.randperm(len(batches), generator=random).tolist()]
-
-    def _parts(self, widths: Sequence[int], windows: int) -> list[list[int]]:
-        """Divide groups into batches, alike for all windows; ``widths``: longest row per group, ascending."""
-        budget, tokens = float(self.max_tokens), sum(self.lengths)
-        while True:
-            parts: list[list[int]] = []
-            for number, width in enumerate(widths):
-                # the last row is the longest and sets the padded width
-                if not parts or (len(parts[-1]) + 1) * width > budget:
-                    parts.append([])
-                parts[-1].append(number)
-            padded = windows * sum(len(part) * widths[part[-1]] for part in parts)
-            if len(parts) == len(widths) or 1 - tokens / padded <= MOST_PADDING:
-                return parts
-            budget *= 0.8
 
     @property
     def skip(self) -> int:
@@ -142,20 +134,74 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return len(self.batches())
 
 
+def pack(lengths: Sequence[int], size: int, random: torch.Generator) -> list[list[int]]:
+    """Divide rows among batches, none of them empty, whose number depends only on the lengths.
+
+    Best fit by descending length fills batches almost entirely. Its order, and so which rows meet, is disturbed as far
+    as the rows still fit :data:`FILL`.
+
+    Args:
+        lengths: tokens per row, at most ``size`` each.
+        size: tokens per batch.
+        random: generator of the disorder.
+
+    Returns:
+        places in ``lengths`` by batch
+    """
+    sizes = torch.tensor(lengths, dtype=torch.float64)
+    fewest = best_fit(lengths, size, sizes.argsort(descending=True, stable=True).tolist())
+    count = max(len(fewest), int(sum(lengths) / (FILL * size)))
+    batches = fewest
+    for disorder in DISORDER:
+        noise = torch.randn(len(lengths), generator=random, dtype=torch.float64)
+        order = (sizes.log() + disorder * noise).argsort(descending=True).tolist()
+        found = best_fit(lengths, size, order)
+        if len(found) <= count:
+            batches = found
+            break
+    while len(batches) < count:  # at most a few
+        fullest = max(range(len(batches)), key=lambda place: len(batches[place]))
+        rows = batches[fullest]
+        batches[fullest], rest = rows[::2], rows[1::2]
+        batches.append(rest)
+    return batches
+
+
+def best_fit(lengths: Sequence[int], size: int, order: Sequence[int]) -> list[list[int]]:
+    """Put rows, in this order, into the fullest batch that has room, or into a new one."""
+    batches: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # tokens that are free, and the batch; ascending
+    for row in order:
+        at = bisect_left(rooms, (lengths[row], -1))
+        room, batch = rooms.pop(at) if at < len(rooms) else (size, len(batches))
+        if batch == len(batches):
+            batches.append([])
+        batches[batch].append(row)
+        insort(rooms, (room - lengths[row], batch))
+    return batches
+
+
 class ResumableLoader(DataLoader[Any]):
     """A DataLoader whose position Trainer stores in checkpoints, to resume with the next batch.
+
+    In training, batches get ``supervised``: the rows by chain step that an optimizer step has per batch, over all
+    accumulated batches of all replicas. A loss that divides its sums by them has the same gradient however the rows
+    are divided among batches and replicas.
 
     In validation, batches that the sampler repeats have an empty loss mask, so that no row counts twice.
 
     Args:
-        dataset: dataset indexed by the sampler's batches; in validation these collate to batches with a ``loss_mask``.
+        dataset: dataset indexed by the sampler's batches, with a method ``supervised``.
         sampler: the order.
+        accumulate: returns the number of batches per optimizer step.
         options: options of DataLoader.
     """
 
-    def __init__(self, dataset: Dataset[Any], sampler: TokenBudgetSampler, **options: Any) -> None:
+    def __init__(
+        self, dataset: Any, sampler: PackingSampler, accumulate: Callable[[], int] = lambda: 1, **options: Any
+    ) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
-        self.order = sampler
+        self.order, self._accumulate = sampler, accumulate
         self._given = 0  # batches of the epoch so far, those before a resume included
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -163,9 +209,19 @@ class ResumableLoader(DataLoader[Any]):
         self._given = self.order.skip
         for batch in super().__iter__():
             self._given += 1
-            if not self.order.shuffle and self._given > self.order.own:
+            if self.order.shuffle:
+                batch["supervised"] = self._per_batch(self._given - 1)
+            elif self._given > self.order.own:
                 batch["loss_mask"].zero_()
             yield batch
+
+    def _per_batch(self, number: int) -> np.ndarray:
+        """Return the supervised rows by chain step in the optimizer step of a batch, divided by its usual batches."""
+        accumulate = self._accumulate()
+        dataset: Any = self.dataset
+        rows = [index for batch in self.order.of_step(number, accumulate) for index in batch]
+        counts = np.sum([dataset.supervised(index) for index in rows], axis=0)
+        return np.asarray(counts / (accumulate * self.order.replicas))  # Trainer divides by these in any case
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.order.epoch, "batch": self._given, "replicas": self.order.replicas}

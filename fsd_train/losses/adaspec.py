@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -17,8 +16,8 @@ from fsd_train.losses.base import (
     Rows,
     Schedule,
     as_loss,
+    batch_mean,
     reference_of,
-    weighted_mean,
 )
 from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
 from fsd_train.types import PositiveInt, Share
@@ -35,12 +34,14 @@ def largest(values: Tensor, rows: Rows, keep: float) -> Tensor:
     Returns:
         [R] bool.
     """
-    chosen = torch.zeros_like(values, dtype=torch.bool)
-    for step in range(len(rows.chains)):
-        here = (rows.step == step).nonzero().squeeze(1)
-        count = math.ceil(keep * len(here) - 1e-9)
-        chosen[here[values[here].topk(count).indices]] = True
-    return chosen
+    # by step, each step's largest values first; counts stay on the device, which nothing waits for
+    order = values.argsort(descending=True, stable=True)
+    order = order[rows.step[order].argsort(stable=True)]
+    counts = rows.sum_by_step(torch.ones_like(values, dtype=torch.float64))
+    wanted, begins = (keep * counts - 1e-9).ceil(), counts.cumsum(0) - counts
+    step = rows.step[order]
+    ranks = torch.arange(len(order), device=values.device) - begins[step]  # within the step
+    return torch.zeros_like(values, dtype=torch.bool).index_copy(0, order, ranks < wanted[step])
 
 
 @LOSSES.register("adaspec")
@@ -60,7 +61,7 @@ class AdaSpecLoss(Loss):
             own draft vocabulary does not matter.
         keep: share of tokens, in (0, 1], or a :class:`fsd_train.losses.base.Schedule`.
         loss: loss on the chosen tokens.
-        divergence: D, a name of :mod:`fsd_infer.divergence`.
+        divergence: D, a name of :mod:`fsd_core.divergence`.
         chunk_size: memory bound of the gap in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
 
@@ -95,10 +96,10 @@ class AdaSpecLoss(Loss):
             return self.inner(batch)
         gap = self.gap(batch)
         chosen = largest(gap, batch.rows, self.keep.at(batch.progress, batch.step))
-        kept = batch.with_weights(batch.weights * chosen)
+        kept = batch.only(chosen)
         out = self.inner(kept)
-        out.parts["gap"] = weighted_mean(gap, batch.weights)
-        out.parts["gap_kept"] = weighted_mean(gap, kept.weights)
+        out.parts["gap"] = batch_mean(gap, batch.rows)
+        out.parts["gap_kept"] = batch_mean(gap, kept.rows)
         return out
 
     @torch.no_grad()

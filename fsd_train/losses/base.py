@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
 
+TINY = 1e-6  # least divisor of a sum of weights
+
+
 @dataclass(frozen=True)
 class LMHead:
     """The target's frozen LM head, or the rows of it that belong to the draft vocabulary.
@@ -86,12 +89,16 @@ class Rows:
     indexing). Every position has a row of step 0.
 
     Attributes:
-        position: [N] flat index b·(M−1) + i, ascending.
+        position: [N] index i in the packed row, ascending.
         feature: [R] index of each row's position among the N, ascending.
         step: [R] chain step, from 0.
         weight: [R] fp32.
         chains: [S, C] rows; column c is a chain with all S steps supervised.
+        stands_for: [C] fp32, number of chains that each represents.
         ends: N+1 numbers in host memory; position n has the rows ends[n] … ends[n+1]−1.
+        total: scalar, by which losses divide sums over rows: Σ weight per batch of an optimizer step. With the same
+            total in all accumulated batches of all ranks, Trainer's mean of their gradients is that of one batch.
+        chain_total: scalar, by which losses divide sums over chains.
     """
 
     position: Tensor
@@ -99,11 +106,14 @@ class Rows:
     step: Tensor
     weight: Tensor
     chains: Tensor
+    stands_for: Tensor
     ends: Sequence[int]
+    total: Tensor
+    chain_total: Tensor
 
     def to(self, device: torch.device) -> Rows:
         """Copy to a device without waiting for it."""
-        names = ("position", "feature", "step", "weight", "chains")
+        names = (*("position", "feature", "step", "weight", "chains", "stands_for"), "total", "chain_total")
         moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
         return replace(self, **moved)
 
@@ -143,9 +153,11 @@ class DraftBatch:
         """[R] weights of the rows."""
         return self.rows.weight
 
-    def with_weights(self, weights: Tensor) -> DraftBatch:
-        """Replace the weights [R]."""
-        return replace(self, rows=replace(self.rows, weight=weights))
+    def only(self, chosen: Tensor) -> DraftBatch:
+        """Set the weight of all rows but those ``chosen`` [R] to 0, and lower their total by the same share."""
+        weights = self.weights * chosen
+        share = weights.sum() / self.weights.sum().clamp_min(TINY)
+        return replace(self, rows=replace(self.rows, weight=weights, total=self.rows.total * share))
 
     @property
     def draft_head(self) -> LMHead:
@@ -251,9 +263,14 @@ def has_feature_term(loss: Loss) -> bool:
     return bool(loss.w_feature) or any(map(has_feature_term, loss.parts))
 
 
-def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Return the scalar Σ w·x / Σ w of values and weights [R], 0 if all weights are 0."""
-    return (values * weights).sum() / weights.sum().clamp_min(1e-6)
+def weighted_mean(values: Tensor, rows: Rows) -> Tensor:
+    """Return the scalar Σ w·x / total of values [R]: the batch's part of the mean over an optimizer step's rows."""
+    return (values * rows.weight).sum() / rows.total.clamp_min(TINY)
+
+
+def batch_mean(values: Tensor, rows: Rows) -> Tensor:
+    """Return the scalar Σ w·x / Σ w of values [R] over a batch's own rows, detached, for logs; 0 without rows."""
+    return (values.detach() * rows.weight).sum() / rows.weight.sum().clamp_min(TINY)
 
 
 def feature_distance(batch: DraftBatch) -> Tensor:
@@ -273,5 +290,5 @@ def with_features(weight: float, batch: DraftBatch, out: LossOutput) -> LossOutp
     """Add weight times the mean :func:`feature_distance` of the supervised rows to a loss."""
     if not weight:
         return out
-    feature = weighted_mean(feature_distance(batch), batch.weights)
+    feature = weighted_mean(feature_distance(batch), batch.rows)
     return replace(out, loss=out.loss + weight * feature, parts={**out.parts, "feature_loss": feature.detach()})

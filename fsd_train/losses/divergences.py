@@ -1,11 +1,11 @@
-"""Divergences of drafter and target as losses, with the names of :mod:`fsd_infer.divergence`."""
+"""Divergences of drafter and target as losses, with the names of :mod:`fsd_core.divergence`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
 
-from fsd_infer.divergence import BOTH_KL, RENAMED
+from fsd_core.divergence import BOTH_KL, RENAMED
 from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, with_features
 from fsd_train.losses.rows import RowFunction, divergence_rows, mean_of_rows
 from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -19,7 +19,7 @@ class DivergenceLoss(Loss):
     the ``eagle`` loss. docs/losses.md compares the divergences.
 
     Args:
-        divergence: D, a name of :mod:`fsd_infer.divergence`: ``kl_pq``, ``kl_qp``, ``js``, ``tv`` or a top-k form.
+        divergence: D, a name of :mod:`fsd_core.divergence`: ``kl_pq``, ``kl_qp``, ``js``, ``tv`` or a top-k form.
         w_divergence: weight of the divergence.
         w_feature: weight of the feature term; 0 omits it.
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import DataError
-from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, weighted_mean, with_features
+from fsd_train.losses.base import LOSSES, TINY, DraftBatch, Loss, LossOutput, batch_mean, weighted_mean, with_features
 from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
 from fsd_train.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -20,7 +20,11 @@ _kl_pq = divergence_rows("kl_pq")
 
 def expected_length(acceptance: Tensor) -> Tensor:
     """Return the expected number of accepted drafts Σ_k Π_{j≤k} a_j [C] for acceptance [S, C]."""
-    return acceptance.cumprod(0).sum(0)
+    # by Horner's rule: the backward pass of torch's cumprod looks for zeros on the host
+    length = torch.zeros_like(acceptance[0])
+    for accepted in acceptance.flip(0):
+        length = accepted * (1 + length)
+    return length
 
 
 def soft_gate(distance: Tensor, threshold: float, softness: float) -> Tensor:
@@ -42,7 +46,7 @@ class FsdLoss(Loss):
     e = Σ min(p, q). Otherwise a node has ``width`` = k children sampled from q, and e = Σ p·(1−(1−q)^k).
 
     Args:
-        divergence: D, a name of :mod:`fsd_infer.divergence`, on raw distributions.
+        divergence: D, a name of :mod:`fsd_core.divergence`, on raw distributions.
         threshold: T, or several values over which the loss is averaged. 0 is exact decoding.
         softness: s > 0, in the unit of D.
         width: children per node; None: a sampled chain.
@@ -85,16 +89,16 @@ class FsdLoss(Loss):
         return torch.stack([distance, passed, _kl_pq(log_p, log_q)])
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        chains = batch.rows.chains
+        rows, chains = batch.rows, batch.rows.chains
         values, agree = chunked_rows(RowFunction(self._rows, count=3), batch, self.chunk_size)
         distance, passed = values[0][chains], values[1][chains]  # [S, C] each
-        anchor = weighted_mean(values[2], batch.weights)
-        parts = {"acceptance": weighted_mean(values[1], batch.weights).detach(), "kl_pq_loss": anchor.detach()}
-        loss = self.anchor * anchor
+        parts = {"acceptance": batch_mean(values[1], rows), "kl_pq_loss": batch_mean(values[2], rows)}
+        loss = self.anchor * weighted_mean(values[2], rows)
         for threshold in self.thresholds if chains.numel() else ():
             gate = soft_gate(distance, threshold, self.softness)
             lengths = expected_length(passed + (1 - passed) * gate)
             tiny = torch.finfo(lengths.dtype).tiny
-            loss = loss - (lengths / len(chains)).clamp_min(tiny).log().mean() / len(self.thresholds)
+            chances = (lengths / len(chains)).clamp_min(tiny).log() * rows.stands_for
+            loss = loss - chances.sum() / (rows.chain_total.clamp_min(TINY) * len(self.thresholds))
             parts[f"soft_tau_{threshold:g}"] = 1 + lengths.detach().mean()
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fsd_train.losses.base import LOSSES, DraftBatch, Loss, LossOutput, with_features
+from fsd_train.losses.base import LOSSES, TINY, DraftBatch, Loss, LossOutput, batch_mean, with_features
 from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows, log_overlap
 from fsd_train.types import NonNegativeFloat, PositiveInt
 
@@ -37,8 +37,8 @@ class LKLoss(Loss):
     Args:
         form: "adaptive" or "log".
         eta: rate at which the adaptive form turns to TV (the paper's best is 3); 0 is pure KL.
-        level: α in λ or under the logarithm. "step": the weighted mean over the rows of one chain step, as in the
-            authors' code. "row": each row's α.
+        level: α in λ or under the logarithm. "step": the weighted mean over a batch's rows of one chain step, as in
+            the authors' code. "row": each row's α.
         w_feature: weight of the ``eagle`` loss's feature term; 0 omits it.
         chunk_size: memory bound in rows of logits, see :func:`fsd_train.losses.rows.chunked_rows`.
     """
@@ -50,7 +50,7 @@ class LKLoss(Loss):
     chunk_size: PositiveInt | None = None
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
-        share = batch.weights / batch.weights.sum().clamp_min(1e-6)  # [R], sums to 1
+        share = batch.weights / batch.rows.total.clamp_min(TINY)  # [R], sums to 1 over an optimizer step's batches
         if self.form == "log":
             values, agree = chunked_rows(RowFunction(_log_acceptance), batch, self.chunk_size)
             log_alpha = values[0]
@@ -65,13 +65,13 @@ class LKLoss(Loss):
             rate = alpha.detach()
             mix = (-self.eta * (rate if self.level == "row" else _per_step(rate, batch))).exp()
             loss = ((mix * kl + (1 - mix) * (1 - alpha)) * share).sum()
-            parts = {"kl_pq_loss": (kl * share).sum().detach(), "kl_share": (mix * share).sum()}
-        parts = {"lk_loss": loss.detach(), "acceptance": (alpha * share).sum().detach(), **parts}
+            parts = {"kl_pq_loss": batch_mean(kl, batch.rows), "kl_share": batch_mean(mix, batch.rows)}
+        parts = {"lk_loss": loss.detach(), "acceptance": batch_mean(alpha, batch.rows), **parts}
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))
 
 
 def _per_step(alpha: Tensor, batch: DraftBatch) -> Tensor:
     """Replace each row's alpha [R] by the weighted mean of its step."""
     total = batch.rows.sum_by_step(batch.weights)
-    mean = batch.rows.sum_by_step(alpha * batch.weights) / total.clamp_min(1e-6)
+    mean = batch.rows.sum_by_step(alpha * batch.weights) / total.clamp_min(TINY)
     return torch.where(total > 0, mean, 1.0).clamp_min(torch.finfo(mean.dtype).tiny)[batch.rows.step]

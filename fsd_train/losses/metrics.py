@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
+from fsd_core.divergence import divergence, reduced
 from fsd_core.errors import DataError
-from fsd_infer.divergence import divergence, reduced
 from fsd_infer.rules import Exact, Fuzzy, parse_rule
 from fsd_train.losses.base import DraftBatch, LMHead, Rows
 from fsd_train.losses.fsd import expected_length
@@ -51,7 +51,7 @@ def compare(
         batch: estimates [R, H] and features [N, H].
         full_head: the target's whole LM head.
         draft_ids: [Vd] target id of each draft vocabulary entry; None if it is the target's vocabulary.
-        divergences: names of :mod:`fsd_infer.divergence`.
+        divergences: names of :mod:`fsd_core.divergence`.
         chunk_size: rows of [V] logits alive at a time; None: 128 on a CPU, elsewhere a quarter of a GiB.
     """
     rows, device = len(batch.estimates), batch.features.device

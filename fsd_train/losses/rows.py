@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsd_infer.divergence import Divergence, divergence
-from fsd_train.losses.base import DraftBatch
+from fsd_core.divergence import Divergence, divergence
+from fsd_train.losses.base import TINY, DraftBatch
 
 # A block has chunk_size/LIVE rows. At the peak 6 to 18 tensors of its size are alive: logits, log-probabilities and
 # tensors saved by autograd. Together they stay below the size of 1.3·chunk_size rows.
@@ -224,14 +224,14 @@ def chunked_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | Non
 
 
 def mean_of_rows(function: RowFunction, batch: DraftBatch, chunk_size: int | None) -> tuple[Tensor, Tensor]:
-    """Return the mean Σ w·x / Σ w of a row function with one value per row, and the agreement [R].
+    """Return Σ w·x / total of a row function with one value per row (:func:`.weighted_mean`), and the agreement [R].
 
     One pass computes the mean and its gradients, since the weights are known beforehand.
 
     Args:
         function, batch, chunk_size: as of :func:`chunked_rows`, with K = 1.
     """
-    share = batch.weights.float() / batch.weights.sum().clamp_min(1e-6)
+    share = batch.weights.float() / batch.rows.total.clamp_min(TINY)
     _, agree, mean = _apply(function, batch, chunk_size, share)
     return mean, agree
 

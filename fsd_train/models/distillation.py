@@ -23,6 +23,7 @@ from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
 from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
+from fsd_train.packed import TextMask, read_packed
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
 PRECISIONS = ("bf16-mixed", "16-mixed", "32-true")
@@ -44,8 +45,8 @@ class _Frozen:
 class DistillationModule(RunModule, ABC):
     """LightningModule that trains the drafter ``head`` on the features of a frozen target.
 
-    Batches are dicts with ``input_ids`` [B, M] (right-padded), ``loss_mask`` [B, M] (1 on answer tokens) and optionally
-    cached ``features`` [B, M, F]. Without cached features the target runs in the step.
+    Batches are packed rows of conversations (:class:`fsd_train.data.packs.Batch`). Without cached ``features`` the
+    target runs in the step.
 
     Args:
         target: built-in name, directory or hub id.
@@ -207,8 +208,12 @@ class DistillationModule(RunModule, ABC):
             self._frozen.draft_head = self._new_lm_head()
         return self._frozen.draft_head
 
-    def _features(self, batch: dict[str, Any]) -> Tensor:
-        """Return the target's features [B, M, F]."""
+    def _text(self, batch: dict[str, Any]) -> TextMask:
+        """Return the mask of a batch's packed row."""
+        return TextMask(tuple(batch["lengths"].tolist()), self.device)
+
+    def _features(self, batch: dict[str, Any], text: TextMask) -> Tensor:
+        """Return the target's features [1, M, F]."""
         cached: Tensor | None = batch.get("features")
         if cached is not None:
             return cached
@@ -217,7 +222,7 @@ class DistillationModule(RunModule, ABC):
                 "a batch has no cached features, and the target was loaded without its layers. Set data.features to "
                 "null, or cache the features of all rows."
             )
-        return self.target.features(batch["input_ids"])
+        return read_packed(self.target.features, self.target.model, batch["input_ids"], text)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         drafts = self.draft(batch, self.unroll_steps)
@@ -228,8 +233,8 @@ class DistillationModule(RunModule, ABC):
     def _log_step(self, out: LossOutput, rows: Rows) -> None:
         """Log a batch's loss, its parts and agreements; loss and agreements cover all ranks at log steps."""
         steps = self.unroll_steps if self.steps_differ else 1
-        seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks with a loss, agreeing rows, counted rows
-        seen[0], seen[1] = out.loss.detach(), len(rows.position) > 0
+        seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks, agreeing rows, counted rows
+        seen[0], seen[1] = out.loss.detach(), 1
         if out.agreement is not None:
             agree = out.agreement.float()
             each = (rows.sum_by_step(agree), rows.sum_by_step(torch.ones_like(agree)))
@@ -237,7 +242,7 @@ class DistillationModule(RunModule, ABC):
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if not self._alone and (self.global_step + 1) % every == 0:
             seen = self.trainer.strategy.reduce(seen, reduce_op="sum")
-        self.log("loss", seen[0] / seen[1].clamp_min(1), prog_bar=True)
+        self.log("loss", seen[0] / seen[1], prog_bar=True)
         for name, value in out.parts.items():
             self.log(name, value)
         if out.agreement is not None:

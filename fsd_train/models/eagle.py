@@ -19,12 +19,13 @@ from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
-from fsd_train.data.answers import on_host
+from fsd_train.data.packs import on_host
 from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.start import choose, choose_draft_ids, continue_from, initialise_from
-from fsd_train.models.unroll import plan_chains, unroll
+from fsd_train.models.unroll import Plan, plan_chains, unroll
+from fsd_train.packed import TextMask
 from fsd_train.types import NonNegativeFloat, PositiveInt, Share
 
 DEFAULT_HEAD = HeadOptions()
@@ -43,8 +44,7 @@ class EagleModule(DistillationModule):
             target's end-of-sequence ids. None: the whole vocabulary.
         context_ids: add the ids of a batch's prompts to a reduced draft vocabulary, as decoding does
             (:class:`fsd_infer.drafters.vocabulary.ContextVocabulary`).
-        chain_share: share of the batch's chains, drawn per batch, that run beyond step 0, in (0, 1]. Unbiased, except
-            for loss ``fsd``, which sees only the sampled chains.
+        chain_share: share of the batch's chains, drawn per batch, that run beyond step 0, in (0, 1]. Unbiased.
         noise: half-width of uniform noise on input features, in the scaled space if the head has a feature_scale.
             Must be 0 for layout "eagle3", which does not read final features.
         optimizer: optimizer of the weights; vectors (norms, biases) get no weight decay.
@@ -161,36 +161,43 @@ class EagleModule(DistillationModule):
         """Run the head over a batch and return the supervised rows."""
         share = self.chain_share if self.training else 1.0
         generator = self._generator() if share < 1.0 else None
-        plan = plan_chains(on_host(batch, "loss_mask"), steps, self.step_decay, share, generator)
-        raw = self._features(batch)
-        features = self.target.features_of(raw, self.head.config.fused_layers).to(self.head.fc.weight.dtype)
-        inputs = features[:, :-1]
-        features = features[:, 1:, : self.head.config.target_hidden_size]
-        if self.noise and self.training:
-            # only on final features: in later steps the head's outputs replace these, not the inner layers'
-            extra = inputs.shape[-1] - features.shape[-1]
-            inputs = inputs + torch.nn.functional.pad(self._draw_noise(features.shape), (0, extra))
-        with torch.no_grad():
-            embeds = self.target.embed(batch["input_ids"][:, 1:]).to(inputs.dtype)
-        rows, places = plan.rows.to(self.device), to_device(plan.roots, self.device)
-        source = to_device(plan.source, self.device)
+        counts = batch.get("supervised") if self.training else None
+        plan = plan_chains(on_host(batch, "loss_mask")[0], steps, self.step_decay, share, generator, counts)
+        rows, text = plan.rows.to(self.device), self._text(batch)
+        raw = self._features(batch, text)  # [1, M, F]
+        inputs = self._inputs(self.head, raw)
+        with torch.no_grad():  # of the next token, [1, M, E]; the last one's is never read
+            embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(inputs.dtype)
+        final = raw[0, :, : self.head.config.target_hidden_size]
         return DraftBatch(
-            estimates=self._estimates(self.head, embeds, inputs, steps, places, source),
-            features=features.flatten(0, 1).index_select(0, rows.position),
+            estimates=self._estimates(self.head, embeds, self._noisy(inputs), text, plan),  # [R, H]
+            features=final.index_select(0, rows.position + 1).to(inputs.dtype),  # [N, H]
             rows=rows,
             head=self._lm_head_of(batch),
             feature_scale=self.head.feature_scale,
             own_head=self._own_head(),
-            reference=self._reference_estimates(embeds, raw[:, :-1], steps, places, source),
+            reference=self._reference_estimates(embeds, raw, text, plan),
         )
 
-    @staticmethod
-    def _estimates(
-        head: EagleHead, embeds: Tensor, inputs: Tensor, steps: int, roots: Tensor, source: Tensor
-    ) -> Tensor:
+    def _inputs(self, head: EagleHead, features: Tensor) -> Tensor:
+        """Return those of the target's features [1, M, F] that a head reads, in the precision of the weights."""
+        return self.target.features_of(features, head.config.fused_layers).to(self.head.fc.weight.dtype)
+
+    def _noisy(self, inputs: Tensor) -> Tensor:
+        """Add noise to the final features among inputs [1, M, F']; none in validation.
+
+        In later steps the head's outputs replace these, not the inner layers' features.
+        """
+        if not (self.noise and self.training):
+            return inputs
+        size = self.head.config.target_hidden_size
+        noise = self._draw_noise((*inputs.shape[:-1], size))
+        return inputs + torch.nn.functional.pad(noise, (0, inputs.shape[-1] - size))
+
+    def _estimates(self, head: EagleHead, embeds: Tensor, inputs: Tensor, text: TextMask, plan: Plan) -> Tensor:
         """Return the inputs of the LM head at the rows of a plan, [R, H]."""
-        outputs = [each.flatten(0, 1) for each in unroll(head, embeds, inputs, steps, roots)]
-        return head.readout(torch.cat(outputs).index_select(0, source))
+        outputs = unroll(head, embeds, inputs, text, len(plan.rows.chains), plan.roots)
+        return head.readout(torch.cat(outputs, dim=1)[0].index_select(0, to_device(plan.source, self.device)))
 
     def _own_head(self) -> LMHead | None:
         """Return the head's own LM head in the target's precision; None if it shares the target's."""
@@ -213,9 +220,7 @@ class EagleModule(DistillationModule):
         return head.joined(LMHead.of(self.target, to_device(ids, self.device))) if len(ids) else head
 
     @torch.no_grad()
-    def _reference_estimates(
-        self, embeds: Tensor, features: Tensor, steps: int, roots: Tensor, source: Tensor
-    ) -> Tensor | None:
+    def _reference_estimates(self, embeds: Tensor, features: Tensor, text: TextMask, plan: Plan) -> Tensor | None:
         """Return the reference head's estimates [R, H] on features without noise; None in validation or without one."""
         directory = reference_of(self.loss)
         if directory is None or not self.training:
@@ -231,8 +236,7 @@ class EagleModule(DistillationModule):
                     "Add them to head.fused_layers, or use another reference."
                 )
         head = self._frozen.reference.to(self.device)
-        inputs = self.target.features_of(features, head.config.fused_layers).to(embeds.dtype)
-        return self._estimates(head, embeds, inputs, steps, roots, source)
+        return self._estimates(head, embeds, self._inputs(head, features), text, plan)
 
     def _draw_noise(self, shape: Sequence[int]) -> Tensor:
         noise = torch.rand(tuple(shape), generator=self._generator(self.device), device=self.device)

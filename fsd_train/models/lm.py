@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 
 from fsd_core.errors import DataError
@@ -23,12 +22,13 @@ from fsd_infer.drafters import LMDrafter, TreeShape
 from fsd_infer.drafters.lm import check_same_vocabulary, load_lm
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import callbacks_of
-from fsd_train.data.answers import keep_on_host, on_host
+from fsd_train.data.packs import collate, keep_on_host, on_host
 from fsd_train.losses import DraftBatch, Loss, has_feature_term, reference_of
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.small_lm import LogitsHead, SmallLM
 from fsd_train.models.start import choose_draft_ids
 from fsd_train.models.unroll import plan_positions
+from fsd_train.packed import TextMask, read_packed
 from fsd_train.types import PositiveFloat, PositiveInt, ShareOrNone
 
 
@@ -151,20 +151,22 @@ class LMModule(DistillationModule):
         """Return the drafter's logits and the target's features at the supervised rows."""
         if self.training:
             batch = self.maybe_on_policy(batch)
-        rows = plan_positions(on_host(batch, "loss_mask"), steps, self.step_decay).to(self.device)
-        features, ids = self._features(batch), batch["input_ids"]
-        # position i+1 of either model predicts token i+2: one position after a head's input
+        counts = batch.get("supervised") if self.training else None
+        rows = plan_positions(on_host(batch, "loss_mask")[0], steps, self.step_decay, counts).to(self.device)
+        ids, text = batch["input_ids"], self._text(batch)
+        features = self._features(batch, text)[0, :, : self.target.hidden_size]  # [M, H]
+        places = rows.position + 1  # either model predicts token i+2 there: one position after a head's input
         return DraftBatch(
-            estimates=self.head(ids, rows.position),
-            features=features[:, 1:, : self.target.hidden_size].flatten(0, 1).index_select(0, rows.position),
+            estimates=self.head(ids, text, places),  # [N, Vd]
+            features=features.index_select(0, places),  # [N, H]
             rows=rows,
             head=self.lm_head(),
-            reference=self._reference_logits(ids, rows.position),
+            reference=self._reference_logits(ids, text, places),
         )
 
     @torch.no_grad()
-    def _reference_logits(self, ids: Tensor, rows: Tensor) -> Tensor | None:
-        """Return the reference's logits [N, Vd] at the drafter's rows; None in validation or without a reference."""
+    def _reference_logits(self, ids: Tensor, text: TextMask, places: Tensor) -> Tensor | None:
+        """Return the reference's logits [N, Vd] at places [N]; None in validation or without a reference."""
         directory = reference_of(self.loss)
         if directory is None or not self.training:
             return None
@@ -179,7 +181,8 @@ class LMModule(DistillationModule):
             reference.check_lm_head()
             self._frozen.reference = reference
         reference = self._frozen.reference
-        logits = reference.lm_logits(reference.features(ids)[:, 1:].flatten(0, 1)[rows])
+        features = read_packed(reference.features, reference.model, ids, text)[0]  # [M, H]
+        logits = reference.lm_logits(features.index_select(0, places))
         kept = self.head.draft_ids
         return logits[..., : self.head.common] if kept is None else logits[..., kept]
 
@@ -206,21 +209,22 @@ class LMModule(DistillationModule):
         Returns:
             A batch without features, whose ``loss_mask`` is 1 only on sampled tokens.
         """
-        ids, mask = on_host(batch, "input_ids"), on_host(batch, "loss_mask").bool()
-        prompts = [row[: _last_answer(answer)] for row, answer in zip(ids, mask, strict=True)]
+        texts, masks = (on_host(batch, name)[0].split(batch["lengths"].tolist()) for name in ("input_ids", "loss_mask"))
+        kept = len(batch["ids"])  # without the padding
+        prompts = [text[: _last_answer(mask.bool())] for text, mask in zip(texts[:kept], masks[:kept], strict=True)]
         limit = self.on_policy_tokens
         room = [getattr(model, "max_positions", None) for model in (self.target, self.head)]
         limit = min([limit, *(most - max(map(len, prompts)) for most in room if most is not None)])
         if limit < 1:
             return batch
         answers = self.head.sample(prompts, limit, self.on_policy_temperature, self.target.eos_token_ids)
-        texts = [torch.cat(parts) for parts in zip(prompts, answers, strict=True)]
-        masks = [(torch.arange(len(text)) >= len(prompt)).long() for prompt, text in zip(prompts, texts, strict=True)]
-        pairs = {"input_ids": texts, "loss_mask": masks}
-        fresh = {name: pad_sequence(rows, batch_first=True) for name, rows in pairs.items()}
-        kept = {name: value for name, value in batch.items() if name == "ids" or name == "index"}
-        placed = {name: to_device(value, self.device) for name, value in fresh.items()}
-        return {**keep_on_host({**kept, **fresh}), **placed}
+        items = [
+            {"id": name, "input_ids": torch.cat([prompt, answer]),
+             "loss_mask": (torch.arange(len(prompt) + len(answer)) >= len(prompt)).long()}
+            for name, prompt, answer in zip(batch["ids"], prompts, answers, strict=True)
+        ]  # fmt: skip
+        fresh = keep_on_host(collate(items, len(on_host(batch, "input_ids")[0])))
+        return {**fresh, **{name: to_device(fresh[name], self.device) for name in ("input_ids", "loss_mask")}}
 
     # checkpoints ---------------------------------------------------------------------------------------------------
 

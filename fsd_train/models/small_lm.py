@@ -23,6 +23,7 @@ from fsd_infer.targets.masks import max_positions
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
+from fsd_train.packed import TextMask, read_packed, reads_packed_rows
 
 EXPORT_DTYPE = torch.bfloat16
 LORA_DEFAULTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -86,6 +87,7 @@ class SmallLM(nn.Module):
         self.register_buffer("draft_ids", ids, persistent=False)
         self.common = common
         self._check_lm_head()
+        reads_packed_rows(self.hidden, self.causal_lm)  # found before the weights are sharded
 
     def _common(self, target: Target) -> int:
         """Return the number of tokens in both vocabularies. Raises VocabularyMismatchError."""
@@ -112,13 +114,14 @@ class SmallLM(nn.Module):
         head = self.causal_lm.get_output_embeddings()
         return head.weight, getattr(head, "bias", None)
 
-    def forward(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Return logits [N, Vd] of right-padded ids [B, M], one after the flat positions rows [N] of [B, M-1]."""
-        return self.logits(self.hidden(ids)[:, 1:].flatten(0, 1).index_select(0, rows))
+    def forward(self, ids: Tensor, text: TextMask, places: Tensor) -> Tensor:
+        """Return logits [N, Vd] at places [N] of a packed row of ids [1, M] with its mask."""
+        hidden = read_packed(self.hidden, self.causal_lm, ids, text)[0]  # [M, H']
+        return self.logits(hidden.index_select(0, places))
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Return the inputs of the LM head [B, M, H'] for right-padded ids [B, M]."""
-        return self.causal_lm.get_decoder()(input_ids=ids, use_cache=False)[0]
+    def hidden(self, ids: Tensor, **inputs: Any) -> Tensor:
+        """Return the inputs of the LM head [B, M, H'] for ids [B, M]; other ``inputs`` go to the model's forward."""
+        return self.causal_lm.get_decoder()(input_ids=ids, use_cache=False, **inputs)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., Vd] of hidden [..., H'] over ``draft_ids`` or the common vocabulary."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from fsd_core import functional
 from fsd_core.errors import NonFiniteLogitsError
 from fsd_core.tensors import at_nodes, lists, padded, to_device
-from fsd_infer.cpu import ops
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.cores import Team
 from fsd_infer.device.memory import check_caches
@@ -212,7 +212,7 @@ class _Beams:
             for node, of_node in zip(wanted, of_row):
                 node.verified, node.logits = True, of_node
         if not self.processors:
-            values, tokens = ops.likeliest(logits, self.successors)
+            values, tokens = functional.topk_logprobs(logits, self.successors)
             for row, (search, wanted) in enumerate(zip(self.searches, nodes, strict=True)):
                 self._list(search.row, wanted, values[row, : len(wanted)], tokens[row, : len(wanted)])
 

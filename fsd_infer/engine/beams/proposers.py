@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_core.tensors import at_nodes, lists, padded, to_device
-from fsd_infer.cpu import ops
 from fsd_infer.drafters.base import Drafter, DraftRequest, NoDrafter
 from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.free import Options, Table
@@ -165,7 +165,7 @@ class _HeadProposer(_ModelProposer):
         slots = to_device(padded([[node.slot for node in row] for row in nodes]), self.device)
         vocabulary = self.session.vocabulary
         logits = self.drafter.q_logits(at_nodes(self.outputs, slots), vocabulary)
-        values, choice = ops.likeliest(logits, min(count, logits.shape[-1]))
+        values, choice = functional.topk_logprobs(logits, min(count, logits.shape[-1]))
         ids = self.drafter.draft_ids if vocabulary is None else vocabulary.ids
         return values, choice if ids is None else ids[choice]
 
@@ -232,7 +232,7 @@ class _LMProposer(_ModelProposer):
             node.read = 2
         where = padded([[read.index(node) for node in row] for row, read in zip(nodes, unread, strict=True)])
         logits = at_nodes(logits, to_device(where, self.model.device))[..., : self.drafter.vocabulary]
-        return ops.likeliest(logits, min(count, logits.shape[-1]))
+        return functional.topk_logprobs(logits, min(count, logits.shape[-1]))
 
 
 # tables ---------------------------------------------------------------------------------------------------------------

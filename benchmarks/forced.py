@@ -1,0 +1,232 @@
+"""Force each deviation of a lossy rule alone, and see whether the answer's score changes.
+
+    python -m benchmarks.forced --prompts made-instructions.jsonl --work runs/forced.jsonl --json forced.json
+
+Exact decoding is watched, round by round, and `tilted` at several prices says which draft it would emit in place of the
+target's choice. Each such draft is forced alone: the answer up to it, the draft, then exact decoding to the end. Scores
+are those of IFEval's checkers. So the record says which facts that are known when the draft is verified separate
+harmless deviations from harmful ones, and what each kind of promise keeps at equal gain:
+
+========================  ==========================================================================================
+promise                   a deviation passes while
+========================  ==========================================================================================
+mean price λ              1 + run > λ·regret
+hard budget B             the answer's regrets sum to at most B
+growing budget b          they sum to at most b per token so far
+cap g                     its regret is at most g
+count m                   the answer has fewer than m
+toll λ                    1 + run - 1 > λ·regret
+========================  ==========================================================================================
+
+run is the number of drafts below it that are the target's own choices. A deviation's gain is 1 + run. The answers are
+right ones of exact decoding, which can only be lost: regression to the mean makes any change look harmful there, so
+compare kinds of deviations with each other and not with none. ``control`` forces the target's own choice: what changes
+then is due to the order of bf16 sums in batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.recorded import BUILT_IN, parser_of, record_main
+from fsd_bench.intervals import mean_interval
+from fsd_bench.jobs import decoding
+from fsd_bench.score import read_references
+from fsd_bench.worth.replay import Evidence
+from fsd_bench.worth.watch import Watch, Watching
+from fsd_core.files import append_json
+from fsd_core.tables import number, table
+from fsd_core.text.encoding import read_prompts
+from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.drafters import TreeShape
+from fsd_infer.rules import Source, apply_rules, parse_rule
+
+PRICES = (4, 2, 1.2, 0.7)
+LEAST = 1.2  # drafts that only a lower price emits are not forced
+TREE = TreeShape(depth=6, width=2, nodes=12)
+Select = Callable[[dict[str, Any], float, int], bool]  # deviation, nats spent before, deviations before
+PROMISES: dict[str, tuple[Sequence[float], Callable[[float], Select]]] = {
+    "mean price": ((1.2, 1.5, 2, 3, 4, 6, 8, 12), lambda x: lambda d, spent, n: gain(d) > x * d["regret"]),
+    "hard budget": ((0.25, 0.5, 1, 2, 3, 4, 6, 8), lambda x: lambda d, spent, n: spent + d["regret"] <= x),
+    "growing budget": (
+        (0.01, 0.02, 0.03, 0.04, 0.06, 0.1), lambda x: lambda d, spent, n: spent + d["regret"] <= x * d["at"],
+    ),
+    "cap": ((0.13, 0.25, 0.38, 0.5, 0.75, 1, 1.4), lambda x: lambda d, spent, n: d["regret"] <= x),
+    "count": ((1, 2, 3, 4, 6, 8), lambda x: lambda d, spent, n: n < x),
+    "toll": ((1.2, 1.5, 2, 3, 4, 6), lambda x: lambda d, spent, n: gain(d) - 1 > x * d["regret"]),
+}  # fmt: skip
+GAINS = (0.3, 0.5, 0.7)  # shares of the gain of price 2
+
+
+def gain(deviation: dict[str, Any]) -> int:
+    """Return how many drafts a deviation wins alone."""
+    return 1 + int(deviation["run"])
+
+
+def deviations(seen: Evidence) -> list[dict[str, Any]]:
+    """Return what `tilted` would emit in a round of exact decoding in place of the target's choice, by price."""
+    rules = [parse_rule(f"tilted:{price}:floor=0.02") for price in PRICES]
+    whole = tuple(range(len(seen.parents)))
+    round, _ = seen.narrowed([whole] * len(rules))
+    verdict, found = apply_rules(rules, round), dict[tuple[int, int], float]()
+    for row, price in enumerate(PRICES):
+        path, sources = verdict.path[row].tolist(), verdict.sources[row].tolist()
+        for step in range(int(verdict.accepted[row]) + 1):
+            if sources[step] == Source.GATE:
+                pair = path[step], path[step + 1]
+                found[pair] = max(found.get(pair, 0.0), price)
+                break
+    return [_described(seen, *pair, price) for pair, price in found.items() if price >= LEAST]
+
+
+def _described(seen: Evidence, node: int, child: int, price: float) -> dict[str, Any]:
+    log_p = seen.logits[0].float().log_softmax(-1)
+    token, here, run, below = seen.tokens[child], log_p[node], 0, child
+    while agreeing := [c for c in seen.children.get(below, ()) if seen.tokens[c] == int(log_p[below].argmax())]:
+        run, below = run + 1, agreeing[0]
+    return {
+        "place": len(seen.text) + seen.depths[node], "token": token, "choice": int(here.argmax()), "price": price,
+        "regret": float(here.max() - here[token]), "p": float(here[token].exp()), "run": run,
+        "entropy": float(-(here.exp() * here).nan_to_num(0.0).sum()), "rank": int((here > here[token]).sum()),
+        "next_p": float(log_p[child].max().exp()),
+    }  # fmt: skip
+
+
+def kind_of(piece: str) -> str:
+    """Return "word" for a lower-case word after a blank, else what else a token is."""
+    text = piece.strip(" ")
+    if "\n" in piece or not text or text.startswith("<|"):
+        return "form"
+    return ("word" if piece[:1] == " " and text.islower() else "part") if text.isalpha() else "sign"
+
+
+def force(decoder: FuzzyDecoder, prompt: str, score: Callable[[str], float], most: int) -> dict[str, Any]:
+    """Return a prompt's line: its answer's score, and each deviation with the score of the answer that it leads to."""
+    found: list[dict[str, Any]] = []
+    watch = Watch(lambda seen: found.extend(deviations(seen)), 0.0, most, torch.Generator().manual_seed(0), {})
+    options = decoding(0.0, most)
+    made = decoder.generate([prompt], drafter=Watching(decoder.drafter, watch), seed=0, chat=True, **options)
+    ids, answer = decoder.encode(prompt, True), made.sequences[0]
+    for each in found:
+        each["at"] = each["place"] - len(ids)
+    kept = [each for each in found if 0 < each["at"] < len(answer) and answer[each["at"]] == each["choice"]]
+    control = [{**each, "token": each["choice"]} for each in kept[:1]]
+    asked = [*kept, *control]
+    begun = [[*answer[: each["at"]], each["token"]] for each in asked]
+    longest = max((most - len(text) for text in begun), default=0)
+    rest = [[] for _ in begun]
+    if longest > 0:
+        rest = decoder.generate([[*ids, *text] for text in begun], **decoding(0.0, longest)).sequences
+    for each, text, more in zip(asked, begun, rest, strict=True):
+        whole = [*text, *more][:most] if each["token"] != decoder.tokenizer.eos_token_id else text
+        each["score"] = score(decoder.tokenizer.decode(whole, skip_special_tokens=True))
+        each["kinds"] = [kind_of(decoder.tokenizer.decode([each[name]])) for name in ("choice", "token")]
+        del each["place"], each["token"], each["choice"]
+    return {"score": score(made.texts[0]), "tokens": len(answer), "deviations": kept, "control": control}
+
+
+def by_feature(right: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """Return by feature and value how many deviations from right answers there are, and the share that is harmful."""
+    features: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "regret": lambda d: min(int(2 * d["regret"]) / 2, 1.5), "run": lambda d: min(d["run"], 3),
+        "entropy": lambda d: min(int(d["entropy"]), 5), "rank": lambda d: min(d["rank"], 3),
+        "next_p": lambda d: int(4 * min(d["next_p"], 0.99)) / 4, "at": lambda d: min(d["at"] // 16 * 16, 96),
+        "both words": lambda d: d["kinds"] == ["word", "word"],
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, value in features.items():
+        groups: dict[Any, list[tuple[float, float]]] = {}
+        for each in right:
+            groups.setdefault(value(each), []).append((1.0 - each["score"], 1.0))
+        found[name] = {str(key): mean_interval(groups[key], seed=seed) for key in sorted(groups)}
+    return found
+
+
+def kept_by(answers: Sequence[Sequence[dict[str, Any]]], select: Select) -> tuple[int, int]:
+    """Return gain and number of harmful ones of the deviations that a promise lets pass, answer by answer."""
+    won = lost = 0
+    for answer in answers:
+        spent, passed = 0.0, 0
+        for each in sorted(answer, key=lambda each: each["at"]):
+            if select(each, spent, passed):
+                won, lost = won + gain(each), lost + (each["score"] < 1)
+                spent, passed = spent + each["regret"], passed + 1
+    return won, lost
+
+
+def promises(answers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Return by promise its points, and its harm at equal gain; both as multiples of price 2's."""
+    base = kept_by(answers, lambda d, spent, n: gain(d) > 2 * d["regret"] and d["regret"] < 1.39)
+    found = {}
+    for name, (values, made) in PROMISES.items():
+        points = [[value, *(a / b for a, b in zip(kept_by(answers, made(value)), base))] for value in values]
+        x, y = zip((0.0, 0.0), *sorted((won, lost) for _, won, lost in points))
+        found[name] = {"points": points, "harm": {str(g): float(np.interp(g, x, y)) for g in GAINS}}
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the record. Raises FsdError."""
+    rows = [row for file in args.prompts for row in read_prompts(file)]
+    references, decoder = read_references(rows, "ifeval"), None
+    stored = [json.loads(line) for line in args.work.read_text("utf-8").splitlines()] if args.work.exists() else []
+    lines = {line["id"]: line for line in stored}
+    for row, reference, number_ in zip(rows, references, count()):
+        if row.id in lines or reference is None or args.limit is not None and number_ >= args.limit:
+            continue
+        decoder = decoder or FuzzyDecoder.from_pretrained(args.target, tree=TREE)
+        line = {"id": row.id, **force(decoder, row.messages[-1]["content"], reference.score, args.max_new_tokens)}
+        append_json(args.work, line)
+        lines[row.id] = line
+    return summary(list(lines.values()), args.seed)
+
+
+def summary(lines: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """Return what is measured: counts, harm by feature and promise on right answers, gains on wrong ones."""
+    answers = {score: [line["deviations"] for line in lines if line["score"] == score] for score in (1.0, 0.0)}
+    right, wrong = ([each for answer in answers[score] for each in answer] for score in (1.0, 0.0))
+    control = [each for line in lines if line["score"] == 1 for each in line["control"]]
+    share = {name: [(float(value(each)), 1.0) for each in group] for name, group, value in (
+        ("harmful", right, lambda d: d["score"] < 1), ("helpful", wrong, lambda d: d["score"] == 1),
+        ("control harmful", control, lambda d: d["score"] < 1),
+    )}  # fmt: skip
+    return {
+        "answers": {"right": len(answers[1.0]), "wrong": len(answers[0.0])},
+        "shares": {name: mean_interval(pairs, seed=seed) for name, pairs in share.items() if pairs},
+        "harmful": by_feature(right, seed), "promises": promises(answers[1.0]),
+    }  # fmt: skip
+
+
+def report(record: dict[str, Any]) -> str:
+    """Return the tables."""
+    rows = [
+        [f"{name} {value}", str(found["prompts"]), *(number(found[key]) for key in ("mean", "low", "high"))]
+        for name, values in {"": record["shares"], **record["harmful"]}.items()
+        for value, found in values.items()
+    ]
+    kept = [[name, *(number(found["harm"][str(g)]) for g in GAINS)] for name, found in record["promises"].items()]
+    harm = table(["deviation", "count", "harmful", "low", "high"], rows)
+    return harm + "\n\n" + table(["promise, harm at gain", *map(str, GAINS)], kept)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Force deviations and write the record. Return 2 after bad input."""
+    parser = parser_of(
+        "benchmarks.forced", __doc__, target=BUILT_IN, limit=None, max_new_tokens=128, seed=1,
+        work=(Path("runs/forced.jsonl"), "file of finished prompts, where the same command continues"), json=...,
+    )  # fmt: skip
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="files of prompts for IFEval's checkers")
+    return record_main("benchmarks.forced", parser, measure, report, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Score answers that are programs by running them: in a process of their own, with limits on time, memory and files.
+
+This is no sandbox: a program can read what this user can, and reach the network. So nothing runs without a flag.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+SECONDS = 10.0  # per run
+MEMORY = 4 * 2**30  # bytes of address space
+WRITTEN = 2**20  # bytes per file
+_BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_CALL = """
+import json as _json, sys as _sys
+_case = _json.loads({case!r})
+_made = {entry}(*[_json.loads(_line) for _line in _case["input"].split("\\n") if _line.strip()])
+_sys.exit(0 if _made == _json.loads(_case["output"]) or list(_made) == _json.loads(_case["output"]) else 1)
+"""
+
+
+def code_of(answer: str) -> str:
+    """Return an answer's last code block, or the whole answer without one."""
+    blocks = _BLOCK.findall(answer)
+    return str(blocks[-1]) if blocks else answer
+
+
+def solves(answer: str, program: Mapping[str, Any], seconds: float = SECONDS) -> bool:
+    """Return whether the answer's code passes all tests.
+
+    Args:
+        answer: text with a code block, or code.
+        program: "kind" "asserts": "tests" is code that fails by an exception, and "begun" the function's beginning,
+            which an answer may repeat. "cases": "tests" is a list of {"input", "output"} for standard input and output,
+            or with an "entry", lines of JSON for the arguments of that method of ``Solution`` or function.
+        seconds: limit of each run.
+    """
+    code = code_of(answer)
+    if program["kind"] == "asserts":
+        whole = re.search(rf"^\s*(async\s+)?def\s+{re.escape(program['entry'])}\b", code, re.MULTILINE)
+        imports = "\n".join(re.findall(r"^(?:import|from)\s.*$", program["begun"], re.MULTILINE))
+        head = f"{imports}\n" if whole else program["begun"]
+        return run_python(f"{head}{code}\n\n{program['tests']}", seconds=seconds)[0]
+    entry = program["entry"]
+    if entry is None:
+        return all(_same(run_python(code, case["input"], seconds), case["output"]) for case in program["tests"])
+    called = f"Solution().{entry}" if re.search(r"^class\s+Solution\b", code, re.MULTILINE) else entry
+    usual = "from typing import *\nfrom collections import *\nimport math, heapq, bisect, itertools, functools, re\n"
+    return all(
+        run_python(usual + code + _CALL.format(case=json.dumps(case), entry=called), seconds=seconds)[0]
+        for case in program["tests"]
+    )
+
+
+def _same(made: tuple[bool, str], wanted: str) -> bool:
+    """Compare line by line, without blanks at the ends of lines and text."""
+    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (made[1], wanted)]
+    return made[0] and lines[0] == lines[1]
+
+
+def run_python(code: str, standard_input: str = "", seconds: float = SECONDS) -> tuple[bool, str]:
+    """Return whether the program ended without an error, and what it wrote.
+
+    It runs in an empty directory, without this process's environment, in a session that is killed as a whole.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", code], cwd=directory, env={}, start_new_session=True, preexec_fn=_limit,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace",
+        )  # fmt: skip
+        try:
+            written, _ = process.communicate(standard_input, timeout=seconds)
+            return process.returncode == 0, written
+        except subprocess.TimeoutExpired:
+            return False, ""
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def _limit() -> None:
+    for what, most in (
+        (resource.RLIMIT_AS, MEMORY),
+        (resource.RLIMIT_FSIZE, WRITTEN),
+        (resource.RLIMIT_CPU, int(SECONDS) + 1),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (most, most))

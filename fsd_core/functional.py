@@ -1,0 +1,250 @@
+"""Functions of tensors that decoding calls in every round, in plain torch.
+
+A backend that has something faster for its kind of processor registers it by :func:`register` when it is loaded. Each
+function then asks the kernel first. A kernel returns NotImplemented for what it does not take (a dtype, a shape,
+arguments under autograd), and the body here computes it. So these bodies define the results and know no processor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from fsd_core.tensors import at_nodes, draw
+
+if TYPE_CHECKING:
+    from fsd_core.divergence import Divergence
+
+P, R = ParamSpec("P"), TypeVar("R")
+TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
+LEAST_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong
+
+KERNELS: dict[str, dict[str, Callable[..., Any]]] = {}  # by function and device type
+
+
+def register(name: str, device: str, kernel: Callable[..., Any]) -> None:
+    """Let a kernel answer for a function of this module on one type of device.
+
+    Args:
+        name: of the function.
+        device: type of the first tensor's device, such as "cpu".
+        kernel: takes the function's arguments. Returns its result, or NotImplemented.
+
+    Raises:
+        KeyError: there is no such function.
+    """
+    KERNELS[name][device] = kernel
+
+
+def _replaceable(plain: Callable[P, R]) -> Callable[P, R]:
+    """Let kernels of the first tensor's device answer before the function itself."""
+    kernels = KERNELS[plain.__name__] = {}
+
+    @wraps(plain)
+    def function(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0]
+        kernel = kernels.get((first if isinstance(first, Tensor) else first[0]).device.type)
+        found = NotImplemented if kernel is None else kernel(*args, **kwargs)
+        return plain(*args, **kwargs) if found is NotImplemented else found
+
+    return function
+
+
+# rows of logits ---------------------------------------------------------------------------------------------------
+
+
+@_replaceable
+def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest number of each row of [..., V] and its first index.
+
+    Returns:
+        Values [...] in fp32, NaN if the row has one. Indices [...] in int64, arbitrary for NaN.
+    """
+    return logits.amax(-1).float(), logits.argmax(-1)
+
+
+@_replaceable
+def row_stats(logits: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return :func:`row_max` and each row's ln Σ exp in fp32, or its largest number if that is infinite or NaN.
+
+    Args:
+        logits: [..., V].
+        where: [...] bool, the rows that count; results of others are arbitrary. None: all.
+    """
+    return logits.amax(-1).float(), logits.argmax(-1), logits.float().logsumexp(-1)
+
+
+@_replaceable
+def row_entropy(logits: Tensor, where: Tensor | None = None) -> Tensor:
+    """Return the entropy of each row's softmax in nats: [...] in fp32.
+
+    Arguments as of :func:`row_stats`. The result is arbitrary for a row of invalid logits.
+    """
+    log_p = logits.float().log_softmax(-1)
+    return -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)  # 0 · ln 0 = 0
+
+
+@_replaceable
+def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the k highest log-probabilities of each row and their tokens.
+
+    Args:
+        logits: [..., V], with k <= V.
+        k: how many to return.
+        where: as of :func:`row_stats`.
+
+    Returns:
+        Log-probabilities [..., k] in fp32, falling, and tokens [..., k] in int64.
+    """
+    values, tokens = logits.topk(k, dim=-1)
+    return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
+
+
+@_replaceable
+def keep_top_k(scores: Tensor, k: int, other: float = -math.inf) -> Tensor:
+    """Replace every score below the k-th largest of its row by ``other``. scores: [..., V]."""
+    return scores.masked_fill(scores < scores.topk(k).values[..., -1:], other)
+
+
+@_replaceable
+def divergence_rows(
+    p_logits: Tensor,
+    q_logits: Tensor,
+    measure: Divergence,
+    draft_ids: Tensor | None = None,
+    q_index: Tensor | None = None,
+) -> Tensor:
+    """Return D(p, q) per row of p in nats, in fp32 (fp64 if an argument is).
+
+    Args:
+        p_logits: [..., V] the target's; [B, N, V] with ``q_index``.
+        q_logits: [..., Vd] the drafter's; [B, I, Vd] with ``q_index``.
+        measure: D, see :mod:`fsd_core.divergence`.
+        draft_ids: [Vd] the tokens of q's columns, elsewhere q is 0; None: V = Vd.
+        q_index: [B, N] int64, the row of q for each row of p, -1 for none; None: all in order.
+
+    Returns:
+        [...]; [B, N] with ``q_index``, infinite where it is -1.
+
+    Raises:
+        IndexError: a row or a token is out of range.
+        VocabularyMismatchError: ``draft_ids`` or V does not fit ``q_logits``.
+    """
+    if q_index is None:
+        return measure.with_reduced_drafter(p_logits, q_logits, draft_ids)
+    q_logits = at_nodes(q_logits, q_index.clamp_min(0))
+    return measure.with_reduced_drafter(p_logits, q_logits, draft_ids).masked_fill(q_index < 0, math.inf)
+
+
+@_replaceable
+def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
+    """Draw an index from each row's softmax by inverse CDF; one of probability 0 is never drawn.
+
+    Args:
+        logits: [..., V].
+        uniforms: [...] in [0, 1).
+        where: [...] bool, the rows that count; results of others are arbitrary.
+
+    Returns:
+        [...] int64.
+    """
+    rows = logits.softmax(-1).flatten(0, -2)
+    return draw(rows, uniforms.flatten()).view(uniforms.shape).clamp_max(logits.shape[-1] - 1)
+
+
+@_replaceable
+def upper_bound(values: Tensor, most: int) -> int:
+    """Return at least the largest of some whole numbers: ``most``, a bound that needs no transfer to the host.
+
+    Where reading them costs nothing, kernels return the largest itself, and loops end sooner.
+    """
+    return most
+
+
+# trees ------------------------------------------------------------------------------------------------------------
+
+
+@_replaceable
+def ancestors(parents: Tensor) -> Tensor:
+    """Return whether node j is on the path from the root to node i, itself included: [B, N, N] bool.
+
+    Args:
+        parents: [B, N] int64 node numbers, each less than its node's own; 0 for the root.
+    """
+    count = parents.shape[1]
+    found = torch.eye(count, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+    for _ in range((count - 1).bit_length()):  # each pass doubles the known part of a path
+        found = found | found.gather(1, parents[..., None].expand(-1, -1, count))
+        parents = parents.gather(1, parents)
+    return found
+
+
+@_replaceable
+def tree_union(main: TreeTensors, side: TreeTensors, mains: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merge two draft trees with the same roots, as :class:`fsd_infer.drafters.graft.GraftedDrafter` defines it.
+
+    The nodes of ``main`` come first, then those of ``side``. Nodes of ``side`` that are in ``main`` are padding.
+
+    Args:
+        main, side: tokens, parents, scores and proposers, [B, N] and [B, M].
+        mains: number of drafters that ``main`` comes from.
+        depth: at least that of the deepest node.
+
+    Returns:
+        Tokens, parents, scores and proposers of the union, [B, N + M - 1].
+    """
+    place, shared = _places(main, side, depth)
+    parents = torch.cat([main[1], place.gather(1, side[1])[:, 1:]], 1)
+    of_main, of_side = _accept_probs(main), _accept_probs(side)
+    wrong = torch.ones_like(parents, dtype=of_main.dtype).scatter_add(1, main[1][:, 1:], -of_main[:, 1:])
+    alone = of_side.masked_fill(shared, 0.0) * wrong.clamp_min(LEAST_WRONG).gather(1, place.gather(1, side[1]))
+    one = torch.cat([of_main, alone[:, 1:]], 1)
+    other = torch.zeros_like(one).scatter(1, place, of_side.masked_fill(~shared, 0.0))
+    accept = one + other - one * other
+    total = torch.zeros_like(accept).scatter_add(1, parents[:, 1:], accept[:, 1:]).clamp_min(1.0)
+    steps = (accept / total.gather(1, parents)).clamp_max(1.0).log()
+    steps[:, 0] = 0.0
+    proposers = [torch.zeros_like(tree[1]) if tree[3] is None else tree[3] for tree in (main, side)]
+    tokens = torch.cat([main[0], side[0][:, 1:]], 1)
+    return tokens, parents, path_sums(steps, parents, depth), torch.cat([proposers[0], proposers[1][:, 1:] + mains], 1)
+
+
+def path_sums(steps: Tensor, parents: Tensor, depth: int) -> Tensor:
+    """Return the sum of ``steps`` over each node's path: [B, N].
+
+    Args:
+        steps: [B, N], 0 at the root.
+        parents: [B, N] node numbers.
+        depth: at least that of the deepest node.
+    """
+    sums = torch.zeros_like(steps)
+    for _ in range(depth):  # adding one step to the parent's sum keeps a child at most its parent in spite of rounding
+        sums = steps + sums.gather(1, parents)
+    return sums
+
+
+def _accept_probs(tree: TreeTensors) -> Tensor:
+    """Return each node's probability of acceptance given its parent: [B, N], 0 at padding."""
+    _, parents, scores, _ = tree
+    return (scores - scores.gather(1, parents)).clamp_max(0.0).exp()
+
+
+def _places(main: TreeTensors, side: TreeTensors, depth: int) -> tuple[Tensor, Tensor]:
+    """Return each side node's place in the union and whether it is a node of ``main``: [B, M] each."""
+    count, others = main[1].shape[1], side[1].shape[1]
+    of_main, of_side = (tree[2] != -math.inf for tree in (main, side))
+    of_main[:, 0] = of_side[:, 0] = False
+    same = (main[0][:, :, None] == side[0][:, None]) & of_main[:, :, None] & of_side[:, None]
+    same[:, 0, 0] = True
+    # two nodes are one if their tokens are equal and their parents are one
+    same, above = same.flatten(1), (main[1][:, :, None] * others + side[1][:, None]).flatten(1)
+    for _ in range(depth.bit_length()):  # each pass doubles the compared part of the paths
+        same, above = same & same.gather(1, above), above.gather(1, above)
+    shared, place = same.view(-1, count, others).int().max(1)
+    own = torch.arange(count - 1, count - 1 + others, device=place.device)
+    return torch.where(shared > 0, place, own), shared > 0

@@ -1,0 +1,1 @@
+"""The CPU backend: packed weights, decoder layers and functions of rows in compiled kernels."""

@@ -1,0 +1,64 @@
+"""The CPU backend, for bf16 models and heads on processors with AVX512-BF16, and for bf16 through oneDNN on others."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+from fsd_core.errors import KernelsError
+from fsd_infer.backends.base import Backend
+from fsd_infer.backends.cpu import functions
+from fsd_infer.backends.cpu.kernels import found, kernels
+from fsd_infer.backends.cpu.losses import say_what_is_lost
+from fsd_infer.backends.cpu.packing import (
+    holds_blocks,
+    own_memory,
+    pack_linears,
+    pack_stored,
+    packed_products,
+    unpack,
+)
+from fsd_infer.backends.cpu.stack import CpuStack
+from fsd_infer.targets.stack import Stack, StackOwner
+
+
+class CpuBackend(Backend):
+    """Compiled kernels, and packed weights through oneDNN. The kernels are compiled when they are first asked for."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        functions.register()
+
+    def describe(self) -> str | None:
+        compiled = kernels()
+        return None if compiled is None else compiled.name
+
+    def report(self) -> tuple[str | None, str]:
+        try:
+            return self.describe(), found().why
+        except KernelsError as error:
+            return None, str(error)
+
+    def reads_blocks(self, kind: int, rows: int, columns: int) -> bool:
+        return holds_blocks(kind, rows, columns)
+
+    def prepare(self, model: nn.Module, release: bool = False, weights: Literal["fp8"] | None = None) -> None:
+        devices = {parameter.device.type for parameter in model.parameters()}
+        if "cpu" not in devices or devices - {"cpu", "meta"}:  # "meta": released earlier
+            return
+        stored = pack_stored(model)
+        if pack_linears(model, release) or stored:
+            say_what_is_lost()
+        if weights == "fp8":
+            for packed in packed_products(model):
+                packed.quantize()
+        if any(parameter.is_meta for parameter in model.parameters()):
+            own_memory(model)
+
+    def restore(self, model: nn.Module) -> int:
+        return unpack(model)
+
+    def stack_for(self, owner: StackOwner) -> Stack:
+        return CpuStack.of(owner) or owner.plain_stack

@@ -1,0 +1,130 @@
+"""The kernels' answers for :mod:`fsd_core.functional`: NotImplemented where plain torch has to compute.
+
+That is for dtypes other than bf16 and fp32, under autograd, without AVX512-BF16, and with FSD_KERNELS=0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_core import functional
+from fsd_core.tensors import draw
+from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, kernels
+
+_FEW_LARGEST = 256  # the kernel inserts into a sorted list, which is slower than torch's selection for more
+
+
+def row_max(logits: Tensor) -> Any:
+    compiled = _compiled(logits)
+    return NotImplemented if compiled is None else compiled.row_statistics(logits.contiguous(), None, log_sum=False)[:2]
+
+
+def row_stats(logits: Tensor, where: Tensor | None = None) -> Any:
+    compiled = _compiled(logits)
+    if compiled is None:
+        return NotImplemented
+    if where is None:
+        return compiled.row_statistics(logits.contiguous())
+    flat, rows = _chosen(logits, where)
+    return tuple(_spread(found, rows, where) for found in compiled.row_statistics(flat, rows))
+
+
+def row_entropy(logits: Tensor, where: Tensor | None = None) -> Any:
+    compiled = _compiled(logits)
+    if compiled is None:
+        return NotImplemented
+    if where is None:
+        return compiled.row_entropies(logits.contiguous())
+    flat, rows = _chosen(logits, where)
+    return _spread(compiled.row_entropies(flat, rows), rows, where)
+
+
+def topk_logprobs(logits: Tensor, k: int, where: Tensor | None = None) -> Any:
+    compiled = _compiled(logits)
+    if compiled is None:
+        return NotImplemented
+    if where is None:
+        return compiled.likeliest(logits.contiguous(), k)
+    flat, rows = _chosen(logits, where)
+    return tuple(_spread(found, rows, where) for found in compiled.likeliest(flat[rows], k))
+
+
+def keep_top_k(scores: Tensor, k: int, other: float = -math.inf) -> Any:
+    compiled = _compiled(scores) if scores.dtype == torch.float32 and k <= _FEW_LARGEST else None
+    return NotImplemented if compiled is None else compiled.keep_largest(scores.contiguous(), k, other)
+
+
+def divergence_rows(
+    p_logits: Tensor,
+    q_logits: Tensor,
+    measure: Any,
+    draft_ids: Tensor | None = None,
+    q_index: Tensor | None = None,
+) -> Any:
+    """Take the five plain forms, over a reduced vocabulary those that are finite where q is 0."""
+    if measure.name not in PLAIN_DIVERGENCES or draft_ids is not None and measure.infinite_on_reduced_vocabulary:
+        return NotImplemented
+    width = p_logits.shape[-1] if draft_ids is None else draft_ids.shape[0]
+    compiled = _compiled(p_logits, q_logits)
+    fits = q_logits.shape[-1] == width and (q_index is not None or p_logits.shape[:-1] == q_logits.shape[:-1])
+    if compiled is None or not fits:
+        return NotImplemented
+    ids = None if draft_ids is None else draft_ids.long().contiguous()  # files may store narrower integers
+    p_logits, q_logits = p_logits.contiguous(), q_logits.contiguous()
+    if q_index is None:
+        return compiled.divergence(measure.name, p_logits, q_logits, ids)
+    known = q_index >= 0
+    flat, rows = _chosen(p_logits, known)
+    of_q = (q_index + q_logits.shape[1] * torch.arange(len(q_index))[:, None])[known]
+    found = compiled.divergence(measure.name, flat, q_logits.flatten(0, 1), ids, (rows, of_q))
+    return _spread(found, rows, known, math.inf)
+
+
+def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
+    """Compute the rows that count alone: what a choice of rows costs elsewhere, a transfer, costs nothing here."""
+    found = draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
+    return torch.zeros_like(where, dtype=torch.long).masked_scatter(where, found)
+
+
+def upper_bound(values: Tensor, most: int) -> int:
+    return int(values.max())
+
+
+def _chosen(logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits [..., V] as [M, V], and the rows [R] that count."""
+    return logits.contiguous().view(-1, logits.shape[-1]), where.flatten().nonzero().squeeze(-1)
+
+
+def _spread(found: Tensor, rows: Tensor, where: Tensor, other: float = 0.0) -> Tensor:
+    """Return results [R, ...] at their places in [..., ...], ``other`` elsewhere."""
+    whole = found.new_full((where.numel(), *found.shape[1:]), other)
+    return whole.index_copy_(0, rows, found).unflatten(0, where.shape)
+
+
+def ancestors(parents: Tensor) -> Any:
+    compiled = kernels()
+    return NotImplemented if compiled is None else compiled.ancestors(parents.contiguous())
+
+
+def tree_union(main: TreeTensors, side: TreeTensors, mains: int, depth: int) -> Any:
+    """Take scores in fp32. In torch the union takes forty small operations."""
+    compiled = kernels() if main[2].dtype == side[2].dtype == torch.float32 else None
+    return NotImplemented if compiled is None else compiled.union(main, side, mains)
+
+
+def _compiled(*logits: Tensor) -> Kernels | None:
+    """Return the kernels if they can read these logits, else None."""
+    fits = all(x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) for x in logits)
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in logits)
+    return kernels() if fits and not differentiated else None
+
+
+def register() -> None:
+    """Let the kernels answer on CPUs."""
+    of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, sample_rows)
+    for kernel in (*of_rows, upper_bound, ancestors, tree_union):
+        functional.register(kernel.__name__, "cpu", kernel)

@@ -1,0 +1,340 @@
+"""Python interface of the CPU kernels: products over packed weights, decoder layers, and operations on rows of logits.
+
+A round runs the target over about one to twenty tokens. At that size oneDNN's products take twice the time of reading
+the weights, and starting small operations takes a third of a forward. ``kernels.cpp`` computes products of a few rows,
+and a whole decoder layer of the Llama kind in one call. It is compiled once with the local C++ compiler and cached.
+Without a compiler or AVX512-BF16, or with FSD_KERNELS=0, torch computes the same results within bf16 rounding.
+
+There are two sets of kernels (:mod:`fsd_infer.backends.cpu.sets`). Both read all packed weights. "avx512" computes on
+vectors. "amx" computes products with bf16 and fp8 numbers, and of many rows, on tiles. FSD_KERNELS forces one of them.
+
+A row's result depends neither on the number of rows beside it nor on slots that it does not see. So a tree's logits
+equal those of decoding token by token, bit by bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsd_core.errors import KernelsError
+from fsd_infer.backends.cpu.codebooks import rewritten
+from fsd_infer.backends.cpu.sets import VARIABLE, wanted
+from fsd_infer.backends.cpu.structs import Forward, Linear, Stack, Tree
+from fsd_infer.device.cores import team_size
+
+logger = logging.getLogger(__name__)
+
+PLAIN_DIVERGENCES = ("kl_qp", "kl_pq", "js", "ag", "tv")  # numbered as ``Kind`` in kernels.cpp
+_FEW_NUMBERS = 2**18  # one thread reads these before a second one wakes up
+MOST_ROWS = 512  # above, oneDNN's products and torch's attention are as fast
+SIDES = (64, 32)  # columns of a packed weight's panels that the kernels know
+FEW_TOKENS = 64  # per text: forwards over at most this many agree bit by bit, whatever runs beside them
+
+TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
+
+
+_ROWS = (c_int, c_void_p, c_void_p, c_int64)  # bf16 or fp32, numbers, which rows, and a length
+# result and arguments of the functions of kernels.cpp, whose names begin with fsd_
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "prepare": (c_int,),
+    "tiles": (c_int,),
+    "block_side": (c_int64,),
+    "linear_forward": (None, c_void_p, POINTER(Linear), c_void_p, c_int64, c_int, c_int),
+    "stack_forward": (c_int64, POINTER(Stack), POINTER(Forward)),
+    "scratch": (c_int64, POINTER(Stack), POINTER(Forward)),
+    "row_statistics": (None, *_ROWS, c_int64, *[c_void_p] * 3, c_int),
+    "row_entropies": (None, *_ROWS, c_int64, c_void_p, c_int),
+    "rows": (c_int64, POINTER(Linear), c_void_p, c_int64, c_void_p),
+    "block_bytes": (c_int64, *[c_int64] * 3),
+    "block_pack": (c_int64, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int),
+    "block_rows": (c_int64, POINTER(Linear), c_void_p, c_int64, c_int, c_void_p, c_int),
+    "divergence": (None, c_int, c_int64, *_ROWS, *_ROWS, *[c_void_p] * 2, c_int),
+    "likeliest": (None, c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int),
+    "keep_largest": (None, c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int),
+    "ancestors": (None, c_void_p, *[c_int64] * 2, c_void_p),
+    "union": (None, c_int64, POINTER(Tree), POINTER(Tree), c_int64, *[c_void_p] * 4),
+}
+
+
+class Kernels:
+    """The compiled library. Tensors are bf16, contiguous, and on the CPU.
+
+    Attributes:
+        name: of the set, "amx" or "avx512".
+        block_side: the columns that a weight in blocks counts as a panel.
+
+    Raises:
+        OSError: the library cannot be loaded, or the system does not grant AMX.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = self._library = ctypes.CDLL(str(path))
+        for name, (result, *arguments) in _FUNCTIONS.items():
+            function = getattr(library, f"fsd_{name}")
+            function.restype, function.argtypes = result, arguments
+        if library.fsd_prepare():
+            raise OSError("the system does not grant the use of AMX")
+        self.name = "amx" if library.fsd_tiles() else "avx512"
+        self.block_side: int = library.fsd_block_side()
+        self.block_bytes = library.fsd_block_bytes
+        self._memory = threading.local()
+
+    def linear(self, x: Tensor, layer: Linear) -> Tensor:
+        """Multiply x [..., depth] with a packed weight and add its bias: [..., columns]."""
+        y = x.new_empty((*x.shape[:-1], layer.columns))
+        rows, many = x.numel() // x.shape[-1], x.dim() > 1 and x.shape[-2] > FEW_TOKENS
+        self._library.fsd_linear_forward(x.data_ptr(), layer, y.data_ptr(), rows, many, team_size())
+        return y
+
+    def pack_blocks(self, kind: int, rows: np.ndarray, depth: int, order: Tensor | None) -> Tensor | None:
+        """Reorder rows of a GGUF tensor into panels that the products read; None for an unsupported kind or size.
+
+        Args:
+            kind: ggml's number of the tensor type.
+            rows: [columns, bytes] uint8, contiguous.
+            depth: numbers in a row.
+            order: [columns] int64, the row of each column; None: in order.
+
+        Raises:
+            ValueError: a scale is not finite.
+        """
+        size = self.block_bytes(kind, len(rows), depth)
+        if not size:
+            return None
+        panels = torch.zeros(size, dtype=torch.uint8)
+        rows = rewritten(kind, rows)
+        taken = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), team_size()
+        wrong = self._library.fsd_block_pack(kind, *taken)
+        if wrong:
+            raise ValueError(f"{wrong} scales that are no finite numbers")
+        return panels
+
+    def block_rows(self, layer: Linear, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Return :meth:`rows` of a weight in blocks, in bf16 or fp32."""
+        found = torch.empty(*ids.shape, layer.depth, dtype=dtype)
+        narrow, threads = dtype == torch.bfloat16, team_size() if ids.numel() > FEW_TOKENS else 1
+        if self._library.fsd_block_rows(layer, ids.data_ptr(), ids.numel(), narrow, found.data_ptr(), threads):
+            raise _no_rows(ids, layer)
+        return found
+
+    def rows(self, layer: Linear, ids: Tensor) -> Tensor:
+        """Return rows ids [...] of a weight in bf16: [..., depth]. Raises IndexError for an id outside it."""
+        found = torch.empty(*ids.shape, layer.depth, dtype=torch.bfloat16)
+        if self._library.fsd_rows(layer, ids.data_ptr(), ids.numel(), found.data_ptr()):
+            raise _no_rows(ids, layer)
+        return found
+
+    def row_statistics(
+        self, logits: Tensor, rows: Tensor | None = None, log_sum: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute :func:`fsd_core.functional.row_stats` of logits [..., V] or of rows [R] of [M, V]."""
+        rows = _checked(rows, logits)
+        shape = logits.shape[:-1] if rows is None else rows.shape
+        highest, where = torch.empty(shape), torch.empty(shape, dtype=torch.long)
+        total = torch.empty(shape) if log_sum else None
+        sizes, out = (highest.numel(), logits.shape[-1]), (highest.data_ptr(), where.data_ptr(), address_of(total))
+        self._library.fsd_row_statistics(*_rows(logits, rows), *sizes, *out, _threads(*sizes))
+        return highest, where, total
+
+    def row_entropies(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Compute :func:`fsd_core.functional.row_entropy`; arguments as of :meth:`row_statistics`."""
+        rows = _checked(rows, logits)
+        found = torch.empty(logits.shape[:-1] if rows is None else rows.shape)
+        sizes = found.numel(), logits.shape[-1]
+        self._library.fsd_row_entropies(*_rows(logits, rows), *sizes, found.data_ptr(), _threads(*sizes))
+        return found
+
+    def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Compute :func:`fsd_core.functional.topk_logprobs` of logits [..., V] in bf16 or fp32; count <= V."""
+        log_q = torch.empty(*logits.shape[:-1], count)
+        where = torch.empty(log_q.shape, dtype=torch.long)
+        columns = logits.shape[-1]
+        narrow, rows, threads = logits.dtype == torch.bfloat16, logits.numel() // columns, team_size()
+        self._library.fsd_likeliest(
+            narrow, logits.data_ptr(), rows, columns, count, log_q.data_ptr(), where.data_ptr(), threads
+        )
+        return log_q, where
+
+    def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
+        """Compute :func:`fsd_core.functional.keep_top_k` of scores [..., V] in fp32."""
+        found, columns = torch.empty_like(scores), scores.shape[-1]
+        rows, threads = scores.numel() // columns, team_size()
+        self._library.fsd_keep_largest(scores.data_ptr(), rows, columns, count, other, found.data_ptr(), threads)
+        return found
+
+    def ancestors(self, parents: Tensor) -> Tensor:
+        """Compute :func:`fsd_core.functional.ancestors` of int64 parents."""
+        batch, count = parents.shape
+        found = torch.empty(batch, count, count, dtype=torch.bool)
+        self._library.fsd_ancestors(parents.data_ptr(), batch, count, found.data_ptr())
+        return found
+
+    def union(self, main: TreeTensors, side: TreeTensors, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See :func:`fsd_core.functional.tree_union`: int64, but scores in fp32."""
+        batch, count = len(main[0]), main[0].shape[1] + side[0].shape[1] - 1
+        tokens, parents, proposers = (torch.empty(batch, count, dtype=torch.long) for _ in range(3))
+        scores = torch.empty(batch, count)
+        held = [[None if x is None else x.contiguous() for x in tree] for tree in (main, side)]
+        sizes = main[0].shape[1], side[0].shape[1]
+        trees = (Tree(*map(address_of, tree), size) for tree, size in zip(held, sizes))
+        out = (x.data_ptr() for x in (tokens, parents, scores, proposers))
+        self._library.fsd_union(batch, *trees, mains, *out)
+        return tokens, parents, scores, proposers
+
+    def divergence(
+        self,
+        name: str,
+        p: Tensor,
+        q: Tensor,
+        ids: Tensor | None,
+        rows: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> Tensor:
+        """Compute D(p, q) in fp32, see :func:`fsd_core.divergence.divergence`.
+
+        Args:
+            name: one of :data:`PLAIN_DIVERGENCES`; with ``ids`` one that is finite where q is 0.
+            p: [..., V] logits in bf16 or fp32.
+            q: [..., Vd] logits in bf16 or fp32.
+            ids: [Vd] int64, the tokens of q's columns; None: V = Vd.
+            rows: [R] int64 each, the rows of p [M, V] and of q [I, Vd] to compare; None: all in order.
+
+        Returns:
+            [...], or [R] with ``rows``.
+
+        Raises:
+            IndexError: a row or a token is out of range.
+        """
+        if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < p.shape[-1]:
+            raise IndexError(f"tokens {int(ids.min())} to {int(ids.max())} of logits with {p.shape[-1]} columns.")
+        for x, which in zip((p, q), rows):
+            _checked(which, x)
+        out = torch.empty(p.shape[:-1] if rows[0] is None else rows[0].shape)
+        kind, threads = PLAIN_DIVERGENCES.index(name), team_size()
+        of_p, of_q = ((*_rows(x, which), x.shape[-1]) for x, which in zip((p, q), rows, strict=True))
+        self._library.fsd_divergence(kind, out.numel(), *of_p, *of_q, address_of(ids), out.data_ptr(), threads)
+        return out
+
+    def stack(self, stack: Stack, forward: Forward) -> None:
+        """Run decoder layers. Sets ``forward.scratch`` to memory of this thread, which its forwards reuse.
+
+        Raises:
+            IndexError: a slot or a position is out of range; then nothing was written.
+        """
+        size = self._library.fsd_scratch(stack, forward)
+        held: Tensor | None = getattr(self._memory, "scratch", None)
+        if held is None or held.numel() < size:
+            held = self._memory.scratch = torch.empty(size, dtype=torch.uint8)
+        forward.scratch = held.data_ptr()
+        if self._library.fsd_stack_forward(stack, forward):
+            raise IndexError(f"slots or positions beyond a cache with {forward.capacity} slots.")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The kernels of this process, None for torch alone, and why.
+
+    Attributes:
+        forced: whether FSD_KERNELS asked for them, or for none.
+        failed: whether better ones could not be compiled or loaded.
+    """
+
+    kernels: Kernels | None
+    why: str
+    forced: bool
+    failed: bool = False
+
+
+@cache
+def found() -> Found:
+    """Return the best kernels that this machine can run, compiled if needed. A warning says what failed.
+
+    Raises:
+        KernelsError: FSD_KERNELS names kernels that do not exist, that this processor cannot run, or that cannot be
+            compiled.
+    """
+    sets = wanted()
+    if not sets.names:
+        return Found(None, sets.why, sets.forced)
+    from fsd_infer.backends.cpu.build import build  # imported late: rules need no compiler
+
+    compiled, failed = build(Kernels, sets.names)
+    if compiled is None and sets.forced:
+        raise KernelsError(f"{VARIABLE} asks for kernels that cannot be compiled or loaded here ({failed}).")
+    if failed:
+        without = "our CPU kernels" if compiled is None else "AMX"
+        logger.warning("decoding runs slower, without %s: %s", without, failed)
+    return Found(compiled, failed or sets.why, sets.forced, bool(failed))
+
+
+def kernels() -> Kernels | None:
+    """Return the kernels of :func:`found`; None if this machine cannot run them."""
+    return found().kernels
+
+
+def _no_rows(ids: Tensor, layer: Linear) -> IndexError:
+    return IndexError(f"token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {layer.columns}.")
+
+
+def _checked(rows: Tensor | None, of: Tensor) -> Tensor | None:
+    """Return contiguous rows. Raises IndexError for one outside [M, V], which the kernels would read."""
+    if rows is not None and not all(0 <= row < len(of) for row in rows.tolist()):
+        raise IndexError(f"rows {rows.tolist()} of logits with {len(of)} rows.")
+    return None if rows is None else rows.contiguous()
+
+
+def address_of(x: Tensor | None) -> int | None:
+    """Return the address of a tensor's memory."""
+    return None if x is None else x.data_ptr()
+
+
+def _rows(logits: Tensor, rows: Tensor | None) -> tuple[bool, int, int | None]:
+    return logits.dtype == torch.bfloat16, logits.data_ptr(), address_of(rows)
+
+
+def _threads(count: int, columns: int) -> int:
+    return team_size() if count * columns > _FEW_NUMBERS else 1
+
+
+def panels_of(weight: Tensor, packed: Tensor) -> tuple[int, int] | None:
+    """Return where a weight's packed copy is and the columns of its panels, if the kernels can read its layout.
+
+    oneDNN chooses the layout by machine and version, so this compares the bytes of the first and last panel.
+
+    Args:
+        weight: [out, in] in bf16.
+        packed: oneDNN's packed copy.
+    """
+    columns, depth = weight.shape
+    size = columns * depth * weight.element_size()
+    if kernels() is None or depth % 32 or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return None
+    if torch.ops.mkldnn._nbytes(packed) != size:
+        return None
+    address = int(torch.ops.mkldnn.data_ptr(packed))
+    raw = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.int16)
+    numbers = weight.view(torch.int16)
+
+    def agrees(side: int) -> bool:
+        panels, rows = raw.view(-1, depth * side), numbers.unflatten(0, (-1, side))
+        return all(torch.equal(panels[at], in_panels(rows[at], side).flatten()) for at in (0, -1))
+
+    found = [side for side in SIDES if columns % side == 0 and agrees(side)]
+    if len(found) > 1:  # rows that are alike, such as zeros, at both ends: compare all
+        found = [side for side in found if torch.equal(raw, in_panels(numbers, side).flatten())]
+    return (address, found[0]) if found else None
+
+
+def in_panels(weight: Tensor, side: int) -> Tensor:
+    """Return a weight [out, in] in panels [out / side, in / 2, side, 2]."""
+    return weight.view(-1, side, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()

@@ -1,0 +1,200 @@
+"""The decoder layers of a Llama-like model as one call of our kernels over a KV cache's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsd_infer.backends.cpu.kernels import FEW_TOKENS, MOST_ROWS, Kernels, address_of, kernels
+from fsd_infer.backends.cpu.packing import packed_of
+from fsd_infer.backends.cpu.structs import Forward, Layer
+from fsd_infer.backends.cpu.structs import Stack as NativeStack
+from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
+from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cores import team_size
+from fsd_infer.targets.stack import Outputs, StackOwner
+
+# most slots that many tokens may attend to, by set of kernels: above, torch is faster
+MOST_SLOTS = {"avx512": 512, "amx": 2048}
+
+
+class CpuStack:
+    """Decoder layers of equal sizes with packed weights, whose computation the kernels know.
+
+    Calls that the kernels do not take, or where torch is faster, run through :attr:`fallback`.
+
+    A row's result does not depend on the rows beside it (see :mod:`fsd_infer.backends.cpu.kernels`). Forwards may run
+    concurrently.
+
+    Args:
+        owner: the target or head.
+        compiled: the kernels.
+        layers: the layers as the kernels' structs.
+        held: tensors whose addresses ``layers`` holds.
+    """
+
+    def __init__(self, owner: StackOwner, compiled: Kernels, layers: Sequence[Layer], held: list[Any]) -> None:
+        decoder: Any = owner.decoder
+        self.fallback, self.norm = owner.plain_stack, owner.final_norm
+        self._first, self._embed = decoder.layers[0], getattr(decoder, "embed_tokens", None)
+        self._kinds = getattr(decoder.config, "layer_types", None)
+        attention = self._first.self_attn
+        self.number, self.width, self.rotary = len(layers), int(attention.head_dim), decoder.rotary_emb
+        self.key_heads = layers[0].key.columns // self.width
+        self.epsilon: float = self._first.post_attention_layernorm.variance_epsilon
+        self.kernels, self._held = compiled, held
+        self._stack = NativeStack(
+            layers=(Layer * self.number)(*layers),
+            number=self.number,
+            hidden=layers[0].down.columns,
+            inner=layers[0].down.depth,
+            query_heads=layers[0].query.columns // self.width,
+            key_heads=self.key_heads,
+            width=self.width,
+            epsilon=self.epsilon,
+            scale=attention.scaling,
+        )
+        self._angles: tuple[Tensor, Tensor] | None = None  # cosines and sines by position, [P, D] each
+        self._hooks = hooks_of(decoder.layers)
+
+    @classmethod
+    def of(cls, owner: StackOwner) -> CpuStack | None:
+        """Return the stack of a target or head, or None if the kernels do not know its layers."""
+        decoder, compiled = owner.decoder, kernels()
+        layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
+        if compiled is None or not isinstance(layers, nn.ModuleList) or not len(layers):
+            return None
+        if not is_of_family(rotary, "RotaryEmbedding") or rotary.rope_type not in FIXED_ANGLES:
+            return None
+        held: list[Any] = []
+        made = [_native(layer, held, first=index == 0) for index, layer in enumerate(layers)]
+        known = [layer for layer in made if layer is not None]
+        sizes = {(layer.down.columns, layer.down.depth, layer.query.columns, layer.key.columns) for layer in known}
+        if len(known) < len(layers) or len(sizes) > 1 or not owner.lm_head_is_plain:
+            return None
+        return cls(owner, compiled, known, held)
+
+    def takes(self, visible: Tensor) -> bool:
+        """Return whether the kernels are fastest for a mask [B, M, S]; above their limits torch is."""
+        batch, count, used = visible.shape
+        return batch * count <= MOST_ROWS and (count <= FEW_TOKENS or used <= MOST_SLOTS[self.kernels.name])
+
+    def __call__(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        visible: Mapping[str, Tensor] | None,
+        cache: Any,
+        *,
+        capture: Sequence[int] = (),
+        embeds: Tensor | None = None,
+        keep: int = 0,
+    ) -> Outputs:
+        """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says."""
+        mask = None if visible is None else next(iter(visible.values()))
+        if mask is None or not isinstance(cache, SlotCache) or not self.takes(mask) or is_hooked(self._hooks):
+            return self.fallback(inputs, positions, visible, cache, capture=capture, embeds=embeds, keep=keep)
+        assert visible is not None
+        masks = [mask] * self.number if len(visible) == 1 else [visible[kind] for kind in self._kinds]
+        attended: Tensor | None = None
+        if embeds is not None:
+            inputs, attended = self._first.attended(embeds, inputs)
+        elif not inputs.is_floating_point():
+            inputs = self._embed(inputs)
+        return self._forward(inputs, positions, masks, cache, capture, attended)
+
+    def _forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        masks: Sequence[Tensor],
+        cache: SlotCache,
+        capture: Sequence[int],
+        attended: Tensor | None,
+    ) -> Outputs:
+        """Run the kernels on x [B, M, H] in bf16, with a mask [B, M, S] for each layer."""
+        batch, count, _ = x.shape
+        keys, values = cache.pools(self.key_heads, self.width, x.dtype)
+        cosine, sine = self._tables(int(positions.max()) + 1)
+        masks = [mask.contiguous() for mask in masks]
+        x, positions, slots = x.contiguous(), positions.contiguous(), cache.slots.expand(batch, -1).contiguous()
+        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in capture}
+        addresses = (c_void_p * self.number)()
+        for index, output in outputs.items():
+            addresses[index] = output.data_ptr()
+        outputs[self.number - 1] = out
+        norm: Any = self.norm
+        within = norm is not None and norm.variance_epsilon == self.epsilon and norm.weight.dtype == x.dtype
+        forward = Forward(
+            batch=batch,
+            count=count,
+            x=x.data_ptr(),
+            attended=address_of(attended),
+            positions=positions.data_ptr(),
+            slots=slots.data_ptr(),
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            angles=len(cosine),
+            visible=(c_void_p * self.number)(*(mask.data_ptr() for mask in masks)),
+            used=masks[0].shape[-1],
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            capacity=keys.shape[3],
+            layer_stride=keys.stride(0),
+            batch_stride=keys.stride(1),
+            head_stride=keys.stride(2),
+            slot_stride=keys.stride(3),
+            outputs=addresses,
+            final_norm=norm.weight.data_ptr() if within else None,
+            out=out.data_ptr(),
+            many=count > FEW_TOKENS,
+            threads=team_size(),
+        )
+        self.kernels.stack(self._stack, forward)
+        if norm is not None and not within:
+            out = outputs[self.number - 1] = norm(out)
+        return Outputs(out, [outputs[index] for index in capture])
+
+    def _tables(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Return the rotary module's cosines and sines [P, D] of at least P positions."""
+        angles = self._angles
+        if angles is None or len(angles[0]) < positions:
+            every = torch.arange(max(512, 2 * positions))
+            cosine, sine = self.rotary(torch.empty(1, dtype=torch.bfloat16), every[None])
+            angles = self._angles = cosine[0].contiguous(), sine[0].contiguous()
+        return angles
+
+
+def _native(layer: Any, held: list[Any], first: bool) -> Layer | None:
+    """Return a layer's struct, or None if the kernels do not know it. ``held`` gets the tensors that it points to."""
+    eagle3 = first and hasattr(layer, "hidden_norm")  # the caller norms its attention's input
+    attention = getattr(layer, "self_attn", None)
+    if not (eagle3 or is_of_family(layer, "DecoderLayer")) or not is_of_family(attention, "Attention"):
+        return None
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [layer.input_layernorm, getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)]
+    norms = [
+        None if eagle3 or isinstance(norms[0], nn.Identity) else norms[0],
+        *norms[1:],
+        layer.post_attention_layernorm,
+    ]
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    packed = [packed_of(linear) for linear in (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    products = [product.native for product in packed if product is not None and product.native is not None]
+    # copies, because a module's weights may move
+    weights = [None if norm is None else norm.weight.detach().clone() for norm in norms]
+    if (
+        len(products) < len(packed)
+        or attention.config._attn_implementation != "sdpa"
+        or attention.head_dim % 32
+        or type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation")
+        or any(weight is not None and weight.dtype != torch.bfloat16 for weight in weights)
+        or len({norm.variance_epsilon for norm in norms if norm is not None}) > 1
+    ):
+        return None
+    held += [packed, weights]
+    return Layer(*products, *map(address_of, weights))

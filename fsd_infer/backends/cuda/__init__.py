@@ -1,0 +1,1 @@
+"""The CUDA backend: compiled layers, and attention and row operations in Triton."""

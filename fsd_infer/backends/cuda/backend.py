@@ -1,0 +1,108 @@
+"""The CUDA backend: Triton between cuBLAS's products for Llama-like models, transformers' layers for others."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fsd_infer.backends.base import Backend
+from fsd_infer.targets.stack import Outputs, Stack, StackOwner
+
+log = logging.getLogger(__name__)
+
+SHAPES = ((3, 1, 4), (5, 1, 6), (6, 4, 24), (6, 10, 60))  # depth, width and nodes of trees worth recording
+
+
+class CudaBackend(Backend):
+    """NVIDIA GPUs since Ampere. Without Triton, or with FSD_KERNELS=0, layers and row operations are torch's."""
+
+    name, capture = "cuda", True
+
+    def __init__(self) -> None:
+        if uses_triton():
+            from fsd_infer.backends.cuda import functions  # imports Triton
+
+            functions.register("cuda")
+
+    def describe(self) -> str | None:
+        return "triton" if uses_triton() else None
+
+    def report(self) -> tuple[str | None, str]:
+        return self.describe(), "Triton is installed" if uses_triton() else "FSD_KERNELS=0, or no Triton"
+
+    def prepare(self, model: nn.Module, release: bool = False, weights: Literal["fp8"] | None = None) -> None:
+        """Join products of one input, in place, and attend without copies of keys. Heads keep their dtype."""
+        if uses_triton():
+            from fsd_infer.backends.cuda import fused, interface, stack
+
+            for group in stack.fusible(model):
+                fused.fused(group)
+            interface.use(model)
+
+    def restore(self, model: nn.Module) -> int:
+        if not uses_triton():
+            return 0
+        from fsd_infer.backends.cuda import fused, interface, stack
+
+        groups = stack.fusible(model)
+        for group in groups:
+            fused.unfuse(group)
+        interface.leave(model)
+        return sum(map(len, groups))
+
+    def stack_for(self, owner: StackOwner) -> Stack:
+        plain = WithoutCudnn(owner.plain_stack)
+        if not uses_triton():
+            return plain
+        from fsd_infer.backends.cuda.stack import CudaStack, knows_layers
+
+        return CudaStack(owner, plain) if knows_layers(owner) else plain
+
+    def shapes(self) -> tuple[tuple[int, int, int], ...]:
+        return SHAPES
+
+
+@cache
+def uses_triton() -> bool:
+    """Whether Triton runs here. Says so once if it is missing."""
+    if os.environ.get("FSD_KERNELS") == "0":
+        return False
+    if find_spec("triton") is None:
+        log.warning("Triton is not installed, so layers run on torch's kernels: python -m pip install triton")
+        return False
+    return True
+
+
+class WithoutCudnn:
+    """A stack whose attention avoids cuDNN, which compiles a plan for every new length: 10 ms in each forward."""
+
+    def __init__(self, stack: Any) -> None:
+        self.stack = stack
+
+    def __call__(
+        self, inputs: Tensor, positions: Tensor, visible: Mapping[str, Tensor] | None, cache: Any, **options: Any
+    ) -> Outputs:
+        with without_cudnn_attention():
+            return self.stack(inputs, positions, visible, cache, **options)
+
+    def captured(self, layers: Sequence[int]) -> Any:
+        return self.stack.captured(layers)
+
+
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Let scaled_dot_product_attention choose among torch's own kernels, and restore the caller's choice afterwards."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -1,0 +1,40 @@
+"""Triton's answers for :mod:`fsd_core.functional`; NotImplemented where plain torch has to compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_core import functional
+from fsd_infer.backends.cuda import kernels
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def row_max(logits: Tensor, rows: Tensor | None = None) -> Any:
+    return kernels.row_max(logits, rows) if _takes(logits) else NotImplemented
+
+
+def row_stats(logits: Tensor, rows: Tensor | None = None) -> Any:
+    return kernels.row_stats(logits, rows) if _takes(logits) else NotImplemented
+
+
+def row_entropy(logits: Tensor, rows: Tensor | None = None) -> Any:
+    return kernels.row_entropy(logits, rows) if _takes(logits) else NotImplemented
+
+
+def topk_logprobs(logits: Tensor, k: int) -> Any:
+    return kernels.topk_logprobs(logits, k) if _takes(logits) and k <= kernels.MOST_LIKELY else NotImplemented
+
+
+def _takes(logits: Tensor) -> bool:
+    differentiated = torch.is_grad_enabled() and logits.requires_grad
+    return logits.dtype in _DTYPES and logits.numel() > 0 and not differentiated
+
+
+def register(device: str) -> None:
+    """Let the kernels answer on this type of device."""
+    for kernel in (row_max, row_stats, row_entropy, topk_logprobs):
+        functional.register(kernel.__name__, device, kernel)

@@ -1,0 +1,139 @@
+"""Row operations on logits in one pass over the vocabulary, in Triton: top-k with log-sum-exp, and row statistics.
+
+Programs take chunks of a row, and a second kernel joins them. A number and its token are one 64-bit key, whose order is
+that of the numbers; of equal numbers the first token is the largest key. NaN is larger than any number.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_LIKELY = 32  # top-k by extracting one maximum after the other; torch's selection is faster for more
+_CHUNK = 4096  # numbers of a program
+_LEAST = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _keys(x, ids):
+    """Return numbers and ids as sortable int64: the number above, the id below, counted down."""
+    bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _numbers(keys):
+    """Return the numbers of :func:`_keys`."""
+    ordered = (keys >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _read(X, ROWS, KEYS, SUMS, columns, stride, CHUNKS, COUNT: tl.constexpr, BLOCK: tl.constexpr, PICKED: tl.constexpr):
+    """A chunk of a row: its COUNT largest keys, its maximum, Σ e^(x - max) and Σ (x - max) e^(x - max)."""
+    chunk, place = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = place
+    if PICKED:
+        row = tl.load(ROWS + place)
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < columns
+    x = tl.load(X + row * stride + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    high = tl.max(x, 0)
+    shifted = tl.where(x > -float("inf"), x - tl.where(high > -float("inf"), high, 0.0), -float("inf"))
+    weight = tl.exp(shifted)
+    out = place * CHUNKS + chunk
+    tl.store(SUMS + 3 * out, high)
+    tl.store(SUMS + 3 * out + 1, tl.sum(weight, 0))
+    tl.store(SUMS + 3 * out + 2, tl.sum(weight * tl.where(weight > 0, shifted, 0.0), 0))
+    keys = tl.where(inside, _keys(x, ids), _LEAST)
+    for rank in tl.static_range(COUNT):
+        best = tl.max(keys, 0)
+        tl.store(KEYS + out * COUNT + rank, best)
+        keys = tl.where(keys == best, _LEAST, keys)
+
+
+@triton.jit
+def _join(KEYS, SUMS, VALUES, IDS, TOTALS, chunks, COUNT: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Join a row's chunks: the COUNT largest numbers and their ids; ln Σ e^x and the softmax's entropy."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk, place = tl.arange(0, CHUNKS), tl.arange(0, BLOCK)
+    sums = SUMS + 3 * (row * chunks + chunk)
+    inside = chunk < chunks
+    high = tl.load(sums, mask=inside, other=-float("inf"))
+    total = tl.load(sums + 1, mask=inside, other=0.0)
+    moment = tl.load(sums + 2, mask=inside, other=0.0)
+    highest = tl.max(high, 0)
+    shift = tl.where(total > 0, high - highest, 0.0)
+    weight = tl.where(total > 0, tl.exp(shift), 0.0)
+    whole = tl.sum(weight * total, 0)
+    mean = tl.sum(weight * (moment + shift * total), 0) / whole
+    tl.store(TOTALS + 2 * row, highest + tl.log(whole))
+    tl.store(TOTALS + 2 * row + 1, tl.log(whole) - mean)
+    keys = tl.load(KEYS + row * chunks * COUNT + place, mask=place < chunks * COUNT, other=_LEAST)
+    for rank in tl.static_range(COUNT):
+        best = tl.max(keys, 0)
+        tl.store(VALUES + row * COUNT + rank, _numbers(best))
+        tl.store(IDS + row * COUNT + rank, 0x7FFFFFFF - (best & 0x7FFFFFFF))
+        keys = tl.where(keys == best, _LEAST, keys)
+
+
+def row_pass(logits: Tensor, count: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Read each row once.
+
+    Args:
+        logits: [..., V]; [M, V] with ``rows``.
+        count: how many of the largest numbers to return, at most V.
+        rows: [R] int64, the rows to read; None: all.
+
+    Returns:
+        The largest numbers [..., count] in fp32, falling, and their tokens in int64; each row's ln Σ exp and the
+        entropy of its softmax in nats, [...] in fp32. A row with a NaN has NaN first.
+    """
+    shape = logits.shape[:-1] if rows is None else rows.shape
+    flat = logits.reshape(-1, logits.shape[-1])
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    columns, number = flat.shape[1], len(flat) if rows is None else len(rows)
+    block = min(_CHUNK, max(64, triton.next_power_of_2(columns)))
+    chunks = triton.cdiv(columns, block)
+    keys = torch.empty(number, chunks, count, dtype=torch.int64, device=flat.device)
+    sums = torch.empty(number, chunks, 3, dtype=torch.float32, device=flat.device)
+    values = torch.empty(*shape, count, dtype=torch.float32, device=flat.device)
+    ids = torch.empty(*shape, count, dtype=torch.int64, device=flat.device)
+    totals = torch.empty(*shape, 2, dtype=torch.float32, device=flat.device)
+    if number:
+        _read[chunks, number](
+            flat, rows if rows is not None else ids, keys, sums, columns, flat.stride(0), chunks,
+            COUNT=count, BLOCK=block, PICKED=rows is not None, num_warps=4,
+        )  # fmt: skip
+        _join[(number,)](
+            keys, sums, values, ids, totals, chunks,
+            COUNT=count, CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(chunks * count),
+        )  # fmt: skip
+    return values, ids, totals[..., 0], totals[..., 1]
+
+
+def topk_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the highest log-probabilities [..., count] in fp32, falling, and their tokens, of logits [..., V]."""
+    values, ids, total, _ = row_pass(logits, count)
+    return values - total[..., None], ids
+
+
+def row_max(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return each row's largest number and its first token."""
+    values, ids, _, _ = row_pass(logits, 1, rows)
+    return values[..., 0], ids[..., 0]
+
+
+def row_stats(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return :func:`row_max` and each row's ln Σ exp, or its largest number if that is infinite or NaN."""
+    values, ids, total, _ = row_pass(logits, 1, rows)
+    highest = values[..., 0]
+    return highest, ids[..., 0], torch.where(highest.isfinite(), total, highest)
+
+
+def row_entropy(logits: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return the entropy of each row's softmax in nats."""
+    return row_pass(logits, 1, rows)[3]

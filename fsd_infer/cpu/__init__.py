@@ -1,4 +1,0 @@
-"""Code that only makes a CPU faster: packed weights, fused operations, compiled kernels.
-
-The rest of the package imports only :mod:`fsd_infer.cpu.ops` from here.
-"""

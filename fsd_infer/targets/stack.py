@@ -1,0 +1,176 @@
+"""The seam between a model and what runs its decoder layers: a stack, chosen once when the model is loaded.
+
+A target and a draft head each own one. The default runs transformers' own layers. A backend
+(:mod:`fsd_infer.backends`) may put another in its place, which falls back to the default for calls that it does not
+take. Nothing else asks on which processor a forward runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from fsd_core.tensors import additive
+from fsd_infer.device.cache import cache_argument
+
+
+class Outputs(NamedTuple):
+    """What a forward over M new tokens of each row returns.
+
+    Attributes:
+        final: [B, M, H] the last layer's output after the final norm, if the owner has one.
+        captured: [B, M, H] each, the outputs of the layers that were asked for, in that order. The last layer's is
+            ``final``, as in transformers' ``hidden_states``.
+        logits: [B, M or keep, V] if the stack ran the model's own LM head, else None.
+    """
+
+    final: Tensor
+    captured: Sequence[Tensor] = ()
+    logits: Tensor | None = None
+
+
+class Stack(Protocol):
+    """The decoder layers of a target or a draft head as one call. Forwards may run concurrently."""
+
+    def __call__(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        visible: Mapping[str, Tensor] | None,
+        cache: Any,
+        *,
+        capture: Sequence[int] = (),
+        embeds: Tensor | None = None,
+        keep: int = 0,
+    ) -> Outputs:
+        """Run one forward.
+
+        Args:
+            inputs: of a target token ids [B, M]; of a head the first layer's input [B, M, H].
+            positions: [B, M] int64.
+            visible: by layer type, [B, M, S] bool: may token i attend to slot s. One entry serves all layers. None,
+                for heads in training: causal attention without a cache.
+            cache: a :class:`fsd_infer.device.cache.SlotCache` that has the new tokens' slots, or None.
+            capture: numbers of the layers whose outputs to return, ascending.
+            embeds: [B, M, E] of an EAGLE-3 head, whose first layer attends to [norm(embeds) ; norm(inputs)].
+            keep: return the logits of the last ``keep`` tokens only (0: of all), if it computes logits.
+
+        Raises:
+            IndexError: a slot is out of range.
+        """
+        ...
+
+
+class StackOwner(Protocol):
+    """A target or a draft head.
+
+    Attributes:
+        stack: what runs its layers.
+        plain_stack: the stack that runs transformers' layers.
+        decoder: the module with ``layers`` and ``rotary_emb``, and ``embed_tokens`` if inputs are token ids.
+        final_norm: the norm after the last layer, if any.
+        lm_head_is_plain: whether the logits are the LM head's linear map of ``final``, with a scale and a soft cap. If
+            not, a stack has to return logits of its own. True for heads, which read their outputs out by themselves.
+    """
+
+    stack: Stack
+
+    @property
+    def plain_stack(self) -> Stack: ...
+
+    @property
+    def decoder(self) -> nn.Module: ...
+
+    @property
+    def final_norm(self) -> nn.Module | None: ...
+
+    @property
+    def lm_head_is_plain(self) -> bool: ...
+
+
+class TransformersStack:
+    """A causal LM's own modules: its layers under a 4-D mask, and its LM head.
+
+    Args:
+        model: the causal LM.
+        decoder: its decoder.
+        layers: the decoder's layers; empty for a decoder without a list of them, whose layers cannot be captured.
+    """
+
+    def __init__(self, model: Any, decoder: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self.model, self.decoder, self.layers = model, decoder, layers
+        self._is_eager = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
+        self._takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        visible: Mapping[str, Tensor] | None,
+        cache: Any,
+        *,
+        capture: Sequence[int] = (),
+        embeds: Tensor | None = None,
+        keep: int = 0,
+    ) -> Outputs:
+        assert visible is not None and embeds is None, "for targets"
+        masks = {kind: self._for_attention(mask) for kind, mask in visible.items()}
+        options: dict[str, Any] = {cache_argument(type(self.model)): cache}
+        if keep and self._takes_keep:
+            options["logits_to_keep"] = keep
+        with self.captured(capture) as found:
+            out = self.model(
+                input_ids=inputs,
+                position_ids=positions,
+                attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
+                use_cache=True,
+                **options,
+            )
+        final, *others = found
+        return Outputs(final, others, out.logits[:, -keep:])  # [-0:] is all
+
+    @contextmanager
+    def captured(self, capture: Sequence[int]) -> Iterator[list[Tensor]]:
+        """Yield a list that gets the final features and the outputs of these layers once the decoder has run.
+
+        transformers' ``output_hidden_states`` keeps every layer's output instead.
+        """
+        last = len(self.layers) - 1
+        inner = [number for number in capture if number != last]
+        found: list[Tensor] = []
+        with _outputs_of([self.decoder, *(self.layers[number] for number in inner)]) as outputs:
+            yield found
+        by_number = dict(zip([last, *inner], outputs, strict=True))
+        found += [by_number[number] for number in (last, *capture)]
+
+    def _for_attention(self, mask: Tensor) -> Tensor:
+        """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""
+        mask = mask[:, None]
+        return additive(mask, self.model.dtype) if self._is_eager else mask
+
+
+@contextmanager
+def _outputs_of(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Yield a list that holds the hidden states [B, M, H] that each module returned to this thread, in their order."""
+    thread, found = threading.get_ident(), dict[int, Tensor]()
+
+    def watch(place: int, module: nn.Module) -> Any:
+        def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+            if threading.get_ident() == thread:  # others may run the same module
+                found[place] = output if isinstance(output, Tensor) else output[0]
+
+        return module.register_forward_hook(keep)
+
+    hooks = [watch(place, module) for place, module in enumerate(modules)]
+    outputs: list[Tensor] = []
+    try:
+        yield outputs
+        outputs += [found[place] for place in range(len(modules))]
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,182 @@
+"""Triton kernels on a CPU: interpreted against dense fp64, and compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fsd_infer.backends.cuda import kernels, layer
+from fsd_infer.backends.cuda.attention import splits_for, tree_attention
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # see tests/conftest.py
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16]  # the interpreter has no product in bf16
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attention in fp64 of q [B, M, heads, D] to k and v [B, key heads, S, D]; visible: [B, M, S]."""
+    group = q.shape[2] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("bmhd,bhsd->bhms", q.double(), keys) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("bhms,bhsd->bmhd", weights, values)
+
+
+# rows, new tokens, heads, key heads, head size, slots, slots after the text, window, soft cap, splits
+ATTENTION = {
+    "chain": (1, 1, 8, 2, 64, 300, 1, 0, 0.0, 8),
+    "tree": (2, 60, 4, 1, 128, 400, 60, 0, 0.0, 2),
+    "level of a draft": (2, 10, 8, 2, 16, 200, 50, 0, 0.0, 4),
+    "window": (2, 6, 4, 2, 96, 200, 6, 20, 0.0, 4),
+    "window and cap": (1, 33, 2, 2, 256, 150, 33, 40, 5.0, 1),
+    "more splits than tiles": (3, 5, 3, 1, 8, 40, 5, 0, 30.0, 16),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention_to_text_and_tree(case: str, dtype: torch.dtype) -> None:
+    """Slots that a node does not see hold NaN outside of text and tree. Lengths differ between rows; one is 0."""
+    batch, count, heads, key_heads, width, slots, beyond, window, softcap, splits = ATTENTION[case]
+    q = torch.randn(batch, count, heads, width, device=DEVICE).to(dtype)
+    k, v = (torch.randn(batch, key_heads, slots, width, device=DEVICE).to(dtype) for _ in range(2))
+    lengths = torch.randint(slots // 2, slots - beyond + 1, (batch,), device=DEVICE)
+    lengths[batch - 1 :] = 0 if batch > 1 else slots - beyond
+    sees = torch.rand(batch, count, beyond, device=DEVICE) < 0.4
+    sees[:, torch.arange(count), torch.arange(beyond - count, beyond)] = True  # itself
+    positions = lengths[:, None] + torch.randint(0, 5, (batch, count), device=DEVICE)
+    after = torch.arange(slots, device=DEVICE) - lengths[:, None]  # [B, S]
+    for row, length in enumerate(lengths.tolist()):
+        k[row, :, length + beyond :] = v[row, :, length + beyond :] = torch.nan
+    visible = (after < 0)[:, None] & (positions[..., None] - torch.arange(slots, device=DEVICE) < (window or 2 * slots))
+    tree = sees.gather(2, after.clamp(0, beyond - 1)[:, None].expand(-1, count, -1))
+    visible = torch.where(((after >= 0) & (after < beyond))[:, None], tree, visible)
+    found = tree_attention(q, k, v, lengths, sees, width**-0.5, positions, window, softcap, splits)
+    right = dense(q, k.nan_to_num(0.0), v.nan_to_num(0.0), visible, width**-0.5, softcap)
+    torch.testing.assert_close(found.double(), right, atol=1e-5 if dtype == torch.float32 else 4e-3, rtol=0.0)
+
+
+def test_a_mask_over_all_slots_is_a_tree_after_no_text() -> None:
+    q, k, v = (torch.randn(1, *shape, device=DEVICE) for shape in ((3, 4, 32), (2, 70, 32), (2, 70, 32)))
+    visible = torch.rand(1, 3, 70, device=DEVICE) < 0.5
+    found = tree_attention(q, k, v, torch.zeros(1, dtype=torch.long, device=DEVICE), visible, 0.2)
+    torch.testing.assert_close(found.double(), dense(q, k, v, visible, 0.2, 0.0), atol=1e-5, rtol=0.0)
+
+
+def test_slots_are_split_as_a_device_needs() -> None:
+    """A plain step of an 8B model on 132 multiprocessors, 60 nodes of it, 16 rows of 60 nodes, and a small card."""
+    assert [splits_for(8, 132), splits_for(32, 132), splits_for(16 * 32, 132), splits_for(8, 20)] == [32, 8, 1, 4]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [50, 5000])
+def test_a_pass_over_rows(width: int, dtype: torch.dtype) -> None:
+    logits = (3 * torch.randn(2, 3, width, device=DEVICE)).to(dtype)
+    logits[0, 0, : width // 2] = -torch.inf
+    log_p = logits.double().log_softmax(-1)
+    found, tokens = kernels.topk_logprobs(logits, 10)
+    torch.testing.assert_close(found.double(), log_p.topk(10).values, atol=1e-5, rtol=0.0)
+    assert torch.equal(log_p.gather(-1, tokens), log_p.topk(10).values) and len(set(tokens[0, 0].tolist())) == 10
+    rows = torch.tensor([4, 0], device=DEVICE)
+    of_rows = logits.flatten(0, 1)[rows]
+    highest, best, total = kernels.row_stats(logits.flatten(0, 1), rows)
+    assert torch.equal(highest, of_rows.amax(-1).float())
+    assert torch.equal(of_rows.gather(1, best[:, None])[:, 0], of_rows.amax(-1))
+    torch.testing.assert_close(total, of_rows.float().logsumexp(-1), atol=1e-5, rtol=0.0)
+    entropy = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)
+    torch.testing.assert_close(kernels.row_entropy(logits).double(), entropy, atol=1e-5, rtol=0.0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+def test_rows_that_are_no_distributions() -> None:
+    """As :func:`fsd_core.functional.row_stats` says; of equal numbers the first token is the best."""
+    logits = torch.zeros(4, 70, device=DEVICE)
+    logits[1, 5], logits[2, 6], logits[3] = -torch.nan, torch.inf, -torch.inf
+    highest, best, total = kernels.row_stats(logits)
+    assert best.tolist()[:1] + best.tolist()[2:] == [0, 6, 0]
+    for found in (highest, total):
+        torch.testing.assert_close(
+            found[1:], torch.tensor([torch.nan, torch.inf, -torch.inf], device=DEVICE), equal_nan=True
+        )
+
+
+def test_norms_rotations_and_silu() -> None:
+    x, delta, weight = (
+        torch.randn(5, 96, device=DEVICE),
+        torch.randn(5, 96, device=DEVICE),
+        torch.randn(96, device=DEVICE),
+    )
+    total, normed = layer.add_norm(x, delta, weight, 1e-5)
+    torch.testing.assert_close(total, x + delta)
+    torch.testing.assert_close(normed, F.rms_norm(x + delta, (96,), weight, 1e-5))
+    wide = torch.zeros(5, 200, device=DEVICE)
+    assert layer.add_norm(x, None, weight, 1e-5, wide[:, 96:192])[0] is x
+    torch.testing.assert_close(wide[:, 96:192], F.rms_norm(x, (96,), weight, 1e-5))
+    assert not wide[:, :96].any() and not wide[:, 192:].any()
+    gate, up = x[:, :40], delta[:, :40]
+    torch.testing.assert_close(layer.silu_mul(torch.cat([gate, up], 1)), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_queries_are_rotated_and_keys_kept(is_normed: bool) -> None:
+    batch, count, heads, key_heads, width = 2, 3, 4, 2, 24
+    qkv = torch.randn(batch, count, (heads + 2 * key_heads) * width, device=DEVICE)
+    cosine, sine = (torch.randn(batch, count, width, device=DEVICE) for _ in range(2))
+    norms = (torch.randn(width, device=DEVICE), torch.randn(width, device=DEVICE)) if is_normed else None
+    pool, slots = torch.zeros(2, batch, key_heads, 20, width, device=DEVICE), torch.tensor([[3, 4, 7], [0, 19, 2]])
+    query = layer.rotate_and_store(qkv, (cosine, sine), norms, 1e-6, pool[0], pool[1], slots.to(DEVICE))
+    q, k, v = qkv.unflatten(2, (-1, width)).split([heads, key_heads, key_heads], 2)
+    if norms is not None:
+        q, k = F.rms_norm(q, (width,), norms[0], 1e-6), F.rms_norm(k, (width,), norms[1], 1e-6)
+
+    def rotated(x: Tensor) -> Tensor:
+        left, right = x.chunk(2, -1)
+        return x * cosine[:, :, None] + torch.cat([-right, left], -1) * sine[:, :, None]
+
+    torch.testing.assert_close(query, rotated(q))
+    right = torch.zeros_like(pool)
+    for row in range(batch):
+        right[0, row][:, slots[row]] = rotated(k)[row].transpose(0, 1)
+        right[1, row][:, slots[row]] = v[row].transpose(0, 1)
+    torch.testing.assert_close(pool, right)
+
+
+def builds(*arguments: str) -> list[dict[str, int]]:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton_builds", *arguments], capture_output=True, text=True, env=environ,
+        cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("90",),
+        *(
+            pytest.param((capability, dtype), marks=pytest.mark.slow)
+            for capability in ("80", "89", "90")
+            for dtype in ("bfloat16", "float16", "float32")
+        ),
+    ],
+    ids="-".join,
+)
+def test_kernels_compile_for_a_gpu(arguments: tuple[str, ...]) -> None:
+    """To machine code of an 8B model's shapes. They fit the smallest card's shared memory, and its registers."""
+    found = builds(*arguments)
+    assert {line["kernel"] for line in found} == {"_add_norm", "_attend", "_join", "_read", "_rotate", "_silu_mul"}
+    assert max(line["shared"] for line in found) <= 99 * 1024
+    assert max(line["stack"] for line in found) <= 64, "registers are spilled"

@@ -1,0 +1,156 @@
+"""What new users get wrong: each works, or says in one line how it is meant."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsd_bench.cli import main as fsd_bench
+from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer.cli.main import main as fsd_infer
+from fsd_infer.request.options import _ARGUMENTS, _HONOURED, NEW_TOKENS, GenerateOptions
+from fsd_train.cli import main as fsd_train
+from tests.families import save_head, tiny_head
+from tests.fuzzing import called
+from tests.text_toys import save_tiny_chat_target
+
+PROMPT = "the cat sat"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_chat_target(tmp_path_factory.mktemp("forgiving") / "target")
+
+
+@pytest.fixture(scope="module")
+def decoder(target: Path) -> FuzzyDecoder:
+    return FuzzyDecoder.from_pretrained(str(target), "none", dtype=torch.float32, device="cpu")
+
+
+def test_a_model_and_its_tokenizer_are_given_as_to_transformers(target: Path, decoder: FuzzyDecoder) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
+    made = FuzzyDecoder.from_pretrained(model, tokenizer)
+    assert made.generate(PROMPT, max_new_tokens=8).text == decoder.generate(PROMPT, max_new_tokens=8).text
+    with pytest.raises(FsdError, match="has no tokenizer: give one as tokenizer=, add its files, or"):
+        FuzzyDecoder.from_pretrained(model, "none").generate(PROMPT)
+
+
+def test_a_temperature_samples_and_an_answer_is_as_long_as_on_the_command_line(decoder: FuzzyDecoder) -> None:
+    answers = {tuple(decoder.generate(PROMPT, temperature=5.0, seed=seed).sequences[0]) for seed in range(4)}
+    assert len(answers) == 4
+    greedy = decoder.generate(PROMPT, eos_token_id=None).sequences
+    assert greedy == decoder.generate(PROMPT, temperature=0.0, eos_token_id=None).sequences
+    assert greedy == decoder.generate(PROMPT, temperature=5.0, do_sample=False, eos_token_id=None).sequences
+    assert len(greedy[0]) == NEW_TOKENS == 128
+    assert len(decoder.generate(PROMPT, max_length=30, eos_token_id=None, chat=False).sequences[0]) < 30
+
+
+def test_an_answer_prints_as_what_one_looks_for(decoder: FuzzyDecoder) -> None:
+    answer = decoder.generate(PROMPT, max_new_tokens=8)
+    assert answer.text == answer.texts[0] and repr(answer) == str(answer)
+    assert repr(answer).startswith(f"Generation([{answer.text!r}], {answer.stats.new_tokens} tokens, tau 1.00, ")
+    assert len(repr(answer)) < 500
+
+
+LOADS: list[tuple[dict[str, Any], str]] = [
+    ({"load_in_4bit": True}, r'give quantization_config=\{"quant_method": "bitsandbytes", "load_in_4bit": True\}'),
+    ({"load_in_8bit": True}, "load_in_8bit is no argument for a target"),
+    ({"device_map": "gpu"}, "device 'gpu' cannot be used here"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), LOADS)
+def test_arguments_of_other_days_are_named_with_what_to_give(
+    options: dict[str, Any], message: str, target: Path
+) -> None:
+    with pytest.raises(FsdError, match=message):
+        FuzzyDecoder.from_pretrained(str(target), "none", **options)
+
+
+def test_a_device_map_may_name_a_device(target: Path) -> None:
+    assert FuzzyDecoder.from_pretrained(str(target), "none", device_map="cpu").target.device.type == "cpu"
+
+
+def test_a_head_is_no_target(target: Path, decoder: FuzzyDecoder, tmp_path: Path) -> None:
+    save_head(tmp_path / "head", tiny_head(Target(decoder.target.model)).head, decoder.target.fingerprint())
+    with pytest.raises(FsdError, match="head is a draft head, not a target: give it as drafter"):
+        FuzzyDecoder.from_pretrained(str(tmp_path / "head"))
+
+
+def test_a_base_model_says_once_that_it_only_continues(target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = None
+    with caplog.at_level(logging.WARNING):
+        made = FuzzyDecoder.from_pretrained(AutoModelForCausalLM.from_pretrained(target), "none", tokenizer)
+        made.generate(PROMPT, chat=False, max_new_tokens=2)
+        assert "chat template" not in caplog.text
+        for _ in range(2):
+            made.generate(PROMPT, max_new_tokens=2)
+    assert caplog.text.count("has no chat template: it continues prompts as they are") == 1
+
+
+def test_type_checkers_know_the_options() -> None:
+    assert GenerateOptions.__annotations__.keys() == _HONOURED | _ARGUMENTS
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+MAINS = {"fsd-infer": fsd_infer, "fsd-bench": fsd_bench, "fsd-train": fsd_train}
+
+
+@pytest.mark.parametrize("program", MAINS)
+def test_a_program_without_arguments_lists_its_commands_and_each_has_a_version(program: str) -> None:
+    status, out, err = called(MAINS[program], [])
+    some = {"fsd-infer": "generate", "fsd-bench": "calibrate", "fsd-train": "cache-features"}[program]
+    assert status == 2 and not out and some in err and f"usage: {program}" in err
+    status, out, err = called(MAINS[program], ["--version"])
+    assert status == 0 and out.startswith(f"{program} 0.") and not err
+
+
+MISTAKES = [
+    (
+        "fsd-infer genrate --prompt x",
+        "fsd-infer: unknown command 'genrate'. Did you mean 'generate'? Known: ",
+    ),
+    ("fsd-infer bnch", "Did you mean 'bench'?"),
+    ("fsd-bench calibrat", "Did you mean 'calibrate'?"),
+    ("fsd-train fitt", "fsd-train: unknown command 'fitt'. Did you mean 'fit'?"),
+    ("fsd-infer generate --promt x", "fsd-infer generate: unknown option --promt. Did you mean '--prompt'?"),
+    ("fsd-bench run --prompts x --metods plain", "unknown option --metods. Did you mean '--methods'?"),
+    ("fsd-train export a b --dta x", "unknown option --dta. Did you mean '--data'?"),
+    ("fsd-infer generate --prompt x --color alway", "invalid choice 'alway'. Did you mean 'always'?"),
+    (
+        "fsd-infer generate --prompt x --target {target} --drafter lokup",
+        "'lokup'. Did you mean 'lookup'?",
+    ),
+    ("fsd-infer generate --prompt x --target runs/mytraget", "runs/mytraget: no such directory, though runs is one."),
+    ("fsd-infer generate --prompt x --target {target} --drafter runs/mytraget", "Did you mean 'mytarget'?"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), MISTAKES)
+def test_mistakes_on_the_command_line_name_what_was_meant(
+    line: str, said: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mytarget").mkdir(parents=True)
+    program, *words = line.format(target=target).split()
+    status, _, err = called(MAINS[program], words)
+    assert status == 2 and said in err and err.count("\n") == 1, err
+
+
+def test_an_answer_ends_with_two_lines_all_figures_or_none(target: Path) -> None:
+    words = ["generate", "--prompt", PROMPT, "--target", str(target), "--dtype", "fp32", "--max-new-tokens", "8"]
+    _, answer, said = called(fsd_infer, words)
+    first, second = said.splitlines()[-2:]
+    assert " tok/s, " in first and "tokens per forward" in first and len(first) < 80
+    assert second.startswith("rule exact, drafter ") and second.endswith("(--stats says more)")
+    _, again, said = called(fsd_infer, [*words, "--stats"])
+    assert again == answer and "gate open at" in said.splitlines()[-1] and "prefill" in said
+    _, again, said = called(fsd_infer, [*words, "--quiet"])
+    assert again == answer and not said

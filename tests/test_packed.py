@@ -1,0 +1,179 @@
+"""Packed rows: a conversation attends to itself alone, in any model; losses and gradients are those of each alone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from fsd_infer import Target
+from fsd_train.data import collate
+from fsd_train.models import DistillationModule, LMModule
+from fsd_train.packed import BLOCK, TextMask, attending, packed_attention, read_packed, reads_packed_rows
+from tests.families import FAMILIES, tiny_model
+from tests.loss_toys import VARIANTS
+from tests.train_toys import answers_of, eagle_module, ready, save_toy_target
+
+CPU = torch.device("cpu")
+ALONE = {"stablelm", "falcon"}  # attention of their own that takes no function
+LENGTHS = (9, 30, 5, 20)
+
+
+def by_search(lengths: tuple[int, ...], roots: list[int] | None = None, step: int = 0, window: int = 10**6) -> Tensor:
+    """Who sees whom, spelled out: [Q, K] bool."""
+    of = [number for number, length in enumerate(lengths) for _ in range(length)]
+    places = range(len(of))
+    if roots is None:
+        return torch.tensor([[of[k] == of[q] and k <= q < k + window for k in places] for q in places])
+    rows = []
+    for number, root in enumerate(roots):
+        text = [of[k] == of[root] and k <= root and root + step - k < window for k in places]
+        rows.append(text + [chain == number for _ in range(step) for chain in range(len(roots))])
+    return torch.tensor(rows)
+
+
+MASKS = {
+    "text": (TextMask((40, 300, 1, 59), CPU), None, by_search((40, 300, 1, 59))),
+    "window": (TextMask((40, 300, 1, 59), CPU), 16, by_search((40, 300, 1, 59), window=16)),
+    "chains": (
+        TextMask((40, 300, 60), CPU).chains(torch.arange(20, 340, 2), 3), None,
+        by_search((40, 300, 60), list(range(20, 340, 2)), 3),
+    ),
+    "chains in a window": (
+        TextMask((40, 600), CPU).chains(torch.arange(0, 640, 4), 2), 30,
+        by_search((40, 600), list(range(0, 640, 4)), 2, 30),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_all_readings_of_a_mask_agree(name: str) -> None:
+    mask, window, expected = MASKS[name]
+    queries, keys = mask.shape
+    assert expected.shape == mask.shape
+    assert torch.equal(mask.visible(torch.arange(queries)[:, None], torch.arange(keys), window), expected)
+    spread = torch.zeros_like(expected)
+    for query, parts, visible in mask.span_masks(window):
+        places = torch.cat([torch.arange(part.start, part.stop) for part in parts])
+        shape = (query.stop - query.start, len(places))
+        block = torch.ones(shape, dtype=torch.bool).tril() if visible is None else visible
+        spread[torch.arange(query.start, query.stop)[:, None], places] = block
+    assert torch.equal(spread, expected)
+    blocks = mask.block_mask(window).to_dense()[0, 0].bool()
+    wide = blocks.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:queries, :keys]
+    assert not (expected & ~wide).any() and blocks.sum() < blocks.numel()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MASKS)
+def test_flex_attention_sees_the_same(name: str) -> None:
+    """What CUDA runs, interpreted; one of its kernels needs the hardware."""
+    mask, window, expected = MASKS[name]
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, mask.shape[0], 8), torch.randn(1, 2, mask.shape[1], 8)
+    found = packed_attention(torch.nn.Module(), query, key, key, mask, sliding_window=window)[0].transpose(1, 2)
+    flexed = flex_attention(query, key, key, block_mask=mask.block_mask(window), enable_gqa=True)
+    repeated = key.repeat_interleave(2, 1)
+    plain = torch.nn.functional.scaled_dot_product_attention(query, repeated, repeated, expected)
+    torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(flexed, plain, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_has_the_features_of_its_conversations(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Windows, soft caps, sinks and experts included; a window of 8 is shorter than the conversations."""
+    target = Target(tiny_model(family))
+    target.capture_layers([0])
+    ids, before = torch.randint(3, 60, (1, sum(LENGTHS))), target.config._attn_implementation
+    for _ in range(2):
+        packed = read_packed(target.features, target.model, ids, TextMask(LENGTHS, CPU))
+    apart = torch.cat([target.features(part) for part in ids.split(LENGTHS, dim=1)], dim=1)
+    torch.testing.assert_close(packed, apart, atol=2e-5, rtol=1e-4)
+    assert reads_packed_rows(target.features, target.model) == (family not in ALONE)
+    said = [
+        record.message for record in caplog.records if record.levelno >= logging.WARNING and "packed" in record.message
+    ]
+    assert len(said) == (family in ALONE) and target.config._attn_implementation == before
+
+
+def summed(module: DistillationModule, batches: list[dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the gradients over all rows of some batches."""
+    drafts = [module.draft(batch, module.unroll_steps) for batch in batches]
+    counts = [(each.rows.total, each.rows.chain_total) for each in drafts]
+    total, chains = (sum(each) for each in zip(*counts))
+    losses = []
+    for each in drafts:
+        each.rows.total.fill_(total)
+        each.rows.chain_total.fill_(chains)
+        losses.append(module.loss(each).loss)
+    module.zero_grad()
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    named = module.named_parameters()
+    return loss.detach(), {name: value.grad for name, value in named if value.grad is not None}
+
+
+HEADS: list[dict[str, Any]] = [
+    {"head": {"final_norm": True, "feature_scale": True, "fused_layers": [0]}},
+    {"head": {"layout": "eagle3", "fused_layers": [0, 1]}, "draft_vocab_size": 40},
+    {"head": {"layout": "eagle", "num_layers": 2}},
+]
+
+
+def check_packed(module: Any, toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of six conversations and padding against six rows, and against a target that reads padded rows."""
+    data = answers_of(toys)
+    data.setup()
+    assert data.train_set is not None
+    items = [data.train_set[place] for place in range(6)]
+    loss, gradients = summed(module, [dict(collate(items, 190))])
+    alone, expected = summed(module, [dict(collate([item])) for item in items])
+    torch.testing.assert_close(loss, alone, atol=1e-6, rtol=2e-5)
+    torch.testing.assert_close(gradients, expected, atol=2e-6, rtol=2e-4)
+    assert any(float(value.abs().max()) > 1e-4 for value in gradients.values())
+    monkeypatch.setattr("fsd_train.packed.reads_packed_rows", lambda read, model: False)
+    padded, expected = summed(module, [dict(collate(items, 190))])
+    torch.testing.assert_close(padded, loss, atol=1e-6, rtol=2e-5)
+    torch.testing.assert_close(gradients, expected, atol=2e-6, rtol=2e-4)
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize(("loss", "args"), VARIANTS, ids=str)
+def test_losses_and_gradients_of_a_head(
+    loss: str, args: dict[str, Any], head: dict[str, Any], toys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "layout" in head["head"] and loss == "eagle":
+        args = {"w_feature": 0.0}
+    if loss == "lk":  # by step, a batch's own mean is in the loss
+        args = {**args, "level": "row"}
+    module = ready(eagle_module(toys, loss=loss, loss_args=args or None, unroll_steps=3, **head))
+    if head["head"].get("fused_layers"):
+        module.target.capture_layers(head["head"]["fused_layers"])
+    check_packed(module, toys, monkeypatch)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4, "lora_alpha": 8}], ids=["full", "lora"])
+@pytest.mark.parametrize("loss", ["kl_pq", "fsd"])
+def test_losses_and_gradients_of_a_small_lm(
+    loss: str, lora: dict[str, Any] | None, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = save_toy_target(tmp_path / "small", seed=1)
+    module = ready(LMModule(str(toys / "target"), str(drafter), loss=loss, lora=lora, unroll_steps=2))
+    if lora is not None:  # whose second matrix starts at 0
+        for name, value in module.head.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(value, std=0.1)
+    check_packed(module, toys, monkeypatch)
+
+
+def test_a_model_gets_its_own_attention_back() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ZeroDivisionError), attending(model):
+        raise ZeroDivisionError
+    assert model.config._attn_implementation == "sdpa"

@@ -1,0 +1,116 @@
+"""Compile for a GPU, without one, what our Triton wrappers would launch: `python -m tests.triton_builds 90`.
+
+Prints a JSON object per launch: kernel, bytes of shared memory, registers and bytes of spilled registers (stack).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from fsd_infer.backends.cuda import attention, kernels, layer
+
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages")
+
+
+class Compiler:
+    """Stands in for every launch: compiles the kernel for the arguments that it would be launched with."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+        self.label, self.known = "", set[Any]()
+
+    def __call__(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **others: Any) -> None:
+        options = {name: others.pop(name) for name in OPTIONS if name in others}
+        given = dict(zip(kernel.arg_names, args, strict=False)) | others
+        constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
+        constants |= {name: 1 for name, value in given.items() if type(value) is int and value == 1}
+        signature = {name: "constexpr" if name in constants else _type(given[name]) for name in kernel.arg_names}
+        aligned = [name for name, value in given.items() if name not in constants and _is_aligned(value)]
+        key = kernel.__name__, *signature.values(), *constants.values(), *aligned, *options.values()
+        if key in self.known:
+            return
+        self.known.add(key)
+        attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+        built = triton.compile(source, target=self.target, options=options)
+        registers, stack = _resources(built.asm["cubin"])
+        print(json.dumps({
+            "kernel": kernel.__name__, "of": self.label, "shared": built.metadata.shared, "registers": registers,
+            "stack": stack,
+        }), flush=True)  # fmt: skip
+
+
+def _type(value: Any) -> str:
+    return TYPES[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
+
+
+def _is_aligned(value: Any) -> bool:
+    return isinstance(value, Tensor) or type(value) is int and value % 16 == 0
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with TemporaryDirectory() as directory:
+        file = Path(directory, "kernel.cubin")
+        file.write_bytes(cubin)
+        said = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
+
+
+def launch_all(compiler: Compiler, widths: list[int], dtypes: list[torch.dtype], most: bool) -> None:
+    """Call each wrapper with the shapes of a round: a chain's node, and 60 nodes."""
+    lengths = torch.tensor([600])
+    for dtype in dtypes:
+        for width in widths:
+            pool = torch.empty(2, 1, 8, 1024, width, dtype=dtype)
+            for count in (1, 60):
+                query = torch.empty(1, count, 32, width, dtype=dtype)
+                sees, positions = torch.ones(1, count, count, dtype=torch.bool), torch.arange(count)[None]
+                for window, softcap in ((0, 0.0), (128, 30.0))[: 1 + most]:
+                    compiler.label = f"{dtype} width {width} nodes {count} window {window}"
+                    attention.tree_attention(
+                        query, pool[0], pool[1], lengths, sees, 0.1, positions, window, softcap, 8 if count == 1 else 2
+                    )
+        compiler.label = str(dtype)
+        pool, angles = torch.empty(2, 1, 8, 1024, 128, dtype=dtype), torch.empty(1, 60, 128, dtype=dtype)
+        qkv, slots = torch.empty(1, 60, 48 * 128, dtype=dtype), torch.arange(60)[None]
+        for norms in (None, (angles[0, 0], angles[0, 0])):
+            layer.rotate_and_store(qkv, (angles, angles), norms, 1e-5, pool[0], pool[1], slots)
+        x = torch.empty(60, 4096, dtype=dtype)
+        for delta in (None, x):
+            layer.add_norm(x, delta, x[0], 1e-5)
+        layer.silu_mul(torch.empty(60, 2 * 14336, dtype=dtype))
+        kernels.topk_logprobs(torch.empty(10, 32000, dtype=dtype), 10)
+        kernels.row_stats(torch.empty(60, 128256, dtype=dtype), torch.arange(4))
+
+
+def main(capability: str, *names: str) -> None:
+    compiler = Compiler(int(capability))
+    JITFunction.run = lambda self, *args, **others: compiler(self, *args, **others)
+    if names:  # of dtypes: everything
+        launch_all(compiler, [64, 96, 128, 256], [getattr(torch, name) for name in names], most=True)
+    else:
+        launch_all(compiler, [128], [torch.bfloat16], most=False)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
