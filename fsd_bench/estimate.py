@@ -30,7 +30,7 @@ import torch
 
 from fsd_bench.planned import EXPERTS, count_weights, planned_target, sizes_of
 from fsd_bench.roofline import FORWARD_GRAPHS, Hardware, Part, Work, device_rows, seconds
-from fsd_infer.device.cuda_graphs import SLOTS, TOKENS
+from fsd_infer.device.cuda_graphs import shared_slots
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.config import EagleConfig
@@ -157,7 +157,7 @@ class Planned:
         h, v, nodes, kv = target.hidden_size, target.vocab_size, shape.nodes, target.cache_bytes_per_token
         inner, layers, chunk = sizes.intermediate_size, sizes.layers, min(PREFILL_CHUNK, self.context)
         slots = self.context + self.new + nodes
-        slots = -(-slots // SLOTS) * SLOTS if self.graphs else slots
+        slots = shared_slots(slots) if self.graphs else slots
         beyond, features = (shape.depth - 1) * shape.width, drafter.features
         parts = [
             Part("target's weights", 2.0 * sizes.parameters, f"2 B x {sizes.parameters:,}", shared=True),
@@ -170,12 +170,9 @@ class Planned:
             Part("a round's logits", float(LOGITS * b * nodes * v), f"{LOGITS} B x {b} x {nodes} nodes x {v}"),
         ]  # fmt: skip
         if self.graphs:
-            padded = next((count for count in TOKENS if count >= nodes), nodes)
-            spans = [span for k in range(20) if (span := SLOTS * 2**k) < slots] + [slots]
-            each = 2 * (v + features + (layers + 3) * h + 3 * inner)
-            pool = b * sum(padded * (2 * (v + features) + span) for span in spans) + b * padded * each
-            how = f"{b} x {padded} nodes x ((2 B x ({v} + {features}) + mask) x {len(spans)} spans + one forward's)"
-            parts.append(Part("graphs' pool", float(pool), how))
+            each = 2 * (2 * (v + features) + (layers + 3) * h + 3 * inner) + slots
+            how = f"{b} x {nodes} nodes x (2 B x (2 x ({v} + {features}) + one forward's) + a mask of {slots})"
+            parts.append(Part("graph's pool", float(b * nodes * each), how))
         return parts
 
     def forward(self, nodes: int) -> Work:

@@ -119,7 +119,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "--cuda-graphs": {
         "action": argparse.BooleanOptionalAction,
-        "help": "record forwards as CUDA graphs and replay them (default: on a GPU)",
+        "help": "record rounds as CUDA graphs and replay them (default: on a GPU)",
     },
     "--threads": {"type": thread_count, "metavar": "N", "help": "CPU threads (default: torch's)"},
 }  # fmt: skip

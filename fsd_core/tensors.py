@@ -1,8 +1,8 @@
 """Tensors between host and device, and batch rows of different lengths: padding, picking nodes, masks, draws.
 
-Models' outputs stay on the device; the engine's own state is on the CPU. A launch returns at once, but a transfer to
-the host waits for all earlier launches. So a round has one such transfer, for the verdict (fsd_infer/rules/_walk.py).
-Transfers to the device do not block.
+Decoding's state stays on the target's device. A launch returns at once, but a transfer to the host waits for all
+earlier launches. So a round has one such transfer, for its report (fsd_infer/engine/report.py). Transfers to the device
+do not block.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ def on_host(*tensors: Tensor) -> list[Tensor]:
     """
     if tensors[0].device.type == "cpu":
         return list(tensors)
-    whole = torch.cat([tensor.to(wide(tensor.device)) for tensor in tensors], dim=1).cpu()
-    return list(whole.split([tensor.shape[1] for tensor in tensors], dim=1))
+    return list(packed(*tensors).cpu().split([tensor.shape[1] for tensor in tensors], dim=1))
+
+
+def packed(*tensors: Tensor) -> Tensor:
+    """Return tensors [B, N] of one device, each with its own N, as one [B, sum], in the device's widest type."""
+    return torch.cat([tensor.to(wide(tensor.device)) for tensor in tensors], dim=1)
 
 
 def lists(*tensors: Tensor) -> list[Any]:
@@ -68,20 +72,26 @@ def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
     return values.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, nodes.shape)
 
 
-def visible_slots(lengths: Tensor, sees: Tensor) -> Tensor:
+def visible_slots(lengths: Tensor, sees: Tensor, used: int | None = None) -> Tensor:
     """Return which cache slots new tokens may attend to: the whole text, and chosen slots after it.
 
     Args:
-        lengths: [B] text length of each row, on the CPU; the text occupies slots 0 to length - 1.
+        lengths: [B] text length of each row; the text occupies slots 0 to length - 1.
         sees: [B, M, E] bool; whether token i may attend to the e-th slot after the text.
+        used: S, at least the longest text + E; None: that, for lengths on the CPU.
 
     Returns:
-        [B, M, S] bool on the device of ``sees``, with S = longest text + E.
+        [B, M, S] bool on the device of ``sees``.
     """
-    if lengths.shape[0] == 1:  # no offsets between rows
-        return torch.nn.functional.pad(sees, (int(lengths), 0), value=True)
     extra = sees.shape[-1]
-    offset = to_device(torch.arange(int(lengths.max()) + extra) - lengths[:, None], sees.device)  # [B, S]
+    if lengths.device.type == "cpu":
+        used = int(lengths.max()) + extra if used is None else used
+        if lengths.shape[0] == 1:  # no offsets between rows
+            visible = torch.nn.functional.pad(sees, (int(lengths), 0), value=True)
+            more = used - visible.shape[-1]
+            return torch.nn.functional.pad(visible, (0, more)) if more else visible
+    assert used is not None, "lengths on a device tell the host nothing"
+    offset = torch.arange(used, device=sees.device) - to_device(lengths, sees.device)[:, None]  # [B, S]
     index = offset.clamp(0, max(extra - 1, 0))[:, None].expand(-1, sees.shape[1], -1)
     inside = (offset >= 0) & (offset < extra)
     return torch.where(inside[:, None], sees.gather(2, index) if extra else inside[:, None], (offset < 0)[:, None])

@@ -42,6 +42,7 @@ class DraftTree:
             distribution, see :mod:`fsd_infer.drafters.drawing`.
         proposers: [B, N] index of the drafter part that proposed each node, the first of several; None if there is one
             part.
+        levels: at least the depth of the deepest node, as far as the host knows; None: not known.
     """
 
     tokens: Tensor
@@ -53,6 +54,7 @@ class DraftTree:
     q_scores: Tensor | None = None
     proposers: Tensor | None = None
     drawn: Tensor | None = None
+    levels: int | None = None
 
     @property
     def sampled(self) -> bool:
@@ -95,7 +97,11 @@ class DraftTree:
 
     @property
     def max_depth(self) -> int:
-        return int(self.depths.max())
+        """At least the depth of the deepest node, read from a CPU's tree if its builder does not say."""
+        most = self.parents.shape[1] - 1
+        if self.levels is not None:
+            return min(self.levels, most)
+        return int(self.depths.max()) if self.parents.device.type == "cpu" else most
 
     @cached_property
     def held(self) -> Tensor | None:
@@ -125,10 +131,29 @@ class DraftTree:
         kept.q_index = torch.where(kept.inner, self.q_index.gather(1, nodes), -1)
         return kept
 
+    def padded_to(self, count: int) -> DraftTree:
+        """Return the tree padded to at least ``count`` nodes."""
+        more = count - self.tokens.shape[1]
+        if more <= 0:
+            return self
+
+        def pad(values: Tensor, fill: float) -> Tensor:
+            return torch.nn.functional.pad(values, (0, more), value=fill)
+
+        return replace(
+            self,
+            tokens=pad(self.tokens, 0),
+            parents=pad(self.parents, 0),
+            scores=pad(self.scores, -math.inf),
+            q_index=pad(self.q_index, -1),
+            proposers=None if self.proposers is None else pad(self.proposers, 0),
+            drawn=None if self.drawn is None else pad(self.drawn, False),
+        )
+
     @classmethod
     def root_only(cls, tokens: Tensor, vocab_size: int) -> DraftTree:
         """Return a tree without drafts, for plain decoding. tokens: [B]."""
-        return cls.chain(tokens[:, None], torch.empty(len(tokens), 0, vocab_size, device=tokens.device))
+        return cls.chain(tokens[:, None].clone(), torch.empty(len(tokens), 0, vocab_size, device=tokens.device))
 
     @classmethod
     def chain(
@@ -158,15 +183,18 @@ class DraftTree:
             q_index=q_index.expand_as(tokens),
             draft_ids=draft_ids,
             q_scores=q_scores,
+            levels=tokens.shape[1] - 1,
         )
 
     @classmethod
-    def of_lists(cls, rows: Sequence[Nodes], vocab_size: int, device: torch.device) -> DraftTree:
-        """Return trees without q, from drafters that build them as lists. ``vocab_size``: V."""
+    def of_lists(
+        cls, rows: Sequence[Nodes], vocab_size: int, device: torch.device, levels: int | None = None
+    ) -> DraftTree:
+        """Return trees without q, from drafters that build them as lists. ``vocab_size``: V; ``levels``: see there."""
         fills = 0, 0, -math.inf
         tokens, parents, scores = (to_device(padded(x, fill), device) for x, fill in zip(zip(*rows), fills))
         no_q = torch.empty(len(rows), 0, vocab_size, device=device)
-        return cls(tokens, parents, scores, no_q, torch.full_like(parents, -1))
+        return cls(tokens, parents, scores, no_q, torch.full_like(parents, -1), levels=levels)
 
 
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a row's tree, as in DraftTree

@@ -245,6 +245,12 @@ def noisy_copy(target: Target) -> Target:
     return Target(model.to(target.device, target.dtype))
 
 
+def tell(session: DraftSession, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+    """Extend the session's texts, on the device and on the host, as the engine does."""
+    session.extend(tokens, features, counts)
+    session.append([row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)])
+
+
 def recorded_drafts(
     kind: type[DraftSession], look: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[Any, DraftTree]]:

@@ -138,12 +138,14 @@ class SimulatedDevice(TorchDispatchMode):
 
     Attributes:
         waits: of the host for the device, in order.
+        launches: operations on the device that no graph holds.
         graph: what is being captured.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[Wait] = []
+        self.launches = 0
         self.graph: Any = None
         self._pinned: dict[int, Tensor] = {}  # by address, kept so that none is given twice
 
@@ -195,6 +197,8 @@ class SimulatedDevice(TorchDispatchMode):
         out = func(*plain_args, **plain_kwargs)
         if self.graph is not None and on_sim:
             self.graph.add(func, plain_args, plain_kwargs, out)
+        elif on_sim and not func.is_view:
+            self.launches += 1
         known = {id(_plain(x)): x for x in tensors}
         return _mapped(lambda x: _known(x, known, on_sim), out)
 
@@ -204,7 +208,7 @@ class SimulatedDevice(TorchDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None and (generator._cdata in SimGenerator.made) is not on_sim:
             raise RuntimeError(f"{func}: a generator of another device than {SIM if on_sim else 'cpu'}")
-        if generator is not None and self.graph is not None:
+        if generator is not None and self.graph is not None and generator._cdata not in self.graph.generators:
             raise RuntimeError(f"{func}: an unregistered generator while stream is capturing")
         if not any(isinstance(x, SimTensor) for x in tensors) and not on_sim:
             return

@@ -1,159 +1,139 @@
-"""Forwards do nothing that CUDA graphs forbid, at every padded count of tokens, on the simulated device."""
+"""Whole rounds recorded on the simulated device: they read nothing on the host and answer as a CPU does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fsd_infer import Target
-from fsd_infer.device.cache import SlotCache
-from fsd_infer.device.cuda_graphs import TOKENS, Graphs
-from tests.families import VOCAB, tiny_head, tiny_model
-from tests.simulated_device import SIM, SimulatedDevice, tensors_in
+from fsd_infer import parse_rule
+from fsd_infer.drafters import Drafter
+from fsd_infer.engine import Outcome, Request, decode, loop
+from fsd_infer.engine.capture import Recorded
+from fsd_infer.targets.target import Target
+from tests.families import tiny_model
+from tests.sim_graphs import SimRecorder, address
+from tests.simulated_device import SIM, SimulatedDevice
+from tests.test_device_waits import CPU, NEW, PROMPTS, RULES, drafter, target
+
+ROUND = ["draft", "target", "rule", "cache", "advance"]
+SETTLING = ["target", "rule", "cache"]  # a drafter on the host, or one that grows its vocabulary, cuts the round
+KINDS = {
+    "none": ROUND, "eagle": ROUND, "eagle3-own": ROUND, "fsd": ROUND, "stop": ROUND, "lm": ROUND, "lm-stop": ROUND,
+    "eagle3": ROUND, "lookup": SETTLING, "recycle": SETTLING, "eagle+lookup": SETTLING, "lm+recycle": SETTLING,
+}  # fmt: skip
+CASES = [(kind, rule) for kind in ("eagle", "lm") for rule in RULES]
+CASES += [(kind, rule) for kind in KINDS for rule in ("exact", "tilted")]
 
 
-class Graph:
-    """What was launched while it was captured, to be launched again on the same memory, and nothing else.
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    with SimulatedDevice() as opened:
+        yield opened
 
-    Attributes:
-        reads: addresses of the memory that it reads or writes and did not allocate.
+
+def run(kind: str, rule: str, greedy: bool, where: torch.device = SIM, limit: int = 3 * NEW) -> Outcome:
+    generator = torch.Generator(device=where).manual_seed(0)
+    draws = not greedy or rule.startswith("random")  # an eager batch draws fewer numbers once a row has left it
+    request = Request(PROMPTS[:1] if draws else PROMPTS, limit, greedy, generator=generator)
+    return decode(target(where), drafter(kind, where), parse_rule(rule), request)
+
+
+@pytest.mark.filterwarnings("ignore:lm samples its drafts")
+@pytest.mark.parametrize(("kind", "rule"), dict.fromkeys(CASES))
+def test_recorded_rounds_answer_as_eager_ones(
+    kind: str, rule: str, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of the same plan records nothing more. A round launches at most six operations besides its graph, and
+    the host reads once, after it.
     """
+    whole, small = target(SIM), drafter(kind, SIM)
+    spent: list[tuple[int, int]] = []
+    report = loop.report
 
-    def __init__(self) -> None:
-        self.steps: list[tuple[Any, Any, Any, list[Tensor]]] = []
-        self.reads: set[int] = set()
-        self.outputs: tuple[Tensor, ...] = ()
-        self._own: set[int] = set()
+    def noted(*given: Any) -> Any:
+        spent.append((device.launches, len(device.waits)))
+        return report(*given)
 
-    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.reads |= {address(x) for x in tensors_in((args, *kwargs.values()))} - self._own
-        if func.is_view:
-            return
-        aliased = any(found.alias_info is not None for found in func._schema.returns)
-        made = [] if aliased else tensors_in(out)
-        self._own |= {address(x) for x in made}
-        self.steps.append((func, args, kwargs, made))
-
-    def replay(self) -> None:
-        for func, args, kwargs, made in self.steps:
-            out = func(*args, **kwargs)
-            for before, now in zip(made, tensors_in(out)):
-                before.copy_(now)
-
-    def spoil(self) -> None:
-        """Graphs share a pool: whatever runs next may write over what this one has put out."""
-        for out in self.outputs:
-            out.value.fill_(torch.nan if out.is_floating_point() else 0)  # type: ignore[attr-defined]
-
-
-class SimRecorder:
-    """Records graphs of the device, as :class:`fsd_infer.device.cuda_graphs.CudaRecorder` does those of CUDA."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.device = device
-        self.graphs: list[Graph] = []
-        self.replayed = 0
-
-    def __call__(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        run()
-        self.device.graph = graph = Graph()
+    host = KINDS.get(kind, ROUND) == SETTLING  # its trees are padded, so other numbers are drawn
+    for greedy in (True, False)[: 1 if parse_rule(rule).greedy_only or host else 2]:
+        whole.recorder = None
+        wanted = run(kind, rule, greedy).sequences
+        if greedy and rule == "exact":
+            assert wanted == run(kind, rule, greedy, CPU).sequences
+        recorder = SimRecorder(device)
+        for model in models_of(whole, small):
+            model.use_graphs(recorder)
         try:
-            graph.outputs = run()
+            first = run(kind, rule, greedy)
+            made = len(recorder.graphs)
+            assert first.sequences == wanted and made > 0 and recorder.replayed > 0
+            monkeypatch.setattr(loop, "report", noted)
+            spent.clear()
+            replayed = recorder.replayed
+            assert run(kind, rule, greedy).sequences == wanted
         finally:
-            self.device.graph = None
-        graph.spoil()  # a capture computes nothing
-        self.graphs.append(graph)
-
-        def replay() -> None:
-            for other in self.graphs:
-                other.spoil()
-            self.replayed += 1
-            graph.replay()
-
-        return graph.outputs, replay
+            monkeypatch.setattr(loop, "report", report)
+            for model in models_of(whole, small):
+                model.use_graphs(None)
+        rounds = len(spent) - 1
+        assert [waits - spent[0][1] for _, waits in spent] == list(range(len(spent)))
+        if not host:
+            assert len(recorder.graphs) == made == 1 and recorder.replayed - replayed == rounds
+            assert all(after[0] - before[0] <= 6 for before, after in zip(spent[1:], spent[2:]))
 
 
-def address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+def models_of(whole: Target, small: Drafter) -> list[Any]:
+    return [whole, small]
 
 
-TEXT = 5  # tokens in the cache before the tree
-HEADS: dict[str, dict[str, Any]] = {
-    "eagle3": {"layout": "eagle3", "draft_vocab_size": 40},
-    "fsd": {"fused_layers": [0]},
-}
-Forward = Callable[[SlotCache, Tensor, Tensor, Tensor], Tensor]  # cache, visible, tokens, positions
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recording_holds_these_parts_and_stands_on_memory_that_stays(kind: str, device: SimulatedDevice) -> None:
+    whole, small = target(SIM), drafter(kind, SIM)
+    for model in models_of(whole, small):
+        model.use_graphs(recorder := SimRecorder(device))
+    try:
+        run(kind, "exact", True, limit=6 * NEW)
+        recorded = whole.recorded
+        assert isinstance(recorded, Recorded) and recorded.refused is None and recorded.current is not None
+        state, recordings = recorded.current.state, [x for x in recorded.current.recordings.values() if x]
+        assert recordings and all(recording.phases == KINDS[kind] for recording in recordings)
+        stays: list[Tensor] = [*state.tensors(), *state.session.tensors(), state.live]  # type: ignore[list-item]
+        for module in (whole.model, *small.modules()):
+            stays += [*module.parameters(), *module.buffers()]
+        session: Any = state.session
+        for cache in (state.cache, getattr(session, "cache", None)):
+            stays += [] if cache is None else cache._pools.values()
+        for recording in recordings:
+            stays += (
+                [] if recording.tree is None else [x for x in vars(recording.tree).values() if isinstance(x, Tensor)]
+            )
+        known = {address(x.value) for x in stays}  # type: ignore[attr-defined]
+        for graph in recorder.graphs:
+            assert not {place: what for place, what in graph.reads.items() if place not in known}
+    finally:
+        for model in models_of(whole, small):
+            model.use_graphs(None)
 
 
-def forwards(kind: str, recorder: SimRecorder) -> tuple[Forward, Forward, Graphs, Any, list[torch.nn.Module]]:
-    """A recorded forward, the plain one, the recordings, the cache's config, and the modules that hold the weights."""
-    family = "llama" if kind in HEADS else kind
-    target = Target(tiny_model(family, num_hidden_layers=2).to(SIM))
-    if kind not in HEADS:
-        target.use_graphs(recorder)
-        assert target.graphs is not None
+def test_what_cannot_be_recorded_runs_eagerly_and_says_so(
+    device: SimulatedDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = 0
 
-        def run(cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-            return target.forward(tokens, positions, visible, cache)[0]
+    def refuses(run: Any, generator: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        run()
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-        def plain(cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-            return target._step(cache, visible, tokens, positions)[0]
-
-        return run, plain, target.graphs, target.config, [target.model]
-    drafter = tiny_head(target, **HEADS[kind])
-    drafter.use_graphs(recorder)
-    model = drafter.model
-    assert model.graphs is not None
-    features = torch.randn(2, TOKENS[-1], drafter.head.config.feature_width, device=SIM)
-
-    def of(step: Callable[..., Any]) -> Forward:
-        return lambda cache, visible, tokens, positions: step(
-            cache, visible, tokens, features[: len(tokens), : tokens.shape[1]], positions
-        )
-
-    modules = [drafter.head, target.model]
-    return of(model.forward), lambda *given: of(model._step)(*given)[0], model.graphs, model.cache_config, modules
-
-
-def allowed(graphs: Graphs, modules: list[torch.nn.Module]) -> set[int]:
-    """Addresses of what outlives a replay: weights, the memory of keys and values, and the recordings' buffers."""
-    tensors: list[Tensor] = [x for module in modules for x in (*module.parameters(), *module.buffers())]
-    for memory in graphs._memories:
-        tensors += memory.pools.values()
-        for recording in filter(None, memory.recordings.values()):
-            tensors += (*recording.inputs, recording.visible, recording.slots)
-    return {address(x.value) for x in tensors}  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("kind", "batch"), [("llama", 1), ("gemma2", 2), ("gpt2", 2), *((kind, 2) for kind in HEADS)])
-@torch.inference_mode()
-def test_every_padded_size_is_captured_and_replays_what_the_model_computes(kind: str, batch: int) -> None:
-    """A replay runs the launches that were recorded, on the memory that they had, after everything that other graphs
-    put out is spoilt; a capture raises at a host read, a size that depends on data and a copy of pageable memory.
-    """
-    with SimulatedDevice() as device:
-        run, plain, graphs, config, modules = forwards(kind, recorder := SimRecorder(device))
-        beside = SlotCache(config, batch, graphs.slots(TEXT + TOKENS[-1]))
-        replayed = 0
-        sizes = TOKENS if kind == "llama" else TOKENS[::4]
-        for number, size in enumerate(sizes, start=1):
-            fewer = size if size - 1 in TOKENS or size == 1 else size - 1  # padded
-            cache = graphs.cache(config, batch, TEXT + TOKENS[-1])  # each size in a request of its own
-            for visit, count in enumerate((size, size, fewer)):  # the first visit of a shape is not recorded
-                positions = torch.arange(TEXT, TEXT + count, device=SIM).repeat(batch, 1)
-                visible = torch.arange(TEXT + count, device=SIM) <= positions[..., None]
-                tokens = torch.randint(VOCAB, (batch, count), device=SIM)
-                for each in (cache, beside):
-                    each.set_write_slots(positions, TEXT if batch == 1 else None, TEXT + count)
-                device.waits.clear()
-                found, expected = run(cache, visible, tokens, positions), plain(beside, visible, tokens, positions)
-                assert not device.waits
-                torch.testing.assert_close(found.cpu(), expected.cpu(), atol=1e-4, rtol=1e-4)
-                replayed += visit > 0
-            assert (len(recorder.graphs), recorder.replayed) == (number, replayed)
-            assert all(graph.reads <= allowed(graphs, modules) for graph in recorder.graphs)
-        assert graphs.refused is None
+    made = Target(tiny_model("llama", num_hidden_layers=1).to(SIM))
+    made.use_graphs(refuses)
+    for _ in range(2):
+        outcome = decode(made, drafter("none", SIM), parse_rule("exact"), Request(PROMPTS, NEW, True))
+        assert outcome.sequences == run("none", "exact", True, CPU, NEW).sequences
+    assert attempts == len(caplog.records) == 1
+    assert "operation not permitted when stream is capturing" in caplog.text and "more" not in caplog.text

@@ -38,7 +38,7 @@ class TableSession(TreeSession):
         self.toy, self.root, self.shape, self.width = toy, contexts, shape, shape.width
         self.drafter = SimpleNamespace(vocabulary=V)  # type: ignore[assignment]
         self.device, self.tilt, self.lengths = torch.device("cpu"), 0.0, torch.zeros(batch, dtype=torch.long)
-        self.cache = SimpleNamespace(set_write_slots=lambda *_: None)  # type: ignore[assignment]
+        self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
         self.auto = toy.auto_tree(batch)
         self.reads_scores = self.auto is not None
         self.request = DraftRequest(batch, 9, False, toy.scores, generator, draws=True)

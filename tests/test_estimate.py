@@ -241,7 +241,7 @@ def test_decoding_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     small = ["estimate", "--target", str(tmp_path), "--draft-vocab", "40", "--tree", "3,4,9"]
     assert infer([*small, "--cuda-graphs", "--batch-size", "2"]) == 0
     said = capsys.readouterr().out
-    assert "graphs' pool" in said and re.search(r"^RTX 4090 +1 ", said, re.M) and "H200 data sheet" in said
+    assert "graph's pool" in said and re.search(r"^RTX 4090 +1 ", said, re.M) and "H200 data sheet" in said
     assert infer([*small, "--set", "layers"]) == 2
     assert "--set takes KEY=NUMBER" in capsys.readouterr().err
     foreign = shipped_drafter("smollm2-135m")

@@ -19,7 +19,7 @@ from fsd_infer.drafters.memory import FILED, NEAR, Recall
 from fsd_infer.drafters.prefixes import match_size
 from fsd_infer.drafters.recycle import Recycled, RecycleDrafter
 from fsd_infer.tree import DraftTree
-from tests.families import VOCAB, drafter_of, tiny_model
+from tests.families import VOCAB, drafter_of, tell, tiny_model
 from tests.tree_rounds import check_tree
 
 KINDS = ["lookup", "memory", "recycle", "forgetful", "lookup+recycle"]
@@ -71,7 +71,7 @@ def drafted(drafter: Drafter, texts: list[list[int]]) -> tuple[DraftSession, Dra
     for start in range(1, max(map(len, texts)), 3):
         pieces = [text[start : start + 3] for text in texts]
         counts = torch.tensor([len(piece) for piece in pieces])
-        session.extend(padded([[*piece, *[9] * (3 - len(piece))] for piece in pieces]), torch.empty(0), counts)
+        tell(session, padded([[*piece, *[9] * (3 - len(piece))] for piece in pieces]), torch.empty(0), counts)
     return session, session.draft(torch.tensor([text[-1] for text in texts]))
 
 

@@ -158,7 +158,7 @@ def test_entries_are_the_lm_heads_rows(family: str) -> None:
     features = torch.randn(1, 3, target.hidden_size)
     assert vocabulary.logits(features).shape[-1] == OWN
     for tokens, expected in (([3, 4, 51, 3], [3, 51]), ([51, 0], [3, 51]), ([7], [3, 51, 7])):
-        vocabulary.extend(torch.tensor([tokens]), torch.tensor([len(tokens)]))
+        vocabulary.extend([tokens])
         assert vocabulary.ids.tolist() == [*range(0, 2 * OWN, 2), *expected]
         torch.testing.assert_close(vocabulary.logits(features), target.lm_logits(features)[..., vocabulary.ids])
 

@@ -24,7 +24,7 @@ from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.models.start import initialise_from
-from tests.families import VOCAB, save_head, tiny_model, tiny_prompts
+from tests.families import VOCAB, save_head, tell, tiny_model, tiny_prompts
 from tests.kernel_toys import in_each_set, logits_through_cache, needs_kernels, prepare, restore
 
 pytestmark = pytest.mark.usefixtures("several_threads")
@@ -292,7 +292,7 @@ def test_a_heads_weights_become_fp8_where_they_are_ours(tmp_path: Path) -> None:
 
     def logits(drafter: EagleDrafter) -> Tensor:
         session = EagleSession(drafter, DraftRequest(1, 20))
-        session.extend(torch.arange(9)[None], features, torch.tensor([9]))
+        tell(session, torch.arange(9)[None], features, torch.tensor([9]))
         assert session.last is not None
         return drafter.q_logits(session.last[:, None], session.vocabulary).float()
 

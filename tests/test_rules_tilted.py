@@ -217,13 +217,18 @@ def naive_repeats(text: list[int], n: int) -> bool:
 def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     answers: list[list[int]] = [[], [1], [1, 2], [0, 1] * 6, [], []]
-    grown = Texts(answers)
+    grown = Texts(answers, width=200)
     found = 0
     for seed in range(12):
         round = tree_round(seed, vocab=4, nodes=9)
+        counts, tokens = torch.zeros(6, dtype=torch.long), torch.full((6, 4), 3)
         for row, answer in enumerate(answers):
-            answer += torch.randint(0, 3, (1 + row * seed % 3,), generator=generator).tolist()
+            new = torch.randint(0, 3, (1 + row * seed % 3,), generator=generator).tolist()
+            answer += new
+            counts[row] = len(new)
+            tokens[row, : len(new)] = torch.tensor(new)
             round.tree.tokens[row, 0] = answer[-1]
+        grown.append(tokens, counts)
         mask = known(grown, round.tree, n)
         rows, nodes = torch.arange(6).repeat_interleave(9), torch.arange(9).repeat(6)
         following = known_tokens(grown, round.tree, rows, nodes, n, 4).view(6, 9, 4)
@@ -237,8 +242,7 @@ def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
                     assert bool(following[row, way[-1], token]) == naive_repeats([*text, token], n)
             assert not mask[row, 0]
     assert found > 20
-    grown.select([3, 0])
-    answers[3].append(2)
+    grown.select(torch.tensor([3, 0]))
     assert [row[row >= 0].tolist() for row in grown.tokens] == [answers[3], answers[0]]
 
 

@@ -14,7 +14,7 @@ from fsd_infer.drafters import Drafter, DraftRequest, LMDrafter
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.visits import likeliest, visit_scores
 from fsd_infer.tree import DraftTree
-from tests.families import VOCAB, noisy_model, tiny_head, tiny_model, tiny_prompts
+from tests.families import VOCAB, noisy_model, tell, tiny_head, tiny_model, tiny_prompts
 from tests.tree_rounds import check_tree, tree_of, tree_round
 
 PARENTS = [0, 0, 0, 1, 1, 2, 3, 3]
@@ -123,7 +123,7 @@ def drafted(drafter: Drafter, target: Target, prompts: list[list[int]], tilt: fl
     with torch.inference_mode():
         session = drafter.start(ids[:, 0], DraftRequest(len(ids), 99, tilt=tilt))
         counts = torch.full((len(ids),), ids.shape[1] - 1)
-        session.extend(ids[:, 1:], target.features(ids)[:, :-1], counts)
+        tell(session, ids[:, 1:], target.features(ids)[:, :-1], counts)
         return session.draft(ids[:, -1])
 
 

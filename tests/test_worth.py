@@ -17,7 +17,7 @@ from fsd_bench.worth import Forecast, forecast
 from fsd_bench.worth.forecasts import Shaped, fixed_prices, learned
 from fsd_bench.worth.replay import Evidence, Replay, walk
 from fsd_bench.worth.run import verdict, worth_text
-from fsd_bench.worth.watch import Watch, Watching
+from fsd_bench.worth.watch import Watch
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, Rule, Target, TreeShape, parse_rule
 from fsd_infer.rules import Tilted
 from tests.bench_toys import Toy
@@ -76,7 +76,7 @@ def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decode
 def seen_rounds(decoder: FuzzyDecoder, prompt: list[int]) -> list[Evidence]:
     rounds: list[Evidence] = []
     watch = Watch(rounds.append, 0.0, NEW, torch.Generator().manual_seed(0), {})
-    decoder.generate([prompt], drafter=Watching(decoder.drafter, watch), **decoding(0.0, NEW))
+    decoder.generate([prompt], "exact:draw=false", callbacks=[watch], **decoding(0.0, NEW))
     return rounds
 
 

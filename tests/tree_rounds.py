@@ -114,7 +114,9 @@ def tree_of(
 def take(tree: DraftTree, rows: Tensor) -> DraftTree:
     """The trees of some rows, in any number."""
     values = {field.name: getattr(tree, field.name) for field in fields(tree) if field.name != "draft_ids"}
-    return DraftTree(**{name: x if x is None else x[rows] for name, x in values.items()}, draft_ids=tree.draft_ids)
+    return DraftTree(
+        **{name: x[rows] if isinstance(x, Tensor) else x for name, x in values.items()}, draft_ids=tree.draft_ids
+    )
 
 
 def verdict_of(rule: Rule, round: Verification) -> Verdict:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from fsd_bench.jobs import decoding
 from fsd_bench.worth.replay import Replay, Tally
-from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch, Watching
+from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch
 from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
@@ -203,7 +203,9 @@ def forecast(
     options = decoding(temperature, max_new_tokens)
     drafts, emitted, rounds, rest, length = Drafts(), 0, 0, 0.0, 0
     for number, prompt in enumerate(tqdm(prompts, desc="worth", unit="answer", disable=not progress)):
-        made = decoder.generate([prompt], drafter=Watching(deep, watch), seed=seed + number, chat=chat, **options)
+        made = decoder.generate(
+            [prompt], Exact(draw=False), drafter=deep, callbacks=[watch], seed=seed + number, chat=chat, **options
+        )
         stats = made.stats
         drafts.merge(stats.drafts.regrets())
         emitted += stats.new_tokens - 1

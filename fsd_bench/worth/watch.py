@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fsd_bench.probe import Probe
 from fsd_bench.worth.replay import Evidence
-from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
+from fsd_infer.engine import Callback, RoundReport
+from fsd_infer.engine.state import DecodeState
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
 
 YARDSTICKS = (0.2, 0.3, 0.5, 0.8)  # temperatures
 PROBED = (1, 2, 4, 8, 12, 16, 24, 32, 48)  # nodes
 
 
 @dataclass
-class Watch:
-    """What is gathered over all answers.
+class Watch(Callback):
+    """A callback of requests with one prompt each, and what it gathers over all answers.
+
+    Rules are replayed on trees that are functions of the text, so decode with ``exact:draw=false``.
 
     Attributes:
-        on_round: called with each round's evidence.
+        seen: called with each round's evidence.
         temperature, limit: temperature and new tokens of the request.
         generator: of the replay's draws.
         spent: by temperature, Σ E[ln p(y*) - ln p(y)] in nats over the contexts of emitted tokens, with y drawn at
@@ -34,7 +35,7 @@ class Watch:
         contexts: number of contexts of emitted tokens.
     """
 
-    on_round: Callable[[Evidence], None]
+    seen: Callable[[Evidence], None]
     temperature: float
     limit: int
     generator: torch.Generator
@@ -42,62 +43,35 @@ class Watch:
     steps: int = 0
     draft_seconds: float = 0.0
     contexts: int = 0
+    needs_tensors = True
 
+    def on_start(self, state: DecodeState) -> None:
+        self.device, self.text, self.emitted = state.device, state.texts.tokens[0].tolist()[: int(state.lengths[0])], 0
 
-class Watching(Drafter):
-    """A drafter of a fixed shape that is watched, for one prompt at a time. It drafts as ``drafter`` does."""
+    def on_phase(self, phase: str) -> None:
+        if phase in ("start", "draft"):
+            _wait(self.device)
+            now = time.perf_counter()
+            self.draft_seconds += now - self.started if phase == "draft" else 0.0
+            self.started = now
 
-    parts: tuple[Drafter, ...] = ()
-    proposers: tuple[str, ...] = ()
-    max_nodes = max_depth = 0
-
-    def __init__(self, drafter: Drafter, watch: Watch) -> None:
-        self.drafter, self.watch, self.parts = drafter, watch, (drafter,)
-        for name in ("name", "auto", "proposers", "max_nodes", "max_depth"):
-            setattr(self, name, getattr(drafter, name))
-
-    def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
-        request = replace(request, draws=False)  # rules are replayed on trees that are functions of the text
-        return _Session(self.drafter.start(first_tokens, request), self.watch, first_tokens)
-
-
-class _Session(DraftSession):
-    def __init__(self, session: DraftSession, watch: Watch, first_tokens: Tensor) -> None:
-        self.session, self.watch, self.text, self.emitted = session, watch, first_tokens.tolist(), 0
-        self.parts = [session]
-
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        self.text += tokens[0, : int(counts[0])].tolist()
-        super().extend(tokens, features, counts)
-
-    def draft(self, roots: Tensor) -> DraftTree:
-        _wait(roots.device)
-        start = time.perf_counter()
-        tree = self.session.draft(roots)
-        depth = tree.max_depth  # waits for the device
-        self.watch.draft_seconds += time.perf_counter() - start
-        self.watch.steps += depth
-        return tree
-
-    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
-        watch, count = self.watch, int(accepted[0]) + 1
-        log_p = logits[0, path[0, :count]].float().log_softmax(-1)
-        watch.contexts += count
-        for temperature in watch.spent:
+    def on_round(self, report: RoundReport) -> None:
+        tree, logits, verdict = report.tensors.tree, report.tensors.logits, report.verdict
+        new = report.emitted[0]
+        log_p = logits[0, verdict.path[0, : len(new)].to(logits.device)].float().log_softmax(-1)
+        self.contexts += len(new)
+        for temperature in self.spent:
             sampled = (log_p / temperature).softmax(-1)
             mean = (sampled * log_p.nan_to_num(neginf=0.0)).sum(-1)
-            watch.spent[temperature] += float((log_p.amax(-1) - mean).sum())
-        if self.emitted:  # the first call is about the prompt's end
-            greedy = watch.temperature == 0
-            scores = logits if greedy else logits.float() / watch.temperature
-            room = watch.limit - self.emitted
-            watch.on_round(
-                Evidence(
-                    tree, logits, scores, greedy, watch.temperature, [*self.text], self.emitted, room, watch.generator
-                )
-            )
-        self.emitted += count
-        super().observe(tree, logits, path, tokens, accepted)
+            self.spent[temperature] += float((log_p.amax(-1) - mean).sum())
+        if report.phase == "round":
+            greedy, room = self.temperature == 0, self.limit - self.emitted
+            scores = logits if greedy else logits.float() / self.temperature
+            text, emitted = [*self.text], self.emitted
+            self.seen(Evidence(tree, logits, scores, greedy, self.temperature, text, emitted, room, self.generator))
+            self.steps += tree.max_depth
+        self.text += new
+        self.emitted += len(new)
 
 
 def _wait(device: torch.device) -> None:

@@ -23,6 +23,7 @@ from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
+from fsd_infer.engine.callbacks import Callback
 from fsd_infer.engine.request import Outcome, Round
 from fsd_infer.heads.formats import head_kind
 from fsd_infer.request.guide import Guide, GuideProcessor
@@ -116,7 +117,7 @@ class FuzzyDecoder:
                 kernels use the quantised weights: a forward reads less, and no weight is rounded.
             quantize: with our CPU kernels, store a head's weights in fp8 with a scale per output (see
                 :meth:`.Packed.quantize`). The target's weights stay, so `exact` stays exact.
-            cuda_graphs: see :meth:`use_graphs` (default: True on CUDA).
+            cuda_graphs: see :meth:`use_graphs` (default: True on CUDA). False is for debugging.
             prefix_cache_bytes: size of a cache for prompts that start like an earlier prompt and its answer (see
                 :mod:`fsd_infer.targets.prefixes`). None: no cache.
             adapters: directories of LoRA adapters by name, from which each request may choose one. They stay beside the
@@ -162,14 +163,14 @@ class FuzzyDecoder:
         return decoder
 
     def use_graphs(self, recorder: Recorder | None = None) -> None:
-        """Record the models' forwards as CUDA graphs, shape by shape, and replay them.
+        """Record whole rounds as CUDA graphs and replay them, see :mod:`fsd_infer.engine.capture`.
 
-        Launching the operations of a forward over few tokens takes the host longer than the GPU computes; a replay is
-        one launch. Recording slows the first forwards of a shape down, and KV memory is kept between requests. A model
-        that cannot be recorded, such as many mixtures of experts, runs eagerly, with a warning in the log.
+        Launching the operations of a round takes the host longer than the GPU computes; a replay is one launch.
+        Recording slows the first round of a plan down, and KV memory is kept between requests. A model that cannot be
+        recorded, such as many mixtures of experts, runs eagerly, with a warning in the log.
 
         Args:
-            recorder: records a forward (default: torch's CUDA graphs).
+            recorder: records a function (default: torch's CUDA graphs).
 
         Raises:
             FsdError: the target is not on a CUDA device.
@@ -291,6 +292,7 @@ class FuzzyDecoder:
         on_tokens: Callable[[int, list[int]], object] | None = None,
         on_round: Callable[[int, Round], object] | None = None,
         ends: Callable[[int, int], str | None] | None = None,
+        callbacks: Sequence[Callback] = (),
         chat: bool | None = None,
         measure_log_likelihood: bool = False,
         max_cache_bytes: int | None = None,
@@ -321,6 +323,7 @@ class FuzzyDecoder:
             on_round: called with (prompt's index, a :class:`.Round`) before ``on_tokens``.
             ends: called with (prompt's index, token) for each token, before the other callbacks. It returns why the
                 answer ends with this token, "stop" or "length", or None.
+            callbacks: that watch the request, see :class:`.Callback`; called after the functions above.
             chat: see :meth:`encode`.
             measure_log_likelihood: record the target's mean log-probability of the answer.
             max_cache_bytes: refuse a request whose KV caches take more (default: the free memory).
@@ -356,7 +359,7 @@ class FuzzyDecoder:
                     drafter = ForcedDrafter(drafter, followed.forced, followed.vocab_size)
             request, config = prepare(self.target, ids, generation_config, overrides)
             request.on_tokens, request.on_round, request.ends = on_tokens, on_round, ends
-            request.cache_keys = cache_keys
+            request.cache_keys, request.callbacks = cache_keys, callbacks
             request.measure_log_likelihood, request.max_cache_bytes = measure_log_likelihood, max_cache_bytes
             options: dict[str, Any] = dict(streamer=streamer, seed=seed, beam_options=beam_options)
             outcome = decode_request(self.target, drafter, rule, request, config, **options)

@@ -251,8 +251,8 @@ def decode_request(
         rule, drafter = calibrated(drafter, target, 1.0 if temperature is None else temperature)
     rules = parse_rules(rule)
     beams, answers = config.num_beams or 1, config.num_return_sequences or 1
-    if beams > 1 and request.on_round is not None:
-        raise FsdError("on_round does not work with beams: leave num_beams or on_round out.")
+    if beams > 1 and (request.on_round is not None or request.callbacks):
+        raise FsdError("on_round and callbacks do not work with beams: leave num_beams out, or these.")
     if beams == 1 and beam_options is not None:
         raise FsdError("beam_options are for beams: set num_beams to more than 1, or leave them out.")
     if streamer is not None and len(request.prompts) > 1:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from fsd_core.tensors import visible_slots
+
 
 def cache_argument(kind: type[nn.Module]) -> str:
     """Return the name under which a model or layer of this class takes its cache.
@@ -92,6 +94,9 @@ class SlotCache(Cache):
         slots: slots per row, for the longest text plus the largest tree.
         memory: shared allocations of ``rows`` rows and as many slots each, filled on demand (default: private ones).
         rows: rows of ``memory``, at least ``batch``.
+
+    Attributes:
+        window: slots that a forward attends to where the host does not know the lengths; the texts lie within.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class SlotCache(Cache):
         self.used = 0
         self.positions: Tensor | None = None
         self.text: tuple[Tensor, Tensor] | None = None  # lengths [B] and sees [B, M, E], if a caller says them
+        self.window = slots
         self._pools: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         super().__init__(layers=[_SlotLayer(self, index) for index in range(self.num_layers)])
 
@@ -157,6 +163,60 @@ class SlotCache(Cache):
         """
         self.slots, self.start, self.used, self.positions = slots, start, used, positions
         self.text = None
+
+    def after_text(self, lengths: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+        """Set the write slots of new tokens that follow the texts, such as the nodes of a tree.
+
+        Args:
+            lengths: [B] slots of each row's text.
+            sees: [B, M, E] bool; whether token i may attend to the e-th slot after the text. The new tokens are written
+                to the last M of these E slots.
+
+        Returns:
+            The slots [B, M], and [B, M, S] bool, which of all slots each new token may attend to. On a CPU S is as
+            small as possible, elsewhere it is :attr:`window`, so that nothing is read on the host.
+        """
+        new, extra = sees.shape[1:]
+        slots = lengths[:, None] + torch.arange(extra - new, extra, device=lengths.device)
+        start, used = None, self.window
+        if lengths.device.type == "cpu":
+            used = int(lengths.max()) + extra
+            start = used - new if len(lengths) == 1 else None
+        self.set_write_slots(slots, start, used)
+        self.text = lengths, sees
+        return slots, visible_slots(lengths, sees, used)
+
+    def in_text(self, starts: Tensor, count: int, used: int | None = None) -> tuple[Tensor, Tensor]:
+        """Set the write slots of ``count`` tokens of each text, from slots ``starts`` [B], which attend causally.
+
+        Returns:
+            The slots [B, count] and the mask [B, count, S], as of :meth:`after_text`. ``used`` is S if the caller knows
+            it.
+        """
+        slots, start = starts[:, None] + torch.arange(count, device=starts.device), None
+        if starts.device.type == "cpu":
+            used = int(starts.max()) + count
+            start = used - count if len(starts) == 1 else None
+        used = self.window if used is None else used
+        self.set_write_slots(slots, start, used)
+        if starts.device.type != "cpu":  # whose stack reads the mask alone
+            causal = torch.ones(count, count, dtype=torch.bool, device=starts.device).tril()
+            self.text = starts, causal.expand(len(starts), -1, -1)
+        return slots, torch.arange(used, device=starts.device) <= slots[..., None]
+
+    def commit(self, lengths: Tensor, path: Tensor, accepted: Tensor) -> None:
+        """Move the keys and values of accepted nodes to the end of the text.
+
+        Args:
+            lengths: [B] slots of each row's text, which the nodes follow.
+            path: [B, D+1] nodes, the root first.
+            accepted: [B] number of nodes after the root; the others stay where they are.
+        """
+        steps = torch.arange(path.shape[1], device=path.device)
+        nodes = path.where(steps <= accepted[:, None], steps)
+        if path.device.type == "cpu" and bool((nodes == steps).all()):  # in place already
+            return
+        self.move(lengths[:, None] + nodes, lengths[:, None] + steps)
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values from slots [B, K] to slots [B, K] of the same row, in all layers."""

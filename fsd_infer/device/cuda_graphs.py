@@ -1,20 +1,14 @@
-"""Forwards recorded as CUDA graphs and replayed: one launch per forward instead of a thousand.
+"""CUDA graphs: what a function launches is recorded once and replayed, one launch instead of a thousand.
 
-A recording fixes shapes and addresses. So its inputs are buffers, padded to one of a few numbers of tokens and of
-visible slots. Keys and values lie in memory that successive requests reuse. Padding repeats the last token, and its
-outputs are dropped.
-
-Models whose forward reads values on the host cannot be recorded and run eagerly.
+A recording fixes shapes and addresses. So whatever it reads and changes lies in tensors that stay, and the keys and
+values of models in memory that successive requests share. :mod:`fsd_infer.engine.capture` records whole rounds.
 """
 
 from __future__ import annotations
 
-import logging
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,19 +16,18 @@ from torch import Tensor
 
 from fsd_infer.device.cache import SlotCache
 
-log = logging.getLogger(__name__)
-
-TOKENS = (*range(1, 9), *range(12, 65, 4))  # forwards over more tokens are not bound by launches
-SLOTS = 256  # least number of visible slots of a recording, which doubles as needed
-MOST = 256  # most recordings per memory
+SLOTS = 256  # least number of slots of a row's shared memory, which doubles as needed
 
 Outputs = tuple[Tensor, ...]
-Step = Callable[..., Outputs]
+
+# Runs a function of no arguments twice, records its launches the second time, and returns what it returned then and a
+# function that replays the launches, which updates these outputs in place. The generator, if any, makes its draws.
+Recorder = Callable[[Callable[[], Outputs], torch.Generator | None], tuple[Outputs, Callable[[], Any]]]
 
 
-# Runs a function, records its launches, and returns its outputs and a function that replays them. A replay updates the
-# outputs in place.
-Recorder = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], Any]]]
+def shared_slots(slots: int) -> int:
+    """Return the slots per row of memory for requests of up to so many; those of similar length share recordings."""
+    return max(SLOTS, 1 << (slots - 1).bit_length())
 
 
 class CudaRecorder:
@@ -44,7 +37,9 @@ class CudaRecorder:
         self.device = device
         self._first: torch.cuda.CUDAGraph | None = None  # keeps the pool alive
 
-    def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], Any]]:
+    def __call__(
+        self, run: Callable[[], Outputs], generator: torch.Generator | None = None
+    ) -> tuple[Outputs, Callable[[], Any]]:
         with torch.cuda.device(self.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -52,6 +47,8 @@ class CudaRecorder:
                 run()  # a library's first call initialises it and cannot be recorded
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
+            if generator is not None:
+                graph.register_generator_state(generator)
             pool = None if self._first is None else self._first.pool()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 outputs = run()
@@ -59,184 +56,61 @@ class CudaRecorder:
         return outputs, graph.replay
 
 
-@dataclass
-class _Recording:
-    """One shape: its input buffers, its outputs, and the function that replays it."""
-
-    inputs: Outputs
-    visible: Tensor
-    slots: Tensor
-    outputs: Outputs = ()
-    replay: Callable[[], Any] = lambda: None
-
-    def fill(self, visible: Tensor, slots: Tensor, inputs: Outputs) -> None:
-        """Copy a forward's inputs to the buffers. Padding repeats the last token, in the same slot."""
-        count, used = visible.shape[1:]
-        for buffer, given in zip((*self.inputs, self.slots), (*inputs, slots), strict=True):
-            buffer[:, :count] = given
-        self.visible[:, :count, :used] = visible
-        self.visible[:, :, used:] = False
-        if count < self.slots.shape[1]:
-            for buffer in (*self.inputs, self.slots, self.visible):
-                buffer[:, count:] = buffer[:, count - 1 : count]
-
-
-@dataclass
-class _Memory:
-    """Keys and values that successive requests reuse, and the recordings on them."""
-
-    rows: int
-    slots: int
-    pools: dict[Any, Tensor] = field(default_factory=dict)
-    recordings: dict[Any, _Recording | None] = field(default_factory=dict)  # None: the shape occurred once
-    owner: weakref.ref[SlotCache] | None = None
-
-    @property
-    def user(self) -> SlotCache | None:
-        """The cache in this memory, while it is in use."""
-        return None if self.owner is None else self.owner()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(pool.nbytes for pool in self.pools.values())
-
-
-class Graphs:
-    """The recordings of one model.
-
-    Args:
-        step: ``step(cache, visible, *inputs)`` runs the model over new tokens and returns tensors [B, M, ...]. visible
-            is [B, M, S] bool, as in :meth:`Target.forward`; the inputs are [B, M, ...].
-        recorder: records a function.
-
-    Attributes:
-        refused: why recording failed; None while it works.
-    """
-
-    def __init__(self, step: Step, recorder: Recorder) -> None:
-        self.step, self.recorder = step, recorder
-        self.refused: str | None = None
-        self._memories: list[_Memory] = []
-
-    def slots(self, slots: int) -> int:
-        """Return the slots per row that :meth:`cache` allocates for a request of this many."""
-        return -(-slots // SLOTS) * SLOTS  # requests of similar length share memory
-
-    def cache(self, config: Any, batch: int, slots: int) -> SlotCache:
-        """Return a cache in an earlier request's memory if that is large enough; free memory that is too small."""
-        if not torch.is_inference_mode_enabled():  # inference tensors cannot be written to outside inference mode
-            return SlotCache(config, batch, slots)
-        slots = self.slots(slots)
-        left = [memory for memory in self._memories if memory.user is None]
-        memory = next((memory for memory in left if memory.rows >= batch and memory.slots >= slots), None)
-        self._memories = [kept for kept in self._memories if kept is memory or kept.user is not None]
-        del left
-        if memory is None:
-            memory = _Memory(batch, slots)
-            self._memories.append(memory)
-        for pool in memory.pools.values():
-            pool.zero_()  # NaN of an earlier answer would reach the next one through a masked slot
-        cache = SlotCache(config, batch, memory.slots, memory.pools, memory.rows)
-        memory.owner = weakref.ref(cache)
-        return cache
-
-    @property
-    def held(self) -> int:
-        """Bytes of memory that no request uses."""
-        return sum(memory.nbytes for memory in self._memories if memory.user is None)
-
-    def forget(self) -> None:
-        """Drop all recordings, after a change of the model."""
-        for memory in self._memories:
-            memory.recordings.clear()
-
-    def __call__(self, cache: SlotCache, visible: Tensor, *inputs: Tensor) -> Outputs:
-        """Run ``step`` over new tokens in the cache's write slots; replay a recording if possible."""
-        batch, count, used = visible.shape
-        memory = next((memory for memory in self._memories if memory.user is cache), None)
-        if self.refused or memory is None or count > TOKENS[-1]:
-            return self.step(cache, visible, *inputs)
-        size = next(size for size in TOKENS if size >= count)
-        span = SLOTS
-        while span < used:
-            span *= 2
-        span = min(span, cache.capacity)
-        key = batch, size, span, *((x.shape[2:], x.dtype) for x in inputs)
-        if key not in memory.recordings:  # record a shape when it recurs, after its keys and values are allocated
-            if len(memory.recordings) >= MOST:
-                memory.recordings.pop(next(iter(memory.recordings)))
-            memory.recordings[key] = None
-            return self.step(cache, visible, *inputs)
-        recording = memory.recordings[key] or self._record(cache, visible, inputs, size, span)
-        if recording is None:
-            return self.step(cache, visible, *inputs)
-        memory.recordings[key] = recording
-        recording.fill(visible, cache.slots, inputs)
-        recording.replay()
-        return tuple(out[:, :count].clone() for out in recording.outputs)
-
-    def _record(self, cache: SlotCache, visible: Tensor, inputs: Outputs, size: int, span: int) -> _Recording | None:
-        """Record one shape with these inputs; None if that is not possible."""
-        before = cache.slots, cache.start, cache.used
-        recording = _Recording(
-            tuple(_sized(x, size) for x in inputs),
-            visible.new_empty(visible.shape[0], size, span),
-            _sized(cache.slots, size),
-        )
-        recording.fill(visible, cache.slots, inputs)
-        cache.set_write_slots(recording.slots, None, span)
-        try:
-            run = partial(self.step, cache, recording.visible, *recording.inputs)
-            recording.outputs, recording.replay = self.recorder(run)
-            return recording
-        except Exception as error:  # torch raises many types for operations that cannot be recorded
-            self.refused = str(error).strip().partition("\n")[0]
-            log.warning("a forward cannot be recorded as a CUDA graph, so none is: %s", self.refused)
-            self.forget()
-            return None
-        finally:
-            cache.set_write_slots(*before)
-
-
 class CachedModel(ABC):
-    """A model with a KV cache of slots, whose forwards may be recorded as CUDA graphs.
+    """A model with a KV cache of slots.
 
     Attributes:
-        graphs: the recordings; None: forwards run eagerly.
+        recorder: records rounds with this model; None: they run eagerly.
+        recorded: the recordings, see :mod:`fsd_infer.engine.capture`.
         cache_config: a config that says how many layers have keys and values.
         device: of the model.
     """
 
-    graphs: Graphs | None = None
+    recorder: Recorder | None = None
+    recorded: Any = None
     cache_config: Any
     device: torch.device
-
-    @abstractmethod
-    def _step(self, cache: SlotCache, visible: Tensor, *inputs: Any) -> Outputs:
-        """Run the model over new tokens, as :class:`Graphs` takes it."""
 
     @abstractmethod
     def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
         """Run the model over a single token, with ``zero`` [1, 1] as its id and its position."""
 
-    def use_graphs(self, recorder: Recorder) -> None:
-        """Record forwards over trees as CUDA graphs and replay them, see :class:`Graphs`."""
-        self.graphs = Graphs(self._step, recorder)
+    def use_graphs(self, recorder: Recorder | None) -> None:
+        """Record rounds with this model, or no more. Its keys and values then lie in memory that requests share."""
+        self.recorder, self.recorded = recorder, None
+
+    @cached_property
+    def _memories(self) -> dict[tuple[int, int, bool], dict[Any, Tensor]]:
+        """Keys and values that requests share, by rows, slots, and whether inference mode holds."""
+        return {}
+
+    def slots(self, slots: int) -> int:
+        """Return the slots per row that :meth:`new_cache` allocates for a request of this many."""
+        return slots if self.recorder is None else shared_slots(slots)
 
     def new_cache(self, batch: int, slots: int) -> SlotCache:
-        """Return an empty KV cache with ``slots`` slots per row."""
-        if self.graphs is None:
+        """Return an empty KV cache with at least ``slots`` slots per row."""
+        slots = self.slots(slots)
+        if self.recorder is None:
             return SlotCache(self.cache_config, batch, slots)
-        return self.graphs.cache(self.cache_config, batch, slots)
+        mode = torch.is_inference_mode_enabled()  # what is allocated in inference mode is written in it alone
+        memory = self._memories.setdefault((batch, slots, mode), {})
+        for pool in memory.values():
+            pool.zero_()  # NaN of an earlier answer would reach the next one through a masked slot
+        return SlotCache(self.cache_config, batch, slots, memory)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of earlier requests' caches that :meth:`new_cache` may reuse."""
-        return 0 if self.graphs is None else self.graphs.held
+        """Bytes of shared memory, which :meth:`free` gives back."""
+        return sum(pool.nbytes for memory in self._memories.values() for pool in memory.values())
+
+    def free(self) -> None:
+        """Give shared memory back. Recordings that use it must not be replayed any more."""
+        self._memories.clear()
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the bytes that :meth:`new_cache` takes."""
-        return batch * (slots if self.graphs is None else self.graphs.slots(slots)) * self.cache_bytes_per_token
+        return batch * self.slots(slots) * self.cache_bytes_per_token
 
     @cached_property
     def cache_bytes_per_token(self) -> int:
@@ -246,8 +120,3 @@ class CachedModel(ABC):
         with torch.no_grad():
             self._read_one(cache, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), zero)
         return cache.nbytes
-
-
-def _sized(like: Tensor, size: int) -> Tensor:
-    """[B, M, ...] -> an empty [B, size, ...]."""
-    return like.new_empty(like.shape[0], size, *like.shape[2:])

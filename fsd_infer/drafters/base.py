@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.registry import Registry
-from fsd_core.tensors import to_device
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.estimates import AutoMemory
@@ -25,6 +24,7 @@ from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.tree import DraftTree
 
 if TYPE_CHECKING:
+    from fsd_infer.rules.verification import Verdict
     from fsd_infer.targets.stack import StackOwner
     from fsd_infer.targets.target import Target
 
@@ -39,6 +39,7 @@ class DraftRequest:
         greedy: whether the temperature is 0. Small LMs then draft by argmax, and otherwise sample a chain.
         process: the request's logits processors that depend neither on the text nor on ids, such as the temperature,
             [..., Vd] to [..., Vd]; None if there are none.
+        longest: tokens of the longest text at its end, as far as the request limits it.
         draws: whether trees may have drawn nodes (:mod:`fsd_infer.drafters.drawing`).
         generator: random generator of drawn drafts; None: torch's global one.
         device: of the target. Trees are returned there.
@@ -59,10 +60,15 @@ class DraftRequest:
     auto: AutoTree | None = None
     keys: Sequence[str] | None = None
     draws: bool = False
+    longest: int = 0
 
 
 class DraftSession(ABC):
     """A drafter's state for one batch of texts.
+
+    The tensors of a round are on the target's device, and nothing in :meth:`extend`, :meth:`draft` and :meth:`facts`
+    reads them on the host, unless the session is :attr:`on_host`. What a drafter keeps on the host it learns after the
+    round, from :meth:`append` and :meth:`learn`.
 
     Attributes:
         parts: the sessions that this one combines. By default they take what this one is told.
@@ -70,35 +76,70 @@ class DraftSession(ABC):
 
     parts: Sequence[DraftSession] = ()
 
+    @property
+    def on_host(self) -> bool:
+        """Whether :meth:`draft` runs on the host, or reads numbers there."""
+        return any(part.on_host for part in self.parts)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a round may be recorded with the session: it changes nothing but :meth:`tensors`, in place."""
+        return False
+
+    def tensors(self) -> list[Tensor]:
+        """Return what a round of a fixed session changes in place, but for keys and values beyond the texts."""
+        return []
+
+    def restart(self) -> None:
+        """Forget the texts of a fixed session, for a request of the same kind. The caller resets :meth:`tensors`."""
+        for part in self.parts:
+            part.restart()
+
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        """Append new tokens to the texts.
+        """Append new tokens to the texts, at the end of a round.
 
         Args:
-            tokens: [B, K] right-padded, on the CPU. The last real token of a row is the root of its next tree.
+            tokens: [B, K] right-padded. The last real token of a row is the root of its next tree.
             features: [B, K, F] the target's features (see :class:`Target`) at the position *before* each token.
-            counts: [B] number of real tokens, 0 for a finished row, on the CPU.
+            counts: [B] number of real tokens, 0 for a finished row.
         """
         for part in self.parts:
             part.extend(tokens, features, counts)
 
+    def append(self, rows: Sequence[Sequence[int]]) -> None:
+        """Take the tokens of :meth:`extend`, of each row the real ones, on the host and after the round."""
+        for part in self.parts:
+            part.append(rows)
+
     @abstractmethod
     def draft(self, roots: Tensor) -> DraftTree:
-        """Return a tree for each row. ``roots`` [B], on the CPU, are the last tokens of the texts."""
+        """Return a tree for each row. ``roots`` [B] are the last tokens of the texts."""
 
-    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
-        """Learn from a verification, before :meth:`extend` appends its tokens.
-
-        ``tree`` and ``logits`` are on the target's device, the other arguments on the CPU.
+    def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
+        """Return what :meth:`learn` needs of a verification: :attr:`fact_count` tensors [B, ·].
 
         Args:
             tree: the verified tree; after the prefill, the root alone.
             logits: [B, N, V] the target's logits at every node.
-            path: [B, D+1] nodes of the accepted path, the root first, padded with the last node.
-            tokens: [B, D+1] the token emitted after each node of the path.
-            accepted: [B] number of accepted drafts. The first ``accepted`` + 1 entries of path and tokens are real.
+            verdict: on them.
         """
+        return [fact for part in self.parts for fact in part.facts(tree, logits, verdict)]
+
+    @property
+    def fact_count(self) -> int:
+        """Number of tensors that :meth:`facts` returns."""
+        return sum(part.fact_count for part in self.parts)
+
+    def learn(self, facts: Sequence[Tensor], verdict: Verdict) -> None:
+        """Learn from a verification, on the host and before :meth:`append`. Both arguments are on the CPU."""
         for part in self.parts:
-            part.observe(tree, logits, path, tokens, accepted)
+            part.learn(facts[: part.fact_count], verdict)
+            facts = facts[part.fact_count :]
+
+    @property
+    def remembers(self) -> bool:
+        """Whether other texts than the rows' own are remembered."""
+        return any(part.remembers for part in self.parts)
 
     def copies(self, tree: DraftTree, n: int) -> Tensor | None:
         """Return which nodes complete an n-gram of a remembered text. Syncs with the device.
@@ -189,7 +230,8 @@ class Drafter(ABC):
         """Open a session for a batch.
 
         Args:
-            first_tokens: [B] first token of each text, on the CPU. :meth:`DraftSession.extend` takes the others.
+            first_tokens: [B] first token of each text, on the CPU. The session takes the others by
+                :meth:`DraftSession.extend` and :meth:`DraftSession.append`.
             request: see :class:`DraftRequest`.
         """
 
@@ -210,7 +252,7 @@ class Drafter(ABC):
         """Bytes of earlier requests' caches, as :attr:`Target.held_bytes`; by default those of the parts."""
         return sum(part.held_bytes for part in self.parts)
 
-    def use_graphs(self, recorder: Recorder) -> None:
+    def use_graphs(self, recorder: Recorder | None) -> None:
         """Run its models by recorded CUDA graphs, as :meth:`Target.use_graphs`; by default those of the parts."""
         for part in self.parts:
             part.use_graphs(recorder)
@@ -252,12 +294,14 @@ class NoDrafter(Drafter):
         return cls(target.vocab_size) if name == cls.name else None
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
-        return _NoSession(self.vocab_size, request.device)
+        return _NoSession(self.vocab_size)
 
 
 class _NoSession(DraftSession):
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, device
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    is_fixed = True
 
     def draft(self, roots: Tensor) -> DraftTree:
-        return DraftTree.root_only(to_device(roots, self.device), self.vocab_size)
+        return DraftTree.root_only(roots, self.vocab_size)

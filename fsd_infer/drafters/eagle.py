@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,16 +49,13 @@ class HeadModel(CachedModel):
         Returns:
             [B, M, H] outputs of the head.
         """
-        run = self._step if self.graphs is None else self.graphs
-        return run(cache, visible, tokens, features, positions)[0]
-
-    def _step(self, cache: SlotCache, visible: Tensor, *inputs: Any) -> tuple[Tensor]:
-        tokens, features, positions = inputs
-        return (self.head(self.head.embed(tokens, self.target), features, positions, visible[:, None], cache),)
+        made: Tensor = self.head(self.head.embed(tokens, self.target), features, positions, visible[:, None], cache)
+        return made
 
     def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
         width = self.head.config.hidden_size
-        self._step(cache, visible, zero, torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device), zero)
+        none = torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device)
+        self.forward(cache, visible, zero, none, zero)
 
 
 @DRAFTERS.register("eagle")
@@ -90,9 +88,9 @@ class EagleDrafter(TreeDrafter):
         self.head = head.to(target.device).cast(target.dtype).eval()
         super().__init__(target, HeadModel(head, target), head.config.draft_vocab_size or target.vocab_size, shape)
         self.context_ids = context_ids and head.draft_ids is not None and head.lm_head is None
-        self._drafted = torch.zeros(target.vocab_size, dtype=torch.bool)  # on the CPU, where texts are
-        if head.draft_ids is not None:
-            self._drafted[head.draft_ids.cpu()] = True
+        self._drafted = bytearray(target.vocab_size)  # whether an id is in the head's vocabulary
+        for drafted in [] if head.draft_ids is None else head.draft_ids.tolist():
+            self._drafted[drafted] = True
         self.draft_ids = head.draft_ids
         own = head.lm_head is not None
         self.lm_head = None if own or self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
@@ -194,7 +192,9 @@ class EagleSession(TreeSession):
         super().__init__(drafter, request)
         self.vocabulary = drafter.context_vocabulary(request.batch)
         self.unread: list[tuple[Tensor, Tensor, Tensor]] = []  # arguments of earlier calls of extend()
-        self.last: Tensor | None = None  # [B, H] the head's output at the root
+        target, width = drafter.target, drafter.head.config.hidden_size
+        self.last = torch.zeros(request.batch, width, dtype=target.dtype, device=self.device)  # output at the root
+        self._begun = False  # whether the prompt is read
         self._features: Tensor  # [B, E, H] the head's outputs at the nodes that were expanded last
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
@@ -209,32 +209,38 @@ class EagleSession(TreeSession):
             self.unread = []
 
     def _read_text(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        if self.vocabulary is not None:
-            self.vocabulary.extend(tokens, counts)
         features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
-        positions = self.lengths[:, None] + torch.arange(tokens.shape[1])
         count = max(READ_AT_ONCE // tokens.shape[0], 1)
-        parts = zip(*(whole.split(count, 1) for whole in (tokens, features, positions)), strict=True)
-        out = torch.cat([self._read(*part) for part in parts], 1)
-        ends = to_device((counts - 1).clamp_min(0), self.device)
-        last = at_nodes(out, ends[:, None])[:, 0]
-        if self.last is not None and int(counts.min()) == 0:
-            last = torch.where(to_device(counts > 0, self.device)[:, None], last, self.last)
-        self.last = last
-        self.lengths = self.lengths + counts
+        parts = zip(tokens.split(count, 1), features.split(count, 1), strict=True)
+        out = torch.cat([self._read(place * count, *part) for place, part in enumerate(parts)], 1)
+        last = at_nodes(out, (counts - 1).clamp_min(0)[:, None])[:, 0]
+        self.last.copy_(torch.where(counts[:, None] > 0, last, self.last))  # finished rows keep theirs
+        self.lengths += counts
+        self._begun = True
 
-    def _read(self, tokens: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """Return the head's outputs over tokens [B, K] of the text with features [B, K, F] at positions [B, K]."""
-        slots = torch.arange(int(positions.max()) + 1, device=self.device)
-        places = to_device(positions, self.device)
-        visible = slots <= places[..., None]
-        first = int(positions[0, 0]) if len(positions) == 1 else None
-        self.cache.set_write_slots(places, first, visible.shape[-1])
-        return self.drafter.model.forward(self.cache, visible, to_device(tokens, self.device), features, places)
+    def _read(self, first: int, tokens: Tensor, features: Tensor) -> Tensor:
+        """Return the head's outputs over tokens [B, K] with features [B, K, F], the ``first``-th new ones onwards."""
+        count = tokens.shape[1]
+        used = None if self._begun else first + count  # a prompt begins at slot 0
+        slots, visible = self.cache.in_text(self.lengths + first, count, used)
+        return self.drafter.model.forward(self.cache, visible, tokens, features, slots)
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.auto is None and self.vocabulary is None
+
+    def tensors(self) -> list[Tensor]:
+        return [self.lengths, self.last]
+
+    def restart(self) -> None:
+        self._begun = False
+
+    def append(self, rows: Sequence[Sequence[int]]) -> None:
+        if self.vocabulary is not None:
+            self.vocabulary.extend(rows)
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         self._read_all()
-        assert self.last is not None, "call extend() first"
         self._features = self.last[:, None]
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
         return self.drafter.q_logits(self._features, self.vocabulary), ids
@@ -242,12 +248,10 @@ class EagleSession(TreeSession):
     def select(self, rows: Tensor) -> None:
         if self.vocabulary is not None:
             self.vocabulary.select(rows)
-        self.unread = [
-            (tokens[rows], features[to_device(rows, self.device)], counts[rows])
-            for tokens, features, counts in self.unread
-        ]
+        kept = to_device(rows, self.device)
+        self.unread = [(tokens[kept], features[kept], counts[kept]) for tokens, features, counts in self.unread]
         super().select(rows)
-        self.last = None if self.last is None else self.last[to_device(rows, self.device)]
+        self.last = self.last[kept]
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)
@@ -260,7 +264,7 @@ def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor,
     if len(parts) == 1:
         return parts[0]
     tokens, features = (torch.cat([part[place] for part in parts], 1) for place in (0, 1))
-    real = torch.cat([torch.arange(part[0].shape[1]) < part[2][:, None] for part in parts], 1)
+    real = torch.cat([torch.arange(x.shape[1], device=x.device) < counts[:, None] for x, _, counts in parts], 1)
     counts = real.sum(1)
     order = real.sort(dim=1, descending=True, stable=True).indices[:, : int(counts.max())]  # real tokens first
-    return tokens.gather(1, order), at_nodes(features, to_device(order, features.device)), counts
+    return tokens.gather(1, order), at_nodes(features, order), counts

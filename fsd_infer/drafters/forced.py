@@ -70,23 +70,27 @@ class ForcedSession(DraftSession):
         self.parts = [self.main]
         self.rows = list(range(request.batch))
         self.answers: list[list[int]] = [[] for _ in self.rows]
+        self.ends = first_tokens.tolist()  # the last token of each text
 
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        super().extend(tokens, features, counts)
-        for answer, row, count in zip(self.answers, tokens.tolist(), counts.tolist()):
-            # the first tokens are the prompt's, and the answer's first one
-            answer += row[:count] if answer else row[count - 1 : count]
+    on_host = True
+
+    def append(self, rows: Sequence[Sequence[int]]) -> None:
+        super().append(rows)
+        for at, (answer, row) in enumerate(zip(self.answers, rows, strict=True)):
+            answer += row if answer else row[-1:]  # the first tokens are the prompt's, and the answer's first one
+            self.ends[at] = row[-1]
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
         kept = rows.tolist()
         self.rows, self.answers = [self.rows[row] for row in kept], [self.answers[row] for row in kept]
+        self.ends = [self.ends[row] for row in kept]
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter = self.drafter
         chains = [drafter.forced(row, answer)[:MOST] for row, answer in zip(self.rows, self.answers)]
-        nodes = [_chain([root, *chain]) for root, chain in zip(roots.tolist(), chains, strict=True)]
-        forced = DraftTree.of_lists(nodes, drafter.vocab_size, self.device)
+        nodes = [_chain([root, *chain]) for root, chain in zip(self.ends, chains, strict=True)]
+        forced = DraftTree.of_lists(nodes, drafter.vocab_size, self.device, MOST)
         own = len(drafter.main.proposers)  # the guide's place among the proposers
         if min(map(len, chains)) >= ALONE:
             return self._noted(replace(forced, proposers=torch.full_like(forced.parents, own)))
@@ -94,6 +98,7 @@ class ForcedSession(DraftSession):
         if main.sampled and main.drawn is None or not any(chains):
             return main
         union = union_of(main, forced, drafter.max_depth, own)
+        union.levels = drafter.max_depth
         drafts = union.is_draft.sum(1)
         if bool((drafts == main.is_draft.sum(1)).all()):  # the main tree holds the chains
             return main

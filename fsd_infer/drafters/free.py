@@ -145,24 +145,36 @@ class FreeDrafter(Drafter):
 
 
 class FreeSession(DraftSession):
-    """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text."""
+    """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text.
+
+    Attributes:
+        ends: the last token of each text.
+    """
 
     drafter: FreeDrafter
+    on_host = True
 
-    def __init__(self, request: DraftRequest) -> None:
+    def __init__(self, first_tokens: Tensor, request: DraftRequest) -> None:
         self.device, self.auto = request.device, request.auto
+        self.ends: list[int] = first_tokens.tolist()
 
     @abstractmethod
-    def places(self, roots: Sequence[int]) -> list[tuple[Table, Any]]:
-        """Return the table of each text and the text's place in it. ``roots`` are the last tokens of the texts."""
+    def places(self) -> list[tuple[Table, Any]]:
+        """Return the table of each text and the text's place in it."""
+
+    def append(self, rows: Sequence[Sequence[int]]) -> None:
+        self.ends = [row[-1] if row else end for row, end in zip(rows, self.ends, strict=True)]
+
+    def select(self, rows: Tensor) -> None:
+        self.ends = [self.ends[row] for row in rows.tolist()]
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter, ends = self.drafter, roots.tolist()
+        drafter = self.drafter
         rows = [
             best_first(table, place, root, drafter.nodes, drafter.depth, drafter.least)
-            for (table, place), root in zip(self.places(ends), ends, strict=True)
+            for (table, place), root in zip(self.places(), self.ends, strict=True)
         ]
-        tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device)
+        tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
         return tree if self.auto is None else tree.keep(self.auto.keep(tree))
 
 

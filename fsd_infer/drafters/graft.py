@@ -116,6 +116,7 @@ class GraftedSession(DraftSession):
                 _warn_sampled(part.name)
                 return main
         union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
+        union.levels = drafter.max_depth
         if self.auto is not None:
             return kept_of(union, main, self.auto.keep(union))
         nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes, union.held)

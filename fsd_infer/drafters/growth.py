@@ -11,6 +11,7 @@ context, so no rule's law changes.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from copy import copy
@@ -22,7 +23,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fsd_core import functional
-from fsd_core.tensors import at_nodes, to_device, visible_slots
+from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.drawing import Drawing
@@ -93,7 +94,7 @@ class TreeDrafter(Drafter):
     def held_bytes(self) -> int:
         return self.model.held_bytes
 
-    def use_graphs(self, recorder: Recorder) -> None:
+    def use_graphs(self, recorder: Recorder | None) -> None:
         self.model.use_graphs(recorder)
 
     def describe(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class TreeSession(DraftSession):
 
     Attributes:
         device: of the drafter's model.
-        lengths: [B] slots of each row's text, the root's included, on the CPU.
+        lengths: [B] slots of each row's text, the root's included.
         width: children of an expanded node.
         reads_scores: whether the host reads every depth's scores to choose which nodes to expand.
     """
@@ -119,23 +120,28 @@ class TreeSession(DraftSession):
         self.drafter, self.shape, self.device = drafter, drafter.shape, drafter.model.device
         self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.slots))
         self.tilt, self.auto, self.request = request.tilt, request.auto, request
-        self.lengths = torch.zeros(request.batch, dtype=torch.long)
+        self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
         self.width = drafter.shape.width
         self.reads_scores = self.auto is not None and self.auto.reads_scores
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | None = None  # of this round
+        self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
+
+    @property
+    def on_host(self) -> bool:
+        return self.auto is not None
 
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
-        self.lengths = self.lengths[rows]
+        self.lengths = self.lengths[to_device(rows, self.device)]
 
     def draft(self, roots: Tensor) -> DraftTree:
-        on_device, depth = to_device(roots, self.device), self._depth()
+        depth = self._depth()
         if depth < 1 or self.auto is not None and not self.auto.expands_root():
-            return DraftTree.root_only(on_device, self.drafter.vocabulary)
+            return DraftTree.root_only(roots, self.drafter.vocabulary)
         logits, ids = self._read_roots()
         self._drawing = self._draws() if self.request.draws else None
-        return self._kept(self._grow(on_device, logits, ids, depth))
+        return self._kept(self._grow(roots, logits, ids, depth))
 
     def _depth(self) -> int:
         """Return the depth of the deepest candidates."""
@@ -187,7 +193,7 @@ class TreeSession(DraftSession):
             ids: [Vd] target id of each entry; None if Vd = V.
             depth: of the deepest candidates.
         """
-        batch, device = len(self.lengths), self.device
+        batch, device, self._stopped = len(self.lengths), self.device, None
         expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # [B, E] node numbers; the root is node 0
         path_scores = self._visits = torch.zeros(batch, 1, device=device)  # [B, E] their cumulative log q
         sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, E, n] which expanded nodes lie above
@@ -196,6 +202,9 @@ class TreeSession(DraftSession):
         all_expanded, all_logits, count = [expanded], [logits], 1
         for level in range(1, depth + 1):
             log_q, entries, by_chance = self._candidates(logits, path_scores, sees)  # [B, E, w]
+            if self._stopped is not None:
+                log_q = log_q.masked_fill(self._stopped, -math.inf)
+                by_chance = None if by_chance is None else by_chance & ~self._stopped
             drafts = (entries if ids is None else ids[entries]).flatten(1)
             sums = (path_scores[..., None] + log_q).flatten(1)
             tokens.append(drafts)
@@ -219,7 +228,13 @@ class TreeSession(DraftSession):
         index = torch.full((batch, count + drafts.shape[1]), -1, device=device)
         index = index.scatter(1, numbers, torch.arange(numbers.shape[1], device=device).expand_as(numbers))
         tree = DraftTree(
-            torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), torch.cat(all_logits, 1), index, ids
+            torch.cat(tokens, 1),
+            torch.cat(parents, 1),
+            torch.cat(scores, 1),
+            torch.cat(all_logits, 1),
+            index,
+            ids,
+            levels=level,
         )
         if self._drawing is not None:
             tree.q_scores, tree.drawn = torch.cat(self._drawing.scores, 1), torch.cat(drawn, 1)
@@ -242,7 +257,10 @@ class TreeSession(DraftSession):
         if self.shape.stop_below:
             steps = self._visits[..., None] + tilted(log_q, self.tilt)
             self._visits = steps.flatten(1).gather(1, best)
-            if float(self._visits.exp().sum(-1).max()) < self.shape.stop_below:  # syncs with the device
+            goes_on = self._visits.exp().sum(-1).max() >= self.shape.stop_below
+            if goes_on.device.type != "cpu":  # the next candidates are padding where drafting stops
+                self._stopped = ~goes_on if self._stopped is None else self._stopped | ~goes_on
+            elif not goes_on:
                 return None
         if self.auto is not None:
             self.auto.count_depth(best.shape[1])
@@ -257,9 +275,6 @@ class TreeSession(DraftSession):
 
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
         """Run the model on nodes [B, E]. Their keys follow those of the text and of earlier depths."""
-        slots = self.lengths[:, None] + torch.arange(sees.shape[2] - tokens.shape[1], sees.shape[2])
-        positions = (self.lengths + depth - 1)[:, None].expand_as(slots)
-        first, visible = int(slots[0, 0]), visible_slots(self.lengths, sees)
-        positions, slots = to_device(positions, self.device), to_device(slots, self.device)
-        self.cache.set_write_slots(slots, first if slots.shape[0] == 1 else None, visible.shape[-1])
+        _, visible = self.cache.after_text(self.lengths, sees)
+        positions = (self.lengths + (depth - 1))[:, None].expand_as(tokens)
         return self._read_nodes(tokens, parents, positions, visible)

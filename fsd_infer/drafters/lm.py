@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.errors import VocabularyMismatchError
-from fsd_core.tensors import at_nodes, to_device, visible_slots
+from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.estimates import Prior
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
@@ -100,18 +100,19 @@ class LMSession(TreeSession):
     On other devices it is cheaper to read these tokens again than to find the nodes.
 
     Attributes:
-        text: [B, S] token ids, on the CPU.
-        cached: [B] tokens of each text that the KV cache holds, on the CPU.
+        text: [B, S] token ids.
+        cached: [B] tokens of each text that the KV cache holds.
     """
 
     drafter: LMDrafter
 
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, replace(request, draws=False))  # chains are drawn here
-        self.text = torch.zeros(request.batch, request.slots + 1, dtype=torch.long)
-        self.text[:, 0] = first_tokens
-        self.lengths = torch.ones(request.batch, dtype=torch.long)
+        self.text = torch.zeros(request.batch, request.slots + 1, dtype=torch.long, device=self.device)
+        self.text[:, 0] = to_device(first_tokens, self.device)
+        self.lengths += 1
         self.cached = torch.zeros_like(self.lengths)
+        self._behind = 1  # at least the tokens of any text that are not in the cache
         if not request.greedy:
             self.width, self.reads_scores = 1, self.auto is not None
         self._expanded = [_Expanded() for _ in range(request.batch)]
@@ -119,13 +120,25 @@ class LMSession(TreeSession):
         self._positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if layers have windows
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        rows, columns = torch.nonzero(torch.arange(tokens.shape[1]) < counts[:, None], as_tuple=True)
-        self.text[rows, self.lengths[rows] + columns] = tokens[rows, columns]
-        self._keep_expanded(tokens, counts)
-        self.lengths = self.lengths + counts
-        self.cached = torch.minimum(self.cached, self.lengths - 1)  # draft() reads the root
-        if self._unread > self.shape.depth and (self.auto is None or not self.auto.paused):
-            self._read(self.lengths - 1)  # a prompt, whose time is not a draft's
+        places = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        self.text.scatter_(1, places, tokens)  # padding is overwritten by the next tokens
+        if self.device.type == "cpu":
+            self._keep_expanded(tokens, counts)
+        self.lengths += counts
+        torch.minimum(self.cached, self.lengths - 1, out=self.cached)  # draft() reads the root
+        self._behind += tokens.shape[1]
+        if self._unread() - 1 > self.drafter.max_depth + 1 and (self.auto is None or not self.auto.paused):
+            self._read(self.lengths - 1, self._unread() - 1)  # a prompt, whose time is not a draft's
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.auto is None
+
+    def tensors(self) -> list[Tensor]:
+        return [self.lengths, self.text, self.cached]
+
+    def restart(self) -> None:
+        self._behind = 1
 
     def _keep_expanded(self, tokens: Tensor, counts: Tensor) -> None:
         """Move keys and values of the expanded nodes on the path of the new tokens [B, K] to their final slots."""
@@ -139,18 +152,19 @@ class LMSession(TreeSession):
         if not torch.equal(slots, final):
             self.cache.move(slots, final)
 
-    @property
     def _unread(self) -> int:
-        """Most tokens of any text that are not in the cache, the last token excluded."""
-        return int((self.lengths - self.cached).max()) - 1
+        """At least the tokens of any text that are not in the cache; on a CPU exactly as many."""
+        if self.device.type == "cpu":
+            return int((self.lengths - self.cached).max())
+        return max(self._behind, self.drafter.max_depth + 2)  # the same in every round
 
     def _depth(self) -> int:
         self._reaches = self._reach()
-        return int(self._reaches.max())
+        return int(self._reaches.max()) if self.device.type == "cpu" else self.drafter.max_depth
 
     def _read_roots(self) -> tuple[Tensor, None]:
         self._q_scores, self._positions = [], []
-        return self._read(self.lengths), None
+        return self._read(self.lengths, self._unread()), None
 
     def _kept(self, tree: DraftTree) -> DraftTree:
         if self.request.greedy:
@@ -159,10 +173,8 @@ class LMSession(TreeSession):
             tree.q_scores = torch.cat(self._q_scores, 1)
             if self.auto is not None:
                 self.auto.keep_all(tree)
-        reach = self._reaches
-        if int(reach.min()) < int(reach.max()):  # q is unknown beyond the small LM's context
-            beyond = tree.depths >= to_device(reach, self.device)[:, None]
-            tree.q_index = tree.q_index.masked_fill(beyond, -1)
+        if self._ends:  # q is unknown beyond the small LM's context
+            tree.q_index = tree.q_index.masked_fill(tree.depths >= self._reaches[:, None], -1)
         return tree
 
     def _candidates(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -177,34 +189,35 @@ class LMSession(TreeSession):
     def _reach(self) -> Tensor:
         """Return the depth to which each row can be drafted within the small LM's context: [B]."""
         model, depth = self.drafter.model, self.drafter.max_depth
-        limit = model.max_positions
+        limit, longest = model.max_positions, self.text.shape[1]
+        if self.device.type == "cpu":
+            longest = int(self.lengths.max())
+        self._ends = limit is not None and longest + depth > limit + 1  # + 1: the last draft is not read
         reach = torch.full_like(self.lengths, depth)
-        if limit is not None and int(self.lengths.max()) + depth > limit + 1:  # + 1: the last draft is not read
-            warn_context(model.name, limit)
+        if limit is not None and self._ends:
+            if self.device.type == "cpu" or self.request.longest + depth > limit + 1:
+                warn_context(model.name, limit)
             reach = reach.minimum(limit + 1 - self.lengths)
         return reach
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
-        self.text, self.cached = self.text[rows], self.cached[rows]
+        kept = to_device(rows, self.device)
+        self.text, self.cached = self.text[kept], self.cached[kept]
         self._expanded = [self._expanded[row] for row in rows.tolist()]
 
-    def _read(self, ends: Tensor) -> Tensor:
-        """Read the texts up to ``ends`` [B], on the CPU, and return the logits [B, 1, V] at their last tokens."""
-        new = int((ends - self.cached).max())
+    def _read(self, ends: Tensor, new: int) -> Tensor:
+        """Read the last ``new`` tokens of the texts up to ``ends`` [B]. Return the logits [B, 1, V] at the last."""
         # Rows with fewer new tokens read some again. Tokens beyond `ends` are padding.
         starts = (ends - new).clamp_min(0)
-        slots = starts[:, None] + torch.arange(new)
-        lasts, model = ends - 1 - starts, self.drafter.model
-        # A recorded forward gives logits at all tokens. Those of a whole prompt would fill the memory.
-        skipped = 0 if model.graphs is not None and new <= self.shape.depth + 2 else int(lasts.min())
-        causal = torch.ones(new, new, dtype=torch.bool, device=self.device).tril()
-        visible = visible_slots(starts, causal.expand(len(starts), -1, -1))
-        tokens, places = to_device(self.text.gather(1, slots), self.device), to_device(slots, self.device)
-        self.cache.set_write_slots(places, int(starts[0]) if len(starts) == 1 else None, visible.shape[-1])
-        logits = self._forward(tokens, places, visible, new - skipped if skipped else 0)
-        self.cached = ends.clone()
-        return at_nodes(logits, to_device(lasts - skipped, self.device)[:, None])
+        slots, visible = self.cache.in_text(starts, new)
+        lasts, skipped = ends - 1 - starts, 0
+        if self.device.type == "cpu":  # the others' logits take time, and those of a whole prompt memory
+            skipped = int(lasts.min())
+        logits = self._forward(self.text.gather(1, slots), slots, visible, new - skipped if skipped else 0)
+        self.cached.copy_(ends)
+        self._behind = 1
+        return at_nodes(logits, (lasts - skipped)[:, None])
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         if self.device.type == "cpu":
@@ -214,8 +227,8 @@ class LMSession(TreeSession):
             self._positions.append(positions)
             text = torch.arange(visible.shape[-1], device=self.device).repeat(len(tokens), 1)
             nodes = torch.cat(self._positions, 1)
-            slots = self.lengths[:, None] + torch.arange(nodes.shape[1])
-            self.cache.positions = text.scatter(1, to_device(slots, self.device), nodes)
+            slots = self.lengths[:, None] + torch.arange(nodes.shape[1], device=self.device)
+            self.cache.positions = text.scatter(1, slots, nodes)
         return self._forward(tokens, positions, visible)
 
     def _forward(self, tokens: Tensor, positions: Tensor, visible: Tensor, keep: int = 0) -> Tensor:

@@ -256,21 +256,26 @@ class MemorySession(FreeSession):
     """A session with the :class:`Recall` of each row."""
 
     def __init__(self, drafter: MemoryDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        super().__init__(request)
+        super().__init__(first_tokens, request)
         self.drafter: MemoryDrafter = drafter
         keys = [None] * len(first_tokens) if request.keys is None else request.keys
         self.recalls = drafter.recalls(keys, request.generator is not None)
         indexes = {id(recall.index) for recall in self.recalls}
-        self.remembers = len(indexes) < len(self.recalls) or any(recall.stores for recall in self.recalls)
+        self._remembers = len(indexes) < len(self.recalls) or any(recall.stores for recall in self.recalls)
         for recall, token in zip(self.recalls, first_tokens.tolist(), strict=True):
             recall.append(token)
 
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        for recall, row, count in zip(self.recalls, tokens.tolist(), counts.tolist(), strict=True):
-            for token in row[:count]:
+    @property
+    def remembers(self) -> bool:
+        return self._remembers
+
+    def append(self, rows: Sequence[Sequence[int]]) -> None:
+        super().append(rows)
+        for recall, row in zip(self.recalls, rows, strict=True):
+            for token in row:
                 recall.append(token)
 
-    def places(self, roots: Sequence[int]) -> list[tuple[Table, Any]]:
+    def places(self) -> list[tuple[Table, Any]]:
         return [(recall, recall.look()) for recall in self.recalls]
 
     def copies(self, tree: DraftTree, n: int) -> Tensor | None:
@@ -288,4 +293,5 @@ class MemorySession(FreeSession):
         self.drafter.remember(self.recalls[row], prompt, answer)
 
     def select(self, rows: Tensor) -> None:
+        super().select(rows)
         self.recalls = [self.recalls[row] for row in rows.tolist()]

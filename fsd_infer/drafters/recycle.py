@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.errors import FsdError
-from fsd_core.tensors import lists
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
+from fsd_infer.rules.verification import Verdict
 from fsd_infer.tree import DraftTree
 
 BUCKETS = 12  # of a candidate's log-probability
@@ -153,7 +153,7 @@ class RecycleDrafter(FreeDrafter):
         self.recycled = Recycled(self.width, self.most)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> RecycleSession:
-        return RecycleSession(self, request)
+        return RecycleSession(self, first_tokens, request)
 
     def describe(self) -> dict[str, Any]:
         options = {"width": self.width, "least": self.least, "most": self.most, "keep": self.keep}
@@ -168,26 +168,34 @@ class RecycleSession(FreeSession):
         recycled: the drafter's table for every row, or a table per row.
     """
 
-    def __init__(self, drafter: RecycleDrafter, request: DraftRequest) -> None:
-        super().__init__(request)
+    def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
+        super().__init__(first_tokens, request)
         self.drafter: RecycleDrafter = drafter
         self.last: list[list[int]] = [[] for _ in range(request.batch)]
         self.recycled = drafter.tables(request.batch, request.keys is None)
 
-    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        for last, row, count in zip(self.last, tokens.tolist(), counts.tolist(), strict=True):
-            last[:] = (last + row[max(0, count - 2) : count])[-2:]
+    def append(self, rows: Sequence[Sequence[int]]) -> None:
+        super().append(rows)
+        for last, row in zip(self.last, rows, strict=True):
+            last[:] = [*last, *row[-2:]][-2:]
 
-    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor, tokens: Tensor, accepted: Tensor) -> None:
-        nodes = torch.arange(logits.shape[1]).expand(logits.shape[:2])
-        width = min(self.drafter.width, logits.shape[-1])
-        log_p, choice = functional.topk_logprobs(logits, width)
-        known = lists(tree.tokens, tree.parents, choice.flatten(1), log_p.flatten(1))
-        verdict = (path.tolist(), tokens.tolist(), accepted.tolist())
-        rows = zip(self.recycled, self.last, nodes.tolist(), *known, *verdict)
-        for recycled, last, seen, drafted, parents, ids, chances, way, emitted, count in rows:
+    fact_count = 5
+
+    def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
+        """Return nodes [B, N], the w likeliest tokens there with ln p [B, N·w], and the tree's columns [B, N]."""
+        nodes = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
+        log_p, choice = functional.topk_logprobs(logits, min(self.drafter.width, logits.shape[-1]))
+        return [nodes, choice.flatten(1), log_p.flatten(1), tree.tokens, tree.parents]
+
+    def learn(self, facts: Sequence[Tensor], verdict: Verdict) -> None:
+        nodes, choice, log_p, tokens, parents = facts
+        numbers = (x.long().tolist() for x in (nodes, choice, tokens, parents))
+        made = (x.tolist() for x in (log_p, verdict.path, verdict.tokens, verdict.accepted))
+        width = choice.shape[1] // nodes.shape[1]
+        rows = zip(self.recycled, self.last, *numbers, *made, strict=True)
+        for recycled, last, seen, ids, drafted, parents_of, chances, way, emitted, count in rows:
             contexts = [[*last[-2:-1], drafted[0]]]
-            contexts += [[drafted[parent], token] for parent, token in zip(parents[1:], drafted[1:])]
+            contexts += [[drafted[parent], token] for parent, token in zip(parents_of[1:], drafted[1:])]
             for node, token in zip(way[: count + 1], emitted):  # learn before remember() stores the answer
                 recycled.learn(contexts[node], token)
             on_path = set(way[: count + 1])
@@ -195,11 +203,12 @@ class RecycleSession(FreeSession):
                 these = slice(place * width, (place + 1) * width)
                 recycled.remember(contexts[seen[place]], ids[these], chances[these])
 
-    def places(self, roots: Sequence[int]) -> list[tuple[Table, Any]]:
-        rows = zip(self.recycled, self.last, roots, strict=True)
+    def places(self) -> list[tuple[Table, Any]]:
+        rows = zip(self.recycled, self.last, self.ends, strict=True)
         return [(recycled, (*last[-2:-1], root)) for recycled, last, root in rows]
 
     def select(self, rows: Tensor) -> None:
+        super().select(rows)
         kept = rows.tolist()
         self.last = [self.last[row] for row in kept]
         self.recycled = [self.recycled[row] for row in kept]

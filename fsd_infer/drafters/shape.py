@@ -44,8 +44,8 @@ class TreeShape:
         width: nodes expanded per depth, and children per expanded node.
         nodes: nodes verified per round, the root included.
         stop_below: probability that the answer runs through any of the nodes to expand next, below which drafting
-            stops. The drafter estimates it as the sum of their cumulative q, tilted as the law is. The check syncs with
-            the device once per depth. 0: always draft ``depth`` deep.
+            stops. The drafter estimates it as the sum of their cumulative q, tilted as the law is. 0: always draft
+            ``depth`` deep.
 
     Raises:
         FsdError: a size or threshold out of range, or too many candidates.

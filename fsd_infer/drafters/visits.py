@@ -36,7 +36,7 @@ def visit_scores(scores: Tensor, parents: Tensor, depth: int, tilt: float) -> Te
     if not tilt:
         return scores
     tilt = min(tilt, MOST_TILT)
-    steps = (scores - scores.gather(1, parents)).to(wide(scores.device))
+    steps = (scores - scores.gather(1, parents)).masked_fill(scores == -math.inf, -math.inf).to(wide(scores.device))
     steps[:, 0] = -math.inf  # the root is its own parent, but no child
     q = steps.exp()
     z = torch.ones_like(q)

@@ -7,6 +7,8 @@ that LM head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -25,14 +27,14 @@ class ContextVocabulary:
         target: the model that owns the LM head.
         draft_ids: [Vd] the head's draft vocabulary, on the target's device.
         lm_head: the rows ``draft_ids`` of the LM head.
-        drafted: [V] bool on the CPU; whether an id is in the draft vocabulary.
+        drafted: [V] whether an id is in the draft vocabulary.
         batch: number of rows B.
 
     Attributes:
         ids: [Vd + X] target id of each entry, on the target's device.
     """
 
-    def __init__(self, target: Target, draft_ids: Tensor, lm_head: nn.Module, drafted: Tensor, batch: int) -> None:
+    def __init__(self, target: Target, draft_ids: Tensor, lm_head: nn.Module, drafted: bytearray, batch: int) -> None:
         self.ids = draft_ids
         self._target, self._draft_ids, self._lm_head, self._drafted = target, draft_ids, lm_head, drafted
         self._extra: dict[int, int] = {}  # further ids and their places
@@ -40,14 +42,14 @@ class ContextVocabulary:
         self._foreign: Tensor | None = None  # [B, 1, X] ~_own, on the target's device; None if no id is foreign
         self._tail: nn.Module | None = None  # the rows of the further ids of the LM head
 
-    def extend(self, tokens: Tensor, counts: Tensor) -> None:
-        """Add the ids of tokens [B, K] that extend the texts. The first ``counts`` [B] are real; both on the CPU."""
-        real = torch.arange(tokens.shape[1]) < counts[:, None]
-        rows, columns = (real & ~self._drafted[tokens]).nonzero(as_tuple=True)
-        if not len(rows):
+    def extend(self, texts: Sequence[Sequence[int]]) -> None:
+        """Add the ids of the tokens that extend each row's text."""
+        drafted = self._drafted
+        found = [(row, token) for row, text in enumerate(texts) for token in text if not drafted[token]]
+        if not found:
             return
-        found = tokens[rows, columns].tolist()
-        places = torch.tensor([self._extra.setdefault(token, len(self._extra)) for token in found])
+        rows = torch.tensor([row for row, _ in found])
+        places = torch.tensor([self._extra.setdefault(token, len(self._extra)) for _, token in found])
         grown = len(self._extra) - self._own.shape[1]
         if grown:
             self._own = torch.nn.functional.pad(self._own, (0, grown))

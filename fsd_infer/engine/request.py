@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from fsd_infer.engine.stats import GenerationStats, RowRecord
-from fsd_infer.rules.verification import Emission, Verdict
-from fsd_infer.tree import DraftTree
+from fsd_infer.rules.verification import Emission
+
+if TYPE_CHECKING:
+    from fsd_infer.engine.callbacks import Callback
+    from fsd_infer.engine.report import RoundReport
 
 
 @dataclass(frozen=True)
@@ -43,23 +47,17 @@ class Round:
     seconds: dict[str, float]
 
     @classmethod
-    def of(
-        cls,
-        tree: DraftTree,
-        row: int,
-        logits: Tensor,
-        verdict: Verdict,
-        emissions: Sequence[Emission],
-        seconds: dict[str, float],
-    ) -> Round:
-        """Return the round of one batch row. Syncs with the device."""
+    def of(cls, report: RoundReport, row: int) -> Round:
+        """Return one batch row of a round. Syncs with the device."""
+        tree, verdict = report.tensors.tree, report.verdict
         real = tree.is_draft[row].clone()
         real[0] = True  # the root
         whose = tree.parents.new_zeros(tree.parents.shape) if tree.proposers is None else tree.proposers
         columns = (tree.tokens, tree.parents, whose, tree.q_index)
         nodes, parents, proposers, q_index = (column[row][real].tolist() for column in columns)
         path, q_logits, draft_ids = verdict.path[row].tolist(), tree.q_logits[row], tree.draft_ids
-        return cls(nodes, parents, proposers, q_index, q_logits, draft_ids, logits[row], path, emissions, seconds)
+        logits, emissions = report.tensors.logits[row], report.emissions[row]
+        return cls(nodes, parents, proposers, q_index, q_logits, draft_ids, logits, path, emissions, report.seconds)
 
     @property
     def tokens(self) -> list[int]:
@@ -88,6 +86,7 @@ class Request:
         measure_log_likelihood: record the target's log-probability of each emitted token.
         cache_keys: per prompt, its key in the prefix cache; None: one key for all.
         max_cache_bytes: most bytes of the KV caches; None: the free memory.
+        callbacks: see :class:`.Callback`; called after the functions above.
     """
 
     prompts: list[list[int]]
@@ -104,6 +103,12 @@ class Request:
     measure_log_likelihood: bool = False
     cache_keys: Sequence[str] | None = None
     max_cache_bytes: int | None = None
+    callbacks: Sequence[Callback] = ()
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The prompts as processors and criteria see them."""
+        return self.padded_prompts or self.prompts
 
 
 @dataclass

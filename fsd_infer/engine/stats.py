@@ -77,8 +77,8 @@ class GenerationStats:
         drafter: its description.
         seconds: until all answers were complete, by the host's clock.
         prefill_seconds: until all answers had their first token, by the host's clock.
-        phases: seconds of prefill, draft, target, rule and cache. On CUDA the device's clock measures them, so their
-            sum may differ a little from ``seconds``.
+        phases: seconds of prefill, draft, target, rule, cache and report, the host's reading of rounds with all
+            callbacks. On CUDA the device's clock measures them, so their sum may differ a little from ``seconds``.
         cache_bytes: bytes of the KV caches, the target's and the drafter's.
         known: tokens of each prompt found in the prefix cache (:mod:`.targets.prefixes`); empty without one.
         trees: the trees chosen under ``tree="auto"`` and their expected acceptance; else None.

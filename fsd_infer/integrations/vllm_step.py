@@ -33,11 +33,7 @@ class SlotTexts(Texts):
     def __init__(self, states: Any, slot: Tensor, longest: int, markers: Markers) -> None:
         self.markers = markers
         self._states, self._slot, self._longest = states, slot, longest
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """[B]"""
-        return self._states.total_len.gpu[self._slot].long()
+        self.lengths = states.total_len.gpu[slot].long()
 
     @property
     def answered(self) -> Tensor:
@@ -50,11 +46,6 @@ class SlotTexts(Texts):
         found = self._states.all_token_ids.gpu[self._slot, : self._longest].long()
         places = torch.arange(found.shape[1], device=found.device)
         return found.masked_fill_(places >= self.lengths[:, None], -1)
-
-    def last(self, count: int) -> Tensor:
-        """Return the last tokens of each text in order, [B, count], -1 before its beginning."""
-        places = self.lengths[:, None] + torch.arange(-count, 0, device=self.lengths.device)
-        return self.tokens.gather(1, places.clamp_min(0)).masked_fill(places < 0, -1)
 
 
 class Step:

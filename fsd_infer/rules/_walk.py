@@ -5,7 +5,7 @@ target's law and under the rule's. One uniform number per context picks one of i
 ancestors were all picked form the path. So only one token per row, the last, is drawn from the vocabulary.
 
 Dense laws and gates need work over the vocabulary. They are evaluated at all contexts at once: to learn first which
-ones the walk reaches would take a transfer. The verdict reaches the host in one transfer.
+ones the walk reaches would take a transfer. Nothing is read on the host: the verdict is tensors of fixed shapes.
 """
 
 from __future__ import annotations
@@ -18,24 +18,19 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.divergence import divergence
-from fsd_core.errors import FsdError
-from fsd_core.tensors import draw, on_host, to_device, wide
-from fsd_infer.rules.evidence import Contexts, Evidence, refuse
+from fsd_core.tensors import draw, wide
+from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.laws import Law, lifted
-from fsd_infer.rules.verification import Source, Verdict
+from fsd_infer.rules.verification import FORKS, Source, Verdict, row_index
 
 
-def walk(evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor) -> Verdict:
-    """Walk one round.
+def walk(evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor | None) -> Verdict:
+    """Walk one round, without a sync. :attr:`Verdict.faults` tells what is wrong with it.
 
     Args:
         evidence: of the round.
         laws: of all rows, each with its rows.
-        left: [B] nats that each row may spend, on the CPU.
-
-    Raises:
-        NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
-        FsdError: sampled drafts do not form a chain.
+        left: [B] nats that each row may spend, on the device of the tree; None: any number.
     """
     return _Walk(evidence, laws, left).verdict()
 
@@ -44,7 +39,7 @@ def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:
     """[B, N] bool; contexts whose ``cost`` [B, N] the budget ``left`` [B] pays after the costs of their ancestors."""
     depths = evidence.tree.depths
     budget = left = left.to(cost.dtype)[:, None].expand_as(cost)
-    for _ in range(functional.upper_bound(depths, depths.shape[1] - 1)):
+    for _ in range(evidence.tree.max_depth):
         spent = cost.masked_fill((cost > budget) | cost.isinf(), 0.0)  # an infinite budget pays infinite costs
         budget = torch.where(depths > 0, evidence.above(budget - spent), left)
     return cost <= budget
@@ -62,11 +57,11 @@ class _Walk:
         slot: above temperature 0, the row of ``dense`` [·, V] with the context's law r; -1 if there is none.
     """
 
-    def __init__(self, evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor) -> None:
+    def __init__(self, evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor | None) -> None:
         self.evidence, self.tree, self.device = evidence, evidence.tree, evidence.nodes.device
         self.reads_q = evidence.sampled or any(law.gate or law.log_r for law, _ in laws)
         self.unfit = evidence.unfit(self.reads_q)
-        self.left = to_device(left, self.device) if min(left.tolist()) < math.inf else None
+        self.left = left
         self.laws: list[tuple[Law, Tensor | bool]] = []
         self.dense: list[Tensor] = []
         self.cost: Tensor | None = None
@@ -79,10 +74,9 @@ class _Walk:
 
     def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor | bool]:
         """Add a law, and return it with its rows: [B, 1] bool, or True for all."""
-        applies, index = law.applies, torch.tensor(rows)
+        applies, index = law.applies, row_index(tuple(rows), self.device)
         mine: Tensor | bool = len(rows) == len(applies)
         if not mine:
-            index = to_device(index, self.device)
             mine = torch.zeros_like(applies[:, :1]).index_fill_(0, index, True)
 
         def put(new: Tensor, old: Tensor) -> Tensor:
@@ -156,23 +150,23 @@ class _Walk:
     def _undrafted(self) -> Verdict:
         """Return the verdict on roots alone: a token from p each."""
         none = torch.zeros_like(self.tree.parents)
-        (token,) = self._on_host(self._final(none, none > 0))
-        none, token = torch.zeros(token.shape, dtype=torch.long), token.long()
-        nats = torch.zeros(token.shape, dtype=torch.float64)
-        return Verdict(none, none[:, 0], token, none, none > 0, nats, none - 1, nats / 0)
+        token, nats = self._final(none, none > 0), torch.zeros(none.shape, dtype=wide(self.device), device=self.device)
+        return Verdict(none, none[:, 0], token, none, none > 0, nats, none - 1, nats / 0, faults=self._faults())
 
     def _gathered(self, reached: Tensor, pays: Tensor, exact: Tensor) -> Verdict:
-        """Gather the verdict along the path, on the CPU."""
-        tree, evidence, nodes = self.tree, self.evidence, self.evidence.nodes
+        """Gather the verdict along the path."""
+        tree, evidence, width = self.tree, self.evidence, self.tree.max_depth + 1
+        nodes, steps = evidence.nodes, evidence.nodes[:width]
         accepted, end = reached.sum(1, keepdim=True) - 1, (reached * nodes).amax(1, keepdim=True)
         # scatter by depth; unreached nodes write the end to the end's place
         places, ends = torch.where(reached, tree.depths, accepted), torch.where(reached, nodes, end)
-        path = end.expand_as(reached).scatter(1, places, ends)
-        last, beyond, below = nodes == accepted, nodes > accepted, torch.cat([path[:, 1:], end], 1)
+        path = end.expand(-1, width).scatter(1, places, ends)
+        last, beyond, below = steps == accepted, steps > accepted, torch.cat([path[:, 1:], end], 1)
         tokens = torch.where(last, self._final(end, pays), tree.tokens.gather(1, below))
-        sources = (nodes < accepted) * int(Source.EXACT)  # Source.TARGET is 0
+        sources = (steps < accepted) * int(Source.EXACT)  # Source.TARGET is 0
         if self.cost is None:
-            is_open, spent = pays, torch.zeros(last.shape, dtype=wide(self.device), device=self.device)
+            is_open = torch.zeros_like(last)
+            spent = torch.zeros(last.shape, dtype=wide(self.device), device=self.device)
         else:
             is_open = pays.gather(1, path) & ~beyond
             spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
@@ -182,27 +176,16 @@ class _Walk:
             sources = sources.masked_fill(torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(Source.GATE))
         first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
         regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
-        is_target = all(law.is_target and law.test is None for law, _ in self.laws)
-        chains = evidence.sampled and not (is_target and tree.drawn is not None)
-        forks = (tree.child.sum(-1) > 1).any(1, keepdim=True) if chains else accepted < 0
-        columns = path, tokens.masked_fill_(beyond, 0), sources, is_open, spent, first, regret
-        whose = [] if tree.proposers is None else [tree.proposers]
-        accepted, depths, forks, *on_cpu = self._on_host(accepted, tree.depths, forks, *columns, *whose)
-        if forks.any():
-            raise FsdError(
-                "drafts drawn from q (q_scores) must form a chain for this rule; only `exact` takes trees of them."
-            )
-        proposers = on_cpu.pop().long() if whose else None
-        width = int(depths.max()) + 1
-        path, tokens, sources, is_open, spent, first, regret = (column[:, :width] for column in on_cpu)
-        numbers = path.long(), accepted[:, 0].long(), tokens.long(), sources.long()
-        return Verdict(*numbers, is_open > 0, spent, first.long(), regret, proposers)
+        numbers = path, accepted[:, 0], tokens.masked_fill_(beyond, 0), sources
+        return Verdict(*numbers, is_open, spent, first, regret, tree.proposers, faults=self._faults())
 
-    def _on_host(self, *columns: Tensor) -> list[Tensor]:
-        """Copy columns [B, N] to the CPU, together with the checks of logits, and raise if a check fails."""
-        on_cpu = on_host(*self.unfit.values(), *columns)
-        refuse({who: on_cpu.pop(0) > 0 for who in self.unfit})
-        return on_cpu
+    def _faults(self) -> dict[str, Tensor]:
+        """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
+        evidence, tree, faults = self.evidence, self.tree, dict(self.unfit)
+        is_target = all(law.is_target and law.test is None for law, _ in self.laws)
+        if evidence.sampled and self.laws and not (is_target and tree.drawn is not None):
+            faults[FORKS] = (tree.child.sum(-1) > 1).any(1, keepdim=True)
+        return faults
 
     def _final(self, end: Tensor, pays: Tensor) -> Tensor:
         """Draw the token after the path, [B, 1]: none of the drafts at the path's end ``end`` [B, 1]."""

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError
 from fsd_core.registry import Registry
-from fsd_core.tensors import at_nodes, to_device
+from fsd_core.tensors import at_nodes, to_device, wide
 from fsd_infer.rules._walk import walk
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter, parameters_of
 from fsd_infer.rules.texts import markers
-from fsd_infer.rules.verification import Verdict, Verification
+from fsd_infer.rules.verification import Verdict, Verification, row_index
 
 
 class Rule:
@@ -167,39 +167,50 @@ RULES = _Rules("rule")
 
 
 def apply_rules(rules: Sequence[Rule], round: Verification) -> Verdict:
-    """Return the verdict on one round, with a rule per row.
+    """Return the verdict on one round, on the CPU, with a rule per row.
 
     Raises:
         NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
         FsdError: uniforms or texts are missing, or sampled drafts do not form a chain.
     """
+    return judged(rules, round).on_host()
+
+
+def judged(rules: Sequence[Rule], round: Verification) -> Verdict:
+    """Return the verdict of :func:`apply_rules` on the device of the tree, unchecked and without a sync."""
     rows: dict[Rule, list[int]] = {}
     for row, rule in enumerate(rules):
         rows.setdefault(rule, []).append(row)
     evidence, left = Evidence(round), round.budget_left
-    left = torch.tensor([rule.nats for rule in rules], dtype=torch.float64) if left is None else left
+    left = nats_of(rules, evidence.nodes.device) if left is None else left
     verdict = walk(evidence, [(rule.charged_law(evidence), of_rule) for rule, of_rule in rows.items()], left)
-    verdict.allowed = _allowed(rows, round, verdict)
+    verdict.allowed = _allowed(rows, evidence, verdict)
     return verdict
 
 
-def _allowed(rows: Mapping[Rule, Sequence[int]], round: Verification, verdict: Verdict) -> Tensor | None:
-    """:attr:`Verdict.allowed`, on the device and without a sync."""
+def nats_of(rules: Sequence[Rule], device: torch.device) -> Tensor | None:
+    """Return each row's budget [B] on a device; None if no rule has one."""
+    budgets = [rule.nats for rule in rules]
+    return to_device(torch.tensor(budgets, dtype=wide(device)), device) if min(budgets) < math.inf else None
+
+
+def _allowed(rows: Mapping[Rule, Sequence[int]], evidence: Evidence, verdict: Verdict) -> Tensor | None:
+    """:attr:`Verdict.allowed`, without a sync."""
     learned = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).allowance is not Rule.allowance]
-    if not learned:
-        return None
     allowed: Tensor | None = None
-    path = to_device(verdict.path, round.scores.device)
-    emitted = to_device(torch.arange(path.shape[1]) <= verdict.accepted[:, None], path.device)
+    path, scores = verdict.path, evidence.round.scores
     for rule, of_rule in learned:
-        index = to_device(torch.tensor(of_rule), path.device)
-        nats = rule.allowance(at_nodes(round.scores[index], path[index]), round.greedy)
+        mine = None if len(of_rule) == len(path) else row_index(tuple(of_rule), path.device)
+        nodes, logits = (path, scores) if mine is None else (path[mine], scores[mine])
+        nats = rule.allowance(at_nodes(logits, nodes), evidence.greedy)
         if nats is not None:
-            where = rule.lossy_at(Evidence(round))
+            nats = nats if mine is None else nats.new_zeros(path.shape).index_copy(0, mine, nats)
+            where = rule.lossy_at(evidence)
             if where is not None:  # elsewhere nothing is spent, so nothing is allowed
-                nats = nats * where.gather(1, path)[index]
-            allowed = path.new_zeros(len(path), dtype=torch.float32) if allowed is None else allowed
-            allowed = allowed.index_copy(0, index, (nats * emitted[index]).sum(1))
+                nats = nats * where.gather(1, path)
+            emitted = evidence.nodes[: path.shape[1]] <= verdict.accepted[:, None]
+            nats = (nats * emitted).sum(1)
+            allowed = nats if allowed is None else allowed + nats
     return allowed
 
 

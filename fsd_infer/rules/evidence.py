@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.divergence import Divergence, divergence, expand_draft
-from fsd_core.errors import FsdError, NonFiniteLogitsError
+from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
 from fsd_infer.rules.texts import Texts, inside, known, known_tokens
 from fsd_infer.rules.verification import Verification
@@ -256,7 +256,7 @@ class Evidence:
         return Contexts(self, rows[:, None].expand(-1, count).flatten(), self.nodes.repeat(rows.shape[0]), whole)
 
     def unfit(self, reads_q: bool) -> dict[str, Tensor]:
-        """Return by source, [B, N] bool, whether logits are NaN, +inf or all -inf; see :func:`refuse`.
+        """Return by source, [B, N] bool, whether logits are NaN, +inf or all -inf; see :attr:`Verdict.faults`.
 
         reads_q: check the drafter's logits; otherwise check its trees' scores.
         """
@@ -272,16 +272,6 @@ class Evidence:
         elif self.tree.parents.shape[1] > 1:
             wrong["the drafter's logits"] = self.tree.scores.isnan()
         return wrong
-
-
-def refuse(unfit: dict[str, Tensor]) -> None:
-    """Raise NonFiniteLogitsError if any of :meth:`Evidence.unfit`, on the CPU, is true."""
-    for who, wrong in unfit.items():
-        if wrong.any():
-            row = int(wrong.any(1).nonzero()[0])
-            fix = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
-            fix = "Check the request's logits processors." if "processed" in who else fix
-            raise NonFiniteLogitsError(f"{who} in row {row} are NaN, +inf or all -inf. {fix}")
 
 
 class Contexts:

@@ -26,62 +26,69 @@ NOWHERE = (-1, -1)  # markers of a phase that no text has
 
 
 class Texts:
-    """Each row's prompt and answer so far; the last token is the next tree's root.
+    """Each row's prompt and answer so far, on a device; the last token is the next tree's root.
 
     Args:
-        answers: per row the list of its tokens. The caller may append to the lists between rounds. They are read when a
-            rule asks, and then only the new tokens.
+        answers: per row its tokens.
         prompts: per row; None for empty ones.
         device: of :attr:`tokens`.
         markers: opening and closing token of the phases that rules name.
+        width: tokens of a text for which there is room; :meth:`append` also writes padding there.
+
+    Attributes:
+        lengths: [B] tokens of each text.
     """
 
     def __init__(
         self,
-        answers: Sequence[list[int]],
+        answers: Sequence[Sequence[int]],
         prompts: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
         markers: Markers | None = None,
+        width: int = 0,
     ) -> None:
         self.markers = markers or {}
-        self._answers = list(answers)
-        self._prompts = [()] * len(self._answers) if prompts is None else [tuple(prompt) for prompt in prompts]
-        self._device = torch.device(device)
-        self._counts = [0] * len(self._answers)  # tokens of each row that are in the buffer
-        self._buffer = torch.full((len(self._answers), 64), _PADDING)
+        prompts = [()] * len(answers) if prompts is None else prompts
+        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+        width = max(max(map(len, texts), default=0), width, 1)
+        rows = [[*text, *[_PADDING] * (width - len(text))] for text in texts]
+        device = torch.device(device)
+        self._buffer = to_device(torch.tensor(rows, dtype=torch.long).view(len(texts), width), device)
+        self.lengths = to_device(torch.tensor([len(text) for text in texts], dtype=torch.long), device)
+        self._prompted = to_device(torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long), device)
 
     @property
     def tokens(self) -> Tensor:
-        """[B, L] on the device, padded at the end with -1."""
-        longest = max((len(prompt) + len(tail) for prompt, tail in zip(self._prompts, self._answers)), default=0)
-        if longest > self._buffer.shape[1]:
-            room = torch.full((len(self._answers), 2 * longest - self._buffer.shape[1]), _PADDING)
-            self._buffer = torch.cat([self._buffer, room], 1)
-        for row, (prompt, answer, count) in enumerate(zip(self._prompts, self._answers, self._counts)):
-            length = len(prompt) + len(answer)
-            if length > count:
-                new = answer[count - len(prompt) :] if count >= len(prompt) else [*prompt[count:], *answer]
-                self._buffer[row, count:length] = torch.tensor(new)
-                self._counts[row] = length
-        return to_device(self._buffer[:, :longest], self._device)
+        """[B, L] on the device, padded at the end with -1. On a CPU L is the longest text, elsewhere it is fixed."""
+        if self._buffer.device.type != "cpu" or not len(self.lengths):
+            return self._buffer
+        return self._buffer[:, : int(self.lengths.max()) or 1]
 
     @property
     def answered(self) -> Tensor:
         """[B] tokens of each answer so far, on the device."""
-        return to_device(torch.tensor([len(answer) for answer in self._answers]), self._device)
+        return self.lengths - self._prompted
 
     def last(self, count: int) -> Tensor:
         """Return the last tokens of each text in order, [B, count] on the device, -1 before its beginning."""
-        tails = [[*prompt[-count:], *answer[-count:]][-count:] for prompt, answer in zip(self._prompts, self._answers)]
-        padded = [[_PADDING] * (count - len(tail)) + tail for tail in tails]
-        return to_device(torch.tensor(padded, dtype=torch.long).view(len(padded), count), self._device)
+        places = self.lengths[:, None] + torch.arange(-count, 0, device=self.lengths.device)
+        return self.tokens.gather(1, places.clamp_min(0)).masked_fill_(places < 0, _PADDING)
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch."""
-        self._answers = [self._answers[row] for row in rows]
-        self._prompts = [self._prompts[row] for row in rows]
-        self._counts = [self._counts[row] for row in rows]
-        self._buffer = self._buffer[list(rows)]
+    def append(self, tokens: Tensor, counts: Tensor) -> None:
+        """Append tokens [B, K] of which the first ``counts`` [B] are real."""
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        places = self.lengths[:, None] + steps
+        self._buffer.scatter_(1, places, tokens.masked_fill(steps >= counts[:, None], _PADDING))
+        self.lengths += counts
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What tells texts apart; :meth:`append` changes it in place."""
+        return [self._buffer, self.lengths, self._prompted]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows [B'] of the batch."""
+        self._buffer, self.lengths, self._prompted = (x[rows] for x in self.tensors)
 
 
 def last_tokens(texts: Texts, tree: DraftTree, count: int) -> Tensor:

@@ -5,13 +5,17 @@ Shapes as in :mod:`fsd_infer.tree`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from fsd_core.errors import FsdError, NonFiniteLogitsError
+from fsd_core.tensors import on_host, to_device
 from fsd_infer.rules.texts import Texts
 from fsd_infer.tree import DraftTree
 
@@ -61,7 +65,7 @@ class Verification:
         uniforms: [B, N, 3] independent uniforms in [0, 1). Column 0 picks a child or none, column 1 draws the token
             after the path, column 2 is for gates that open at random. A greedy round uses column 2 alone; None is
             allowed there for rules without such gates.
-        budget_left: [B] nats that each row may still spend, on the CPU; None: each rule's own budget.
+        budget_left: [B] nats that each row may still spend; None: each rule's own budget.
         process_draft: maps the tree's raw ``q_logits`` to processed scores [B, I, V] over the target's vocabulary;
             None if there are no processors. Called at most once per round, by rules that need a processed q.
         texts: each row's prompt and answer so far, the root included; only rules that look at them need them.
@@ -83,9 +87,45 @@ class Verification:
     copies: Callable[[int], Tensor | None] | None = None
 
 
+FORKS = "drafts drawn from q"  # the fault of sampled drafts that form no chain
+_FAULT = "not finite: "  # begins the names of columns with faults
+_COLUMNS = {
+    "path": torch.long, "accepted": torch.long, "tokens": torch.long, "sources": torch.long, "gate_open": torch.bool,
+    "spent": None, "first": torch.long, "regret": None,
+}  # fmt: skip
+
+
+def check_faults(faults: Mapping[str, Tensor]) -> None:
+    """Raise if any of :attr:`Verdict.faults` is true. Syncs with the device.
+
+    Raises:
+        NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
+        FsdError: sampled drafts do not form a chain.
+    """
+    for who, wrong in faults.items():
+        if not wrong.any():
+            continue
+        if who == FORKS:
+            raise FsdError(
+                "drafts drawn from q (q_scores) must form a chain for this rule; only `exact` takes trees of them."
+            )
+        row = int(wrong.any(1).nonzero()[0])
+        fix = "Check its weights and dtype (fp16 overflows; bf16 or fp32 do not)."
+        fix = "Check the request's logits processors." if "processed" in who else fix
+        raise NonFiniteLogitsError(f"{who} in row {row} are NaN, +inf or all -inf. {fix}")
+
+
+@lru_cache(maxsize=256)
+def row_index(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return row numbers on a device. They are copied there once: a captured round copies nothing from the host."""
+    return to_device(torch.tensor(rows), device)
+
+
 @dataclass
 class Verdict:
-    """The result of a round, on the CPU. D is the tree's depth; column j is about a row's j-th new token.
+    """The result of a round. D is at least the tree's depth; column j is about a row's j-th new token.
+
+    The tensors are on the device of the tree, or after :meth:`on_host` on the CPU.
 
     Attributes:
         path: [B, D+1] node indices of the accepted path, root first, padded with its last node.
@@ -101,6 +141,8 @@ class Verdict:
         proposers: [B, N] of the tree's nodes, see :class:`DraftTree`; None if one drafter proposed all.
         allowed: [B] nats that each row's rule allows for the emitted tokens, on the device of the logits; None if no
             rule learns its price.
+        faults: [B, ·] bool by what is wrong: logits that are not finite, by their source, or ``FORKS``. A verdict with
+            any of them is void, see :meth:`check`.
     """
 
     path: Tensor
@@ -113,9 +155,40 @@ class Verdict:
     regret: Tensor
     proposers: Tensor | None = None
     allowed: Tensor | None = None
+    faults: dict[str, Tensor] = field(default_factory=dict)
+
+    def columns(self) -> dict[str, Tensor]:
+        """Return what the host reads, [B, ·] each, for one transfer and :meth:`of_columns`."""
+        fixed = {name: getattr(self, name) for name in _COLUMNS}
+        fixed["accepted"] = self.accepted[:, None]
+        whose = {} if self.proposers is None else {"proposers": self.proposers}
+        return {**fixed, **whose, **{_FAULT + name: wrong for name, wrong in self.faults.items()}}
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, Tensor], allowed: Tensor | None = None) -> Verdict:
+        """Return the verdict of columns of any type, checked. Raises as :meth:`check`."""
+        faults = {name.removeprefix(_FAULT): x > 0 for name, x in columns.items() if name.startswith(_FAULT)}
+        given = {name: columns[name].to(kind or columns[name].dtype) for name, kind in _COLUMNS.items()}
+        given["accepted"] = given["accepted"][:, 0]
+        whose = columns["proposers"].long() if "proposers" in columns else None
+        verdict = cls(**given, proposers=whose, allowed=allowed, faults=faults)
+        verdict.check()
+        return verdict
+
+    def on_host(self) -> Verdict:
+        """Return the verdict on the CPU, checked: one transfer, which syncs. Raises as :meth:`check`."""
+        if self.path.device.type == "cpu":
+            self.check()
+            return self
+        columns = self.columns()
+        return self.of_columns(dict(zip(columns, on_host(*columns.values()), strict=True)), self.allowed)
+
+    def check(self) -> None:
+        """Raise if the verdict is void, as :func:`check_faults`. Syncs with the device."""
+        check_faults(self.faults)
 
     def emissions(self, log_p: Sequence[Sequence[float]] | None = None) -> list[list[Emission]]:
-        """Return each row's tokens in order. log_p: [B][D+1] their log-likelihoods, if measured."""
+        """Return each row's tokens in order, of a verdict on the CPU. log_p: [B][D+1] log-likelihoods, if measured."""
         columns = (self.tokens, self.sources, self.gate_open, self.spent, self.path, self.first, self.regret)
         proposers = None if self.proposers is None else self.proposers.tolist()
         rows: list[list[Emission]] = []

@@ -127,7 +127,7 @@ class PrefixSession:
         """Add to texts with these numbers the first ``counts`` [B] of features [B, K, F]."""
         if self.cache is not None:
             for number, read, count in zip(numbers, features, counts.tolist()):
-                self._features.setdefault(number, []).append(read[:count])
+                self._features.setdefault(number, []).append(read[:count].clone())
 
     def store(self, number: int, text: list[int], read: int, saved: Callable[[int], dict[Any, Tensor]]) -> None:
         """Keep a finished text, of which the target has read ``read`` tokens; ``saved(n)`` returns their states."""

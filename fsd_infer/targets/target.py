@@ -257,8 +257,8 @@ class Target(CachedModel):
         """Append the outputs of these decoder layers, counted from 0, to the features. Raises ModelLoadError."""
         self.layers(layers)
         before, self.captured_layers = self.captured_layers, tuple(sorted({*self.captured_layers, *layers}))
-        if self.captured_layers != before and self.graphs is not None:
-            self.graphs.forget()
+        if self.captured_layers != before:
+            self.recorded = None
 
     def layers(self, numbers: Sequence[int]) -> list[nn.Module]:
         """Return these decoder layers, counted from 0. Raises ModelLoadError if there is no such layer."""
@@ -304,10 +304,6 @@ class Target(CachedModel):
         Returns:
             (logits [B, M or keep, V] in the model's dtype, features [B, M, F])
         """
-        scattered = cache.positions is not None and any(self.layer_windows.values())  # not an input of recordings
-        if self.graphs is not None and not keep and not scattered:
-            logits, features = self.graphs(cache, visible, tokens, positions)
-            return logits, features
         return self._step(cache, visible, tokens, positions, keep)
 
     @contextmanager
@@ -319,14 +315,14 @@ class Target(CachedModel):
         if adapter is None:
             yield
             return
-        kept = self.graphs, self.prefixes, self.stack
+        kept = self.recorder, self.prefixes, self.stack
         with adapted(self.model, adapter):
-            self.graphs = self.prefixes = None
+            self.recorder = self.prefixes = None
             self.stack = self.plain_stack
             try:
                 yield
             finally:
-                self.graphs, self.prefixes, self.stack = kept
+                self.recorder, self.prefixes, self.stack = kept
 
     def _step(
         self, cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor, keep: int = 0

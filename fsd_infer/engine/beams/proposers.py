@@ -139,7 +139,10 @@ class _HeadProposer(_ModelProposer):
         request = DraftRequest(len(begun.forests), begun.slots, device=self.device)
         self.session = drafter.start(begun.tokens[:, 0], request)
         if int(begun.lengths.max()) > 1:
-            self.session.extend(begun.tokens[:, 1:], begun.features[:, : begun.tokens.shape[1] - 1], begun.lengths - 1)
+            tokens, counts = (to_device(x, self.device) for x in (begun.tokens[:, 1:], begun.lengths - 1))
+            self.session.extend(tokens, begun.features[:, : tokens.shape[1]], counts)
+            rows = zip(begun.tokens.tolist(), begun.lengths.tolist())
+            self.session.append([row[1:length] for row, length in rows])
         unread = begun.slots - begun.features.shape[1]
         # by slot: the target's features [B, slots, F], and the head's own outputs [B, slots, H]
         self.features = torch.nn.functional.pad(begun.features, (0, 0, 0, unread))

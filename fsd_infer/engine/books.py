@@ -1,0 +1,100 @@
+"""The host's side of a request: its rows, their records, and the callbacks that hear of every round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsd_infer.drafters.base import Drafter
+from fsd_infer.drafters.shape import AUTO
+from fsd_infer.engine.callbacks import Callback, PhaseTimer, Prefixes, Recorder, Stopping, Streaming, TreeUpdate
+from fsd_infer.engine.report import RoundReport
+from fsd_infer.engine.request import Outcome, Request
+from fsd_infer.engine.state import DecodeState
+from fsd_infer.engine.stats import GenerationStats, RowRecord, describe_rules
+from fsd_infer.rules import Rule
+from fsd_infer.targets.prefixes import PrefixSession
+from fsd_infer.targets.target import Target
+
+
+class Books:
+    """The rows of a request and its callbacks.
+
+    Args:
+        target: of the request.
+        request: see there.
+        limits: most tokens of each answer.
+
+    Attributes:
+        records: of all answers.
+        prefixes: what the prefix cache knows of the prompts.
+    """
+
+    def __init__(self, target: Target, request: Request, limits: Sequence[int]) -> None:
+        self.request, self.records = request, [RowRecord() for _ in request.prompts]
+        kept = target.prefixes
+        if kept is not None and kept.gives_back and request.generator is not None:
+            kept = None  # a seeded answer comes again, to its last bit
+        self.prefixes = PrefixSession(kept, target.captured_layers, request.cache_keys)
+        self.timer = PhaseTimer(target.device, reports=request.on_round is not None or bool(request.callbacks))
+        self.callbacks: list[Callback] = [
+            Stopping(request, self.records, limits), self.timer, Recorder(self.records, self.timer), Streaming(request)
+        ]  # fmt: skip
+        self.callbacks += [] if kept is None else [Prefixes(self.prefixes, request.prompts)]
+
+    def begin(self, state: DecodeState, drafter: Drafter, cache_bytes: int) -> None:
+        """Take the state of the batch, and tell the callbacks."""
+        self.state, self.drafter, self.cache_bytes = state, drafter, cache_bytes
+        self.rules: list[Rule] = list(state.rules)
+        self.callbacks += [] if state.auto is None else [TreeUpdate(state.auto)]
+        self.callbacks += self.request.callbacks
+        state.lap = self.on_phase
+        for callback in self.callbacks:
+            callback.on_start(state)
+
+    def history(self) -> list[Tensor]:
+        """Return the tokens before each row's root, on the CPU, as ``generate`` would pass them to processors."""
+        texts, records = self.request.texts, self.records
+        return [torch.tensor([*texts[at], *records[at].tokens][:-1]) for at in self.state.numbers]
+
+    def on_phase(self, phase: str) -> None:
+        for callback in self.callbacks:
+            callback.on_phase(phase)
+
+    def on_round(self, report: RoundReport) -> None:
+        """Tell the callbacks of a round, and drop the rows that it finishes."""
+        for callback in self.callbacks:
+            callback.on_round(report)
+        state, ended = self.state, report.ended
+        for place in sorted(ended):
+            number = state.numbers[place]
+            record = self.records[number]
+            record.finish_reason = ended[place]
+            for callback in self.callbacks:
+                callback.on_row_end(place, record)
+            state.session.finish(place, self.request.prompts[number], record.tokens)
+        if ended:
+            state.keep([row for row in report.rows if row not in ended])
+
+    def outcome(self) -> Outcome:
+        """Return the answers and their statistics."""
+        timer, proposers, auto = self.timer, self.drafter.proposers, self.state.auto
+        seconds = timer.clock.seconds  # before the sync that reads the phases
+        rows = zip(self.records, self.request.prompts, strict=True)
+        stats = GenerationStats(
+            rows=[record.finish(timer.prefill_seconds, prompt, proposers) for record, prompt in rows],
+            rule=describe_rules(self.rules),
+            drafter=self.drafter.describe() | ({} if auto is None else {"tree": AUTO}),
+            seconds=seconds,
+            prefill_seconds=timer.prefill_seconds,
+            known=self.prefixes.known_tokens,
+            phases=timer.clock.phases(),
+            cache_bytes=self.cache_bytes,
+            trees=None if auto is None else auto.trees,
+        )
+        outcome = Outcome([record.tokens for record in self.records], self.records, stats)
+        for callback in self.callbacks:
+            callback.on_end(outcome)
+        return outcome

@@ -1,0 +1,209 @@
+"""Callbacks: everything that only watches decoding. The loop hands the report of every round to each of them.
+
+The loop's own books are callbacks too: :class:`Stopping` ends answers, :class:`PhaseTimer` times the phases,
+:class:`Recorder` keeps the records, :class:`Streaming` calls the functions of the request, and :class:`TreeUpdate`
+teaches the choice of trees. A caller's callbacks follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsd_core.tensors import to_device
+from fsd_infer.device.clock import clock_of
+from fsd_infer.drafters.auto import AutoTree
+from fsd_infer.engine.report import RoundReport
+from fsd_infer.engine.request import Outcome, Request, Round
+from fsd_infer.engine.stats import RowRecord
+from fsd_infer.targets.prefixes import PrefixSession
+
+if TYPE_CHECKING:
+    from fsd_infer.engine.state import DecodeState
+
+
+_PHASES = {"advance": "draft"}  # in whose seconds a phase is counted
+
+
+class Callback:
+    """Watches a request. Methods are called in the decoding thread, and their exceptions end the request.
+
+    Attributes:
+        needs_tensors: whether :meth:`on_round` looks at ``report.tensors``.
+    """
+
+    needs_tensors = False
+
+    def on_start(self, state: DecodeState) -> None:
+        """Take the state of the batch, before the prompts are read."""
+
+    def on_phase(self, phase: str) -> None:
+        """Take the end of a phase: "prefill", "start" of a round, and those that :func:`.decode_round` names."""
+
+    def on_round(self, report: RoundReport) -> None:
+        """Take a round, at first the one that reads the prompts. Adding to ``report.ended`` ends an answer."""
+
+    def on_row_end(self, row: int, record: RowRecord) -> None:
+        """Take a finished answer. ``row`` is its index in the batch, which drops it next."""
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Take the outcome of the request."""
+
+
+class Stopping(Callback):
+    """Ends answers at EOS tokens, by the request's criteria and ``ends``, and at their limits of length.
+
+    Args:
+        request: see there.
+        records: of all answers, without the tokens of the round.
+        limits: most tokens of each answer.
+    """
+
+    def __init__(self, request: Request, records: Sequence[RowRecord], limits: Sequence[int]) -> None:
+        self.request, self.records, self.limits = request, records, limits
+
+    def on_start(self, state: DecodeState) -> None:
+        self.device = state.device
+
+    def on_round(self, report: RoundReport) -> None:
+        for place in report.rows:
+            new = [emission.token for emission in report.emissions[place]]
+            for count, reason in enumerate(self._reasons(report.numbers[place], new), start=1):
+                if reason is not None:
+                    report.ended[place] = reason
+                    del report.emissions[place][count:]
+                    break
+
+    def _reasons(self, number: int, new: Sequence[int]) -> Iterator[str | None]:
+        """Yield for each new token why the answer ends with it, or None."""
+        request, answer = self.request, [*self.records[number].tokens]
+        for token in new:
+            answer.append(token)
+            reason = None if request.ends is None else request.ends(number, token)
+            if token in request.eos_token_ids:
+                reason = "stop"
+            elif reason is None and request.criteria:
+                text = torch.tensor([[*request.texts[number], *answer]])
+                reason = "stop" if bool(request.criteria(to_device(text, self.device), None)[0]) else None
+            yield reason or ("length" if len(answer) >= self.limits[number] else None)
+
+
+class PhaseTimer(Callback):
+    """Measures the seconds of each phase, on CUDA by the device's own clock.
+
+    Args:
+        reports: whether to put the seconds of every round into its report, which syncs with a CUDA device.
+
+    Attributes:
+        prefill_seconds: until all rows had their first token, by the host's clock.
+    """
+
+    prefill_seconds = 0.0
+
+    def __init__(self, device: torch.device, reports: bool) -> None:
+        self.clock, self.reports = clock_of(device), reports
+        self._reported: dict[str, float] = {}
+
+    def on_phase(self, phase: str) -> None:
+        if phase != "start":
+            self.clock.lap(_PHASES.get(phase, phase))
+
+    def on_round(self, report: RoundReport) -> None:
+        if self.reports:
+            before, self._reported = self._reported, self.clock.phases()
+            report.seconds |= {phase: total - before.get(phase, 0.0) for phase, total in self._reported.items()}
+        if report.phase == "prefill":
+            self.prefill_seconds = self.clock.seconds
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds since all rows had their first token; 0 before."""
+        return self.clock.seconds - self.prefill_seconds if self.prefill_seconds else 0.0
+
+
+class Recorder(Callback):
+    """Keeps the records of all answers.
+
+    Args:
+        records: of all answers.
+        timer: of the request.
+    """
+
+    def __init__(self, records: Sequence[RowRecord], timer: PhaseTimer) -> None:
+        self.records, self.timer = records, timer
+
+    def on_round(self, report: RoundReport) -> None:
+        seconds = 0.0 if report.phase == "prefill" else self.timer.decode_seconds
+        for row in report.rows:
+            record, emissions = self.records[report.numbers[row]], report.emissions[row]
+            record.tokens += [emission.token for emission in emissions]
+            record.emissions += emissions
+            record.target_forwards += report.phase == "round"
+            record.decode_seconds = seconds
+
+
+class Streaming(Callback):
+    """Calls the request's ``on_round`` and ``on_tokens``, row by row."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.needs_tensors = request.on_round is not None
+
+    def on_round(self, report: RoundReport) -> None:
+        on_round, on_tokens = self.request.on_round, self.request.on_tokens
+        if on_round is None and on_tokens is None:
+            return
+        for place in report.rows:
+            number = report.numbers[place]
+            if on_round is not None:
+                on_round(number, Round.of(report, place))
+            if on_tokens is not None and on_tokens(number, report.tokens[place]):
+                report.ended.setdefault(place, "stop")
+
+
+class TreeUpdate(Callback):
+    """Teaches :class:`AutoTree` what a round took and accepted."""
+
+    def __init__(self, auto: AutoTree) -> None:
+        self.auto = auto
+
+    def on_phase(self, phase: str) -> None:
+        if phase in ("start", "draft", "rule"):
+            self.auto.mark()
+
+    def on_round(self, report: RoundReport) -> None:
+        verdict, going = report.verdict, len(report.rows) - len(report.ended)
+        if going:
+            self.auto.end(verdict.path.tolist(), verdict.accepted.tolist(), going)
+
+
+class Prefixes(Callback):
+    """Keeps the texts that later prompts may start with, see :mod:`fsd_infer.targets.prefixes`.
+
+    Args:
+        session: of the request.
+        prompts: token ids of each answer's prompt.
+    """
+
+    needs_tensors = True
+
+    def __init__(self, session: PrefixSession, prompts: Sequence[Sequence[int]]) -> None:
+        self.session, self.prompts = session, prompts
+
+    def on_start(self, state: DecodeState) -> None:
+        self.state = state
+
+    def on_round(self, report: RoundReport) -> None:
+        counts = report.verdict.accepted + 1
+        if report.phase == "prefill":
+            counts = torch.tensor([len(self.prompts[number]) for number in report.numbers])
+        self.session.add(report.numbers, report.tensors.features, counts)
+
+    def on_row_end(self, row: int, record: RowRecord) -> None:
+        state = self.state
+        number, length = state.numbers[row], int(state.lengths[row])
+        text = [*self.prompts[number], *record.tokens]
+        self.session.store(number, text, length, partial(state.cache.saved, row))

@@ -1,0 +1,115 @@
+"""Before the first round: allocate the caches, read the prompts, and emit each row's first token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsd_core.errors import FsdError
+from fsd_core.tensors import padded, to_device
+from fsd_infer.device.memory import check_caches
+from fsd_infer.drafters.auto import AutoTree
+from fsd_infer.drafters.base import Drafter, DraftRequest
+from fsd_infer.drafters.estimates import LawKind
+from fsd_infer.engine.books import Books
+from fsd_infer.engine.capture import Recorded, signature
+from fsd_infer.engine.request import Request
+from fsd_infer.engine.round import RoundTensors, accept, advance
+from fsd_infer.engine.state import DecodeState
+from fsd_infer.request.processors import TreeProcessors
+from fsd_infer.request.prompts import check_prompts, read_prompts
+from fsd_infer.rules import Rule, Texts
+from fsd_infer.rules.base import nats_of
+from fsd_infer.rules.texts import markers_of
+from fsd_infer.targets.target import Target
+from fsd_infer.tree import DraftTree
+
+
+def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> Books:
+    """Allocate the state of a request; return its books. Raises as :func:`fsd_infer.engine.decode`."""
+    prompts, count, device = request.prompts, len(request.prompts), target.device
+    rules = [rule] * count if isinstance(rule, Rule) else list(rule)
+    if len(rules) != count:
+        raise FsdError(f"{len(rules)} rules for {count} prompts: give one rule, or one per prompt.")
+    limits = check_prompts(target, prompts, request.max_new_tokens)
+    processors, books = TreeProcessors(request.processors, count), Books(target, request, limits)
+    markers = markers_of(rules, target.tokenizer)
+    tilt = sum(rule.tilt(request.greedy) for rule in rules) / count
+    plain, drafter = drafter, drafter.for_law(tilt)
+    longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
+    capacity = longest + drafter.max_nodes
+    # the drafter pads rows to the one that emitted most: its texts exceed the longest by up to a tree's depth
+    reach = longest + 1 + drafter.max_depth
+    recorded = _recorded(target, drafter, processors)
+    generator = request.generator
+    if recorded is not None:
+        reach = capacity = target.slots(capacity)
+        generator = recorded.drawing(generator)
+    cache_bytes = target.cache_bytes(count, capacity) + drafter.cache_bytes(count, reach)
+    held = target.held_bytes + drafter.held_bytes
+    check_caches(cache_bytes, count, capacity, device, request.max_cache_bytes, held)
+    auto = _auto_tree(target, drafter, rules, request, tilt)
+    drafted = DraftRequest(
+        count, reach, request.greedy, processors.of_drafts if processors else None, generator, device, tilt,
+        auto, request.cache_keys, draws=not request.greedy and all(rule.draws_trees for rule in rules),
+        longest=longest,
+    )  # fmt: skip
+    state = DecodeState(
+        target=target,
+        processors=processors,
+        greedy=request.greedy,
+        generator=generator,
+        rules=rules,
+        numbers=list(range(count)),
+        cache=target.new_cache(count, capacity),
+        session=drafter.start(torch.tensor([prompt[0] for prompt in prompts]), drafted),
+        lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
+        roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
+        texts=Texts([()] * count, prompts, device, markers, width=capacity + drafter.max_nodes + 1),
+        budget=nats_of(rules, device),
+        overspent=torch.zeros(count, device=device),
+        measures=request.measure_log_likelihood,
+        history=books.history,
+        most_nodes=drafter.max_nodes,
+        auto=auto,
+    )
+    if recorded is not None:
+        state = recorded.placed(state, (plain, tuple(rules), capacity, signature(processors), tilt))
+    books.begin(state, drafter, cache_bytes)
+    return books
+
+
+def _recorded(target: Target, drafter: Drafter, processors: TreeProcessors) -> Recorded | None:
+    """Return what records the request's rounds; None if they run eagerly."""
+    if drafter.auto is not None or processors.contextual or signature(processors) is None:
+        return None
+    return Recorded.of(target)
+
+
+def _auto_tree(
+    target: Target, drafter: Drafter, rules: Sequence[Rule], request: Request, tilt: float
+) -> AutoTree | None:
+    """Return what chooses each round's tree; None for a drafter of fixed shape."""
+    if drafter.auto is None:
+        return None
+    names = {rule.name for rule in rules}
+    law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and not request.greedy)
+    learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
+    return AutoTree(drafter.auto, len(rules), law, drafter.max_nodes, learns=learns)
+
+
+def prefill(state: DecodeState, books: Books) -> RoundTensors:
+    """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
+    prompts = books.request.prompts
+    tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
+    features, logits = read_prompts(state.target, state.cache, tokens, lengths, books.prefixes.known(prompts))
+    made = accept(state, DraftTree.root_only(state.roots, logits.shape[-1]), logits, features[:, :1])
+    # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token
+    tokens = to_device(tokens, state.device)
+    following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+    following.scatter_(1, (state.lengths - 1)[:, None], made.verdict.tokens[:, :1])
+    made.features = features
+    state.extend(made.verdict.tokens, made.verdict.accepted)
+    advance(state, made, following, state.lengths)
+    return made

@@ -1,0 +1,84 @@
+"""What the host reads of a round: one transfer, into pinned memory, after everything of the round is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fsd_core.tensors import on_host
+from fsd_infer.engine.round import RoundTensors
+from fsd_infer.rules.verification import Emission, Verdict
+
+_FACT = "fact "  # begins the names of columns for drafters
+
+
+@dataclass
+class RoundReport:
+    """A round on the host. B rows, in the order of the batch.
+
+    Attributes:
+        phase: "prefill" for the round that reads the prompts, else "round".
+        numbers: [B] number of each row in the request.
+        emissions: [B] the emitted tokens, each with its source, proposer, nats, and the gap of log-likelihood between
+            the target's choice and the drafter's. The first callback cuts them where an answer ends.
+        ended: why rows end with this round, "stop" or "length", by index.
+        verdict: on the CPU, with paths and counts as the device has them.
+        seconds: of the round by phase, if somebody asks for them.
+        tensors: of the round, for callbacks with ``needs_tensors``. The next round may write over them.
+    """
+
+    phase: str
+    numbers: Sequence[int]
+    emissions: list[list[Emission]]
+    verdict: Verdict
+    tensors: RoundTensors
+    ended: dict[int, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that emitted tokens; the others finished in earlier rounds."""
+        return [row for row, emissions in enumerate(self.emissions) if emissions]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The emitted tokens of each row."""
+        return [[emission.token for emission in row] for row in self.emissions]
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of emitted tokens of each row."""
+        return [len(row) for row in self.emissions]
+
+    @property
+    def emitted(self) -> list[list[int]]:
+        """The tokens by which the device extended each text, also those after the end of an answer."""
+        rows = zip(self.verdict.tokens.tolist(), self.verdict.accepted.tolist())
+        return [row[: count + 1] for row, count in rows]
+
+
+def columns_of(made: RoundTensors) -> dict[str, Tensor]:
+    """Return what the host reads of a round, [B, ·] each."""
+    log_p = {} if made.log_p is None else {"log_p": made.log_p}
+    facts = {f"{_FACT}{place}": fact for place, fact in enumerate(made.facts)}
+    return {**made.verdict.columns(), **log_p, **facts}
+
+
+def report_of(phase: str, numbers: Sequence[int], made: RoundTensors) -> tuple[RoundReport, list[Tensor]]:
+    """Read a round on the host; return its report, and the facts for drafters on the CPU. Syncs with the device.
+
+    Raises:
+        NonFiniteLogitsError, FsdError: as :func:`.check_faults`.
+    """
+    columns = columns_of(made)
+    if made.packed is None:
+        read = on_host(*columns.values())
+    else:
+        read = made.packed.cpu().split([column.shape[1] for column in columns.values()], 1)
+    columns = dict(zip(columns, read, strict=True))
+    verdict = Verdict.of_columns(columns, made.verdict.allowed)
+    log_p = columns["log_p"].tolist() if "log_p" in columns else None
+    report = RoundReport(phase, list(numbers), verdict.emissions(log_p), verdict, made)
+    return report, [column for name, column in columns.items() if name.startswith(_FACT)]

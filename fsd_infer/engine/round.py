@@ -1,0 +1,133 @@
+"""One round of speculative decoding: a function of tensors on the target's device, read from top to bottom.
+
+B rows, N nodes of each tree with the root first, D at least the depth of a tree, V tokens, F features. Nothing is read
+on the host, so a device may run a round in one go. On a CPU, where reading is free, shapes are as small as the round
+allows; elsewhere they are fixed. :mod:`fsd_infer.engine.loop` calls :func:`decode_round` until all rows are finished.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fsd_core.tensors import at_nodes
+from fsd_infer.engine.state import DecodeState
+from fsd_infer.rules import Verdict, Verification
+from fsd_infer.rules.base import judged
+from fsd_infer.rules.tilted import FIRST_PRICE
+from fsd_infer.tree import DraftTree
+
+
+@dataclass
+class RoundTensors:
+    """What a round makes of the state, on the target's device.
+
+    Attributes:
+        tree: the drafts, [B, N].
+        logits: [B, N, V] the target's raw logits at every node.
+        features: [B, D+1, F] the target's features at the nodes of the accepted path, padded with the last.
+        verdict: the accepted path and the emitted tokens, [B, D+1].
+        log_p: [B, D+1] the target's log-probability of each emitted token, if measured.
+        facts: of each drafter that learns from a verification, see :meth:`.DraftSession.facts`.
+        packed: what the host reads of the round, if it was recorded.
+    """
+
+    tree: DraftTree
+    logits: Tensor
+    features: Tensor
+    verdict: Verdict
+    log_p: Tensor | None = None
+    facts: list[Tensor] = field(default_factory=list)
+    packed: Tensor | None = None
+
+
+def decode_round(state: DecodeState) -> RoundTensors:
+    """Run one round: draft a tree, verify it in one target forward, and accept a path of it by the rules."""
+    # 1. Draft a tree under each text's last token, which the target has not read.
+    tree = state.session.draft(state.roots)
+    state.lap("draft")
+    made = settle(state, tree)
+    # 6. Advance: the drafter reads the emitted tokens [B, D+1] with the features [B, D+1, F] before them.
+    advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
+    state.lap("advance")
+    return made
+
+
+def settle(state: DecodeState, tree: DraftTree) -> RoundTensors:
+    """Verify a tree, accept a path, and commit it to the target's cache and to the texts."""
+    # 2. Verify: run the target over all nodes, logits [B, N, V] and features [B, N, F].
+    logits, features = verify(state, tree)
+    state.lap("target")
+    # 3. Accept: a path [B, D+1] of nodes, and the token after each of them, by each row's rule.
+    made = accept(state, tree, logits, features)
+    state.lap("rule")
+    # 4. Commit: the path's keys and values move to the end of the text.
+    verdict = made.verdict
+    state.cache.commit(state.lengths, verdict.path, verdict.accepted)
+    # 5. The emitted tokens extend the texts.
+    state.lengths += verdict.accepted + 1
+    state.extend(verdict.tokens, verdict.accepted)
+    state.lap("cache")
+    return made
+
+
+def verify(state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
+    """Run the target over the nodes; return logits [B, N, V] in its dtype and features [B, N, F]."""
+    slots, visible = state.cache.after_text(state.lengths, tree.ancestors)  # [B, N], [B, N, S]
+    positions = slots[:, :1] + tree.depths
+    limit = state.target.max_positions
+    if limit is not None:  # the answer ends before nodes beyond the context matter
+        positions = positions.clamp_max(limit - 1)
+    return state.target.forward(tree.tokens, positions, visible, state.cache)
+
+
+def accept(state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor) -> RoundTensors:
+    """Apply each row's rule, and charge its budget and its learned price. features: [B, N, F]."""
+    processors = state.processors
+    texts = state.history() if processors.contextual else []
+    given = logits.float() if processors else logits  # in fp32, as in generate; rules convert what they look at
+    verdict = judged(
+        state.rules,
+        Verification(
+            tree=tree,
+            logits=given,
+            scores=processors.nodes(given, tree, texts, state.numbers),
+            greedy=state.greedy,
+            uniforms=torch.rand(*tree.tokens.shape, 3, generator=state.generator, device=state.device),
+            budget_left=state.budget,
+            process_draft=(lambda tree: processors.drafts(tree, given.shape[-1], texts, state.numbers))
+            if processors
+            else None,
+            texts=state.texts,
+            overspent=state.overspent,
+            copies=lambda n: state.session.copies(tree, n),
+        ),
+    )
+    if state.live is not None:  # finished rows emit nothing
+        verdict.accepted = verdict.accepted.masked_fill(~state.live, -1)
+    spent = verdict.spent.sum(1)
+    if verdict.allowed is not None:
+        state.overspent += spent.float() - verdict.allowed
+        state.overspent.clamp_(min=-FIRST_PRICE)  # limits saved nats
+    if state.budget is not None:  # an infinite budget pays infinite costs
+        state.budget.copy_(torch.where(state.budget.isinf(), state.budget, (state.budget - spent).clamp_min(0.0)))
+    made = RoundTensors(tree, logits, at_nodes(features, verdict.path), verdict)
+    if state.measures:
+        log_p = at_nodes(logits, verdict.path).float().log_softmax(-1)
+        made.log_p = log_p.gather(2, verdict.tokens[..., None])[..., 0]
+    made.facts = state.session.facts(tree, logits, verdict)
+    return made
+
+
+def advance(state: DecodeState, made: RoundTensors, tokens: Tensor, counts: Tensor) -> None:
+    """Extend the drafter's texts by tokens [B, K], of which ``counts`` [B] are real.
+
+    ``made.features`` [B, K, F] are those before the tokens.
+    """
+    features = made.features
+    if tokens.device.type == "cpu":  # drop what is padding in all rows
+        longest = int(counts.max())
+        tokens, features = tokens[:, :longest], features[:, :longest]
+    state.session.extend(tokens, features, counts)

@@ -1,0 +1,115 @@
+"""The state of a batch between two rounds: everything that a round reads and changes, on the target's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fsd_core.tensors import to_device
+from fsd_infer.device.cache import SlotCache
+from fsd_infer.drafters.auto import AutoTree
+from fsd_infer.drafters.base import DraftSession
+from fsd_infer.request.processors import TreeProcessors
+from fsd_infer.rules import Rule, Texts
+from fsd_infer.targets.target import Target
+
+
+@dataclass
+class DecodeState:
+    """The unfinished rows of a batch, B of them.
+
+    Attributes:
+        target: the model that verifies.
+        processors: the request's logits processors.
+        greedy: temperature 0.
+        generator: of all draws; None: torch's global one.
+        rules: [B] the rule of each row.
+        numbers: [B] number of each row in the request.
+        cache: the target's keys and values.
+        session: the drafter's state.
+        lengths: [B] tokens that the target has read; the texts are longer by one, the root.
+        roots: [B] the last token of each text.
+        texts: prompts and answers.
+        budget: [B] nats that each row may still spend; None: no rule has a budget.
+        overspent: [B] nats beyond the allowance of learned prices, see :class:`~fsd_infer.rules.Verification`.
+        measures: whether to measure the log-likelihood of emitted tokens.
+        history: returns the tokens before each row's root, as processors take them.
+        most_nodes: nodes of the largest tree.
+        live: [B] bool; rows that are not finished. None: finished rows leave the batch at once.
+        auto: chooses the tree of every round; None: the drafter's shape is fixed.
+        lap: called with the name of every phase as it ends.
+    """
+
+    target: Target
+    processors: TreeProcessors
+    greedy: bool
+    generator: torch.Generator | None
+    rules: list[Rule]
+    numbers: list[int]
+    cache: SlotCache
+    session: DraftSession
+    lengths: Tensor
+    roots: Tensor
+    texts: Texts
+    budget: Tensor | None
+    overspent: Tensor
+    measures: bool
+    history: Callable[[], list[Tensor]]
+    most_nodes: int
+    live: Tensor | None = None
+    auto: AutoTree | None = None
+    lap: Callable[[str], None] = field(default=lambda phase: None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def extend(self, tokens: Tensor, accepted: Tensor) -> None:
+        """Append the first ``accepted`` + 1 of tokens [B, D+1] to each text; the last one is the next root."""
+        self.texts.append(tokens, accepted + 1)
+        self.roots.copy_(tokens.gather(1, accepted.clamp_min(0)[:, None])[:, 0])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop or mask all other rows of the batch. ``rows`` ascend."""
+        if self.live is not None:
+            live = torch.zeros(len(self.numbers), dtype=torch.bool)
+            live[rows] = True
+            self.live.copy_(to_device(live, self.device))
+        elif rows:
+            self.select(rows)
+        if not rows:
+            self.numbers = []
+
+    def tensors(self) -> list[Tensor]:
+        """Return what a round changes in place, without the drafter's, and without keys and values."""
+        budget = [] if self.budget is None else [self.budget]
+        return [self.lengths, self.roots, self.overspent, *budget, *self.texts.tensors]
+
+    def restart(self, fresh: DecodeState) -> DecodeState:
+        """Take over the texts of a new request of the same plan, in the same tensors; return this state."""
+        assert self.live is not None
+        self.live.fill_(True)
+        old, new = self.tensors(), fresh.tensors()
+        if self.session.is_fixed:
+            self.session.restart()
+            old, new = old + self.session.tensors(), new + fresh.session.tensors()
+        else:
+            self.session = fresh.session
+        for x, value in zip(old, new, strict=True):
+            x.copy_(value)
+        self.numbers, self.history, self.processors = fresh.numbers, fresh.history, fresh.processors
+        return self
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch, in ascending order."""
+        index = torch.tensor(rows)
+        kept = to_device(index, self.device)
+        self.rules, self.numbers = [self.rules[row] for row in rows], [self.numbers[row] for row in rows]
+        self.lengths, self.roots, self.overspent = self.lengths[kept], self.roots[kept], self.overspent[kept]
+        self.budget = None if self.budget is None else self.budget[kept]
+        self.texts.select(kept)
+        self.cache.select(index)
+        self.session.select(index)
