@@ -55,6 +55,10 @@ class PackedMask(ABC):
     device: torch.device
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    def __getitem__(self, index: Any) -> Any:
+        """Return the mask itself: stacks drop and add the heads' dimension, for which one mask holds."""
+        return self
+
     @cached_property
     def begins(self) -> np.ndarray:
         """[M] first place of each place's conversation."""
