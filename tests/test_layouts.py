@@ -14,9 +14,9 @@ import pytest
 
 from fsd_bench.code import code_of, run_python, solves
 from fsd_bench.layouts import LAYOUTS, layout_of, private_tests
-from fsd_bench.prompts import first_rows
 from fsd_bench.score import last_letter, read_references
 from fsd_core.errors import DataError, FsdError
+from fsd_core.text.encoding import read_prompts
 from tests.text_toys import write_rows
 
 CASES = [{"input": "2 3\n", "output": "5\n", "testtype": "stdin"}]
@@ -61,7 +61,7 @@ WRONG = {
 
 @pytest.mark.parametrize("layout", ROWS)
 def test_a_published_row_becomes_a_prompt_and_scores(layout: str, tmp_path: Path) -> None:
-    (row,) = first_rows(write_rows(tmp_path / "rows.jsonl", [ROWS[layout]]), layout=LAYOUTS.get(layout))
+    (row,) = read_prompts(write_rows(tmp_path / "rows.jsonl", [ROWS[layout]]), convert=LAYOUTS.get(layout))
     assert row.messages[-1]["role"] == "user" and row.source
     (reference,) = read_references([row], run_code=True)
     if layout not in RIGHT:
@@ -81,7 +81,8 @@ def test_a_published_row_becomes_a_prompt_and_scores(layout: str, tmp_path: Path
 
 
 def test_programs_run_only_by_permission(tmp_path: Path) -> None:
-    rows = first_rows(write_rows(tmp_path / "rows.jsonl", [ROWS["humaneval"]]), layout=layout_of("humaneval"))
+    file = write_rows(tmp_path / "rows.jsonl", [ROWS["humaneval"]])
+    rows = list(read_prompts(file, convert=layout_of("humaneval")))
     with pytest.raises(FsdError, match="add --run-code"):
         read_references(rows)
     assert read_references(rows, "none") == [None]
@@ -115,7 +116,7 @@ def test_tests_that_are_pickled_run_no_code() -> None:
 
 def test_own_fields_and_rows_that_do_not_fit(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "own.jsonl", [{"Frage": "Was ist 6 mal 7?", "Antwort": "42", "Nummer": 1}])
-    (row,) = first_rows(file, layout=layout_of(None, {"prompt": "Frage", "answer": "Antwort"}))
+    (row,) = read_prompts(file, convert=layout_of(None, {"prompt": "Frage", "answer": "Antwort"}))
     (reference,) = read_references([row])
     assert row.messages[-1]["content"] == "Was ist 6 mal 7?" and reference is not None and reference.score("42") == 1
     for layout, changed, message in (

@@ -70,6 +70,7 @@ def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decode
     assert all(row.best.seconds > 0 and row.best.tau > 0.99 for row in found.rows)
     assert found.yardsticks["0.3"] < found.yardsticks["0.5"] < found.yardsticks["0.8"]
     assert json.dumps(found.to_dict()) and verdict(found) in worth_text(found)
+    assert "of other rules nothing is known" in worth_text(found) and "\ntilted: by default" in worth_text(found)
 
 
 def seen_rounds(decoder: FuzzyDecoder, prompt: list[int]) -> list[Evidence]:

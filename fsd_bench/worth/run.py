@@ -86,7 +86,15 @@ def worth_text(found: Forecast) -> str:
     if found.temperature == 0:
         spent = ", ".join(f"{nats:.2f} at temperature {t}" for t, nats in found.yardsticks.items())
         parts.append(f"yardstick, nats per token that the target's own samples spend: {spent}")
+    parts += [text] if (text := _scores_text(found)) else []
     return "\n\n".join([*parts, verdict(found)])
+
+
+def _scores_text(found: Forecast) -> str:
+    """Return what was measured of the rules' scores with other prompts, which nats do not tell; "" for nothing."""
+    rules = {type(rule): rule for rule in (parse_rule(row.rule) for row in found.rows)}
+    known = [f"{rule.name}: {rule.measured}" for rule in rules.values() if rule.measured]
+    return "\n".join(["scores, measured elsewhere; of other rules nothing is known", *known]) if known else ""
 
 
 def _rules_table(found: Forecast) -> str:

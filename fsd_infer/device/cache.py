@@ -105,6 +105,7 @@ class SlotCache(Cache):
         self.slots = torch.zeros(batch, 0, dtype=torch.long)
         self.used = 0
         self.positions: Tensor | None = None
+        self.text: tuple[Tensor, Tensor] | None = None  # lengths [B] and sees [B, M, E], if a caller says them
         self._pools: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         super().__init__(layers=[_SlotLayer(self, index) for index in range(self.num_layers)])
 
@@ -155,6 +156,7 @@ class SlotCache(Cache):
             positions: [B, used] positions of the tokens in those slots; None: equal to the slots.
         """
         self.slots, self.start, self.used, self.positions = slots, start, used, positions
+        self.text = None
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values from slots [B, K] to slots [B, K] of the same row, in all layers."""

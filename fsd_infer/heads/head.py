@@ -250,7 +250,8 @@ class EagleHead(PreTrainedModel):
         """
         embeds = embeds.to(features.dtype)
         x = self._fused(features) if self.eagle3 else self._joined(embeds, features)
-        visible = None if attention_mask is None else {"full_attention": attention_mask[:, 0]}
+        mask = attention_mask[:, 0] if isinstance(attention_mask, Tensor) else attention_mask  # packed rows have others
+        visible = None if mask is None else {"full_attention": mask}
         return self.stack(x, position_ids, visible, cache, embeds=embeds if self.eagle3 else None).final
 
     def _fused(self, features: Tensor) -> Tensor:

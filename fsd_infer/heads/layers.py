@@ -165,7 +165,8 @@ class HeadStack:
     ) -> Outputs:
         """Run one forward, as :class:`fsd_infer.targets.stack.Stack` says. Captures no layers."""
         x, count = inputs, inputs.shape[1]
-        mask = None if visible is None else next(iter(visible.values()))[:, None]
+        mask = None if visible is None else next(iter(visible.values()))
+        mask = mask[:, None] if isinstance(mask, Tensor) else mask  # packed rows have masks of their own
         if mask is None and is_eager(self.layers) and count > 1:  # eager attention is not causal by itself
             mask = torch.ones(count, count, dtype=torch.bool, device=x.device).tril()[None, None]
         mask, angles, layers = mask_for(self.layers, mask, x.dtype), self.rotary(x, positions), list(self.layers)

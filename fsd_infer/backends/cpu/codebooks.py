@@ -41,7 +41,8 @@ def rewritten(kind: int, rows: np.ndarray) -> np.ndarray:
 
     Returns:
         [out, bytes] uint8, contiguous. For IQ2_XXS a block of 256 numbers has its fp16 scale, eight integers that
-        multiply it, one for 32 numbers each, and the codes; VALUES in native/blocks.h are what the codes stand for.
+        multiply it, one for 32 numbers each, and the codes; VALUES in native/blocks.h has what the codes stand for, in
+        eighths.
     """
     if kind != IQ2_XXS:
         return rows

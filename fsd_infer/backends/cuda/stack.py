@@ -83,7 +83,7 @@ class CudaStack:
 
     def _seen(self, visible: Mapping[str, Tensor], cache: SlotCache) -> list[Visible]:
         """Return what each layer sees, of masks [B, M, S] by layer type."""
-        text = getattr(cache, "text", None)  # lengths [B] and sees [B, M, E], if the slots follow a text
+        text = cache.text
         kinds: dict[str, Visible] = {}
         for kind, mask in visible.items():
             window = self._windows.get(kind) or 0
