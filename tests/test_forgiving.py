@@ -115,8 +115,8 @@ def test_a_program_without_arguments_lists_its_commands_and_each_has_a_version(p
 
 MISTAKES = [
     (
-        "fsd-infer genrate --prompt x",
-        "fsd-infer: unknown command 'genrate'. Did you mean 'generate'? Known: ",
+        "fsd-infer generatte --prompt x",
+        "fsd-infer: unknown command 'generatte'. Did you mean 'generate'? Known: ",
     ),
     ("fsd-infer bnch", "Did you mean 'bench'?"),
     ("fsd-bench calibrat", "Did you mean 'calibrate'?"),
@@ -124,7 +124,7 @@ MISTAKES = [
     ("fsd-infer generate --promt x", "fsd-infer generate: unknown option --promt. Did you mean '--prompt'?"),
     ("fsd-bench run --prompts x --metods plain", "unknown option --metods. Did you mean '--methods'?"),
     ("fsd-train export a b --dta x", "unknown option --dta. Did you mean '--data'?"),
-    ("fsd-infer generate --prompt x --color alway", "invalid choice 'alway'. Did you mean 'always'?"),
+    ("fsd-infer generate --prompt x --color alwayss", "invalid choice 'alwayss'. Did you mean 'always'?"),
     (
         "fsd-infer generate --prompt x --target {target} --drafter lokup",
         "'lokup'. Did you mean 'lookup'?",
