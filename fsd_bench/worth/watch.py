@@ -43,6 +43,7 @@ class Watch(Callback):
     steps: int = 0
     draft_seconds: float = 0.0
     contexts: int = 0
+    started: float = 0.0
     needs_tensors = True
 
     def on_start(self, state: DecodeState) -> None:

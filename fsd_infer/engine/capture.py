@@ -139,7 +139,8 @@ class Recorded:
     def _record(self, state: DecodeState, tree: DraftTree | None) -> Recording | None:
         """Record a round, or the settling of a tree; None if that is not possible. The state stays as it is."""
         if tree is not None:
-            tree = replace(tree, **{name: value.clone() for name, value in tensors_of(tree)})
+            own: dict[str, Any] = {name: value.clone() for name, value in tensors_of(tree)}
+            tree = replace(tree, **own)
         made: list[RoundTensors] = []
 
         def run() -> tuple[Tensor, ...]:

@@ -174,8 +174,7 @@ class _HeadProposer(_ModelProposer):
         if not any(nodes):
             return
         if self.session.vocabulary is not None:
-            tokens = padded([[node.token for node in row] for row in nodes])
-            self.session.vocabulary.extend(tokens, torch.tensor([len(row) for row in nodes]))
+            self.session.vocabulary.extend([[node.token for node in row] for row in nodes])
         layout = lay_out(self.forests, nodes, self.device)
         if known:
             fused = self.drafter.head.config.fused_layers
