@@ -127,7 +127,8 @@ def _table_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", required=True, metavar="DIR", help="write each set's record to DIR; rerun to resume")
     for name, what in (("json", "as JSON"), ("markdown", "as Markdown"), ("specbundle", "as SpecBundle's data.json")):
         parser.add_argument(f"--{name}", metavar="FILE", help=f"write the table {what} to FILE")
-    add(parser, "--limit", "--max-new-tokens", "--temperature", "--seed", "--score", "--raw", "--strict")
+    add(parser, "--limit", help="take only the first N prompts of each set (default: all)")
+    add(parser, "--max-new-tokens", "--temperature", "--seed", "--score", "--raw", "--strict")
     _layout_options(parser)
     add_counts(
         parser,

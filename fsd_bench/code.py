@@ -9,12 +9,14 @@ import json
 import os
 import re
 import resource
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 SECONDS = 10.0  # per run
@@ -22,10 +24,11 @@ MEMORY = 4 * 2**30  # bytes of address space
 WRITTEN = 2**20  # bytes per file
 _BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _CALL = """
-import json as _json, sys as _sys
+import json as _json
 _case = _json.loads({case!r})
 _made = {entry}(*[_json.loads(_line) for _line in _case["input"].split("\\n") if _line.strip()])
-_sys.exit(0 if _made == _json.loads(_case["output"]) or list(_made) == _json.loads(_case["output"]) else 1)
+_wanted = _json.loads(_case["output"])
+assert _made == _wanted or list(_made) == _wanted
 """
 
 
@@ -50,16 +53,22 @@ def solves(answer: str, program: Mapping[str, Any], seconds: float = SECONDS) ->
         whole = re.search(rf"^\s*(async\s+)?def\s+{re.escape(program['entry'])}\b", code, re.MULTILINE)
         imports = "\n".join(re.findall(r"^(?:import|from)\s.*$", program["begun"], re.MULTILINE))
         head = f"{imports}\n" if whole else program["begun"]
-        return run_python(f"{head}{code}\n\n{program['tests']}", seconds=seconds)[0]
+        return _passes(f"{head}{code}\n\n{program['tests']}", seconds)
     entry = program["entry"]
     if entry is None:
         return all(_same(run_python(code, case["input"], seconds), case["output"]) for case in program["tests"])
     called = f"Solution().{entry}" if re.search(r"^class\s+Solution\b", code, re.MULTILINE) else entry
     usual = "from typing import *\nfrom collections import *\nimport math, heapq, bisect, itertools, functools, re\n"
     return all(
-        run_python(usual + code + _CALL.format(case=json.dumps(case), entry=called), seconds=seconds)[0]
-        for case in program["tests"]
+        _passes(usual + code + _CALL.format(case=json.dumps(case), entry=called), seconds) for case in program["tests"]
     )
+
+
+def _passes(tested: str, seconds: float) -> bool:
+    """Run code that ends with its tests. It has to come to their end: code may also end itself, without an error."""
+    word = secrets.token_hex(16)
+    ended, written = run_python(f"{tested}\nprint('\\n{word}')\n", seconds=seconds)
+    return ended and written.rstrip().endswith(word)
 
 
 def _same(made: tuple[bool, str], wanted: str) -> bool:
@@ -73,20 +82,24 @@ def run_python(code: str, standard_input: str = "", seconds: float = SECONDS) ->
 
     It runs in an empty directory, without this process's environment, in a session that is killed as a whole.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-c", code], cwd=directory, env={}, start_new_session=True, preexec_fn=_limit,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace",
-        )  # fmt: skip
-        try:
-            written, _ = process.communicate(standard_input, timeout=seconds)
-            return process.returncode == 0, written
-        except subprocess.TimeoutExpired:
-            return False, ""
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    with tempfile.TemporaryDirectory() as outside, tempfile.TemporaryDirectory() as directory:
+        program, output = Path(outside) / "program.py", Path(outside) / "output"  # a command line has a limit
+        program.write_text(code, "utf-8", "replace")
+        with output.open("wb") as file:  # whose size is limited
+            process = subprocess.Popen(
+                [sys.executable, "-I", str(program)], cwd=directory, env={}, start_new_session=True, preexec_fn=_limit,
+                stdin=subprocess.PIPE, stdout=file, stderr=subprocess.DEVNULL, text=True, errors="replace",
+            )  # fmt: skip
+            try:
+                process.communicate(standard_input, timeout=seconds)
+                ended = process.returncode == 0
+            except subprocess.TimeoutExpired:
+                ended = False
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        return ended, output.read_text("utf-8", "replace") if ended else ""
 
 
 def _limit() -> None:

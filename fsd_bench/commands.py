@@ -51,7 +51,6 @@ def _named_fields(texts: Sequence[str] | None) -> dict[str, str] | None:
 
 def table(args: argparse.Namespace) -> int:
     """Run `fsd-bench table`."""
-    needed("scipy")
     from fsd_bench.table import field_table, markdown, measure_sets, parse_sets, specbundle
     from fsd_infer.decoder.models import model_options
 

@@ -25,6 +25,7 @@ same_final_answer         1 if its :func:`.final_answer` is the baseline's      
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,11 +146,9 @@ def flips(own: Sequence[Pair], other: Sequence[Pair]) -> dict[str, Any] | None:
     if not pairs or any(weight != 1 for _, weight in own) or {value for pair in pairs for value in pair} - {0.0, 1.0}:
         return None
     lost, gained = pairs.count((0.0, 1.0)), pairs.count((1.0, 0.0))
-    from scipy.stats import binomtest
-
-    if not lost + gained:
-        return {"lost": 0, "gained": 0, "p": 1.0}
-    return {"lost": lost, "gained": gained, "p": float(binomtest(lost, lost + gained).pvalue)}
+    fewer, all_flips = min(lost, gained), lost + gained
+    tail = sum(math.comb(all_flips, count) for count in range(fewer + 1)) / 2**all_flips
+    return {"lost": lost, "gained": gained, "p": min(1.0, 2 * tail)}
 
 
 def _agreement(name: str, baseline: str, turns: Sequence[Turn], seed: int) -> dict[str, Any] | None:

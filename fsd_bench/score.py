@@ -245,7 +245,7 @@ def _module(name: str, extra: str = "lm-eval") -> Any:
 
 
 _LETTER = re.compile(
-    r"(?:ANSWER|answer is|answer:)[\s:*(\[]*([A-Z])\b|\\boxed\{\(?([A-Z])\)?\}|^\W*([A-Z])\W*$", re.M | re.I
+    r"(?i:ANSWER|answer is|answer:)[\s:*(\[$]*([A-Z])\b|\\boxed\{\(?([A-Z])\)?\}|^\W*([A-Za-z])\W*$", re.M
 )
 
 

@@ -1,29 +1,28 @@
 """Hooks of the site (mkdocs.yml): the README as its front page, the API from docstrings, links into the repository.
 
-Pages link to files beside docs/ as the repository shows them; on the site such links go to the repository's address,
-which pyproject.toml names. Pictures of the README are those of docs/figures.
+Pages link to files beside docs/ as the repository shows them. On the site such links go to the repository's address,
+FSD_REPOSITORY as in setup.py, or are plain text without it. Pictures of the README are those of docs/figures.
 """
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
-from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-URLS = dict(url.split(", ", 1) for url in metadata("fsd-toolkit").get_all("Project-URL") or ())
-REPOSITORY = URLS.get("Repository", "https://github.com/fsd-toolkit/fsd-toolkit").rstrip("/")
+REPOSITORY = os.environ.get("FSD_REPOSITORY", "").rstrip("/")
 API = {
     "Decode": ["fsd_infer.decoder", "fsd_infer.rules", "fsd_infer.drafters", "fsd_infer.targets.target"],
     "Measure": ["fsd_bench.runner", "fsd_bench.record"],
     "Train": ["fsd_train.models", "fsd_train.losses", "fsd_train.data", "fsd_train.callbacks"],
     "Shared": ["fsd_core.errors", "fsd_core.registry"],
 }
-LINK = re.compile(r"(\]\(|src=\")(?!https?:|#|mailto:)([^)\"\s]+)")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -45,13 +44,15 @@ def _moved(markdown: str, folder: str) -> str:
     """Return a page of ``folder`` with its links as the site needs them."""
 
     def moved(found: re.Match[str]) -> str:
-        path, hash, anchor = found[2].partition("#")
+        path, hash, anchor = found[3].partition("#")
         named = posixpath.normpath(posixpath.join(folder, path))
-        if named == "docs/README.md" or named == "docs":
-            return f"{found[1]}index.md"
+        if named in ("docs", "docs/README.md"):
+            return f"[{found[2]}](index.md)"
         if named.startswith("docs/") and (ROOT / named).exists():
-            return f"{found[1]}{named.removeprefix('docs/')}{hash}{anchor}"
+            return f"{found[1]}[{found[2]}]({named.removeprefix('docs/')}{hash}{anchor})"
+        if not REPOSITORY:
+            return found[2]
         kind = "tree" if (ROOT / named).is_dir() else "blob"
-        return f"{found[1]}{REPOSITORY}/{kind}/main/{named}{hash}{anchor}"
+        return f"{found[1]}[{found[2]}]({REPOSITORY}/{kind}/main/{named}{hash}{anchor})"
 
     return LINK.sub(moved, markdown)

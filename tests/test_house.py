@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = ["fsd_core", "fsd_infer", "fsd_bench", "fsd_train"]
-LOADERS = {f"fsd_infer/{name}.py" for name in ("cli/commands", "cli/env", "decoder/fuzzy", "environment")}
+LOADERS = {
+    f"fsd_infer/{name}.py" for name in ("cli/commands", "cli/env", "decoder/fuzzy", "decoder/requests", "environment")
+}
 SEEN_BY_BACKENDS = {f"fsd_infer.{name}" for name in ("device.cache", "device.cores", "device.cpuinfo", "device.memory")}
 SEEN_BY_BACKENDS |= {f"fsd_infer.targets.{name}" for name in ("masks", "stack", "weights")}
 PURE = ["fsd_core.divergence", "fsd_core.functional", "fsd_infer.tree", "fsd_infer.rules"]

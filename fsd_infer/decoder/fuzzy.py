@@ -203,6 +203,7 @@ class FuzzyDecoder:
         """
         self.backend.prepare(self.target.model, release)
         self.target.stack, self.target.kernels = self.backend.stack_for(self.target), self.backend.describe()
+        self.target.recorded = None  # rounds of the layers before
 
     def _prepare_drafter(self, drafter: Drafter, release: bool) -> None:
         for module in drafter.modules():
@@ -210,6 +211,7 @@ class FuzzyDecoder:
             self.backend.prepare(module, release, weights="fp8" if narrow else None)
         for owner in drafter.stack_owners():
             owner.stack = self.backend.stack_for(owner)
+        self.target.recorded = None
 
     def restore(self) -> None:
         """Undo what the backend did to target and drafter: layers are plain again, and weights where they were."""
@@ -217,6 +219,7 @@ class FuzzyDecoder:
             owner.stack = owner.plain_stack
         for module in (self.target.model, *self.drafter.modules()):
             self.backend.restore(module)
+        self.target.kernels = self.target.recorded = None
 
     @property
     def tokenizer(self) -> Any:

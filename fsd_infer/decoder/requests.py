@@ -25,6 +25,7 @@ from fsd_core.registry import is_whole
 from fsd_core.tensors import lists
 from fsd_core.text.conversations import check_text
 from fsd_core.text.encoding import need_tokenizer
+from fsd_infer.backends.choose import choose
 from fsd_infer.decoder.calibrated import CALIBRATED, calibrated
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.loading import load_drafter
@@ -119,6 +120,7 @@ def target_of(model: Any) -> Target:
     """Return the one Target of a transformers model. The model stores it, so both are freed together."""
     held = vars(model)  # getattr of a wrapper would read the model inside
     if "_fsd_target" not in held:
+        choose(model.device)  # its functions of tensors
         held["_fsd_target"] = Target(model)
     return held["_fsd_target"]
 

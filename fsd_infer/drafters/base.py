@@ -42,6 +42,7 @@ class DraftRequest:
         longest: tokens of the longest text at its end, as far as the request limits it.
         draws: whether trees may have drawn nodes (:mod:`fsd_infer.drafters.drawing`).
         generator: random generator of drawn drafts; None: torch's global one.
+        seeded: whether the request has a generator of its own, so that its answer comes again.
         device: of the target. Trees are returned there.
         tilt: nats that the rule's law gives for an accepted draft, on average; 0 for laws that favour no draft.
             :mod:`fsd_infer.drafters.visits` chooses trees by it.
@@ -61,6 +62,7 @@ class DraftRequest:
     keys: Sequence[str] | None = None
     draws: bool = False
     longest: int = 0
+    seeded: bool = False
 
 
 class DraftSession(ABC):

@@ -259,7 +259,7 @@ class MemorySession(FreeSession):
         super().__init__(first_tokens, request)
         self.drafter: MemoryDrafter = drafter
         keys = [None] * len(first_tokens) if request.keys is None else request.keys
-        self.recalls = drafter.recalls(keys, request.generator is not None)
+        self.recalls = drafter.recalls(keys, request.seeded)
         indexes = {id(recall.index) for recall in self.recalls}
         self._remembers = len(indexes) < len(self.recalls) or any(recall.stores for recall in self.recalls)
         for recall, token in zip(self.recalls, first_tokens.tolist(), strict=True):

@@ -194,6 +194,8 @@ class RecycleSession(FreeSession):
         width = choice.shape[1] // nodes.shape[1]
         rows = zip(self.recycled, self.last, *numbers, *made, strict=True)
         for recycled, last, seen, ids, drafted, parents_of, chances, way, emitted, count in rows:
+            if count < 0:  # a finished row of a recorded batch
+                continue
             contexts = [[*last[-2:-1], drafted[0]]]
             contexts += [[drafted[parent], token] for parent, token in zip(parents_of[1:], drafted[1:])]
             for node, token in zip(way[: count + 1], emitted):  # learn before remember() stores the answer

@@ -48,8 +48,8 @@ class Books:
         """Take the state of the batch, and tell the callbacks."""
         self.state, self.drafter, self.cache_bytes = state, drafter, cache_bytes
         self.rules: list[Rule] = list(state.rules)
+        self.callbacks += self.request.callbacks  # which may end rows, before the tree's choice counts those that go on
         self.callbacks += [] if state.auto is None else [TreeUpdate(state.auto)]
-        self.callbacks += self.request.callbacks
         state.lap = self.on_phase
         for callback in self.callbacks:
             callback.on_start(state)

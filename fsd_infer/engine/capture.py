@@ -123,8 +123,10 @@ class Recorded:
         """Settle a tree of the host's."""
         tree = tree.padded_to(state.most_nodes)
         key = tree.levels, *((name, x.shape, x.dtype) for name, x in tensors_of(tree))
-        if key not in slot.recordings or len(slot.recordings) > MOST:  # record shapes when they recur
-            slot.recordings.setdefault(key, None)
+        if key not in slot.recordings:  # record shapes when they recur
+            slot.recordings[key] = None
+            while len(slot.recordings) > MOST:
+                del slot.recordings[next(iter(slot.recordings))]
             return settle(state, tree)
         recording = slot.recordings[key] or self._record(state, tree)
         if recording is None or recording.tree is None:
@@ -158,6 +160,7 @@ class Recorded:
             return Recording(made[-1], replay, phases[len(phases) // 2 :], tree)
         except Exception as error:  # torch raises many types for operations that cannot be recorded
             self.refused = str(error).strip().partition("\n")[0]
+            self.slots.clear()
             log.warning("a round cannot be recorded as a CUDA graph, so none is: %s", self.refused)
             return None
         finally:
@@ -168,8 +171,8 @@ class Recorded:
 
 
 def tensors_of(tree: DraftTree) -> list[tuple[str, Tensor]]:
-    """Return a tree's own tensors by name. The ids of a draft vocabulary stay with its drafter."""
-    named = [(each.name, getattr(tree, each.name)) for each in fields(tree) if each.name != "draft_ids"]
+    """Return a tree's tensors by name. The ids of a draft vocabulary are among them: they grow by a text's own."""
+    named = [(each.name, getattr(tree, each.name)) for each in fields(tree)]
     return [(name, value) for name, value in named if isinstance(value, Tensor)]
 
 

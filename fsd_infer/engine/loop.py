@@ -33,12 +33,15 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
         books = start(target, drafter, rule, request)
         state, recorded = books.state, Recorded.of(target)
         run = decode_round if recorded is None else recorded.run
-        report(books, "prefill", prefill(state, books))
-        while state.numbers:
-            team.fit()
-            books.on_phase("start")
-            report(books, "round", run(state))
-        return books.outcome()
+        try:
+            report(books, "prefill", prefill(state, books))
+            while state.numbers:
+                team.fit()
+                books.on_phase("start")
+                report(books, "round", run(state))
+            return books.outcome()
+        finally:
+            state.forget()  # recordings keep the state, but need not keep the request
 
 
 def report(books: Books, phase: str, tensors: RoundTensors) -> None:

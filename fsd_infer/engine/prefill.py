@@ -53,6 +53,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     drafted = DraftRequest(
         count, reach, request.greedy, processors.of_drafts if processors else None, generator, device, tilt,
         auto, request.cache_keys, draws=not request.greedy and all(rule.draws_trees for rule in rules),
+        seeded=request.generator is not None,
         longest=longest,
     )  # fmt: skip
     state = DecodeState(
@@ -111,5 +112,5 @@ def prefill(state: DecodeState, books: Books) -> RoundTensors:
     following.scatter_(1, (state.lengths - 1)[:, None], made.verdict.tokens[:, :1])
     made.features = features
     state.extend(made.verdict.tokens, made.verdict.accepted)
-    advance(state, made, following, state.lengths)
+    advance(state, made, following, state.lengths.clone())  # which the next round changes in place
     return made

@@ -29,7 +29,8 @@ class Round:
         q_index: [N] each node's row of ``q_logits``; -1 if the drafter gave no distribution.
         q_logits: [I, Vd] the drafter's raw logits.
         draft_ids: [Vd] target id of each drafter vocabulary entry; None if Vd = V.
-        logits: [N, V] the target's raw logits after each node.
+        logits: [N, V] the target's raw logits after each node. On a device the next round may write over these and over
+            ``q_logits``: copy what you keep.
         path: [D+1] the accepted nodes, the root first, padded with the last.
         emissions: the emitted tokens; token j follows ``path[j]``.
         seconds: of the round by phase; the first round has ``prefill``.

@@ -102,7 +102,7 @@ def accept(state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor
             else None,
             texts=state.texts,
             overspent=state.overspent,
-            copies=lambda n: state.session.copies(tree, n),
+            copies=(lambda n: state.session.copies(tree, n)) if state.session.remembers else None,
         ),
     )
     if state.live is not None:  # finished rows emit nothing

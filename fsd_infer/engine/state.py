@@ -83,6 +83,10 @@ class DecodeState:
         if not rows:
             self.numbers = []
 
+    def forget(self) -> None:
+        """Let go of the request's own objects, callbacks among them."""
+        self.history, self.lap = list, lambda phase: None
+
     def tensors(self) -> list[Tensor]:
         """Return what a round changes in place, without the drafter's, and without keys and values."""
         budget = [] if self.budget is None else [self.budget]

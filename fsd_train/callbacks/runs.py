@@ -147,8 +147,11 @@ class RunDirectory(Callback):
         self._asked = True
         log.info("ending after this step (Ctrl-C once more: at once, without a checkpoint)")
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._before = trainer.global_step
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if self._asked:
+        if self._asked and trainer.global_step > self._before:  # not amid accumulated batches, whose gradient is lost
             if self.directories:
                 path = self.directories[0] / "interrupted.ckpt"
                 trainer.save_checkpoint(path)

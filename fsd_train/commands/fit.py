@@ -25,9 +25,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fsd_core.console import one_line
 from fsd_core.errors import DataError, FsdError, causes
+from fsd_train.callbacks.export import ExportHead
 from fsd_train.callbacks.progress import Announce, RunProgress
 from fsd_train.callbacks.runs import AUTO, RunDirectory
-from fsd_train.checkpoints import check_checkpoint, read_checkpoint
+from fsd_train.checkpoints import callbacks_of, check_checkpoint, read_checkpoint
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models import DistillationModule, EagleModule
 from fsd_train.repository import find
@@ -141,7 +142,8 @@ def main(argv: Sequence[str]) -> int:
 def _is_complete(path: str, trainer: Trainer) -> bool:
     """Return whether a checkpoint has all steps of the run already, and say so."""
     steps = int(read_checkpoint(path)["global_step"]) if Path(path).is_file() else 0
-    if not 0 < trainer.max_steps <= steps:
+    heads = [Path(each.directory) for each in callbacks_of(trainer, ExportHead) if each.directory is not None]
+    if not 0 < trainer.max_steps <= steps or not all(head.exists() for head in heads):  # the end writes the heads
         return False
     log.info("%s has %d steps: nothing is left to train. Raise trainer.max_steps, or start again with "
              "--overwrite true.", path, steps)  # fmt: skip

@@ -15,7 +15,7 @@ _HOST = "host_"  # prefix of arrays that stay in host memory when a batch moves 
 
 
 class Batch(TypedDict):
-    """One row of M tokens: conversations side by side, then padding, if any, as another one.
+    """One row of M tokens: conversations side by side, then padding, if any, as further ones.
 
     Attributes:
         input_ids: [1, M].
@@ -37,12 +37,14 @@ class Batch(TypedDict):
 def collate(items: Sequence[Mapping[str, Any]], size: int = 0) -> Batch:
     """Pack items of a dataset into one row of ``size`` tokens, or of as many as they have if these are more."""
     lengths = [len(item["input_ids"]) for item in items]
-    padding = max(size - sum(lengths), 0)
+    padding, longest = max(size - sum(lengths), 0), max(lengths)
+    # in pieces no longer than a conversation: a model has no positions beyond its context
+    pieces = [longest] * (padding // longest) + [padding % longest] * (padding % longest > 0)
     masks = [pad(item["loss_mask"][1:], (1, 0)) for item in items]
     batch: Batch = {
         "input_ids": pad(torch.cat([item["input_ids"] for item in items]), (0, padding))[None],
         "loss_mask": pad(torch.cat(masks), (0, padding))[None],
-        "lengths": np.array([*lengths, *([padding] if padding else [])]),
+        "lengths": np.array([*lengths, *pieces]),
         "ids": [item.get("id", "") for item in items],
     }
     if "features" in items[0]:
