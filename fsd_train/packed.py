@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 NAME = "fsd_packed"  # of the attention function, in transformers' configs
 BLOCK = 128  # queries and keys of a block of FlexAttention
-SMALL = 512  # keys, up to which a span counts as small
+SMALL = 2**18  # queries times keys, up to which a span counts as small
+ROUND = 32  # numbers of queries and keys are padded to multiples, where products are compiled for each size
 FLEX_HEAD = 16  # least width of an attention head that its kernels take
 _VERDICT = "_fsd_reads_packed_rows"  # attribute of a model
 
@@ -269,20 +270,23 @@ def packed_attention(
         return flex_attention_forward(
             module, query, key, value, mask.block_mask(sliding_window), scaling, softcap, s_aux, dropout=dropout
         )[0], None
-    groups = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in (key, value))
     outputs = []
     # split, since the gradient of a slice is as large as the whole
     keys, values = (each.split(mask.pieces, dim=2) for each in (key, value))
     parts = query.split([span.queries.stop - span.queries.start for span in mask.spans], dim=2)
     for q, span, visible in zip(parts, mask.spans, mask.span_masks(sliding_window), strict=True):
-        k, v = (_joined([pieces[number] for number in span.pieces]) for pieces in (keys, values))
+        k, v = (_rounded(_joined([pieces[number] for number in span.pieces])) for pieces in (keys, values))
+        count, q = q.shape[2], _rounded(q)
+        if visible is not None:  # added queries see all, which no output reads
+            visible = pad(visible, (0, k.shape[2] - visible.shape[1]))
+            visible = pad(visible, (0, 0, 0, q.shape[2] - count), value=True)
         if softcap is None and s_aux is None and not _is_small(q, k):
+            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
             causal = visible is None
             out = scaled_dot_product_attention(q, k, v, visible, dropout, is_causal=causal, scale=scaling)
         else:
             out = _plain_attention(q, k, v, visible, dropout, scaling, softcap, s_aux)
-        outputs.append(out)
+        outputs.append(out[:, :, :count])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -290,9 +294,19 @@ def _joined(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
+def _rounded(values: Tensor) -> Tensor:
+    """Pad [1, heads, Q or K, D] to a multiple of :data:`ROUND` in half precision on a CPU.
+
+    There, torch compiles a product for each new size, which takes longer than the product itself.
+    """
+    if values.device.type != "cpu" or values.dtype == torch.float32:
+        return values
+    return pad(values, (0, 0, 0, -values.shape[2] % ROUND))
+
+
 def _is_small(query: Tensor, key: Tensor) -> bool:
     """Whether plain products are faster: on a CPU torch's function takes twice as long backwards for such spans."""
-    return query.device.type == "cpu" and query.requires_grad and key.shape[2] <= SMALL
+    return query.device.type == "cpu" and query.requires_grad and query.shape[2] * key.shape[2] <= SMALL
 
 
 def _plain_attention(
@@ -303,15 +317,18 @@ def _plain_attention(
     if visible is None:
         visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     bias = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill(~visible, -torch.inf)
-    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    shared = query.shape[1] // key.shape[1]  # query heads of a key's head, one below the other in the products
+    bias = bias.repeat(shared, 1).expand(key.shape[1], -1, -1)
+    rows = (query * (query.shape[-1] ** -0.5 if scaling is None else scaling)).reshape(*bias.shape[:2], -1)
     if softcap is None:
-        scores = torch.baddbmm(bias.expand(query.shape[1], -1, -1), query[0], key[0].mT)  # [heads, Q, K]
+        scores = torch.baddbmm(bias, rows, key[0].mT)  # [key's heads, shared * Q, K]
     else:
-        scores = softcap * torch.tanh(query[0] @ key[0].mT / softcap) + bias
+        scores = softcap * torch.tanh(rows @ key[0].mT / softcap) + bias
     if sinks is not None:
-        scores = torch.cat([scores, sinks.reshape(-1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)], dim=-1)
+        each = sinks.to(scores.dtype).reshape(len(scores), shared, 1, 1).expand(-1, -1, query.shape[2], -1)
+        scores = torch.cat([scores, each.reshape(*scores.shape[:2], 1)], dim=-1)
     chances = scores.softmax(-1, dtype=scores.dtype)[..., : key.shape[2]]
-    return (torch.dropout(chances, dropout, train=dropout > 0) @ value[0])[None]
+    return (torch.dropout(chances, dropout, train=dropout > 0) @ value[0]).reshape(query.shape)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -83,6 +83,25 @@ def test_flex_attention_sees_the_same(name: str) -> None:
     torch.testing.assert_close(flexed, plain, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"s_aux": torch.randn(4)}], ids=["plain", "softcap", "sinks"])
+@pytest.mark.parametrize("name", MASKS)
+def test_half_precision_attends_alike(name: str, extras: dict[str, Any]) -> None:
+    """On a CPU its spans are padded."""
+    mask, window, _ = MASKS[name]
+    torch.manual_seed(0)
+    shapes = [(1, 4, mask.shape[0], 8), (1, 2, mask.shape[1], 8), (1, 2, mask.shape[1], 8)]
+    inputs = [torch.randn(shape).bfloat16() for shape in shapes]
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key, value = cast = [each.to(dtype).requires_grad_() for each in inputs]
+        out = packed_attention(torch.nn.Module(), query, key, value, mask, sliding_window=window, **extras)[0].float()
+        (out * torch.linspace(-1, 1, out.shape[-1])).sum().backward()
+        results.append([out.detach(), *(each.grad.float() for each in cast if each.grad is not None)])
+    assert len(results[0]) == 4
+    for exact, half in zip(*results, strict=True):
+        torch.testing.assert_close(half, exact, atol=0.03 * float(exact.abs().max()), rtol=0.05)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_row_has_the_features_of_its_conversations(family: str, caplog: pytest.LogCaptureFixture) -> None:
