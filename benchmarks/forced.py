@@ -42,7 +42,7 @@ from fsd_bench.intervals import mean_interval
 from fsd_bench.jobs import decoding
 from fsd_bench.score import read_references
 from fsd_bench.worth.replay import Evidence
-from fsd_bench.worth.watch import Watch, Watching
+from fsd_bench.worth.watch import Watch
 from fsd_core.files import append_json
 from fsd_core.tables import number, table
 from fsd_core.text.encoding import read_prompts
@@ -114,7 +114,7 @@ def force(decoder: FuzzyDecoder, prompt: str, score: Callable[[str], float], mos
     found: list[dict[str, Any]] = []
     watch = Watch(lambda seen: found.extend(deviations(seen)), 0.0, most, torch.Generator().manual_seed(0), {})
     options = decoding(0.0, most)
-    made = decoder.generate([prompt], drafter=Watching(decoder.drafter, watch), seed=0, chat=True, **options)
+    made = decoder.generate([prompt], callbacks=[watch], seed=0, chat=True, **options)
     ids, answer = decoder.encode(prompt, True), made.sequences[0]
     for each in found:
         each["at"] = each["place"] - len(ids)

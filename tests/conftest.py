@@ -46,6 +46,13 @@ if _PROCESSES > 1:  # for what tests start, too
     os.environ["OMP_NUM_THREADS"] = str(_THREADS)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Open the simulated device before the first backward pass, after which autograd takes no new device."""
+    simulated: Any = sys.modules.get("tests.simulated_device")
+    if simulated is not None and not torch.cuda.is_available():
+        simulated._register()
+
+
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
     """Every test starts from the same random state and number of threads, whatever ran before it."""

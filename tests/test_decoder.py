@@ -80,8 +80,8 @@ def test_the_path_of_a_prompt(count: int) -> None:
     assert target.cache_bytes_per_token  # a forward of its own
     target.model.register_forward_pre_hook(note)
     decoder.generate(tiny_prompts()[:count], max_new_tokens=2, do_sample=False)
-    request, model = ["generate", "decode_request", "decode"], ["forward", "_step"]
-    rounds = [[*request, "verify", *model]]
+    request, model = ["generate", "decode_request", "decode"], ["forward", "_step", "__call__"]
+    rounds = [[*request, "decode_round", "settle", "verify", *model]]
     assert found == [[*request, "prefill", "read_prompts", "_read", *model]] * count + rounds
 
 

@@ -9,7 +9,6 @@ import math
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,20 @@ import pytest
 import torch
 
 from benchmarks.findings import tables as sweep
-from fsd_infer.engine import decode
+from fsd_infer.engine import round as round_module
 from fsd_infer.rules import Evidence, Tilted, Verification
 from fsd_infer.rules.laws import clipped
 from fsd_infer.tree import DraftTree
 
-LOOP = re.compile(r"^ *batch\.prefill\(\)\n(?: *(?!return)\S.*batch\..*\n)+", re.MULTILINE)
 
-
-def test_the_page_of_a_round_shows_the_engines_loop(repo_root: Path) -> None:
+def test_the_page_of_a_round_shows_the_round(repo_root: Path) -> None:
+    """Line by line, in the order of the code."""
     page = (repo_root / "docs" / "how-a-round-works.md").read_text(encoding="utf-8")
-    shown, real = LOOP.search(page), LOOP.search(inspect.getsource(decode))
-    assert shown and real and textwrap.dedent(real[0]).startswith(shown[0])
+    [shown] = re.findall(r"```python\n(tree = state.*?)```", page, re.DOTALL)
+    code = inspect.getsource(round_module).replace("made.verdict", "verdict")
+    lines = sorted(shown.splitlines(), key=code.index)
+    steps = ["session.draft", "verify(", "accept(", "cache.commit", "state.extend", "advance("]
+    assert len(lines) == 6 and all(step in line for step, line in zip(steps, shown.splitlines(), strict=True)), lines
 
 
 def record(repo_root: Path, name: str) -> dict[str, Any]:

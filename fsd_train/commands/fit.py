@@ -128,7 +128,8 @@ def main(argv: Sequence[str]) -> int:
         with run_errors():
             if argv[0] == "fit":
                 path = cli.prepare_run()
-                if path is not None and _is_complete(path, cli.trainer):
+                found = cli.config.get("ckpt_path") in (None, AUTO)
+                if path is not None and found and _is_complete(path, cli.trainer):
                     return 0
                 with interrupts(cli.trainer):
                     cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=path)
