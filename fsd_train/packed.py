@@ -270,13 +270,13 @@ def packed_attention(
         return flex_attention_forward(
             module, query, key, value, mask.block_mask(sliding_window), scaling, softcap, s_aux, dropout=dropout
         )[0], None
-    outputs = []
+    outputs, size = [], _size_step(query, key, value)
     # split, since the gradient of a slice is as large as the whole
     keys, values = (each.split(mask.pieces, dim=2) for each in (key, value))
     parts = query.split([span.queries.stop - span.queries.start for span in mask.spans], dim=2)
     for q, span, visible in zip(parts, mask.spans, mask.span_masks(sliding_window), strict=True):
-        k, v = (_rounded(_joined([pieces[number] for number in span.pieces])) for pieces in (keys, values))
-        count, q = q.shape[2], _rounded(q)
+        k, v = (_rounded(_joined([pieces[number] for number in span.pieces]), size) for pieces in (keys, values))
+        count, q = q.shape[2], _rounded(q, size)
         if visible is not None:  # added queries see all, which no output reads
             visible = pad(visible, (0, k.shape[2] - visible.shape[1]))
             visible = pad(visible, (0, 0, 0, q.shape[2] - count), value=True)
@@ -294,14 +294,19 @@ def _joined(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
-def _rounded(values: Tensor) -> Tensor:
-    """Pad [1, heads, Q or K, D] to a multiple of :data:`ROUND` in half precision on a CPU.
+def _size_step(*tensors: Tensor) -> int:
+    """Return what numbers of queries and keys are multiples of: :data:`ROUND` in half precision on a CPU.
 
-    There, torch compiles a product for each new size, which takes longer than the product itself.
+    There, torch compiles a product for each new size, which takes longer than the product itself. Under autocast some
+    of the tensors are in fp32, and the products in half precision.
     """
-    if values.device.type != "cpu" or values.dtype == torch.float32:
-        return values
-    return pad(values, (0, 0, 0, -values.shape[2] % ROUND))
+    half = tensors[0].device.type == "cpu" and any(each.dtype != torch.float32 for each in tensors)
+    return ROUND if half else 1
+
+
+def _rounded(values: Tensor, size: int) -> Tensor:
+    """Pad [1, heads, Q or K, D] to a multiple of ``size`` queries or keys."""
+    return values if size == 1 else pad(values, (0, 0, 0, -values.shape[2] % size))
 
 
 def _is_small(query: Tensor, key: Tensor) -> bool:

@@ -177,13 +177,13 @@ def test_a_batch_is_one_row(tmp_path: Path) -> None:
     rows, _ = read_answers([answers(tmp_path / "a.jsonl", 3)])
     items = [rows[i] for i in range(3)]
     batch = collate(items, 64)
-    padding = 64 - sum(rows.lengths)
-    assert batch["lengths"].tolist() == [*rows.lengths, padding] and batch["ids"] == rows.row_ids
+    assert rows.lengths == [3, 11, 19]  # padding is as long as the longest at most: positions stay within a context
+    assert batch["lengths"].tolist() == [*rows.lengths, 19, 12] and batch["ids"] == rows.row_ids
     assert batch["input_ids"].shape == batch["loss_mask"].shape == (1, 64)
     for name in ("input_ids", "loss_mask"):
         parts = batch[name][0].split(batch["lengths"].tolist())  # type: ignore[literal-required]
         assert all(torch.equal(part, item[name]) for part, item in zip(parts, items))  # type: ignore[literal-required]
-        assert not parts[-1].any()
+        assert not any(part.any() for part in parts[3:])
     assert collate(items)["lengths"].tolist() == rows.lengths
     asked = [{"input_ids": torch.tensor([1, 2]), "loss_mask": torch.tensor([1, 1])}] * 2
     assert collate(asked)["loss_mask"].tolist() == [[0, 1, 0, 1]]  # what begins a conversation follows nothing

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsd_infer import Target
 from fsd_train.models.unroll import unroll
+from fsd_train.packed import TextMask
 from tests.families import load_head
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden" / "head-parity.json").read_text())
@@ -63,7 +64,8 @@ def test_logits_are_those_that_the_authors_code_gave(name: str, tmp_path: Path) 
     if head.config.layout == "eagle3":
         assert head.config.fused_layers == [1, 3, 4]
         features = torch.cat([features, 2 * values("fused", 1, LENGTH, 3 * target.hidden_size)], -1)
-    outputs = unroll(head, head.embed(tokens, target), features, STEPS, torch.arange(LENGTH)[None])
+    text = TextMask((LENGTH,), tokens.device)
+    outputs = unroll(head, head.embed(tokens, target), features, text, STEPS, torch.arange(LENGTH))
     read = head.readout(torch.cat(outputs))
     ours = target.lm_logits(read) if head.lm_head is None else head.lm_head(read)
     theirs = torch.tensor(golden["logits"])
