@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from fsd_bench import commands
-from fsd_core.console import Parser, load_plugins, quiet_transformers, run
+from fsd_core.console import Parser, run_parsed
 from fsd_core.options import (
     add,
     add_commands,
@@ -30,15 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["bench"]:  # as `fsd-infer bench` was called
         words[0] = "run"
-    args = build_parser().parse_args(words)
-    return run("fsd-bench", partial(_command, args), args.debug)
-
-
-def _command(args: argparse.Namespace) -> int:
-    if not args.debug:
-        quiet_transformers()
-    load_plugins(args.imports or ())
-    return int(args.function(args) or 0)
+    return run_parsed("fsd-bench", build_parser().parse_args(words))
 
 
 def build_parser() -> argparse.ArgumentParser:

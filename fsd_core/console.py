@@ -187,6 +187,18 @@ def _keep_traceback(program: str) -> str:
     return file.name
 
 
+def run_parsed(program: str, args: argparse.Namespace) -> int:
+    """Run the function of parsed options as :func:`run` does, after the plugins that they name."""
+
+    def command() -> int:
+        if not args.debug:
+            quiet_transformers()
+        load_plugins(args.imports or ())
+        return int(args.function(args) or 0)
+
+    return run(program, command, args.debug)
+
+
 def quiet_transformers() -> None:
     """Keep transformers' notes and loading bars out of the output."""
     from transformers.utils import logging

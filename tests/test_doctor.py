@@ -225,7 +225,7 @@ def test_what_is_learnt_by_heart_is_accepted(world: Path, tmp_path: Path) -> Non
 def test_overfitting_names_the_stage_that_loses(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An export whose vocabulary map is rolled, and a template that decoding renders differently."""
 
-    def trained(args: Any, directory: Path) -> float:
+    def trained(args: Any, directory: Path, tokens: int) -> float:
         edited(world / "eagle3", directory / "head", permute)
         return 1.0
 

@@ -44,7 +44,6 @@ class Watch(Callback):
     draft_seconds: float = 0.0
     contexts: int = 0
     started: float = 0.0
-    needs_tensors = True
 
     def on_start(self, state: DecodeState) -> None:
         self.device, self.text, self.emitted = state.device, state.texts.tokens[0].tolist()[: int(state.lengths[0])], 0

@@ -70,7 +70,3 @@ class Backend:
     def stack_for(self, owner: StackOwner) -> Stack:
         """Return what runs the layers of a prepared target or head: a stack of this backend, or the owner's own."""
         return owner.plain_stack
-
-    def shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the (depth, width, nodes) of trees that are worth recording at loading; none where nothing is."""
-        return ()

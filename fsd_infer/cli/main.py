@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.metadata import entry_points
 
-from fsd_core.console import Parser, load_plugins, quiet_transformers, run
+from fsd_core.console import Parser, run_parsed
 from fsd_core.options import (
     add,
     add_commands,
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] not in COMMANDS:  # the look-up takes as long as many a help text
         parser.elsewhere = entry_points(group=GROUP).names
     args = parser.parse_args(words)
-    return run("fsd-infer", partial(_command, args), args.debug)
+    return run_parsed("fsd-infer", args)
 
 
 def _elsewhere(command: Sequence[str]) -> list[Callable[[Sequence[str]], int]]:
@@ -49,13 +48,6 @@ def _elsewhere(command: Sequence[str]) -> list[Callable[[Sequence[str]], int]]:
     if not command or command[0].startswith("-") or command[0] in COMMANDS:
         return []
     return [point.load() for point in entry_points(group=GROUP, name=command[0])]
-
-
-def _command(args: argparse.Namespace) -> int:
-    if not args.debug:
-        quiet_transformers()
-    load_plugins(args.imports or ())
-    return int(args.function(args) or 0)
 
 
 def build_parser() -> Parser:

@@ -23,8 +23,9 @@ from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine.beams import BeamOptions
-from fsd_infer.engine.callbacks import Callback
-from fsd_infer.engine.request import Outcome, Round
+from fsd_infer.engine.callback import Callback
+from fsd_infer.engine.request import Round
+from fsd_infer.engine.stats import Outcome
 from fsd_infer.heads.formats import head_kind
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.request.options import GenerateOptions, shaping

@@ -104,10 +104,6 @@ class CachedModel(ABC):
         """Bytes of shared memory, which :meth:`free` gives back."""
         return sum(pool.nbytes for memory in self._memories.values() for pool in memory.values())
 
-    def free(self) -> None:
-        """Give shared memory back. Recordings that use it must not be replayed any more."""
-        self._memories.clear()
-
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the bytes that :meth:`new_cache` takes."""
         return batch * self.slots(slots) * self.cache_bytes_per_token

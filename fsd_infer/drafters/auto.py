@@ -84,7 +84,6 @@ class AutoTree:
         batch: number of rows.
         law: how drafts are verified.
         nodes: most nodes of one row's tree, the root included.
-        sizes: tree sizes with a recorded CUDA graph, to which smaller trees are padded; None: any size.
         learns: False: read no clock and keep nothing, so that trees are a function of the text alone.
 
     Attributes:
@@ -99,10 +98,9 @@ class AutoTree:
         batch: int,
         law: LawKind,
         nodes: int,
-        sizes: Sequence[int] | None = None,
         learns: bool = True,
     ) -> None:
-        self.memory, self.law, self.most, self.sizes, self.learns = memory, law, nodes, sizes, learns
+        self.memory, self.law, self.most, self.learns = memory, law, nodes, learns
         self.reads_scores = memory.reads_scores
         self.known = memory.knowledge(batch, law) if learns else Knowledge(Costs(memory.prior), batch, law)
         self.known.curve.begin_text()
@@ -298,8 +296,7 @@ class AutoTree:
                 gains[drafts] += gain
         most = min(self.most, longest, max(MOST_TOGETHER // self.batch, 2, least))
         costs, rate = self.known.costs, self.rate.value
-        sizes = range(1, most + 1) if self.sizes is None else [*(n for n in self.sizes if n < most), most]
-        sizes = [n for n in sizes if n >= max(least, 1 + self._is_trial)] or sizes
+        sizes = range(max(least, 1 + self._is_trial), most + 1) or range(1, most + 1)
         nodes = max(sizes, key=lambda n: gains[n - 1] - rate * costs.forward(n * self.batch))
         self._predict(gains[nodes - 1], nodes)
         kept = [

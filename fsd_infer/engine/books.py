@@ -9,11 +9,12 @@ from torch import Tensor
 
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.shape import AUTO
-from fsd_infer.engine.callbacks import Callback, PhaseTimer, Prefixes, Recorder, Stopping, Streaming, TreeUpdate
+from fsd_infer.engine.callback import Callback
+from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, Recorder, Stopping, Streaming, TreeUpdate
 from fsd_infer.engine.report import RoundReport
-from fsd_infer.engine.request import Outcome, Request
+from fsd_infer.engine.request import Request
 from fsd_infer.engine.state import DecodeState
-from fsd_infer.engine.stats import GenerationStats, RowRecord, describe_rules
+from fsd_infer.engine.stats import GenerationStats, Outcome, RowRecord, describe_rules
 from fsd_infer.rules import Rule
 from fsd_infer.targets.prefixes import PrefixSession
 from fsd_infer.targets.target import Target

@@ -1,8 +1,8 @@
-"""Callbacks: everything that only watches decoding. The loop hands the report of every round to each of them.
+"""The loop's own callbacks, in the order in which they hear of a round.
 
-The loop's own books are callbacks too: :class:`Stopping` ends answers, :class:`PhaseTimer` times the phases,
-:class:`Recorder` keeps the records, :class:`Streaming` calls the functions of the request, and :class:`TreeUpdate`
-teaches the choice of trees. A caller's callbacks follow.
+:class:`Stopping` ends answers, :class:`PhaseTimer` times the phases, :class:`Recorder` keeps the records,
+:class:`Streaming` calls the functions of the request, and :class:`Prefixes` keeps texts. A caller's callbacks follow,
+and then :class:`TreeUpdate` teaches the choice of trees.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from fsd_core.tensors import to_device
 from fsd_infer.device.clock import clock_of
 from fsd_infer.drafters.auto import AutoTree
+from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.report import RoundReport
-from fsd_infer.engine.request import Outcome, Request, Round
+from fsd_infer.engine.request import Request, Round
 from fsd_infer.engine.stats import RowRecord
 from fsd_infer.targets.prefixes import PrefixSession
 
@@ -26,31 +27,6 @@ if TYPE_CHECKING:
 
 
 _PHASES = {"advance": "draft"}  # in whose seconds a phase is counted
-
-
-class Callback:
-    """Watches a request. Methods are called in the decoding thread, and their exceptions end the request.
-
-    Attributes:
-        needs_tensors: whether :meth:`on_round` looks at ``report.tensors``.
-    """
-
-    needs_tensors = False
-
-    def on_start(self, state: DecodeState) -> None:
-        """Take the state of the batch, before the prompts are read."""
-
-    def on_phase(self, phase: str) -> None:
-        """Take the end of a phase: "prefill", "start" of a round, and those that :func:`.decode_round` names."""
-
-    def on_round(self, report: RoundReport) -> None:
-        """Take a round, at first the one that reads the prompts. Adding to ``report.ended`` ends an answer."""
-
-    def on_row_end(self, row: int, record: RowRecord) -> None:
-        """Take a finished answer. ``row`` is its index in the batch, which drops it next."""
-
-    def on_end(self, outcome: Outcome) -> None:
-        """Take the outcome of the request."""
 
 
 class Stopping(Callback):
@@ -150,7 +126,6 @@ class Streaming(Callback):
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.needs_tensors = request.on_round is not None
 
     def on_round(self, report: RoundReport) -> None:
         on_round, on_tokens = self.request.on_round, self.request.on_tokens
@@ -187,8 +162,6 @@ class Prefixes(Callback):
         session: of the request.
         prompts: token ids of each answer's prompt.
     """
-
-    needs_tensors = True
 
     def __init__(self, session: PrefixSession, prompts: Sequence[Sequence[int]]) -> None:
         self.session, self.prompts = session, prompts

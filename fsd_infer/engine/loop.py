@@ -14,8 +14,9 @@ from fsd_infer.engine.books import Books
 from fsd_infer.engine.capture import Recorded
 from fsd_infer.engine.prefill import prefill, start
 from fsd_infer.engine.report import report_of
-from fsd_infer.engine.request import Outcome, Request
+from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import RoundTensors, decode_round
+from fsd_infer.engine.stats import Outcome
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 

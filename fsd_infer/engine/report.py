@@ -1,4 +1,4 @@
-"""What the host reads of a round: one transfer, into pinned memory, after everything of the round is launched."""
+"""What the host reads of a round: one transfer, after everything of the round is launched."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RoundReport:
         ended: why rows end with this round, "stop" or "length", by index.
         verdict: on the CPU, with paths and counts as the device has them.
         seconds: of the round by phase, if somebody asks for them.
-        tensors: of the round, for callbacks with ``needs_tensors``. The next round may write over them.
+        tensors: of the round. On a device the next round may write over them.
     """
 
     phase: str
@@ -46,11 +46,6 @@ class RoundReport:
     def tokens(self) -> list[list[int]]:
         """The emitted tokens of each row."""
         return [[emission.token for emission in row] for row in self.emissions]
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of emitted tokens of each row."""
-        return [len(row) for row in self.emissions]
 
     @property
     def emitted(self) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The input and output of the decoding loop, and its rounds as observers see them."""
+"""The input of the decoding loop, and its rounds as observers see them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from fsd_infer.engine.stats import GenerationStats, RowRecord
 from fsd_infer.rules.verification import Emission
 
 if TYPE_CHECKING:
-    from fsd_infer.engine.callbacks import Callback
+    from fsd_infer.engine.callback import Callback
     from fsd_infer.engine.report import RoundReport
 
 
@@ -110,13 +109,3 @@ class Request:
     def texts(self) -> list[list[int]]:
         """The prompts as processors and criteria see them."""
         return self.padded_prompts or self.prompts
-
-
-@dataclass
-class Outcome:
-    """Answers (new tokens only), per-token records, statistics and, with beams, each answer's score."""
-
-    sequences: list[list[int]]
-    records: list[RowRecord]
-    stats: GenerationStats
-    scores: list[float] | None = None

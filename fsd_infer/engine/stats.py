@@ -1,4 +1,4 @@
-"""Statistics of a run: speed, acceptance length, answer length, open gates, nats spent."""
+"""The output of the decoding loop, and its statistics: speed, acceptance and answer length, open gates, nats spent."""
 
 from __future__ import annotations
 
@@ -223,6 +223,16 @@ class RowRecord:
             drafts=drafts,
             mean_log_likelihood=sum(log_p) / count if log_p else None,
         )
+
+
+@dataclass
+class Outcome:
+    """Answers (new tokens only), per-token records, statistics and, with beams, each answer's score."""
+
+    sequences: list[list[int]]
+    records: list[RowRecord]
+    stats: GenerationStats
+    scores: list[float] | None = None
 
 
 def _shares(labels: Sequence[str], emissions: Sequence[Emission]) -> dict[str, Share]:

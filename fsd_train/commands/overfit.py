@@ -61,7 +61,7 @@ def overfit(args: argparse.Namespace, target: Target) -> list[Finding]:
         findings = _check_encoding(target, row, prompt, answer)
         if any(finding.ok is False for finding in findings):
             return findings
-        learnt = _train(args, directory)
+        learnt = _train(args, directory, len(prompt) + len(answer))
         says = f"{learnt:.0%} of first drafts agree with the answer at the end"
         fix = "give it more seconds (--overfit 300), or a higher learning rate in the recipe"
         findings.append(Finding("training", learnt >= LEARNT, says, "" if learnt >= LEARNT else fix))
@@ -130,12 +130,12 @@ def _check_encoding(target: Target, row: dict[str, Any], prompt: list[int], answ
     return [*findings, Finding("loss mask", True if kept >= len(answer) - 1 else None, says)]
 
 
-def _train(args: argparse.Namespace, directory: Path) -> float:
+def _train(args: argparse.Namespace, directory: Path, tokens: int) -> float:
     """Train by the recipe on the one answer, export to ``head``, and return the agreement of the last steps."""
     recipe = directory / "recipe.yaml"
     text = Path(args.config).read_text("utf-8") if args.config else recipe_for(args.target)
     write_text(recipe, text)
-    write_text(directory / "overrides.yaml", yaml.safe_dump(_overrides(directory, args.overfit)))
+    write_text(directory / "overrides.yaml", yaml.safe_dump(_overrides(directory, args.overfit, tokens)))
     command = [sys.executable, "-m", "fsd_train.cli", "fit", "--config", str(recipe)]
     command += ["--config", str(directory / "overrides.yaml")]
     done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
@@ -147,7 +147,7 @@ def _train(args: argparse.Namespace, directory: Path) -> float:
     return sum(shares[-5:]) / len(shares[-5:]) if shares else 0.0
 
 
-def _overrides(directory: Path, seconds: int) -> dict[str, Any]:
+def _overrides(directory: Path, seconds: int, tokens: int) -> dict[str, Any]:
     """Return what a recipe needs to learn one answer by heart: no validation, no checkpoints, nothing held out."""
     minutes, rest = divmod(seconds, 60)
     return {
@@ -181,6 +181,7 @@ def _overrides(directory: Path, seconds: int) -> dict[str, Any]:
             "validation_files": [],
             "validation_fraction": 0.0,
             "features": None,
+            "batch_tokens": tokens,
         },
     }
 

@@ -18,8 +18,6 @@ from fsd_infer.targets.stack import Outputs, Stack, StackOwner
 
 log = logging.getLogger(__name__)
 
-SHAPES = ((3, 1, 4), (5, 1, 6), (6, 4, 24), (6, 10, 60))  # depth, width and nodes of trees worth recording
-
 
 class CudaBackend(Backend):
     """NVIDIA GPUs since Ampere. Without Triton, or with FSD_KERNELS=0, layers and row operations are torch's."""
@@ -65,9 +63,6 @@ class CudaBackend(Backend):
         from fsd_infer.backends.cuda.stack import CudaStack, knows_layers
 
         return CudaStack(owner, plain) if knows_layers(owner) else plain
-
-    def shapes(self) -> tuple[tuple[int, int, int], ...]:
-        return SHAPES
 
 
 @cache
