@@ -245,7 +245,9 @@ def _module(name: str, extra: str = "lm-eval") -> Any:
 
 
 _LETTER = re.compile(
-    r"(?i:ANSWER|answer is|answer:)[\s:*(\[$]*([A-Z])\b|\\boxed\{\(?([A-Z])\)?\}|^\W*([A-Za-z])\W*$", re.M
+    r"(?i:answer(?: is)?)[\s:*$]*(?:[(\[]([A-Za-z])[)\]]|[(\[]?([A-Z])\b)"  # a small letter only in brackets
+    r"|\\boxed\{\(?([A-Z])\)?\}|^\W*([A-Za-z])\W*$",
+    re.M,
 )
 
 

@@ -136,6 +136,7 @@ def test_own_fields_and_rows_that_do_not_fit(tmp_path: Path) -> None:
     ("text", "letter"),
     [
         ("ANSWER: B", "B"), ("The answer is (c).", "C"), ("\\boxed{D}", "D"), ("**ANSWER: A**", "A"), ("A\nB\n", "B"),
+        ("Answer: [d]", "D"), ("the answer is a cat", None),
         ("I think a cat", None), ("ANSWER: BED", None),
     ],
 )  # fmt: skip
