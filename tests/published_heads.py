@@ -1,0 +1,504 @@
+"""Random heads in the layouts of other programs, and what they estimate, computed plainly: one text, no cache.
+
+A layout is the config.json and the tensors as its home writes them, and a function from (states of the target, text,
+drafts) to the logits of the next draft. The text ends with the newest token, whose state the target does not have yet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import embedding, gelu, linear, silu
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+H, V, LAYERS, HEADS, GROUPS, WIDTH, INNER = 16, 7, 4, 4, 2, 8, 24
+BLOCK, MASK, RANK, WINDOW = 4, 5, 3, 3
+THETA, EPS = 10_000.0, 1e-6
+
+Estimate = Callable[["States", list[int], list[int]], Tensor]
+
+
+@dataclass
+class States:
+    """The target's states at every position of a text but the last: the final one, normed, and each layer's output."""
+
+    model: Any
+    final: Tensor
+    layers: list[Tensor]
+
+    @classmethod
+    def of(cls, model: Any, text: list[int]) -> States:
+        found: list[Tensor] = []
+        hooks = [layer.register_forward_hook(lambda *x: found.append(_first(x[2])[0])) for layer in model.model.layers]
+        with torch.no_grad():
+            final = model.model(torch.tensor([text])).last_hidden_state[0]
+        for hook in hooks:
+            hook.remove()
+        return cls(model, final[:-1], [state[:-1] for state in found])
+
+    def embed(self, ids: list[int]) -> Tensor:
+        made: Tensor = self.model.get_input_embeddings()(torch.tensor(ids))
+        return made
+
+    def lm_head(self, x: Tensor) -> Tensor:
+        made: Tensor = self.model.get_output_embeddings()(x)
+        return made
+
+
+@dataclass
+class Layout:
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    estimate: Estimate
+    depth: int
+    ids: list[int] | None = None  # target id of each entry of the estimates
+
+    def write(self, directory: Path, **changes: Any) -> Path:
+        directory.mkdir(parents=True, exist_ok=True)
+        config = {name: value for name, value in {**self.config, **changes}.items() if value is not Ellipsis}
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file({name: value.contiguous() for name, value in self.tensors.items()}, directory / "model.safetensors")
+        return directory
+
+
+def _first(x: Any) -> Tensor:
+    made: Tensor = x[0] if isinstance(x, tuple) else x
+    return made
+
+
+@cache
+def tiny_target() -> Any:
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=H, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS, max_position_embeddings=128, tie_word_embeddings=False, eos_token_id=None,
+        bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.mul_(6.0)
+            else:
+                parameter.data.normal_(1.0, 0.3)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+# block heads ---------------------------------------------------------------------------------------------------------
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": H, "intermediate_size": INNER, "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS, "head_dim": WIDTH, "num_hidden_layers": 2, "rms_norm_eps": EPS, "vocab_size": V,
+    "rope_theta": THETA, "rope_scaling": None, "max_position_embeddings": 128, "attention_bias": False,
+    "layer_types": ["full_attention"] * 2, "hidden_act": "silu", "tie_word_embeddings": False, "sliding_window": None,
+}  # fmt: skip
+
+
+def rand(*shape: int, scale: float = 0.5) -> Tensor:
+    return torch.randn(*shape) * scale
+
+
+def norm(size: int) -> Tensor:
+    return 1 + 0.2 * torch.randn(size)
+
+
+def backbone(count: int = 2, fused: int = 2) -> dict[str, Tensor]:
+    tensors = {"fc.weight": rand(H, fused * H), "hidden_norm.weight": norm(H), "norm.weight": norm(H)}
+    for j in range(count):
+        own = {
+            "input_layernorm": norm(H), "post_attention_layernorm": norm(H), "self_attn.q_norm": norm(WIDTH),
+            "self_attn.k_norm": norm(WIDTH), "self_attn.q_proj": rand(HEADS * WIDTH, H),
+            "self_attn.k_proj": rand(GROUPS * WIDTH, H), "self_attn.v_proj": rand(GROUPS * WIDTH, H),
+            "self_attn.o_proj": rand(H, HEADS * WIDTH), "mlp.gate_proj": rand(INNER, H), "mlp.up_proj": rand(INNER, H),
+            "mlp.down_proj": rand(H, INNER),
+        }  # fmt: skip
+        tensors |= {f"layers.{j}.{name}.weight": value for name, value in own.items()}
+    return tensors
+
+
+def rms(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """x [heads, M, WIDTH]"""
+    half = WIDTH // 2
+    angles = positions[:, None] / THETA ** (torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def block_states(
+    t: dict[str, Tensor], context: Tensor, embeds: Tensor, windows: list[int | None], causal: list[bool]
+) -> Tensor:
+    """z [B, H] of a block's embeddings, with the target's features [P, m·H] of all positions before it."""
+    seen, size = len(context), len(embeds)
+    c, z = rms(linear(context, t["fc.weight"]), t["hidden_norm.weight"]), embeds
+    places, own = torch.arange(seen + size), torch.arange(seen, seen + size)
+    for j in range(len(windows)):
+        p = {name.removeprefix(f"layers.{j}."): value for name, value in t.items() if name.startswith(f"layers.{j}.")}
+        n = rms(z, p["input_layernorm.weight"])
+        both = torch.cat([c, n])
+        q, k, v = (
+            linear(x, p[f"self_attn.{kind}_proj.weight"]).view(len(x), -1, WIDTH).transpose(0, 1)
+            for kind, x in (("q", n), ("k", both), ("v", both))
+        )
+        q = rotated(rms(q, p["self_attn.q_norm.weight"]), own)
+        k = rotated(rms(k, p["self_attn.k_norm.weight"]), places)
+        k, v = (x.repeat_interleave(HEADS // GROUPS, 0) for x in (k, v))
+        visible = torch.ones(size, seen + size, dtype=torch.bool)
+        if windows[j] is not None:
+            visible &= own[:, None] - places < windows[j]  # type: ignore[operator]
+        if causal[j]:
+            visible &= places <= own[:, None]
+        weights = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(~visible, -math.inf).softmax(-1)
+        z = z + linear((weights @ v).transpose(0, 1).reshape(size, -1), p["self_attn.o_proj.weight"])
+        m = rms(z, p["post_attention_layernorm.weight"])
+        inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
+        z = z + linear(inner, p["mlp.down_proj.weight"])
+    return rms(z, t["norm.weight"])
+
+
+def of_blocks(
+    tensors: dict[str, Tensor],
+    layers: list[int],
+    first: int,
+    correct: Callable[..., Tensor] | None = None,
+    windows: list[int | None] | None = None,
+    causal: list[bool] | None = None,
+    prefix: str = "",
+) -> Estimate:
+    """What a block head estimates; ``first`` is the slot of the first draft."""
+    t = {name.removeprefix(prefix): value for name, value in tensors.items()}
+
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        ids = [text[-1], *[MASK] * (BLOCK - 1)]
+        table = t.get("embed_tokens.weight")
+        embeds = states.embed(ids) if table is None else embedding(torch.tensor(ids), table)
+        context = torch.cat([states.layers[i] for i in layers], -1)
+        z = block_states(t, context, embeds, windows or [None] * 2, causal or [False] * 2)
+        head = t.get("lm_head.weight")
+        base = states.lm_head(z) if head is None else linear(z, head)
+        slot = first + len(drafts)
+        logits = base[slot]
+        return logits if correct is None else logits + correct(t, states, z, [text[-1], *drafts], first)
+
+    return estimate
+
+
+def markov_tensors(kind: str, drafted: int = V) -> dict[str, Tensor]:
+    made = {"markov_head.markov_w1.weight": rand(V, RANK, scale=1), "markov_head.markov_w2.weight": rand(drafted, RANK)}
+    name, shape = {"gated": ("gate_proj", (RANK, H + RANK)), "rnn": ("joint_proj", (3 * RANK, 2 * RANK + H))}.get(
+        kind, ("", ())
+    )
+    if name:
+        made |= {f"markov_head.{name}.weight": rand(*shape), f"markov_head.{name}.bias": rand(shape[0])}
+    return made
+
+
+def vanilla(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], first: int) -> Tensor:
+    return t["markov_head.markov_w2.weight"] @ t["markov_head.markov_w1.weight"][known[-1]]
+
+
+def gated(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], first: int) -> Tensor:
+    e, slot = t["markov_head.markov_w1.weight"][known[-1]], z[first + len(known) - 1]
+    gate = linear(torch.cat([slot, e]), t["markov_head.gate_proj.weight"], t["markov_head.gate_proj.bias"]).sigmoid()
+    return t["markov_head.markov_w2.weight"] @ (gate * e)
+
+
+def rnn(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], first: int) -> Tensor:
+    """Trained over every slot of the block, the idle one included, whose previous token is the root as well."""
+    s, out = torch.zeros(RANK), torch.zeros(RANK)
+    for slot, token in enumerate([known[0]] * first + known):
+        e = t["markov_head.markov_w1.weight"][token]
+        read = torch.cat([s, e, z[slot]])
+        g, c, out = linear(read, t["markov_head.joint_proj.weight"], t["markov_head.joint_proj.bias"]).chunk(3)
+        s = g.sigmoid() * s + (1 - g.sigmoid()) * c.tanh()
+    return t["markov_head.markov_w2.weight"] @ out.tanh()
+
+
+STATE, NARROW = 5, 6
+
+
+def domino_tensors() -> dict[str, Tensor]:
+    return {
+        "prefix_gru.weight_ih_l0": rand(3 * STATE, H), "prefix_gru.weight_hh_l0": rand(3 * STATE, STATE),
+        "embed_proj.0.weight": rand(NARROW, H + STATE, scale=1), "embed_proj.2.weight": rand(V, NARROW, scale=1),
+    }  # fmt: skip
+
+
+def domino(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], first: int) -> Tensor:
+    """pure_draft_prefix_len 1: the first draft is not corrected."""
+    if len(known) == 1:
+        return torch.zeros(V)
+    gru = torch.nn.GRU(H, STATE, bias=False, batch_first=True)
+    gru.load_state_dict({name.removeprefix("prefix_gru."): t[name] for name in t if name.startswith("prefix_gru.")})
+    with torch.no_grad():
+        state = gru(states.embed(known)[None])[0][0, -1]
+    read = torch.cat([z[first + len(known) - 1], state])
+    return linear(silu(linear(read, t["embed_proj.0.weight"])), t["embed_proj.2.weight"])
+
+
+def confidence(t: dict[str, Tensor], z: Tensor, slot: int, token: int) -> float:
+    """Chance that the draft after a token is accepted."""
+    read = torch.cat([z[slot], t["markov_head.markov_w1.weight"][token]])
+    weight, bias = t["confidence_head.proj.weight"], t["confidence_head.proj.bias"]
+    return float(linear(read, weight, bias).sigmoid())
+
+
+def confidence_tensors(width: int = H + RANK) -> dict[str, Tensor]:
+    return {"confidence_head.proj.weight": rand(1, width), "confidence_head.proj.bias": rand(1)}
+
+
+def of_speculators(kind: str, drafted: int, anchor: bool | None, **options: Any) -> dict[str, Any]:
+    said = {} if anchor is None else {"sample_from_anchor": anchor}
+    return {
+        "speculators_model_type": kind, "architectures": [{"dflash": "DFlash", "dspark": "DSpark"}[kind] + "Speculator"],
+        "transformer_layer_config": QWEN3, "draft_vocab_size": drafted, "block_size": BLOCK, "mask_token_id": MASK,
+        "aux_hidden_state_layer_ids": [1, 3], "target_hidden_size": None, "sliding_window_non_causal": False, **said,
+        "speculators_config": {"algorithm": kind, "proposal_methods": [{"speculative_tokens": BLOCK - 1}]}, **options,
+    }  # fmt: skip
+
+
+def z_lab(**nested: Any) -> dict[str, Any]:
+    return {
+        **QWEN3, "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": BLOCK, "num_target_layers": LAYERS,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2], **nested},
+    }  # fmt: skip
+
+
+def z_lab_head() -> Layout:
+    tensors = backbone()
+    return Layout(z_lab(), tensors, of_blocks(tensors, [0, 2], 1), BLOCK - 1)
+
+
+def sliding_head() -> Layout:
+    tensors = backbone()
+    config = {**z_lab(), "layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+    estimate = of_blocks(tensors, [0, 2], 1, windows=[WINDOW, None], causal=[True, False])
+    return Layout(config, tensors, estimate, BLOCK - 1)
+
+
+def early_head() -> Layout:
+    """SpecForge's DSpark, as its first versions nested the heads; layers are not named in order."""
+    tensors = {**backbone(), **{f"logit_head.{name}": x for name, x in (markov_tensors("") | confidence_tensors()).items()}}
+    config = z_lab(
+        projector_type="dspark", markov_rank=RANK, markov_head_type="vanilla", confidence_head_with_markov=True,
+        attention_mode="gqa", target_layer_ids=[2, 0], enable_confidence_head=True,
+    )  # fmt: skip
+    config |= {"architectures": ["DSparkDraftModel"]}
+    return Layout(config, tensors, of_blocks(tensors, [2, 0], 0, vanilla, prefix="logit_head."), BLOCK)
+
+
+def deep_spec(kind: str, copies: bool = True) -> Layout:
+    """Keys at the top of a copied config, and copies of the target's tables."""
+    tensors = {**backbone(), **({} if kind == "none" else markov_tensors(kind))}
+    model = tiny_target()
+    if copies:
+        tensors |= {"embed_tokens.weight": model.get_input_embeddings().weight.data.clone()}
+        tensors |= {"lm_head.weight": model.get_output_embeddings().weight.data.clone()}
+    config = {
+        **QWEN3, "architectures": ["Qwen3DSparkModel"], "block_size": BLOCK, "mask_token_id": MASK, "num_anchors": 8,
+        "target_layer_ids": [0, 2], "num_target_layers": LAYERS, "markov_rank": 0 if kind == "none" else RANK,
+        "enable_confidence_head": False,
+    }  # fmt: skip
+    config |= {} if kind == "none" else {"markov_head_type": kind}
+    correct = {"none": None, "gated": gated, "rnn": rnn}[kind]
+    return Layout(config, tensors, of_blocks(tensors, [0, 2], 0, correct), BLOCK)
+
+
+def reduced_tables(ids: list[int]) -> dict[str, Tensor]:
+    known = torch.zeros(V, dtype=torch.bool)
+    known[ids] = True
+    return {
+        "embed_tokens.weight": rand(V, H, scale=2), "lm_head.weight": rand(len(ids), H), "t2d": known,
+        "d2t": torch.tensor(ids) - torch.arange(len(ids)), "verifier_norm.weight": norm(H),
+        "verifier_lm_head.weight": rand(len(ids), H),
+    }  # fmt: skip
+
+
+def speculators_head(kind: str, markov: str = "", anchor: bool = False) -> Layout:
+    ids = [4, 0, 1, 6, 3] if kind == "dflash" else [0, 1, 3, 4, 6]
+    tensors = {**backbone(), **reduced_tables(ids), **(markov_tensors(markov, len(ids)) if kind == "dspark" else {})}
+    config = of_speculators(kind, len(ids), anchor, **({"markov_rank": RANK, "markov_head_type": markov} if markov else {}))
+    correct = {"": None, "vanilla": vanilla, "rnn": rnn}[markov]
+    return Layout(config, tensors, of_blocks(tensors, [0, 2], 1 - anchor, correct), BLOCK - 1 + anchor, ids)
+
+
+def domino_head(shifted: bool) -> Layout:
+    tensors = {**backbone(), **domino_tensors()}
+    config = z_lab(
+        projector_type="domino", emb_dim=NARROW, gru_hidden_dim=STATE, pure_draft_prefix_len=1, shift_label=shifted
+    ) | {"architectures": ["DominoDraftModel"]}
+    return Layout(config, tensors, of_blocks(tensors, [0, 2], 1 - shifted, domino), BLOCK - 1 + shifted)
+
+
+# heads without attention ---------------------------------------------------------------------------------------------
+
+
+def medusa_head(of_vllm: bool) -> Layout:
+    heads, blocks = 3, 2
+    w = [[rand(H, H) for _ in range(blocks)] for _ in range(heads)]
+    b = [[rand(H) for _ in range(blocks)] for _ in range(heads)]
+    u = [rand(V, H) for _ in range(heads)]
+    tensors: dict[str, Tensor] = {}
+    for i in range(heads):
+        for j in range(blocks):
+            if of_vllm:
+                tensors[f"blocks.{i}.layers.{j}.weight"] = w[i][j]
+            else:
+                tensors |= {f"{i}.{j}.linear.weight": w[i][j], f"{i}.{j}.linear.bias": b[i][j]}
+        tensors[f"lm_heads.{i}.weight" if of_vllm else f"{i}.{blocks}.weight"] = u[i]
+
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        y = states.final[-1]
+        for j in range(blocks):
+            y = y + silu(linear(y, w[len(drafts)][j], None if of_vllm else b[len(drafts)][j]))
+        return u[len(drafts)] @ y
+
+    config: dict[str, Any] = {"medusa_num_heads": 2, "medusa_num_layers": blocks, "base_model_name_or_path": "x"}
+    if of_vllm:
+        config = {"model_type": "medusa", "hidden_size": H, "vocab_size": V, "num_heads": heads, "medusa_fc_bias": False}
+    return Layout(config, tensors, estimate, heads)
+
+
+def hydra_head() -> Layout:
+    heads = 3
+    tensors: dict[str, Tensor] = {}
+    for i in range(heads):
+        first = f"hydra_mlp.{i}.0."
+        for name in ("linear", "res_connection"):
+            tensors |= {f"{first}{name}.weight": rand(H, (i + 2) * H), f"{first}{name}.bias": rand(H)}
+        tensors |= {f"hydra_mlp.{i}.1.linear.weight": rand(H, H), f"hydra_mlp.{i}.1.linear.bias": rand(H)}
+        tensors |= {f"hydra_lm_head.{i}.weight": rand(V, H), f"hydra_lm_head.{i}.bias": rand(V)}
+
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        def layer(name: str, x: Tensor) -> Tensor:
+            return linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+
+        i = len(drafts)
+        x = torch.cat([states.final[-1], *states.embed([text[-1], *drafts])])
+        y = layer(f"hydra_mlp.{i}.0.res_connection", x) + silu(layer(f"hydra_mlp.{i}.0.linear", x))
+        y = y + silu(layer(f"hydra_mlp.{i}.1.linear", y))
+        return layer(f"hydra_lm_head.{i}", y)
+
+    config = {"hydra_num_heads": heads, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
+    return Layout(config, tensors, estimate, heads)
+
+
+def mlp_speculator(tied: bool) -> Layout:
+    steps, width = 3, 12
+    tensors: dict[str, Tensor] = {}
+    for i in range(steps):
+        own = {
+            "emb": rand(V, width, scale=1), "proj": rand(width, width if i else H), "head": rand(V, width, scale=1),
+            "ln": norm(width), "bias": rand(width),
+        }  # fmt: skip
+        for name, value in own.items():
+            stored = f"speculator.ln.{i}.bias" if name == "bias" else f"speculator.{name}.{i}.weight"
+            if tied and i > (name == "proj"):
+                value = tensors[stored.replace(f".{i}.", f".{int(name == 'proj')}.")].clone()
+            tensors[stored] = value
+
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        s = rms(states.final[-1]) / math.sqrt(2) if tied else states.final[-1]
+        keeps = 0.5 ** (0.5 / steps)
+        for i, token in enumerate([text[-1], *drafts]):
+            z = tensors[f"speculator.emb.{i}.weight"][token] * math.sqrt((1 - keeps**2) * width / 2) / keeps
+            s = tensors[f"speculator.proj.{i}.weight"] @ s + z
+            s = gelu(rms(s, tensors[f"speculator.ln.{i}.weight"]) + tensors[f"speculator.ln.{i}.bias"])
+        return tensors[f"speculator.head.{i}.weight"] @ s
+
+    config = {
+        "model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], "emb_dim": H,
+        "inner_dim": width, "vocab_size": V, "n_predict": steps, "tie_weights": tied, "scale_input": tied,
+    }  # fmt: skip
+    return Layout(config, tensors, estimate, steps)
+
+
+# P-EAGLE -------------------------------------------------------------------------------------------------------------
+
+
+def p_eagle_head() -> Layout:
+    """Two layers; the second is a plain Llama layer."""
+    ids = [0, 1, 3, 4, 6]
+    tensors = {
+        "fc.weight": rand(H, 3 * H), "norm.weight": norm(H), "mask_hidden": rand(1, 1, 3 * H), **reduced_tables(ids),
+    }  # fmt: skip
+    for j in range(2):
+        read = H if j else 2 * H
+        own = {
+            "input_layernorm": norm(H), "post_attention_layernorm": norm(H),
+            "self_attn.q_proj": rand(HEADS * WIDTH, read), "self_attn.k_proj": rand(GROUPS * WIDTH, read),
+            "self_attn.v_proj": rand(GROUPS * WIDTH, read), "self_attn.o_proj": rand(H, HEADS * WIDTH),
+            "mlp.gate_proj": rand(INNER, H), "mlp.up_proj": rand(INNER, H), "mlp.down_proj": rand(H, INNER),
+        }  # fmt: skip
+        own |= {} if j else {"hidden_norm": norm(H)}
+        tensors |= {f"layers.{j}.{name}.weight": value for name, value in own.items()}
+
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        t, masks = tensors, len(drafts)
+        embeds = embedding(torch.tensor([*text[1:], *[MASK] * masks]), t["embed_tokens.weight"])
+        fused = torch.cat([states.layers[i] for i in (0, 1, 2)], -1)
+        x = linear(torch.cat([fused, t["mask_hidden"][0].expand(masks, -1)]), t["fc.weight"])
+        places = torch.arange(len(x))
+        for j in range(2):
+            p = {name.removeprefix(f"layers.{j}."): t[name] for name in t if name.startswith(f"layers.{j}.")}
+            n = rms(embeds if j == 0 else x, p["input_layernorm.weight"])
+            n = n if j else torch.cat([n, rms(x, p["hidden_norm.weight"])], -1)
+            q, k, v = (
+                linear(n, p[f"self_attn.{kind}_proj.weight"]).view(len(x), -1, WIDTH).transpose(0, 1) for kind in "qkv"
+            )
+            q, k = rotated(q, places), rotated(k, places)
+            k, v = (y.repeat_interleave(HEADS // GROUPS, 0) for y in (k, v))
+            scores = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(places > places[:, None], -math.inf)
+            x = x + linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1), p["self_attn.o_proj.weight"])
+            m = rms(x, p["post_attention_layernorm.weight"])
+            inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
+            x = x + linear(inner, p["mlp.down_proj.weight"])
+        return linear(rms(x[-1], t["norm.weight"]), t["lm_head.weight"])
+
+    config = {
+        **QWEN3, "model_type": "llama", "architectures": ["PEagleDraftModel"], "draft_vocab_size": len(ids),
+        "mask_token_id": MASK, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "norm_before_residual": False,
+    }  # fmt: skip
+    return Layout(config, tensors, estimate, 8, ids)
+
+
+LAYOUTS: dict[str, Callable[[], Layout]] = {
+    "dflash of z-lab": z_lab_head,
+    "dflash with windows": sliding_head,
+    "dflash of speculators": lambda: speculators_head("dflash"),
+    "dflash of DeepSpec": lambda: deep_spec("none"),
+    "dspark of SpecForge": early_head,
+    "dspark of DeepSpec, gated": lambda: deep_spec("gated"),
+    "dspark of DeepSpec, rnn": lambda: deep_spec("rnn", copies=False),
+    "dspark of speculators": lambda: speculators_head("dspark", "vanilla", anchor=True),
+    "dspark of speculators, filling in": lambda: speculators_head("dspark", "rnn"),
+    "domino": lambda: domino_head(True),
+    "domino, filling in": lambda: domino_head(False),
+    "p-eagle": p_eagle_head,
+    "medusa": lambda: medusa_head(False),
+    "medusa of vLLM": lambda: medusa_head(True),
+    "hydra": hydra_head,
+    "mlp speculator": lambda: mlp_speculator(False),
+    "mlp speculator, tied": lambda: mlp_speculator(True),
+}
+
+
+@cache
+def layout(name: str) -> Layout:
+    with torch.random.fork_rng():
+        torch.manual_seed(sorted(LAYOUTS).index(name) + 1)
+        return LAYOUTS[name]()
