@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.nn.functional import embedding, gelu, linear, silu
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-H, V, LAYERS, HEADS, GROUPS, WIDTH, INNER = 16, 7, 4, 4, 2, 8, 24
-BLOCK, MASK, RANK, WINDOW = 4, 5, 3, 3
+from tests.rules_toy import V
+
+H, LAYERS, HEADS, GROUPS, WIDTH, INNER = 16, 4, 4, 2, 8, 24
+BLOCK, MASK, RANK, WINDOW = 4, 3, 3, 3
 THETA, EPS = 10_000.0, 1e-6
 
 Estimate = Callable[["States", list[int], list[int]], Tensor]
@@ -253,17 +255,17 @@ def confidence(t: dict[str, Tensor], z: Tensor, slot: int, token: int) -> float:
     """Chance that the draft after a token is accepted."""
     read = torch.cat([z[slot], t["markov_head.markov_w1.weight"][token]])
     weight, bias = t["confidence_head.proj.weight"], t["confidence_head.proj.bias"]
-    return float(linear(read, weight, bias).sigmoid())
+    return float(linear(read, weight, bias).detach().sigmoid())
 
 
 def confidence_tensors(width: int = H + RANK) -> dict[str, Tensor]:
-    return {"confidence_head.proj.weight": rand(1, width), "confidence_head.proj.bias": rand(1)}
+    return {"confidence_head.proj.weight": rand(1, width, scale=0.2), "confidence_head.proj.bias": torch.ones(1)}
 
 
 def of_speculators(kind: str, drafted: int, anchor: bool | None, **options: Any) -> dict[str, Any]:
     said = {} if anchor is None else {"sample_from_anchor": anchor}
     return {
-        "speculators_model_type": kind, "architectures": [{"dflash": "DFlash", "dspark": "DSpark"}[kind] + "Speculator"],
+        "speculators_model_type": kind, "architectures": [f"{kind[:2].upper()}{kind[2:]}Speculator"],
         "transformer_layer_config": QWEN3, "draft_vocab_size": drafted, "block_size": BLOCK, "mask_token_id": MASK,
         "aux_hidden_state_layer_ids": [1, 3], "target_hidden_size": None, "sliding_window_non_causal": False, **said,
         "speculators_config": {"algorithm": kind, "proposal_methods": [{"speculative_tokens": BLOCK - 1}]}, **options,
@@ -292,7 +294,10 @@ def sliding_head() -> Layout:
 
 def early_head() -> Layout:
     """SpecForge's DSpark, as its first versions nested the heads; layers are not named in order."""
-    tensors = {**backbone(), **{f"logit_head.{name}": x for name, x in (markov_tensors("") | confidence_tensors()).items()}}
+    tensors = {
+        **backbone(),
+        **{f"logit_head.{name}": x for name, x in (markov_tensors("") | confidence_tensors()).items()},
+    }
     config = z_lab(
         projector_type="dspark", markov_rank=RANK, markov_head_type="vanilla", confidence_head_with_markov=True,
         attention_mode="gqa", target_layer_ids=[2, 0], enable_confidence_head=True,
@@ -329,9 +334,11 @@ def reduced_tables(ids: list[int]) -> dict[str, Tensor]:
 
 
 def speculators_head(kind: str, markov: str = "", anchor: bool = False) -> Layout:
-    ids = [4, 0, 1, 6, 3] if kind == "dflash" else [0, 1, 3, 4, 6]
+    ids = [3, 0, 1] if kind == "dflash" else [0, 1, 3]
     tensors = {**backbone(), **reduced_tables(ids), **(markov_tensors(markov, len(ids)) if kind == "dspark" else {})}
-    config = of_speculators(kind, len(ids), anchor, **({"markov_rank": RANK, "markov_head_type": markov} if markov else {}))
+    config = of_speculators(
+        kind, len(ids), anchor, **({"markov_rank": RANK, "markov_head_type": markov} if markov else {})
+    )
     correct = {"": None, "vanilla": vanilla, "rnn": rnn}[markov]
     return Layout(config, tensors, of_blocks(tensors, [0, 2], 1 - anchor, correct), BLOCK - 1 + anchor, ids)
 
@@ -369,7 +376,13 @@ def medusa_head(of_vllm: bool) -> Layout:
 
     config: dict[str, Any] = {"medusa_num_heads": 2, "medusa_num_layers": blocks, "base_model_name_or_path": "x"}
     if of_vllm:
-        config = {"model_type": "medusa", "hidden_size": H, "vocab_size": V, "num_heads": heads, "medusa_fc_bias": False}
+        config = {
+            "model_type": "medusa",
+            "hidden_size": H,
+            "vocab_size": V,
+            "num_heads": heads,
+            "medusa_fc_bias": False,
+        }
     return Layout(config, tensors, estimate, heads)
 
 
@@ -432,7 +445,7 @@ def mlp_speculator(tied: bool) -> Layout:
 
 def p_eagle_head() -> Layout:
     """Two layers; the second is a plain Llama layer."""
-    ids = [0, 1, 3, 4, 6]
+    ids = [0, 1, 3]
     tensors = {
         "fc.weight": rand(H, 3 * H), "norm.weight": norm(H), "mask_hidden": rand(1, 1, 3 * H), **reduced_tables(ids),
     }  # fmt: skip

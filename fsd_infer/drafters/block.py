@@ -6,13 +6,14 @@ distributions, given the tokens before them if there is a correction. So the law
 hold unchanged.
 
 **A confidence head** estimates for every node how likely the draft after it is accepted. A node gets no children if the
-product of these chances along its path falls below ``TreeShape.stop_below``. They depend on the node and its ancestors,
-never on a child, so a cut does not look ahead, and no rule's law changes.
+product of these chances along its path falls below ``TreeShape.stop_below``, in place of what q would estimate. They
+depend on the node and its ancestors, never on a child, so a cut does not look ahead, and no rule's law changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,8 @@ class BlockSession(StepSession):
 
     def __init__(self, drafter: BlockDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
+        if drafter.head.config.confidence is not None:  # which estimates what q would otherwise
+            self._least, self.shape = self.shape.stop_below, replace(self.shape, stop_below=0.0)
         self._block: Tensor  # [B, K, H] states of the slots that estimate, in this round
         self._base: Tensor  # [B, K, Vd] their logits
 

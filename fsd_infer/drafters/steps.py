@@ -124,6 +124,7 @@ class StepSession(TreeSession):
         self._state: Tensor  # [B, E, S] of the nodes that were expanded last
         self._roots: Tensor  # [B] of this round
         self._survival: Tensor | None = None  # [B, E] log chance that the draft after each is accepted, if known
+        self._least = 0.0  # a chance below which a node gets no children
 
     @abstractmethod
     def _begin(self, roots: Tensor) -> Tensor:
@@ -183,8 +184,8 @@ class StepSession(TreeSession):
         raise NotImplementedError  # _expand() needs no slots
 
     def _candidates(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self._survival is None or not self.shape.stop_below:
+        if self._survival is None or not self._least:
             return super()._candidates(logits, scores, sees)
-        ends = self._survival < math.log(self.shape.stop_below)  # decided before anything is drawn
+        ends = self._survival < math.log(self._least)  # decided before anything is drawn
         found, entries, drawn = super()._candidates(logits, scores.masked_fill(ends, -math.inf), sees)
         return found.masked_fill(ends[..., None], -math.inf), entries, drawn
