@@ -43,8 +43,8 @@ class BlockModel(CachedModel):
         """Write the keys and values of features [B, M, F] to the cache's write slots, which are their positions."""
         width = self.target.hidden_size
         x = self.head.context(self.target.features_of(features, self.head.config.layers)[..., width:])
-        for index, layer in enumerate(cache.layers):
-            layer.update(*self.head.keys_values(index, x, cache.slots))
+        for index in range(cache.num_layers):
+            cache.update(*self.head.keys_values(index, x, cache.slots), index)
 
     def block(self, cache: SlotCache, tokens: Tensor, visible: Tensor) -> Tensor:
         """Return the states [B, M, H] of blocks [B, M] in the cache's write slots; ``visible`` [B, M, S]."""
@@ -55,7 +55,7 @@ class BlockModel(CachedModel):
         for window, causal in zip(config.windows, config.causal, strict=True):
             mask = visible if window is None else visible & (back < window)
             masks.append(mask & (back >= 0) if causal else mask)
-        return self.head(self.embed(tokens), positions, masks, lambda at, k, v: cache.layers[at].update(k, v))
+        return self.head(self.embed(tokens), positions, masks, lambda at, k, v: cache.update(k, v, at))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [..., H] of tokens [...]: the head's own if it has them, else the target's."""

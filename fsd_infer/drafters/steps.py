@@ -80,7 +80,8 @@ class StepDrafter(TreeDrafter):
         return [self.head]
 
 
-HEADS: Registry[type[StepDrafter]] = Registry("kind of published head")  # by the names in fsd_infer.heads.kinds
+# Drafters with a class method read() as StepDrafter's, by the names in fsd_infer.heads.kinds.
+HEADS: Registry[Any] = Registry("kind of published head")
 
 
 @DRAFTERS.register("published")
@@ -93,7 +94,7 @@ class PublishedDrafter(StepDrafter):
         if found is None:
             return None
         kind, directory, config = found
-        made = HEADS.get(kind).read(directory, config, target, tree)
+        made: Drafter = HEADS.get(kind).read(directory, config, target, tree)
         made.directory = directory
         return made
 

@@ -71,7 +71,7 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
         )
     with torch.device("meta"):
         head = BlockHead(made)
-    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)  # type: ignore[assignment, operator]
+    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
     dropped = {name for name in (EMBEDDINGS, LM_HEAD) if name not in head.state_dict()}  # which are the target's
     fill(head, weights, {name: stored for name, stored in names.items() if name not in dropped}, target.dtype)
     head.fc.weight = nn.Parameter(_ordered(head.fc.weight, order), requires_grad=False)
