@@ -113,11 +113,17 @@ class BlockHead(nn.Module):
     """The layers, the LM head if it is the head's own, and the correction.
 
     Parameters are named as in the published files. Domino's are ``prefix_gru`` and ``embed_proj``.
+
+    Attributes:
+        draft_ids: [Vd] target id of each row of its LM head, in training; None: all, or unknown.
     """
+
+    draft_ids: Tensor | None
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.config, width = config, config.hidden_size
+        self.register_buffer("draft_ids", None)
         self.layers, self.rotary_emb, self.norm = build_layers(config.layer, config.num_layers)
         self.fc = nn.Linear(len(config.layers) * config.target_size, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=self.norm.variance_epsilon)  # type: ignore[arg-type]
