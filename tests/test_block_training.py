@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from fsd_core.errors import DataError
 from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import BlockDrafter, DraftRequest
 from fsd_infer.drafters.loading import load_drafter
+from fsd_train.cli import main as cli
 from fsd_train.models import BlockModule, BlockOptions
 from fsd_train.models.block import plan_blocks
 from tests import train_toys
 from tests.families import reference
+from tests.test_recipes import DSPARK
 from tests.train_toys import VOCAB, answers_of, batch_of, in_bf16, logged, ready
 from tests.train_toys import options as module_options
 
@@ -83,6 +86,23 @@ def test_a_fit_learns_and_its_export_decodes_exactly(toys: Path, tmp_path: Path,
     made = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=12, do_sample=False)
     assert made.sequences == reference(target.model, prompts, max_new_tokens=12)
     assert json.loads((place / "config.json").read_text())["training"]["steps"] == 30
+
+
+def test_the_recipe_trains_and_exports(toys: Path, tmp_path: Path) -> None:
+    recipe = yaml.safe_load(DSPARK.read_text(encoding="utf-8"))
+    recipe["trainer"] |= {"max_steps": 4, "val_check_interval": 4, "precision": "32-true", "accelerator": "cpu"}
+    recipe["trainer"]["logger"]["init_args"]["save_dir"] = str(tmp_path / "logs")
+    checkpoints, export = (callback["init_args"] for callback in recipe["trainer"]["callbacks"])
+    checkpoints["dirpath"] = str(tmp_path)
+    export |= {"directory": str(tmp_path / "head"), "every_n_train_steps": 2}
+    recipe["model"]["init_args"] |= {"target": str(toys / "target"), "draft_vocab_size": 40}
+    recipe["model"]["init_args"]["head"]["layers"] = [0, 1]
+    recipe["data"] |= {"train_files": [str(toys / "answers.jsonl")], "features": None, "validation_fraction": 0.2}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert cli(["fit", "--config", str(tmp_path / "recipe.yaml")]) == 0
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    assert load_drafter(str(tmp_path / "head"), target, None).describe()["block_size"] == 6
+    assert logged(tmp_path / "logs", "val_loss")
 
 
 def test_features_that_lack_a_layer_are_refused(toys: Path) -> None:

@@ -20,27 +20,19 @@ from fsd_infer import Target, parse_rule
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, NoDrafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Request, decode
+from fsd_infer.heads.head import EagleHead
 from fsd_infer.tree import DraftTree
-from tests.published_heads import (
-    BLOCK,
-    LAYOUTS,
-    MASK,
-    QWEN3,
-    States,
-    block_states,
-    confidence,
-    layout,
-    tiny_target,
-    z_lab,
-)
+from tests.published_blocks import BLOCK, MASK, QWEN3, States, block_states, confidence, tiny_target, z_lab
+from tests.published_heads import LAYOUTS, layout
 from tests.rules_toy import ALARM, DEPTH, LENGTH, ROWS, Toy, V, child_of, p_value, simulate
 from tests.sim_graphs import SimRecorder
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.test_drawing import target_law
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 0], [2, 0, 3], [3, 1]]
-FAST = {"dflash of speculators", "dspark of SpecForge", "dspark of DeepSpec, rnn", "domino", "p-eagle", "hydra"}
-MOSTLY_SLOW = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+FAST = {"dspark of SpecForge", "dspark of DeepSpec, rnn", "p-eagle", "hydra"}
+SLOW = pytest.mark.slow
+MOSTLY_SLOW = [name if name in FAST else pytest.param(name, marks=SLOW) for name in LAYOUTS]
 CHAIN, TREE = TreeShape.chain(8), TreeShape(depth=3, width=3, nodes=10)
 
 
@@ -224,6 +216,12 @@ def test_what_cannot_be_told_or_run_is_refused_by_name(tmp_path: Path, fault: st
         load_drafter(str(layout(name).write(tmp_path / "head", **changes)), target(), None)
 
 
+def test_other_heads_are_no_eagle_heads(tmp_path: Path) -> None:
+    place = layout("dflash of z-lab").write(tmp_path / "head")
+    with pytest.raises(FsdError, match="is a block head, not an EAGLE head"):
+        EagleHead.from_pretrained(place, target())
+
+
 @pytest.mark.parametrize(("name", "file"), [("medusa", "medusa_lm_head.pt"), ("dflash of z-lab", "pytorch_model.bin")])
 def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path: Path, name: str, file: str) -> None:
     place = layout(name).write(tmp_path / "head")
@@ -235,7 +233,7 @@ def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path: Path, name: 
     assert load_drafter(str(place), target(), None).name in ("medusa", "block")
 
 
-@pytest.mark.parametrize("name", MOSTLY_SLOW)
+@pytest.mark.parametrize("name", [name if name == "p-eagle" else pytest.param(name, marks=SLOW) for name in LAYOUTS])
 def test_recorded_rounds_answer_as_eager_ones(root: Path, name: str) -> None:
     """On the simulated device, in one recording and without a wait within a round."""
     with SimulatedDevice() as device:
@@ -311,7 +309,10 @@ def test_sampled_answers_have_the_targets_law(root: Path, name: str) -> None:
     assert p_value(simulate(toy, parse_rule("exact"), ROWS, seed=3).codes, target_law(toy)) > ALARM
 
 
-@pytest.mark.parametrize("name", ["dflash of speculators", "dspark of DeepSpec, gated", "mlp speculator", "p-eagle"])
+LOSSY = ["dspark of DeepSpec, gated", "mlp speculator", "p-eagle"]
+
+
+@pytest.mark.parametrize("name", ["dflash of speculators", *(pytest.param(name, marks=SLOW) for name in LOSSY)])
 def test_a_lossy_rule_has_its_law(root: Path, name: str) -> None:
     """The open gate chooses among two drafts, by the target's chances. The token after them is the target's own."""
     toy = HeadToy(table(), table(), drafter=load(root, name, TreeShape(1, 2, 3)), draws=False)

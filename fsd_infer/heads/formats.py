@@ -88,6 +88,8 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
     """
     config = read_config(directory)
     kind = head_kind(directory)
+    if kind is None and (other := kind_of_head(config)):
+        raise CheckpointError(f"{directory} is a {other} head, not an EAGLE head. It can draft (--drafter) as it is.")
     if kind is None:
         raise CheckpointError(f"{directory / CONFIG} is not a head's (format: {config.get('format')!r:.60}).")
     if kind in (EAGLE, EAGLE_3):

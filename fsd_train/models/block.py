@@ -105,8 +105,9 @@ class BlockModule(DistillationModule):
         optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-3, weight_decay=0.0),
         **training: Any,
     ) -> None:
-        sizes = {"unroll_steps": block_size, "eval_steps": block_size, "step_decay": decay}
-        super().__init__(target, optimizer=optimizer, **{**training, **sizes})
+        super().__init__(
+            target, optimizer=optimizer, unroll_steps=block_size, eval_steps=block_size, step_decay=decay, **training
+        )
         self.options, self.block_size, self.blocks = head, block_size, blocks
         self.draft_vocab_size = draft_vocab_size
         self.save_hyperparameters()
