@@ -106,13 +106,21 @@ class CachedModel(ABC):
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the bytes that :meth:`new_cache` takes."""
-        return batch * self.slots(slots) * self.cache_bytes_per_token
+        return batch * (self.slots(slots) * self.cache_bytes_per_token + self._row_bytes[1])
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes per token in the cache."""
+        return self._row_bytes[0]
 
     @cached_property
-    def cache_bytes_per_token(self) -> int:
-        """Bytes per token in the cache, measured by a forward over one token, since configs do not agree on it."""
+    def _row_bytes(self) -> tuple[int, int]:
+        """Bytes of a row in the cache per token, and of its states, which grow with no text.
+
+        They are measured by a forward over one token, since configs do not agree on them.
+        """
         cache, zero = SlotCache(self.cache_config, 1, 1), torch.zeros(1, 1, dtype=torch.long, device=self.device)
         cache.set_write_slots(zero, 0, 1)
         with torch.no_grad():
             self._read_one(cache, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), zero)
-        return cache.nbytes
+        return cache.slot_bytes, cache.recurrent.nbytes

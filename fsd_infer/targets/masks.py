@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import ModelLoadError
-from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cache import WITHOUT_KEYS, SlotCache
 
+_ATTENDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # beside a recurrence, in one layer
 _CHANGING = ("longrope", "dynamic")  # rotary kinds whose frequencies change with the text's length
 
 
@@ -56,13 +57,14 @@ def layer_windows(config: Any) -> dict[str, int | None]:
         types = ["local"]  # GPT-Neo, whose windows count slots, not positions
     if types is None:
         return {"all": window}
-    unknown = set(types) - {"full_attention", "sliding_attention"}
+    kinds = {_ATTENDS.get(kind, kind) for kind in types} - WITHOUT_KEYS or {"full_attention"}
+    unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
         raise ModelLoadError(
             f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; verifying a token tree in "
             "one forward needs full or sliding-window attention. Use another target."
         )
-    return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(set(types))}
+    return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(kinds)}
 
 
 def windowed(visible: Tensor, positions: Tensor, cache: SlotCache, windows: dict[str, int | None]) -> dict[str, Tensor]:

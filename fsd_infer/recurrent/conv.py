@@ -1,0 +1,46 @@
+"""The short causal convolution in front of a scan, alone in LFM2: each output reads the last K inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from fsd_infer.device.states import Branches, Inputs, chain_of
+
+
+@dataclass(frozen=True, eq=False)
+class Convolution:
+    """One filter per channel. Inputs: (x [B, M, C],). State: the last K - 1 inputs [B, K - 1, C].
+
+    Attributes:
+        weight: [C, K], the newest input last.
+        bias: [C].
+        activation: its name in transformers.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: str | None
+
+    def initial(self, inputs: Inputs) -> Tensor:
+        (x,) = inputs
+        return x.new_zeros(x.shape[0], self.weight.shape[1] - 1, x.shape[2])
+
+    def tree(self, state: Tensor, inputs: Inputs, branches: Branches) -> Tensor:
+        (x,) = inputs
+        width, before = self.weight.shape[1], state.shape[1]
+        places = torch.stack([branches.up(width - 1 - tap) for tap in range(width)], -1) + before  # [B, M, K]
+        rows = torch.arange(len(x), device=x.device)[:, None, None]
+        windows = torch.cat([state, x], 1)[rows, places]  # [B, M, K, C]
+        out = torch.einsum("bmkc,ck->bmc", windows.to(self.weight.dtype), self.weight)
+        out = out if self.bias is None else out + self.bias
+        return (out if self.activation is None else ACT2FN[self.activation](out)).to(x.dtype)
+
+    def chain(self, state: Tensor, inputs: Inputs, counts: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = inputs
+        output = self.tree(state, inputs, chain_of(*x.shape[:2], x.device))
+        kept = counts[:, None] + torch.arange(state.shape[1], device=x.device)
+        return output, torch.cat([state, x], 1).gather(1, kept[..., None].expand(-1, -1, x.shape[2]))
