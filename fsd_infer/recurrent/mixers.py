@@ -134,7 +134,7 @@ def duality(
     dt = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
     inputs = tuple(map(_wide, (A * dt, x * dt[..., None], B, C)))
     y = call.run(Duality(), inputs)
-    return _gated(y if D is None else y + x * D[..., None], z), y
+    return _gated(y if D is None else y + x * D[..., None], z).contiguous(), y
 
 
 def selective(
@@ -174,8 +174,8 @@ def delta(
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q * q.shape[-1] ** -0.5, k))
-    y = call.run(DeltaRule(), (q, k, v, g if g.dim() == 4 else g[..., None], beta)).to(value.dtype)
-    return y, y
+    y = call.run(DeltaRule(), (q, k, v, g if g.dim() == 4 else g[..., None], beta))
+    return y.to(value.dtype, memory_format=torch.contiguous_format), y
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

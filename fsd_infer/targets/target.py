@@ -192,8 +192,8 @@ class Target(CachedModel):
         A ``head`` of chosen rows of the LM head (see :meth:`reduced_lm_head`) gives [..., Vd] instead.
         """
         logits = (head or self.model.get_output_embeddings())(features)
-        scale = getattr(self.config, "logit_scale", None)  # cohere multiplies
-        if scale is not None:
+        scale = getattr(self.config, "logit_scale", None) or getattr(self.config, "lm_head_multiplier", None)
+        if scale is not None:  # cohere, falcon_h1
             logits = logits * scale
         scale = getattr(self.config, "logits_scaling", None)  # granite divides
         if scale is not None:
