@@ -16,6 +16,7 @@ from fsd_core.errors import ModelLoadError
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock
+from fsd_infer.recurrent.mixers import TreeReader
 from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
 from fsd_infer.targets.checks import check_decodable
 from fsd_infer.targets.loading import load_target
@@ -108,6 +109,11 @@ class Target(CachedModel):
         All processes must then run the same requests in the same order.
         """
         return any(hasattr(parameter, "full_tensor") for parameter in self.model.parameters())
+
+    @cached_property
+    def is_recurrent(self) -> bool:
+        """Whether layers keep a state of the text instead of, or beside, keys and values."""
+        return any(isinstance(part, TreeReader) for part in self.decoder.modules())
 
     @property
     def has_blocks(self) -> bool:
