@@ -24,6 +24,7 @@ from fsd_infer.recurrent.conv import Convolution
 from fsd_infer.recurrent.delta import DeltaRule
 from fsd_infer.recurrent.selective import Selective
 from fsd_infer.recurrent.ssd import Duality
+from fsd_infer.targets.weights import stay_plain
 
 STATE_KEEPERS = {"update_conv_state", "update_recurrent_state", "get_linear_cache"}  # what code with a state calls
 
@@ -50,6 +51,8 @@ def read_trees(model: nn.Module) -> bool:
                 "a token tree needs their recurrence. Use another target, or a transformers of 5.24 or later if the "
                 "family is in docs/decoding.md."
             )
+        if isinstance(getattr(layer, "dt_proj", None), nn.Linear):  # Mamba multiplies by its weight
+            stay_plain(layer.dt_proj)
         layer.__class__ = _reader_of(kind)
         layer._fsd_name = name  # type: ignore[assignment]
     return bool(layers)
