@@ -116,7 +116,8 @@ class SlotCache(Cache):
         self.parent: tuple[SlotCache, int] | None = None
         self.num_layers = int(config.num_hidden_layers)
         types = getattr(config, "layer_types", None) or [None] * self.num_layers
-        self.places = list(accumulate((kind not in WITHOUT_KEYS for kind in types), initial=0))  # in the pools, by layer
+        have_keys = (kind not in WITHOUT_KEYS for kind in types)
+        self.places = list(accumulate(have_keys, initial=0))  # of each layer in the pools; at the end their number
         self.recurrent = RecurrentStates(batch, self._memory, self._rows)
         self.start: int | None = 0
         self.slots = torch.zeros(batch, 0, dtype=torch.long)

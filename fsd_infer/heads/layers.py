@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoConfig, DynamicCache
 from transformers.utils import logging
 

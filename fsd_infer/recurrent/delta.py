@@ -29,7 +29,7 @@ class DeltaRule:
         q = inputs[0].transpose(1, 2)
         total = branches.along(inputs[3]).transpose(1, 2)  # [B, H, M, 1 or K]
         corrections = self._corrections(state, inputs, total, branches)
-        return self._read(state, q, inputs[1].transpose(1, 2), total, corrections, branches).transpose(1, 2)
+        return _read(state, q, inputs[1].transpose(1, 2), total, corrections, branches).transpose(1, 2)
 
     def chain(self, state: Tensor, inputs: Inputs, counts: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = inputs
@@ -37,7 +37,7 @@ class DeltaRule:
         inputs, branches = (q, k, v, g * real[..., None], beta * real), chain_of(*k.shape[:2], k.device)
         total, q, k = (x.transpose(1, 2) for x in (inputs[3].cumsum(1), q, k))
         corrections = self._corrections(state, inputs, total, branches)  # 0 after the last real token
-        output = self._read(state, q, k, total, corrections, branches).transpose(1, 2)
+        output = _read(state, q, k, total, corrections, branches).transpose(1, 2)
         end = total[:, :, -1:]
         added = (k * (end - total).exp()).transpose(2, 3) @ corrections
         return output, state * end.exp().transpose(2, 3) + added
@@ -50,8 +50,10 @@ class DeltaRule:
         right = v * beta[..., None] - (k_beta * total.exp()) @ state
         return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
 
-    def _read(self, state: Tensor, q: Tensor, k: Tensor, total: Tensor, corrections: Tensor, branches: Branches) -> Tensor:
-        return (q * total.exp()) @ state + _products(q, k, total, branches) @ corrections
+
+def _read(state: Tensor, q: Tensor, k: Tensor, total: Tensor, corrections: Tensor, branches: Branches) -> Tensor:
+    """Return y [B, H, M, V]."""
+    return (q * total.exp()) @ state + _products(q, k, total, branches) @ corrections
 
 
 def _products(left: Tensor, right: Tensor, total: Tensor, branches: Branches) -> Tensor:

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from fsd_core.errors import ModelLoadError
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.device.states import Inputs, RecurrentStates, Recurrence
+from fsd_infer.device.states import Inputs, Recurrence, RecurrentStates
 from fsd_infer.recurrent.conv import Convolution
 from fsd_infer.recurrent.delta import DeltaRule
 from fsd_infer.recurrent.selective import Selective
 from fsd_infer.recurrent.ssd import Duality
 from fsd_infer.targets.weights import stay_plain
 
-STATE_KEEPERS = {"update_conv_state", "update_recurrent_state", "get_linear_cache"}  # what code with a state calls
+STATE_KEEPERS = ("update_conv_state", "update_recurrent_state", "get_linear_cache")  # what code with a state calls
 
 
 def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -47,9 +47,9 @@ def read_trees(model: nn.Module) -> bool:
             continue
         if {method.__name__ for method in _methods(kind)} != {"forward"} or not _is_known(_code_of(kind.forward)):
             raise ModelLoadError(
-                f"{type(model).__name__} has layers of type {kind.__name__}, which keep a state of their own; verifying "
-                "a token tree needs their recurrence. Use another target, or a transformers of 5.24 or later if the "
-                "family is in docs/decoding.md."
+                f"{type(model).__name__} has layers of type {kind.__name__}, which keep a state of their own; "
+                "verifying a token tree needs their recurrence. Use another target, or transformers 5.24 or later if "
+                "docs/decoding.md lists the family."
             )
         if isinstance(getattr(layer, "dt_proj", None), nn.Linear):  # Mamba multiplies by its weight
             stay_plain(layer.dt_proj)
@@ -211,15 +211,13 @@ def _methods(kind: type) -> Iterator[FunctionType]:
     """Yield the functions of a class whose code keeps a state."""
     for base in kind.__mro__:
         for member in vars(base).values():
-            if inspect.isfunction(member) and STATE_KEEPERS & set(_code_of(member).__code__.co_names):
+            if inspect.isfunction(member) and set(STATE_KEEPERS) & set(_code_of(member).__code__.co_names):
                 yield _code_of(member)
 
 
 def _is_known(forward: FunctionType) -> bool:
-    """Whether code keeps its state in functions that are known here."""
-    names, needed = set(forward.__code__.co_names), set[str]()
-    needed |= {"causal_conv1d_fn"} if "update_conv_state" in names else set()
-    scans = names & (FUNCTIONS.keys() - {"causal_conv1d_fn"})
-    return "cache" in inspect.signature(forward).parameters and needed <= names and (
-        bool(scans) == ("update_recurrent_state" in names)
-    ) and "get_linear_cache" not in names
+    """Whether a layer's forward leaves its states to functions that are known here."""
+    names = set(forward.__code__.co_names)
+    convolves, scans = "causal_conv1d_fn" in names, len(names & FUNCTIONS.keys() - {"causal_conv1d_fn"}) > 0
+    keeps = tuple(name in names for name in STATE_KEEPERS)
+    return "cache" in inspect.signature(forward).parameters and keeps == (convolves, scans, False)

@@ -19,7 +19,7 @@ from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_core.files import open_safetensors, read_json, read_weight_map
 from fsd_infer.device.cache import RECURRENT, WITHOUT_KEYS
 from fsd_infer.recurrent.mixers import read_trees
-from fsd_infer.targets.masks import layer_windows, max_positions
+from fsd_infer.targets.masks import layer_types, layer_windows, max_positions
 
 MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
 _DOGE_IS_CAUSAL = (5, 18)  # first version of transformers whose Doge has a causal mask under sdpa, too
@@ -158,7 +158,7 @@ def check_decodable(model: Any, name: str) -> None:
     _check_prompts_are_causal(config)
     if decoder is model or decoder is None:
         raise ModelLoadError(f"{kind} does not say which module is its decoder (`get_decoder`).")
-    recurrent, types = read_trees(model), set(getattr(config, "layer_types", None) or ())
+    recurrent, types = read_trees(model), set(layer_types(config) or ())
     if not recurrent and types & RECURRENT:
         raise ModelLoadError(
             f"{kind} has layers of type {', '.join(sorted(types & RECURRENT))}, but no code here that knows them: a "

@@ -47,12 +47,17 @@ def _changes(config: Any) -> dict[str, int]:
     return found
 
 
+def layer_types(config: Any) -> list[str] | None:
+    """Return the type of each layer, if the config says."""
+    return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)  # hybrids
+
+
 def layer_windows(config: Any) -> dict[str, int | None]:
     """Return the attention window by layer type (None: full). Raises ModelLoadError for other kinds of layers."""
     window = getattr(config, "sliding_window", None)
     if hasattr(config, "use_sliding_window") and not config.use_sliding_window:
         window = None
-    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)  # hybrids
+    types = layer_types(config)
     if types is None and "local" in getattr(config, "attention_layers", ()):
         types = ["local"]  # GPT-Neo, whose windows count slots, not positions
     if types is None:

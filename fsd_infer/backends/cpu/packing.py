@@ -19,7 +19,15 @@ from fsd_infer.backends.cpu.blocks import blocks_of
 from fsd_infer.backends.cpu.kernels import MOST_ROWS, address_of, in_panels, kernels, panels_of
 from fsd_infer.backends.cpu.structs import Linear
 from fsd_infer.device.memory import trim
-from fsd_infer.targets.weights import PackedLayer, QuantizedWeight, drop_quantized, is_plain, quantized_of, say, stays_plain
+from fsd_infer.targets.weights import (
+    PackedLayer,
+    QuantizedWeight,
+    drop_quantized,
+    is_plain,
+    quantized_of,
+    say,
+    stays_plain,
+)
 
 
 def can_pack() -> bool:

@@ -83,8 +83,8 @@ class _Beams:
         self.beams = config.num_beams or 1
         if target.is_recurrent:
             raise FsdError(
-                f"{target.name} has recurrent layers, which keep one state of a text and none of its beams: decode with "
-                "num_beams=1, greedily or with do_sample=True."
+                f"{target.name} has recurrent layers, which keep one state of a text and none of its beams: decode "
+                "with num_beams=1, greedily or with do_sample=True."
             )
         limits = check_prompts(target, request.prompts, request.max_new_tokens)
         self.target, self.drafter, self.request = target, drafter, request
