@@ -38,5 +38,5 @@ class Probe:
         chain = torch.ones(nodes, nodes, dtype=torch.bool, device=own.device).tril()
         visible = visible_slots(torch.full((rows,), self.context), chain.expand(rows, -1, -1))
         self._cache.set_write_slots(own, self.context if rows == 1 else None, end)
-        self._cache.recurrent.branches = chain_of(rows, nodes, own.device)  # so that states stay those of the context
+        self._cache.recurrent.branches = chain_of(own)  # so that states stay those of the context
         return self.target.forward(self._tokens[:, self.context : end], own, visible, self._cache)[0]

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Dynam
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape, parse_rule
 from fsd_infer.backends.cpu.packing import can_pack
+from fsd_infer.device.cache import cache_argument
 from fsd_infer.device.states import Branches
 from fsd_infer.drafters import LMDrafter
 from fsd_infer.engine import Request, decode
@@ -37,7 +38,7 @@ ALL = [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in RECURREN
 
 @cache
 def model_of(family: str) -> Any:
-    if AutoConfig and family.removesuffix("_text") not in CONFIG_MAPPING and family not in CONFIG_MAPPING:
+    if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
     return tiny_model(family)
 
@@ -86,7 +87,9 @@ class States(Callback):
             self.found.append((number, int(self.state.lengths[row]), self.state.cache.recurrent.saved(row)))
 
 
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_5_text", "zamba2", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["mamba", "mamba2", "qwen3_5_text", "lfm2", pytest.param("zamba2", marks=pytest.mark.slow)]
+)
 def test_committed_states_are_those_of_a_fresh_prefill(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64: of ours, in pieces, and of transformers' own cache."""
     monkeypatch.setattr("fsd_infer.device.states.PIECE", 5)
@@ -102,7 +105,8 @@ def test_committed_states_are_those_of_a_fresh_prefill(family: str, monkeypatch:
         ids, fresh = torch.tensor([texts[number][:length]]), target.new_cache(1, length)
         with torch.inference_mode():
             read_prompts(target, fresh, ids, torch.tensor([length]))
-            theirs = target.model(ids, use_cache=True, cache=DynamicCache(config=target.config)).cache
+            theirs = DynamicCache(config=target.config)
+            target.model(ids, use_cache=True, **{cache_argument(type(target.model)): theirs})
         for key, state in fresh.recurrent.saved(0).items():
             torch.testing.assert_close(found[key], state, rtol=1e-9, atol=1e-12)
         own = [state for key, state in found.items() if key[1][1] > 1]  # the first call of a layer is its convolution
@@ -153,8 +157,13 @@ def device() -> Iterator[SimulatedDevice]:
         yield opened
 
 
-@pytest.mark.parametrize("kind", ["fused", "lookup"])
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_5_text", "lfm2"])
+RECORDED = [("mamba2", "fused"), ("qwen3_5_text", "lookup")]
+SLOWLY = [("mamba2", "lookup"), ("qwen3_5_text", "fused"), ("mamba", "fused"), ("mamba", "lookup"), ("lfm2", "fused")]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [*RECORDED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY)]
+)
 def test_recorded_rounds_answer_as_eager_ones(family: str, kind: str, device: SimulatedDevice) -> None:
     """A second request takes the first one's tensors, whose states begin at zero again."""
     expected = reference(model_of(family), PROMPTS, max_new_tokens=2 * NEW)

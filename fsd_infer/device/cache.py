@@ -27,14 +27,16 @@ WITHOUT_KEYS = {*RECURRENT, "moe", "mlp"}  # types of layers without keys and va
 def cache_argument(kind: type[nn.Module]) -> str:
     """Return the name under which a model or layer of this class takes its cache.
 
-    It is ``cache`` since transformers 5.24. Earlier versions, and code from the Hub, say ``past_key_values``.
+    It is ``cache`` since transformers 5.24. Earlier versions, and code from the Hub, say ``past_key_values``, or
+    ``cache_params`` where layers are recurrent.
     """
     return _argument_of(kind.forward)
 
 
 @cache
 def _argument_of(forward: Hashable) -> str:
-    return "cache" if "cache" in inspect.signature(cast(Any, forward)).parameters else "past_key_values"
+    taken = inspect.signature(cast(Any, forward)).parameters
+    return next((name for name in ("cache", "cache_params") if name in taken), "past_key_values")
 
 
 class _SlotLayer(CacheLayerMixin):

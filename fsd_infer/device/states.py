@@ -51,9 +51,10 @@ class Branches:
         return torch.einsum("bij,bj...->bi...", self.ancestors.to(values.dtype), values)
 
 
-def chain_of(batch: int, count: int, device: torch.device) -> Branches:
-    """Return ``count`` tokens that follow each other."""
-    causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+def chain_of(tokens: Tensor) -> Branches:
+    """Return tokens [B, M, ...] that follow each other."""
+    batch, count = tokens.shape[:2]
+    causal = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()
     return Branches(causal.expand(batch, -1, -1), count - 1)
 
 

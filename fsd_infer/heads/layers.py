@@ -105,11 +105,11 @@ def own_layer(config: Any) -> dict[str, Any] | None:
     layer = layer_of(config)
     try:
         with torch.random.fork_rng(devices=[]):
-            layers, *others = build_layers(layer, 1)
-            _probe(layers, *others, hidden_size=int(config.hidden_size))
+            parts = build_layers(layer, 1)
+            _probe(*parts, hidden_size=int(config.hidden_size))
     except (TypeError, ValueError, AttributeError, KeyError, RuntimeError, StrictDataclassError):
         return None  # the family's layer needs more than the common arguments
-    return None if recurrent_layers(layers) else layer  # a draft layer keeps keys and values
+    return None if recurrent_layers(parts[0]) else layer  # a draft layer keeps keys and values
 
 
 def layer_of(config: Any) -> dict[str, Any]:

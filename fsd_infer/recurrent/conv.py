@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from fsd_infer.device.states import Branches, Inputs, chain_of
+from fsd_infer.device.states import Branches, Inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +37,15 @@ class Convolution:
         rows = torch.arange(len(x), device=x.device)[:, None, None]
         windows = torch.cat([state, x], 1)[rows, places]  # [B, M, K, C]
         out = torch.einsum("bmkc,ck->bmc", windows.to(self.weight.dtype), self.weight)
-        out = out if self.bias is None else out + self.bias
-        return (out if self.activation is None else ACT2FN[self.activation](out)).to(x.dtype)
+        return self._activated(out if self.bias is None else out + self.bias).to(x.dtype)
 
     def chain(self, state: Tensor, inputs: Inputs, counts: Tensor) -> tuple[Tensor, Tensor]:
         (x,) = inputs
-        output = self.tree(state, inputs, chain_of(*x.shape[:2], x.device))
+        read = torch.cat([state, x], 1)
+        turned, weight = read.transpose(1, 2).to(self.weight.dtype), self.weight[:, None]
+        output = self._activated(F.conv1d(turned, weight, self.bias, groups=len(weight))).transpose(1, 2)
         kept = counts[:, None] + torch.arange(state.shape[1], device=x.device)
-        return output, torch.cat([state, x], 1).gather(1, kept[..., None].expand(-1, -1, x.shape[2]))
+        return output.to(x.dtype), read.gather(1, kept[..., None].expand(-1, -1, x.shape[2]))
+
+    def _activated(self, out: Tensor) -> Tensor:
+        return out if self.activation is None else ACT2FN[self.activation](out)

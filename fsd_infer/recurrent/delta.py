@@ -34,7 +34,7 @@ class DeltaRule:
     def chain(self, state: Tensor, inputs: Inputs, counts: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = inputs
         real = (torch.arange(k.shape[1], device=k.device) < counts[:, None])[..., None]
-        inputs, branches = (q, k, v, g * real[..., None], beta * real), chain_of(*k.shape[:2], k.device)
+        inputs, branches = (q, k, v, g * real[..., None], beta * real), chain_of(k)
         total, q, k = (x.transpose(1, 2) for x in (inputs[3].cumsum(1), q, k))
         corrections = self._corrections(state, inputs, total, branches)  # 0 after the last real token
         output = _read(state, q, k, total, corrections, branches).transpose(1, 2)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsd_core.errors import ModelLoadError
-from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.device.states import Inputs, Recurrence, RecurrentStates
 from fsd_infer.recurrent.conv import Convolution
 from fsd_infer.recurrent.delta import DeltaRule
@@ -48,12 +48,12 @@ def read_trees(model: nn.Module) -> bool:
         if {method.__name__ for method in _methods(kind)} != {"forward"} or not _is_known(_code_of(kind.forward)):
             raise ModelLoadError(
                 f"{type(model).__name__} has layers of type {kind.__name__}, which keep a state of their own; "
-                "verifying a token tree needs their recurrence. Use another target, or transformers 5.24 or later if "
-                "docs/decoding.md lists the family."
+                "verifying a token tree needs their recurrence. Use another target."
             )
-        if isinstance(getattr(layer, "dt_proj", None), nn.Linear):  # Mamba multiplies by its weight
-            stay_plain(layer.dt_proj)
-        layer.__class__ = _reader_of(kind)
+        steps = getattr(layer, "dt_proj", None)
+        if isinstance(steps, nn.Linear):  # Mamba multiplies by its weight
+            stay_plain(steps)
+        layer.__class__ = _reader_of(kind)  # type: ignore[arg-type]
         layer._fsd_name = name  # type: ignore[assignment]
     return bool(layers)
 
@@ -65,27 +65,25 @@ class TreeReader:
 @cache
 def _reader_of(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a layer's class that reads trees from a :class:`.SlotCache`."""
-    inner = _code_of(kind.forward)
+    inner, argument = _code_of(kind.forward), cache_argument(kind)
     known = {name: FUNCTIONS[name] for name in inner.__code__.co_names if name in FUNCTIONS}
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
-        cache = given.get("cache")
+        cache = given.get(argument)
         if not isinstance(cache, SlotCache):
             return kind.forward(self, hidden_states, *args, **given)
         call = _Call(cache.recurrent, self._fsd_name)
         ours = {name: partial(function, call) for name, function in known.items()}
         run = FunctionType(inner.__code__, {**inner.__globals__, **ours}, None, inner.__defaults__, inner.__closure__)
-        return run(self, hidden_states, *args, **{**given, "cache": call, "attention_mask": None})
+        return run(self, hidden_states, *args, **{**given, argument: call, "attention_mask": None})
 
     members = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (TreeReader, kind), members)
 
 
 class _Call:
-    """Stands in for the cache in one forward of a layer: a text without a past, whose outputs continue the real one.
-
-    Attributes:
-        last: the state of the last scan.
+    """Stands in for the cache in one forward of a layer. The layer sees a text without a past, so that it calls the
+    functions for many tokens, which continue the real text.
     """
 
     def __init__(self, states: RecurrentStates, name: str) -> None:
@@ -101,8 +99,11 @@ class _Call:
 
     get_recurrent_state = get_conv_state
 
-    def is_recording_past(self, *args: Any) -> bool:
+    def is_recording_past(self, *args: Any, **kwargs: Any) -> bool:
         return True
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
 
     def update_conv_state(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return inputs
@@ -220,4 +221,4 @@ def _is_known(forward: FunctionType) -> bool:
     names = set(forward.__code__.co_names)
     convolves, scans = "causal_conv1d_fn" in names, len(names & FUNCTIONS.keys() - {"causal_conv1d_fn"}) > 0
     keeps = tuple(name in names for name in STATE_KEEPERS)
-    return "cache" in inspect.signature(forward).parameters and keeps == (convolves, scans, False)
+    return keeps == (convolves, scans, False)

@@ -33,7 +33,7 @@ class Duality:
 
     def chain(self, state: Tensor, inputs: Inputs, counts: Tensor) -> tuple[Tensor, Tensor]:
         decay, x, b, _ = inputs
-        output = self.tree(state, inputs, chain_of(*x.shape[:2], x.device))
+        output = self.tree(state, inputs, chain_of(x))
         real = (torch.arange(x.shape[1], device=x.device) < counts[:, None])[..., None]
         total = (decay * real).cumsum(1)
         left = (total[:, -1:] - total).exp() * real  # what is left of each input at the end

@@ -255,7 +255,7 @@ class Target(CachedModel):
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             logits = self.model(input_ids=probe, use_cache=False).logits.float()
-            features = self.decoder(input_ids=probe, use_cache=False).last_hidden_state
+            features = self._joined(self.decoder(input_ids=probe, use_cache=False).last_hidden_state)
             ours = self.lm_logits(features).float()
         return torch.allclose(logits, ours, atol=1e-2 * float(logits.abs().max()), rtol=1e-2)
 
@@ -340,6 +340,8 @@ class Target(CachedModel):
 
     def _joined(self, final: Tensor, *others: Tensor) -> Tensor:
         """Final features [B, M, H] and the outputs of captured layers -> [B, M, F]."""
+        if getattr(self.config, "residual_in_fp32", False):  # Mamba's; its LM head reads the model's dtype
+            final = final.to(self.dtype)
         return torch.cat([final, *(other.to(final.dtype) for other in others)], dim=-1) if others else final
 
 
