@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -45,8 +46,11 @@ def model_of(family: str) -> Any:
 
 @pytest.mark.parametrize("family", ALL)
 def test_greedy_equals_generate(family: str) -> None:
-    """Chains and trees, of heads, small LMs and lookups, in ragged batches whose rows leave one after the other."""
-    model = model_of(family)
+    """Chains and trees, of heads and lookups, in ragged batches whose rows leave one after the other."""
+    check_greedy(model_of(family))
+
+
+def check_greedy(model: Any) -> None:
     target, prompts = Target(model), tiny_prompts((5, 13, 1))
     limits = dict(max_new_tokens=16, do_sample=False)
     expected = reference(model, prompts, **limits)
@@ -57,6 +61,23 @@ def test_greedy_equals_generate(family: str) -> None:
         batch = decoder.generate(prompts, **limits)
         assert batch.sequences == expected, f"{name}, ragged batch"
         assert batch.stats.tau >= least_tau, f"{name}: drafts that are right were not accepted"
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "short": ("mamba2", dict(n_groups=1, conv_kernel=2, use_conv_bias=False, use_bias=True)),
+    "three": ("mamba", dict(conv_kernel=3, use_conv_bias=False, use_bias=True)),
+    "rotary": ("granitemoehybrid", dict(position_embedding_type="rope")),
+    "no positions": ("zamba2", dict(use_mem_rope=False)), "one expert": ("jamba", dict(num_experts=1)),
+    "dense": ("qwen3_next", dict(num_experts=0, mlp_only_layers=[0, 1], linear_num_key_heads=4)),
+    "normed": ("falcon_h1", dict(mamba_rms_norm=True)), "convs": ("lfm2", dict(conv_L_cache=4, conv_bias=True)),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_of_families(case: str) -> None:
+    family, options = OPTIONS[case]
+    check_greedy(tiny_model(family, **options))
 
 
 @pytest.mark.slow
@@ -201,6 +222,13 @@ def test_beams_and_recurrent_small_models_are_refused_by_name() -> None:
         LMDrafter(target, plain)
 
 
+@pytest.mark.parametrize("family", ["mamba2", "zamba2"])
+def test_steps_that_only_prompts_limit_are_refused(family: str) -> None:
+    limits: dict[str, Any] = {"mamba2": {"time_step_limit": (0.0, 0.1)}, "zamba2": {"time_step_min": 0.01}}
+    with pytest.raises(ModelLoadError, match="limits its time steps.*time_step_limit"):
+        Target(tiny_model(family, **limits[family]))
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "minimax": dict(num_local_experts=4, head_dim=8, block_size=4, layer_types=["linear_attention", "full_attention"]),
     "zaya": {}, "rwkv": dict(attention_hidden_size=32), "xlstm": {},
@@ -242,8 +270,8 @@ def test_training_and_other_caches_run_transformers_own_code(family: str) -> Non
         before = model(ids).logits
         target = Target(model)
         assert torch.equal(model(ids).logits, before) and torch.equal(model(ids, use_cache=False).logits, before)
-        copied = copy.deepcopy(model)
-        assert torch.equal(copied(ids).logits, before)
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(copied(ids).logits, before) and Target(copied).is_recurrent
     assert target.is_recurrent and not Target(tiny_model("llama")).is_recurrent
     assert target.cache_bytes(3, 10) == 3 * target.cache_bytes(1, 10) > 0
     assert (target.cache_bytes(1, 20) == target.cache_bytes(1, 10)) == (family == "mamba"), "states grow with no text"

@@ -106,16 +106,21 @@ class CachedModel(ABC):
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the bytes that :meth:`new_cache` takes."""
-        return batch * (self.slots(slots) * self.cache_bytes_per_token + self._row_bytes[1])
+        return batch * (self.slots(slots) * self.cache_bytes_per_token + self.state_bytes)
 
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes per token in the cache."""
         return self._row_bytes[0]
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one row's recurrent layers, which do not grow with the text."""
+        return self._row_bytes[1]
+
     @cached_property
     def _row_bytes(self) -> tuple[int, int]:
-        """Bytes of a row in the cache per token, and of its states, which grow with no text.
+        """:attr:`cache_bytes_per_token` and :attr:`state_bytes`.
 
         They are measured by a forward over one token, since configs do not agree on them.
         """

@@ -8,6 +8,7 @@ any other cache, or none, nothing changes: training, and transformers' ``generat
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import FunctionType
@@ -28,6 +29,8 @@ from fsd_infer.targets.weights import stay_plain
 
 STATE_KEEPERS = ("update_conv_state", "update_recurrent_state", "get_linear_cache")  # what code with a state calls
 
+SMALL_STEP = 1e-3  # a limit below which steps change next to nothing; Nemotron-H and Zamba2 have it
+
 
 def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model that keep a state in its cache, by name."""
@@ -38,7 +41,8 @@ def read_trees(model: nn.Module) -> bool:
     """Let the recurrent layers of a model read draft trees; return whether it has any.
 
     Raises:
-        ModelLoadError: a layer keeps a state that no code here can verify trees with.
+        ModelLoadError: a layer keeps a state that no code here can verify trees with, or one whose law depends on where
+            a prompt ends.
     """
     layers = recurrent_layers(model)
     for name, layer in layers.items():
@@ -50,6 +54,7 @@ def read_trees(model: nn.Module) -> bool:
                 f"{type(model).__name__} has layers of type {kind.__name__}, which keep a state of their own; "
                 "verifying a token tree needs their recurrence. Use another target."
             )
+        _check_steps(model, layer)
         steps = getattr(layer, "dt_proj", None)
         if isinstance(steps, nn.Linear):  # Mamba multiplies by its weight
             stay_plain(steps)
@@ -58,8 +63,27 @@ def read_trees(model: nn.Module) -> bool:
     return bool(layers)
 
 
+def _check_steps(model: nn.Module, layer: Any) -> None:
+    """Raise ModelLoadError for limits that transformers applies to the steps of a prompt, and not to later ones."""
+    low, high = getattr(layer, "time_step_limit", None) or (0.0, math.inf)
+    if low > SMALL_STEP or high < math.inf:
+        raise ModelLoadError(
+            f"{type(model).__name__} limits its time steps to ({low:g}, {high:g}), which transformers applies to "
+            "prompts and not to the tokens that it generates, so answers depend on where a prompt ends. Set "
+            "time_step_limit (or time_step_min) in config.json to 0 and no upper limit, or use another target."
+        )
+
+
 class TreeReader:
     """Mixed into the class of a recurrent layer by :func:`read_trees`."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickled models read trees, too, though their class is made at run time."""
+        return _bare_reader, (type(self).__mro__[2],), vars(self)
+
+
+def _bare_reader(kind: type[nn.Module]) -> Any:
+    return object.__new__(_reader_of(kind))  # type: ignore[arg-type]
 
 
 @cache
