@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from fsd_bench.probe import Probe
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape, parse_rule
 from fsd_infer.backends.cpu.packing import can_pack
@@ -212,6 +213,11 @@ def test_a_kept_text_is_read_on_where_it_ends() -> None:
     again = decoder.generate([turn, [*prompt, *more]], **limits)
     assert again.stats.known[0] >= len(prompt) + len(answer) - 1 and again.stats.known[1] == 0
     assert again.sequences == reference(model, [turn, [*prompt, *more]], **limits)
+
+
+def test_a_probe_leaves_the_states_of_its_context_alone() -> None:
+    probe = Probe(Target(model_of("mamba2")), context=8, largest=4)
+    assert torch.equal(probe(3), probe(3))
 
 
 def test_beams_and_recurrent_small_models_are_refused_by_name() -> None:

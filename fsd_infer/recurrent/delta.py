@@ -1,9 +1,10 @@
 """The gated delta rule (https://arxiv.org/abs/2412.06464), and Kimi's, whose decays differ by channel.
 
 Per head, with a decay g ≤ 0: S ← e^g S, then S ← S + k u^T with u = β (v - S^T k), and y = S^T q. The corrections u of
-a tree solve a triangular system (https://arxiv.org/abs/2406.06484), since parents precede their children: with T the
-sum of g along a token's ancestors, u_i + β_i Σ_j (k_i · e^(T_i - T_j) k_j) u_j = β_i (v_i - S^T e^T_i k_i) over the
-ancestors j of i.
+a tree solve a linear system (https://arxiv.org/abs/2406.06484). It is triangular, since parents precede their children.
+T is the sum of g along a token's ancestors, and the sum is over the ancestors j of i:
+
+    u_i + β_i Σ_j (k_i · e^(T_i - T_j) k_j) u_j = β_i (v_i - S^T e^T_i k_i)
 """
 
 from __future__ import annotations
