@@ -163,6 +163,8 @@ class Planned:
             Part("target's weights", 2.0 * sizes.parameters, f"2 B x {sizes.parameters:,}", shared=True),
             drafter.held,
             Part("target's cache", float(b * slots * kv), f"{b} rows x {slots} slots x {kv} B", True),
+            *([Part("target's states", float(b * target.state_bytes), f"{b} rows x {target.state_bytes} B", True)]
+              if target.state_bytes else []),
             Part(f"{drafter.name}'s cache", float(b * (slots + beyond) * drafter.cache),
                  f"{b} x ({slots} + {beyond}) x {drafter.cache} B"),
             Part("reading the prompt", 2.0 * b * (chunk * ((layers + 3) * h + 3 * inner) + 2 * self.context * features),
@@ -180,8 +182,11 @@ class Planned:
         sizes, b, c, read = sizes_of(self.target), self.batch, self.context, weights_read(self.target)
         used = weights_used(self.target)
         kv, seen = self.target.cache_bytes_per_token, 4 * sizes.layers * sizes.heads * sizes.head_dim * (c + nodes)
-        how = f"2 B x {read:,} + {b} x {c} x {kv} B; {b} x {nodes} x (2 x {used:,} + {seen:,})"
-        return Work("target", 2.0 * read + b * c * kv, float(b * nodes * (2 * used + seen)), how, shared=True)
+        states = self.target.state_bytes
+        kept = f"({c} x {kv} + {states})" if states else f"{c} x {kv}"
+        how = f"2 B x {read:,} + {b} x {kept} B; {b} x {nodes} x (2 x {used:,} + {seen:,})"
+        moved = 2.0 * read + b * (c * kv + states)
+        return Work("target", moved, float(b * nodes * (2 * used + seen)), how, shared=True)
 
     def round(self, shape: TreeShape, lossy: bool = False) -> list[Work]:
         """Return the work of drafting, verifying and judging once."""

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsd_core.errors import FsdError, ModelLoadError, shortened
+from fsd_infer.heads.layers import llama_layer
 from fsd_infer.targets.loading import attention_for, explained, load_config
 from fsd_infer.targets.target import Target
 
@@ -52,7 +53,6 @@ def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Targe
             raise ModelLoadError(f"{unknown[0]} is no size of {name}: see its config.json.")
         for key, value in (changes or {}).items():
             setattr(text, key, value)
-        _check_layers(text)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.bfloat16, attn_implementation=attention_for(config)
@@ -95,7 +95,7 @@ class Sizes:
 def sizes_of(target: Target) -> Sizes:
     """Return the sizes of a target, with or without values."""
     config, hidden = target.config, target.hidden_size
-    heads = int(config.num_attention_heads)
+    heads = int(llama_layer(config, hidden)["num_attention_heads"])  # of a head's layer, where the target has none
     return Sizes(
         name=target.name,
         family=config.model_type,
@@ -122,14 +122,3 @@ def read_changes(changes: Sequence[str]) -> dict[str, int]:
         return {key: int(value) for key, value in (text.split("=") for text in changes)}
     except ValueError:
         raise FsdError(f"--set takes KEY=NUMBER, e.g. num_hidden_layers=8; got {' '.join(changes)}.") from None
-
-
-def _check_layers(config: Any) -> None:
-    """Raise ModelLoadError for families with layers without attention. :class:`Target` refuses other kinds."""
-    kinds = {str(kind) for kind in getattr(config, "layers_block_type", None) or []}
-    foreign = sorted(kind for kind in kinds if "attention" not in kind)
-    if foreign or not getattr(config, "num_attention_heads", None):
-        raise ModelLoadError(
-            f"{config.model_type} has layers of type {', '.join(foreign) or 'other than attention'}. Verifying a draft "
-            "tree takes full or sliding-window attention: use another target."
-        )

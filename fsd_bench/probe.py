@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import visible_slots
+from fsd_infer.device.states import chain_of
 from fsd_infer.targets.target import Target
 
 
@@ -37,4 +38,5 @@ class Probe:
         chain = torch.ones(nodes, nodes, dtype=torch.bool, device=own.device).tril()
         visible = visible_slots(torch.full((rows,), self.context), chain.expand(rows, -1, -1))
         self._cache.set_write_slots(own, self.context if rows == 1 else None, end)
+        self._cache.recurrent.branches = chain_of(own)  # so that states stay those of the context
         return self.target.forward(self._tokens[:, self.context : end], own, visible, self._cache)[0]

@@ -44,6 +44,50 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(sliding_window=WINDOW, num_local_experts=4, head_dim=8),
 }  # fmt: skip
 
+_SSD: dict[str, Any] = dict(
+    mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=16, mamba_expand=2
+)
+_DELTA: dict[str, Any] = dict(
+    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8
+)
+_MOE: dict[str, Any] = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+)
+_MLA: dict[str, Any] = dict(
+    num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
+    num_experts=4, num_experts_per_token=2, moe_intermediate_size=32,
+)  # fmt: skip
+_LINEAR, _CONV = ["linear_attention", "full_attention"], ["conv", "full_attention"]
+_SHARED = ["linear_attention", "hybrid"] * 2  # Zamba repeats one block of attention
+RECURRENT: dict[str, dict[str, Any]] = {  # keep a state; MiniMax, RWKV and others are refused
+    "mamba": dict(state_size=8), "falcon_mamba": dict(state_size=8),
+    "jamba": dict(mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1, num_experts=4),
+    "zamba": dict(mamba_d_state=8, mamba_dt_rank=4, n_mamba_heads=2, num_hidden_layers=4, layers_block_type=_SHARED),
+    "mamba2": dict(state_size=8, num_heads=8, head_dim=8, n_groups=2, chunk_size=16),
+    "bamba": dict(**_SSD, attn_layer_indices=[1]), "falcon_h1": dict(**_SSD, mamba_d_ssm=64, lm_head_multiplier=0.5),
+    "granitemoehybrid": dict(
+        **_SSD, layer_types=["mamba", "attention"], num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=32, logits_scaling=2.0,
+    ),
+    "nemotron_h": dict(
+        mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=16, num_hidden_layers=4,
+        layers_block_type=["mamba", "attention", "mlp", "moe"], head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, moe_shared_expert_intermediate_size=32, n_group=1, topk_group=1,
+    ),
+    "zamba2": dict(
+        mamba_d_state=8, n_mamba_heads=8, mamba_ngroups=2, chunk_size=16, num_hidden_layers=4,
+        layers_block_type=_SHARED, num_mem_blocks=1, use_mem_rope=True,
+    ),
+    "qwen3_next": dict(**_DELTA, **_MOE, head_dim=8, layer_types=_LINEAR),
+    "qwen3_5_text": dict(**_DELTA, head_dim=8, layer_types=_LINEAR),
+    "qwen3_5_moe_text": dict(**_DELTA, **_MOE, head_dim=8, layer_types=_LINEAR),
+    "olmo_hybrid": dict(**_DELTA, layer_types=_LINEAR), "lara_mini": dict(**_DELTA, head_dim=8),
+    "kimi_linear": dict(**_MLA, linear_num_heads=4, linear_head_dim=8, layer_types=_LINEAR),
+    "bailing_hybrid": dict(**_MLA, head_dim=8, n_group=1, topk_group=1, layer_types=_LINEAR),
+    "lfm2": dict(layer_types=_CONV), "lfm3": dict(layer_types=_CONV),
+    "lfm2_moe": dict(**_MOE, layer_types=_CONV, num_dense_layers=1),
+}  # fmt: skip
+
 
 def save_head(
     directory: Path, head: EagleHead, target: dict[str, Any], record: Any = None, dtype: torch.dtype = torch.bfloat16
@@ -68,7 +112,7 @@ def options_of(head: EagleHead) -> dict[str, Any]:
 
 def tiny_model(family: str, seed: int = 0, scale: float = 4.0, **options: Any) -> Any:
     """A random fp32 model; weights are scaled up so that its distributions are peaked and its answers varied."""
-    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **options})
+    config = AutoConfig.for_model(family, **{**_COMMON, **{**FAMILIES, **RECURRENT}[family], **options})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config)).eval()

@@ -140,7 +140,7 @@ def test_the_recipe_for_stories_trains_a_small_lm(
     check_decoding(target, tmp_path / "runs" / "stories" / "head")
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "qwen3_5_text", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_new_recipe_can_be_trained(
     family: str, targets: Targets, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,8 +151,9 @@ def test_new_recipe_can_be_trained(
     assert cli(wanted) == 0
     config = yaml.safe_load(recipe.read_text())
     assert config["model"]["target"] == str(target) and config["data"]["train_files"] == [str(answers)]
-    assert config["model"]["head"]["feature_scale"] is (family != "gpt2")  # which calls its final norm otherwise
-    assert config["model"]["head"].get("layer") == (None if family == "gpt2" else "llama")
+    head = config["model"]["head"]
+    assert head["feature_scale"] is (family not in ("gpt2", "mamba"))  # which call their final norms otherwise
+    assert head.get("layer") == ("llama" if family == "gemma2" else None)
     train(shortened(config, tmp_path), steps=1)
     (head,) = tmp_path.glob("runs/*/head")
     assert logged(tmp_path, "decoded_tau/exact")
@@ -167,13 +168,13 @@ LLAMA = {
 
 
 UNSUPPORTED = [
-    ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "mamba has layers"),
+    ({"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "Rwkv.* takes no positions"),
     ({**LLAMA, "layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
     ({"model_type": "t5"}, "no model can be planned"),
 ]
 
 
-@pytest.mark.parametrize(("config", "problem"), UNSUPPORTED, ids=["mamba", "chunked", "t5"])
+@pytest.mark.parametrize(("config", "problem"), UNSUPPORTED, ids=["rwkv", "chunked", "t5"])
 def test_unsupported_targets_are_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
     save_file({name: torch.zeros(1) for name in "ab"}, tmp_path / "model.safetensors")  # one for each layer
     (tmp_path / "config.json").write_text(json.dumps(config))

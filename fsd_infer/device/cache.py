@@ -10,6 +10,7 @@ import inspect
 import weakref
 from collections.abc import Hashable
 from functools import cache
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -17,19 +18,25 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fsd_core.tensors import visible_slots
+from fsd_infer.device.states import Branches, RecurrentStates
+
+RECURRENT = {"linear_attention", "conv", "mamba"}  # types of layers that keep a state
+WITHOUT_KEYS = {*RECURRENT, "moe", "mlp"}  # types of layers without keys and values
 
 
 def cache_argument(kind: type[nn.Module]) -> str:
     """Return the name under which a model or layer of this class takes its cache.
 
-    It is ``cache`` since transformers 5.24. Earlier versions, and code from the Hub, say ``past_key_values``.
+    It is ``cache`` since transformers 5.24. Earlier versions, and code from the Hub, say ``past_key_values``, or
+    ``cache_params`` where layers are recurrent.
     """
     return _argument_of(kind.forward)
 
 
 @cache
 def _argument_of(forward: Hashable) -> str:
-    return "cache" if "cache" in inspect.signature(cast(Any, forward)).parameters else "past_key_values"
+    taken = inspect.signature(cast(Any, forward)).parameters
+    return next((name for name in ("cache", "cache_params") if name in taken), "past_key_values")
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -54,8 +61,9 @@ class _SlotLayer(CacheLayerMixin):
         return pool
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self.pool._pool("keys", key_states)[self.index]
-        self.values = self.pool._pool("values", value_states)[self.index]
+        place = self.pool.places[self.index]
+        self.keys = self.pool._pool("keys", key_states)[place]
+        self.values = self.pool._pool("values", value_states)[place]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -88,6 +96,8 @@ class _SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """Keys and values of all layers, [layers, B, heads, slots, head_dim]; layers of one shape share an allocation.
 
+    Layers whose type in the config says that they attend to nothing have none. Recurrent layers have states instead.
+
     Args:
         config: the (text) config of the model.
         batch: B.
@@ -97,6 +107,7 @@ class SlotCache(Cache):
 
     Attributes:
         window: slots that a forward attends to where the host does not know the lengths; the texts lie within.
+        recurrent: the states of recurrent layers.
     """
 
     def __init__(
@@ -106,6 +117,10 @@ class SlotCache(Cache):
         self._memory, self._rows = {} if memory is None else memory, max(rows, batch)
         self.parent: tuple[SlotCache, int] | None = None
         self.num_layers = int(config.num_hidden_layers)
+        types = getattr(config, "layer_types", None) or [None] * self.num_layers
+        have_keys = (kind not in WITHOUT_KEYS for kind in types)
+        self.places = list(accumulate(have_keys, initial=0))  # of each layer in the pools; at the end their number
+        self.recurrent = RecurrentStates(batch, self._memory, self._rows)
         self.start: int | None = 0
         self.slots = torch.zeros(batch, 0, dtype=torch.long)
         self.used = 0
@@ -131,7 +146,7 @@ class SlotCache(Cache):
         key = (kind, heads, width, like.dtype)
         if key not in self._pools:
             if key not in self._memory:
-                shape = (self.num_layers, self._rows, heads, self.capacity, width)
+                shape = (self.places[-1], self._rows, heads, self.capacity, width)
                 self._memory[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
             self._pools[key] = self._memory[key][:, : self.batch]
         return self._pools[key]
@@ -140,15 +155,18 @@ class SlotCache(Cache):
         """Return one batch row as a cache that shares this cache's memory."""
         row = SlotCache(self.config, 1, self.capacity)
         row.parent = self, index
+        row.recurrent = self.recurrent.row(index)
         return row
 
     def saved(self, row: int, count: int) -> dict[Any, Tensor]:
-        """Return copies of a row's first ``count`` keys and values, for :meth:`restore`."""
-        return {key: pool[:, row, :, :count].clone() for key, pool in self._pools.items()}
+        """Return copies of a row's first ``count`` keys and values, and of its states, for :meth:`restore`."""
+        keys = {key: pool[:, row, :, :count].clone() for key, pool in self._pools.items()}
+        return {**keys, **self.recurrent.saved(row)}
 
     def restore(self, states: dict[Any, Tensor]) -> None:
         """Write the result of :meth:`saved` to the first slots of this cache's only row."""
-        for (kind, heads, width, dtype), state in states.items():
+        self.recurrent.restore({key: state for key, state in states.items() if key[0] == "recurrent"})
+        for (kind, heads, width, dtype), state in ((key, x) for key, x in states.items() if key[0] != "recurrent"):
             like = torch.empty(1, heads, 0, width, dtype=dtype, device=state.device)
             self._pool(kind, like)[:, 0, :, : state.shape[2]] = state
 
@@ -162,15 +180,16 @@ class SlotCache(Cache):
             positions: [B, used] positions of the tokens in those slots; None: equal to the slots.
         """
         self.slots, self.start, self.used, self.positions = slots, start, used, positions
-        self.text = None
+        self.text = self.recurrent.branches = self.recurrent.counts = None
 
-    def after_text(self, lengths: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+    def after_text(self, lengths: Tensor, sees: Tensor, depth: int | None = None) -> tuple[Tensor, Tensor]:
         """Set the write slots of new tokens that follow the texts, such as the nodes of a tree.
 
         Args:
             lengths: [B] slots of each row's text.
             sees: [B, M, E] bool; whether token i may attend to the e-th slot after the text. The new tokens are written
                 to the last M of these E slots.
+            depth: at least the depth of the deepest token, as far as the host knows.
 
         Returns:
             The slots [B, M], and [B, M, S] bool, which of all slots each new token may attend to. On a CPU S is as
@@ -184,6 +203,7 @@ class SlotCache(Cache):
             start = used - new if len(lengths) == 1 else None
         self.set_write_slots(slots, start, used)
         self.text = lengths, sees
+        self.recurrent.branches = Branches(sees, new - 1 if depth is None else depth)
         return slots, visible_slots(lengths, sees, used)
 
     def in_text(self, starts: Tensor, count: int, used: int | None = None) -> tuple[Tensor, Tensor]:
@@ -205,13 +225,14 @@ class SlotCache(Cache):
         return slots, torch.arange(used, device=starts.device) <= slots[..., None]
 
     def commit(self, lengths: Tensor, path: Tensor, accepted: Tensor) -> None:
-        """Move the keys and values of accepted nodes to the end of the text.
+        """Move the keys and values of accepted nodes to the end of the text, and apply them to the states.
 
         Args:
             lengths: [B] slots of each row's text, which the nodes follow.
             path: [B, D+1] nodes, the root first.
             accepted: [B] number of nodes after the root; the others stay where they are.
         """
+        self.recurrent.commit(path, accepted)
         steps = torch.arange(path.shape[1], device=path.device)
         nodes = path.where(steps <= accepted[:, None], steps)
         if path.device.type == "cpu" and bool((nodes == steps).all()):  # in place already
@@ -232,6 +253,7 @@ class SlotCache(Cache):
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
         self.batch = rows.shape[0]
+        self.recurrent.select(rows)
         for key, pool in self._pools.items():
             for place, row in enumerate(rows.tolist()):
                 if place != row:
@@ -245,3 +267,8 @@ class SlotCache(Cache):
     def nbytes(self) -> int:
         """Allocated bytes, 0 before the first forward."""
         return sum(pool.nbytes for pool in self._memory.values())
+
+    @property
+    def slot_bytes(self) -> int:
+        """Allocated bytes that grow with the slots: all but the states."""
+        return self.nbytes - self.recurrent.nbytes

@@ -106,13 +106,26 @@ class CachedModel(ABC):
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the bytes that :meth:`new_cache` takes."""
-        return batch * self.slots(slots) * self.cache_bytes_per_token
+        return batch * (self.slots(slots) * self.cache_bytes_per_token + self.state_bytes)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes per token in the cache."""
+        return self._row_bytes[0]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one row's recurrent layers, which do not grow with the text."""
+        return self._row_bytes[1]
 
     @cached_property
-    def cache_bytes_per_token(self) -> int:
-        """Bytes per token in the cache, measured by a forward over one token, since configs do not agree on it."""
+    def _row_bytes(self) -> tuple[int, int]:
+        """:attr:`cache_bytes_per_token` and :attr:`state_bytes`.
+
+        They are measured by a forward over one token, since configs do not agree on them.
+        """
         cache, zero = SlotCache(self.cache_config, 1, 1), torch.zeros(1, 1, dtype=torch.long, device=self.device)
         cache.set_write_slots(zero, 0, 1)
         with torch.no_grad():
             self._read_one(cache, torch.ones(1, 1, 1, dtype=torch.bool, device=self.device), zero)
-        return cache.nbytes
+        return cache.slot_bytes, cache.recurrent.nbytes

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_core.errors import VocabularyMismatchError
+from fsd_core.errors import ModelLoadError, VocabularyMismatchError
 from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.estimates import Prior
@@ -59,6 +59,7 @@ class LMDrafter(TreeDrafter):
 
     Raises:
         VocabularyMismatchError: the tokenizers differ, or, without tokenizers, the widths of the logits.
+        ModelLoadError: the small LM has recurrent layers.
     """
 
     name = "lm"
@@ -68,6 +69,11 @@ class LMDrafter(TreeDrafter):
 
     def __init__(self, model: Target, target: Target, shape: TreeShape | None = None) -> None:
         check_same_vocabulary(model, target)
+        if model.is_recurrent:
+            raise ModelLoadError(
+                f"{model.name} has recurrent layers, which verify trees here and do not grow them: draft with a small "
+                "model without such layers, or with a head."
+            )
         super().__init__(target, model, target.vocab_size, shape)
 
     @property

@@ -151,7 +151,7 @@ class Recorded:
             made.append(tensors)
             return (tensors.packed,)
 
-        changed = [*state.tensors(), *state.session.tensors()]
+        changed = [*state.tensors(), *state.cache.recurrent.tensors, *state.session.tensors()]
         before, drawn, lap = [x.clone() for x in changed], self.generator.get_state(), state.lap
         phases: list[str] = []
         state.lap = phases.append

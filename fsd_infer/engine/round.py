@@ -75,7 +75,7 @@ def settle(state: DecodeState, tree: DraftTree) -> RoundTensors:
 
 def verify(state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
     """Run the target over the nodes; return logits [B, N, V] in its dtype and features [B, N, F]."""
-    slots, visible = state.cache.after_text(state.lengths, tree.ancestors)  # [B, N], [B, N, S]
+    slots, visible = state.cache.after_text(state.lengths, tree.ancestors, tree.max_depth)  # [B, N], [B, N, S]
     positions = slots[:, :1] + tree.depths
     limit = state.target.max_positions
     if limit is not None:  # the answer ends before nodes beyond the context matter

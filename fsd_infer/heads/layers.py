@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoConfig, DynamicCache
 from transformers.utils import logging
 
 from fsd_core.tensors import additive
 from fsd_infer.device.cache import cache_argument
+from fsd_infer.recurrent.mixers import recurrent_layers
 from fsd_infer.targets.stack import Outputs
 
 EAGLE3_LAYERS = ("llama", "qwen3")  # layer types of published EAGLE-3 heads
@@ -78,7 +80,7 @@ class LayerFusion(nn.Module):
 
 def llama_layer(config: Any, hidden_size: int) -> dict[str, Any]:
     """Return a Llama layer with a target's sizes, as :attr:`EagleConfig.layer`."""
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", None) or max(hidden_size // 64, 1))  # Mamba has none
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     return {
         "model_type": "llama",
@@ -103,10 +105,11 @@ def own_layer(config: Any) -> dict[str, Any] | None:
     layer = layer_of(config)
     try:
         with torch.random.fork_rng(devices=[]):
-            _probe(*build_layers(layer, 1), hidden_size=int(config.hidden_size))
-    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
+            parts = build_layers(layer, 1)
+            _probe(*parts, hidden_size=int(config.hidden_size))
+    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError, StrictDataclassError):
         return None  # the family's layer needs more than the common arguments
-    return layer
+    return None if recurrent_layers(parts[0]) else layer  # a draft layer keeps keys and values
 
 
 def layer_of(config: Any) -> dict[str, Any]:

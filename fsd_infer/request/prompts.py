@@ -76,7 +76,7 @@ def read_prompts(
         read = [_read(target, cache.row(row), prompt, known[row]) for row, prompt in enumerate(prompts)]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
         return torch.cat(padded), torch.cat([logits for _, logits in read])
-    features, logits = _read(target, cache, to_device(tokens, target.device))
+    features, logits = _read(target, cache, to_device(tokens, target.device), lengths=to_device(lengths, target.device))
     if int(lengths.min()) < tokens.shape[1]:  # the forward computed logits at the longest prompt's end only
         target.check_lm_head()
         last = at_nodes(features, to_device(lengths - 1, target.device)[:, None])
@@ -84,10 +84,12 @@ def read_prompts(
     return features, logits
 
 
-def _read(target: Target, cache: SlotCache, tokens: Tensor, known: Prefix | None = None) -> tuple[Tensor, Tensor]:
+def _read(
+    target: Target, cache: SlotCache, tokens: Tensor, known: Prefix | None = None, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Forwards over tokens [B, M], chunk by chunk: (features [B, M, F], logits [B, 1, V] at the last token).
 
-    ``known`` is a prefix of the tokens, for B = 1.
+    ``known`` is a prefix of the tokens, for B = 1. Rows are padded beyond ``lengths`` [B].
     """
     features, first = [], 0
     if known is not None:
@@ -98,6 +100,7 @@ def _read(target: Target, cache: SlotCache, tokens: Tensor, known: Prefix | None
         slots = (start + torch.arange(chunk.shape[1], device=target.device)).expand_as(chunk)
         read_by_then = start + chunk.shape[1]
         cache.set_write_slots(slots, start, read_by_then)
+        cache.recurrent.counts = None if lengths is None else (lengths - start).clamp(0, chunk.shape[1])
         visible = torch.arange(read_by_then, device=target.device) <= slots[..., None]
         logits, read = target.forward(chunk, slots, visible, cache, keep=1)
         features.append(read)

@@ -17,7 +17,9 @@ from transformers import __version__ as VERSION
 
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_core.files import open_safetensors, read_json, read_weight_map
-from fsd_infer.targets.masks import layer_windows, max_positions
+from fsd_infer.device.cache import RECURRENT, WITHOUT_KEYS
+from fsd_infer.recurrent.mixers import read_trees
+from fsd_infer.targets.masks import layer_types, layer_windows, max_positions
 
 MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
 _DOGE_IS_CAUSAL = (5, 18)  # first version of transformers whose Doge has a causal mask under sdpa, too
@@ -156,8 +158,15 @@ def check_decodable(model: Any, name: str) -> None:
     _check_prompts_are_causal(config)
     if decoder is model or decoder is None:
         raise ModelLoadError(f"{kind} does not say which module is its decoder (`get_decoder`).")
+    recurrent, types = read_trees(model), set(layer_types(config) or ())
+    if not recurrent and types & RECURRENT:
+        raise ModelLoadError(
+            f"{kind} has layers of type {', '.join(sorted(types & RECURRENT))}, but no code here that knows them: a "
+            "token tree cannot be verified. Use another target."
+        )
     takes_positions = any("position_ids" in inspect.signature(part.forward).parameters for part in (model, decoder))
-    if not takes_positions or getattr(config, "alibi", False):
+    attends = not recurrent or types - WITHOUT_KEYS
+    if attends and not takes_positions or getattr(config, "alibi", False):
         raise ModelLoadError(
             f"{kind} takes no positions (it keeps a state, or counts its cache); verifying a token tree in one forward "
             "needs siblings at one position. Use another target."

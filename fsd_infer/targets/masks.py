@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import ModelLoadError
-from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cache import WITHOUT_KEYS, SlotCache
 
+_ATTENDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # beside a recurrence, in one layer
 _CHANGING = ("longrope", "dynamic")  # rotary kinds whose frequencies change with the text's length
 
 
@@ -46,23 +47,29 @@ def _changes(config: Any) -> dict[str, int]:
     return found
 
 
+def layer_types(config: Any) -> list[str] | None:
+    """Return the type of each layer, if the config says."""
+    return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)  # hybrids
+
+
 def layer_windows(config: Any) -> dict[str, int | None]:
     """Return the attention window by layer type (None: full). Raises ModelLoadError for other kinds of layers."""
     window = getattr(config, "sliding_window", None)
     if hasattr(config, "use_sliding_window") and not config.use_sliding_window:
         window = None
-    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)  # hybrids
+    types = layer_types(config)
     if types is None and "local" in getattr(config, "attention_layers", ()):
         types = ["local"]  # GPT-Neo, whose windows count slots, not positions
     if types is None:
         return {"all": window}
-    unknown = set(types) - {"full_attention", "sliding_attention"}
+    kinds = {_ATTENDS.get(kind, kind) for kind in types} - WITHOUT_KEYS or {"full_attention"}
+    unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
         raise ModelLoadError(
             f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; verifying a token tree in "
             "one forward needs full or sliding-window attention. Use another target."
         )
-    return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(set(types))}
+    return {kind: (window if kind == "sliding_attention" else None) for kind in sorted(kinds)}
 
 
 def windowed(visible: Tensor, positions: Tensor, cache: SlotCache, windows: dict[str, int | None]) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 The cache keeps a decoded text's token ids, the target's keys and values, and the features that drafters read. A later
 prompt is read from its first differing token. Keys, values and features of a token depend only on the tokens up to it,
 so laws do not change. Numbers may differ in their last bits, as they do when a prompt is read in two forwards.
+
+Recurrent layers keep a state of the whole text. With such layers a prompt must begin with all of a kept text.
 """
 
 from __future__ import annotations
@@ -40,8 +42,15 @@ class Prefix:
     def nbytes(self) -> int:
         return self.features.nbytes + sum(state.nbytes for state in self.states.values())
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the states are of no shorter prefix."""
+        return any(key[0] == "recurrent" for key in self.states)
+
     def cut(self, count: int) -> Prefix:
         """Return the first ``count`` tokens, without a copy."""
+        if count == len(self.tokens):
+            return self
         states = {key: state[..., :count, :] for key, state in self.states.items()}
         return Prefix(self.tokens[:count], states, self.features[:count], self.key)
 
@@ -78,6 +87,7 @@ class PrefixCache:
         """
         wanted = torch.tensor(prompt[:-1])
         shared = [_shared(text.tokens, wanted) if text.key == key else 0 for text in self.texts]
+        shared = [0 if x.is_whole and count < len(x.tokens) else count for x, count in zip(self.texts, shared)]
         count = max(shared, default=0)
         if count < LEAST:
             return None
@@ -86,13 +96,16 @@ class PrefixCache:
         return text.cut(count)
 
     def store(self, text: Prefix) -> None:
-        """Keep a text in place of its own prefixes."""
+        """Keep a text in place of its own prefixes, which a text with whole states does not replace."""
         if text.nbytes > self.max_bytes or len(text.tokens) < LEAST:
             return
         others = [
             known
             for known in self.texts
-            if known.key != text.key or _shared(known.tokens, text.tokens) < len(known.tokens)
+            if known.key != text.key
+            or _shared(known.tokens, text.tokens) < len(known.tokens)
+            or text.is_whole
+            and len(known.tokens) < len(text.tokens)
         ]
         self.texts = [*others, text]
         while self.nbytes > self.max_bytes:
@@ -134,7 +147,9 @@ class PrefixSession:
         if self.cache is not None:
             count = min(read, len(text))  # the last round may have read beyond the answer's end
             features = torch.cat(self._features.pop(number))[:count]
-            self.cache.store(Prefix(torch.tensor(text[:count]), saved(count), features, self._key(number)))
+            prefix = Prefix(torch.tensor(text[:count]), saved(count), features, self._key(number))
+            if read == count or not prefix.is_whole:
+                self.cache.store(prefix)
 
     def _key(self, number: int) -> Hashable:
         return self.layers, self.owners[number] if self.owners else ""

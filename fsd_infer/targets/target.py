@@ -16,6 +16,7 @@ from fsd_core.errors import ModelLoadError
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock
+from fsd_infer.recurrent.mixers import TreeReader
 from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
 from fsd_infer.targets.checks import check_decodable
 from fsd_infer.targets.loading import load_target
@@ -109,6 +110,11 @@ class Target(CachedModel):
         """
         return any(hasattr(parameter, "full_tensor") for parameter in self.model.parameters())
 
+    @cached_property
+    def is_recurrent(self) -> bool:
+        """Whether layers keep a state of the text instead of, or beside, keys and values."""
+        return any(isinstance(part, TreeReader) for part in self.decoder.modules())
+
     @property
     def has_blocks(self) -> bool:
         """Whether weights are held in the blocks of a quantised file."""
@@ -192,8 +198,8 @@ class Target(CachedModel):
         A ``head`` of chosen rows of the LM head (see :meth:`reduced_lm_head`) gives [..., Vd] instead.
         """
         logits = (head or self.model.get_output_embeddings())(features)
-        scale = getattr(self.config, "logit_scale", None)  # cohere multiplies
-        if scale is not None:
+        scale = getattr(self.config, "logit_scale", None) or getattr(self.config, "lm_head_multiplier", None)
+        if scale is not None:  # cohere, falcon_h1
             logits = logits * scale
         scale = getattr(self.config, "logits_scaling", None)  # granite divides
         if scale is not None:
@@ -249,7 +255,7 @@ class Target(CachedModel):
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             logits = self.model(input_ids=probe, use_cache=False).logits.float()
-            features = self.decoder(input_ids=probe, use_cache=False).last_hidden_state
+            features = self._joined(self.decoder(input_ids=probe, use_cache=False).last_hidden_state)
             ours = self.lm_logits(features).float()
         return torch.allclose(logits, ours, atol=1e-2 * float(logits.abs().max()), rtol=1e-2)
 
@@ -334,6 +340,8 @@ class Target(CachedModel):
 
     def _joined(self, final: Tensor, *others: Tensor) -> Tensor:
         """Final features [B, M, H] and the outputs of captured layers -> [B, M, F]."""
+        if getattr(self.config, "residual_in_fp32", False):  # Mamba's; its LM head reads the model's dtype
+            final = final.to(self.dtype)
         return torch.cat([final, *(other.to(final.dtype) for other in others)], dim=-1) if others else final
 
 

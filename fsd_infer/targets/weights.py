@@ -134,6 +134,16 @@ def is_plain(layer: nn.Module) -> bool:
     return type(weight) is nn.Parameter and weight.is_floating_point() and "forward" not in vars(layer)
 
 
+def stay_plain(layer: nn.Module) -> None:
+    """Say that other code reads the layer's weight, past its forward, so that no backend packs it."""
+    vars(layer)["_fsd_stays_plain"] = True
+
+
+def stays_plain(layer: nn.Module) -> bool:
+    """Whether :func:`stay_plain` was said of the layer."""
+    return "_fsd_stays_plain" in vars(layer)
+
+
 def weight_rows(layer: nn.Module, ids: Tensor | None) -> Tensor:
     """Return rows ids [K] of a linear layer's or embedding's weight, or all of it for None.
 

@@ -19,7 +19,15 @@ from fsd_infer.backends.cpu.blocks import blocks_of
 from fsd_infer.backends.cpu.kernels import MOST_ROWS, address_of, in_panels, kernels, panels_of
 from fsd_infer.backends.cpu.structs import Linear
 from fsd_infer.device.memory import trim
-from fsd_infer.targets.weights import PackedLayer, QuantizedWeight, drop_quantized, is_plain, quantized_of, say
+from fsd_infer.targets.weights import (
+    PackedLayer,
+    QuantizedWeight,
+    drop_quantized,
+    is_plain,
+    quantized_of,
+    say,
+    stays_plain,
+)
 
 
 def can_pack() -> bool:
@@ -293,6 +301,7 @@ def _is_packable(layer: nn.Module) -> bool:
     return (
         type(layer) is nn.Linear
         and is_plain(layer)
+        and not stays_plain(layer)
         and layer.weight.dtype == torch.bfloat16
         and layer.weight.device.type == "cpu"
         and can_pack()

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from fsd_core import functional
-from fsd_core.errors import NonFiniteLogitsError
+from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.tensors import at_nodes, lists, padded, to_device
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.cores import Team
@@ -56,7 +56,8 @@ def decode_beams(
         its processors allow no more, the others are empty.
 
     Raises:
-        FsdError: another rule, a streamer, incompatible options, a drafter that cannot draft for beams, and errors of
+        FsdError: another rule, a streamer, incompatible options, recurrent layers, a drafter that cannot draft for
+            beams, and errors of
             :func:`fsd_infer.request.prompts.check_prompts`.
         ContextLengthError: a prompt that leaves no room in the target's context.
         CacheMemoryError: KV caches that exceed the free or allowed memory; nothing is allocated then.
@@ -80,6 +81,11 @@ class _Beams:
         self, target: Target, drafter: Drafter, request: Request, config: GenerationConfig, options: BeamOptions
     ) -> None:
         self.beams = config.num_beams or 1
+        if target.is_recurrent:
+            raise FsdError(
+                f"{target.name} has recurrent layers, which keep one state of a text and none of its beams: decode "
+                "with num_beams=1, greedily or with do_sample=True."
+            )
         limits = check_prompts(target, request.prompts, request.max_new_tokens)
         self.target, self.drafter, self.request = target, drafter, request
         self.device = target.device
