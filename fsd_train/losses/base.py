@@ -86,7 +86,8 @@ class Rows:
     """The supervised rows of a batch: R drafts, each of one chain step at one of N positions, sorted by position.
 
     A row at position i predicts token i+2 from the estimate of feature i+1 (:mod:`fsd_train.models.unroll` defines the
-    indexing). Every position has a row of step 0.
+    indexing). Every position has a row of step 0. Rows and positions of weight 0 fill the slots of
+    :attr:`DraftBatch.compiled`; losses leave them out.
 
     Attributes:
         position: [N] index i in the packed row, ascending.
@@ -117,6 +118,11 @@ class Rows:
         moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
         return replace(self, **moved)
 
+    @property
+    def taken(self) -> Tensor:
+        """[R] bool, False for rows that only fill slots."""
+        return self.weight > 0
+
     def sum_by_step(self, values: Tensor) -> Tensor:
         """Sum values [R] over the rows of each step: [S]."""
         return values.new_zeros(len(self.chains)).index_add(0, self.step, values)
@@ -136,6 +142,8 @@ class DraftBatch:
         reference: [R, H] estimates of a frozen reference drafter on the same inputs, or None.
         progress: completed share of the run, 0 to 1; 1 outside training, where schedules have ended.
         step: completed optimizer steps.
+        compiled: whether functions of rows are compiled. Then every position has a row of each step, and the number of
+            positions and of chains is one of few.
     """
 
     estimates: Tensor
@@ -147,6 +155,7 @@ class DraftBatch:
     reference: Tensor | None = None
     progress: float = 1.0
     step: float = math.inf
+    compiled: bool = False
 
     @property
     def weights(self) -> Tensor:
