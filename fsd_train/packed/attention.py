@@ -74,7 +74,8 @@ def _by_span(
     pieces = mask.pieces if len(steps[0]) > 1 else [[size for step in mask.pieces for size in step]]
     # split, since the gradient of a slice is as large as the whole
     keys, values = (
-        [piece for step, sizes in zip(each, pieces, strict=True) for piece in step.split(sizes, dim=2)] for each in steps
+        [piece for step, sizes in zip(each, pieces, strict=True) for piece in step.split(sizes, dim=2)]
+        for each in steps
     )
     parts = query.split([span.queries.stop - span.queries.start for span in mask.spans], dim=2)
     for q, span, visible in zip(parts, mask.spans, mask.span_masks(window), strict=True):
