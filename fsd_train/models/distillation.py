@@ -26,6 +26,7 @@ from fsd_train.models.compiled import CompiledLayers
 from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
+from fsd_train.models.work import Operations
 from fsd_train.packed import TextMask, read_packed, reads_packed_rows
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
@@ -120,6 +121,10 @@ class DistillationModule(RunModule, ABC):
 
         A batch without any runs as well, with zero gradients, because other ranks may wait for this one's weights.
         """
+
+    @abstractmethod
+    def operations(self, batch: dict[str, Any]) -> Operations:
+        """Return the floating-point operations of a training batch (:mod:`fsd_train.models.work`)."""
 
     def _answer_counts(self, option: str) -> Tensor:
         """Count each id in the training answers: [V]. Raises DataError, which names the option, if it is impossible."""

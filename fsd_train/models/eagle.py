@@ -25,6 +25,7 @@ from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.start import choose, choose_draft_ids, continue_from, initialise_from
 from fsd_train.models.unroll import Plan, plan_chains, unroll
+from fsd_train.models.work import Operations, head_operations
 from fsd_train.packed import TextMask
 from fsd_train.types import NonNegativeFloat, PositiveInt, Share
 
@@ -187,6 +188,9 @@ class EagleModule(DistillationModule):
             reference=self._reference_estimates(embeds, raw, text, plan),
             compiled=slots,
         )
+
+    def operations(self, batch: dict[str, Any]) -> Operations:
+        return head_operations(self, batch, self.unroll_steps)
 
     def _inputs(self, head: EagleHead, features: Tensor) -> Tensor:
         """Return those of the target's features [1, M, F] that a head reads, in the precision of the weights."""

@@ -28,6 +28,7 @@ from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.small_lm import LogitsHead, SmallLM
 from fsd_train.models.start import choose_draft_ids
 from fsd_train.models.unroll import plan_positions
+from fsd_train.models.work import Operations, lm_operations
 from fsd_train.packed import TextMask, read_packed, reads_packed_rows
 from fsd_train.types import PositiveFloat, PositiveInt, ShareOrNone
 
@@ -165,6 +166,9 @@ class LMModule(DistillationModule):
             reference=self._reference_logits(ids, text, places),
             compiled=slots,
         )
+
+    def operations(self, batch: dict[str, Any]) -> Operations:
+        return lm_operations(self, batch)
 
     def _logits(self, ids: Tensor, text: TextMask, places: Tensor) -> Tensor:
         with self._compiled(self.head.layers if reads_packed_rows(self.head.hidden, self.head.causal_lm) else ()):
