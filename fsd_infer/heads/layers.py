@@ -135,7 +135,7 @@ def run_layers(
 ) -> Tensor:
     """Run x [B, M, H] through decoder layers, with the rotary ``angles`` of ``positions`` [B, M]."""
     for layer in layers:
-        given = {cache_argument(type(layer)): cache}
+        given = {} if cache is None else {cache_argument(type(layer)): cache}
         x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles, **given)
         x = x[0] if isinstance(x, tuple) else x
     return x

@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tqdm import tqdm
 
 from fsd_core.errors import DataError
 from fsd_core.files import open_safetensors, read_json, replacing, write_json
-from fsd_infer.targets.prefixes import Prefix
+from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.targets.target import Target
 from fsd_train.data.sampler import PackingSampler
 from fsd_train.packed import TextMask, read_packed
@@ -180,15 +179,14 @@ def _opened(directory: Path, target: Target) -> FeatureStore:
     return held
 
 
-class FeatureRecorder:
-    """Recorder of features while the target answers, which saves a second pass over the answers.
+class FeatureRecorder(Callback):
+    """Keeps the features that the target makes while it answers, which saves a second pass over the answers.
 
-    It takes the place of a prefix cache (:mod:`fsd_infer.targets.prefixes`) that finds nothing and receives every
-    finished text. The target never reads a text's last token, whose features no loss needs; they repeat the previous
-    token's.
+    It is a callback of each request, see :meth:`of`. The target never reads a text's last token, whose features no loss
+    needs; they repeat the previous token's.
 
     Args:
-        target: the target whose ``prefixes`` it replaces.
+        target: the target that answers.
         directory: directory of the cache; :func:`cache_features` can complete it after a killed run.
 
     Raises:
@@ -196,33 +194,36 @@ class FeatureRecorder:
     """
 
     def __init__(self, target: Target, directory: str | Path) -> None:
-        self.target, self.directory = target, Path(directory)
+        self.directory = Path(directory)
         self._held = _opened(self.directory, target)
-        self._read: list[Prefix] = []
-        target.prefixes = self  # type: ignore[assignment]
+        self._prompts: Sequence[Sequence[int]] = ()
+        self._read: dict[int, list[Tensor]] = {}
 
-    gives_back = False
+    def of(self, prompts: Sequence[Sequence[int]]) -> FeatureRecorder:
+        """Begin a request with these prompts, and return the callback for it."""
+        self._prompts, self._read = prompts, {}
+        return self
 
-    def find(self, prompt: Sequence[int], key: Hashable) -> None:
-        return None
+    def on_round(self, report: RoundReport) -> None:
+        counts = (report.verdict.accepted + 1).tolist()
+        if report.phase == "prefill":
+            counts = [len(self._prompts[number]) for number in report.numbers]
+        for number, features, count in zip(report.numbers, report.tensors.features, counts, strict=True):
+            self._read.setdefault(number, []).append(features[:count].clone())
 
-    def store(self, text: Prefix) -> None:
-        self._read.append(replace(text, states={}))
-
-    def save(self, texts: Sequence[Sequence[int]]) -> None:
-        """Write one shard with those whole texts whose features were stored since the last call."""
-        found = {tuple(text.tokens.tolist()): text.features for text in self._read}
-        self._read = []
+    def save(self, answers: Sequence[Sequence[int]]) -> None:
+        """Write one shard with the texts of the request, given its answers in the prompts' order."""
         rows: dict[str, Tensor] = {}
-        for ids in texts:
-            features = found.get(tuple(ids[:-1]), found.get(tuple(ids)))
-            if features is not None and sequence_key(ids) not in self._held:
+        for number, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
+            ids = [*prompt, *answer]
+            if sequence_key(ids) not in self._held:
+                features = torch.cat(self._read[number])[: len(ids)]  # the last round may read beyond the answer's end
                 last = features[-1:].expand(len(ids) - len(features), -1)
                 rows[sequence_key(ids)] = torch.cat([features, last]).to(torch.bfloat16).cpu()
-        if not rows:
-            return
-        check_disk(self.directory, sum(row.nbytes for row in rows.values()))
-        _save_shard(self.directory, rows)
+        self._read = {}
+        if rows:
+            check_disk(self.directory, sum(row.nbytes for row in rows.values()))
+            _save_shard(self.directory, rows)
 
 
 def _write_shard(target: Target, texts: _Texts, directory: Path, batch_tokens: int, bar: Any) -> None:

@@ -113,9 +113,13 @@ class Rows:
     chain_total: Tensor
 
     def to(self, device: torch.device) -> Rows:
-        """Copy to a device without waiting for it."""
-        names = (*("position", "feature", "step", "weight", "chains", "stands_for"), "total", "chain_total")
-        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
+        """Copy to a device without waiting for it: integers in one transfer, other numbers in another."""
+        moved: dict[str, Any] = {}
+        for names in (("position", "feature", "step", "chains"), ("weight", "stands_for", "total", "chain_total")):
+            values = [getattr(self, name) for name in names]
+            flat = to_device(torch.cat([value.flatten() for value in values]), device)
+            parts = flat.split([value.numel() for value in values])
+            moved |= {name: part.view(value.shape) for name, part, value in zip(names, parts, values, strict=True)}
         return replace(self, **moved)
 
     @property

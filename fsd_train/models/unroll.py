@@ -106,7 +106,7 @@ def unroll(
         source, positions = outputs[0].index_select(1, at), text.positions.index_select(1, at)
         for step in range(1, steps):
             here = embeds.index_select(1, (at + step).clamp_max(embeds.shape[1] - 1))  # [1, K, E]
-            source = head(here, source, positions + step, attention_mask=text.chains(roots, step))
+            source = head(here, source, positions + step, attention_mask=text.chains(roots, step, at))
             outputs.append(source)  # [1, K, H]
     return outputs
 

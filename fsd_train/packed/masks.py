@@ -6,9 +6,10 @@ and FlexAttention's block mask.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -195,11 +196,19 @@ class TextMask(PackedMask):
 
     def begin(self) -> TextMask:
         """Return this mask for step 0 of chains, whose keys and values their later steps see."""
-        return replace(self, earlier=Earlier())
+        mask = copy.copy(self)
+        vars(mask)["earlier"] = Earlier()
+        return mask
 
-    def chains(self, roots: Tensor, step: int) -> ChainMask:
-        """Return the mask of step ``step`` ≥ 1 of the chains with these roots [K], ascending, in host memory."""
-        return ChainMask(self.lengths, self.device, roots, step, earlier=self.earlier)
+    def chains(self, roots: Tensor, step: int, at: Tensor | None = None) -> ChainMask:
+        """Return the mask of step ``step`` ≥ 1 of the chains with these roots [K], ascending, in host memory.
+
+        ``at`` is a copy of the roots on the row's device, if there is one.
+        """
+        mask = ChainMask(self.lengths, self.device, roots, step, earlier=self.earlier)
+        known = {"begins": self.begins, "_begins": self._begins, "_roots": at}
+        vars(mask).update({name: value for name, value in known.items() if value is not None})
+        return mask
 
 
 @dataclass(frozen=True)
