@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -190,6 +191,6 @@ class AnswersDataModule(LightningDataModule):
         sampler = PackingSampler(rows.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
         return ResumableLoader(
             rows, sampler, lambda: int(getattr(trainer, "accumulate_grad_batches", 1)),
-            collate_fn=partial(collate, size=tokens), num_workers=workers,
+            lambda: float(getattr(trainer, "num_training_batches", math.inf)), collate_fn=partial(collate, size=tokens), num_workers=workers,
             pin_memory=on_cuda if self.pin_memory is None else self.pin_memory, persistent_workers=workers > 0,
         )  # fmt: skip
