@@ -36,6 +36,7 @@ VERSION = 2
 _WEIGHTS = "weights_sha256"  # in the header's target
 _CHECKSUM = "sha256"  # in a shard's metadata
 _AGAIN = "Delete it, and run `fsd-train cache-features` again."
+SHARD_TOKENS = 65536
 _DISK_RESERVE = 256 * 2**20  # bytes to keep free
 _Texts = Mapping[str, Sequence[int] | Tensor]  # token ids by key
 
@@ -65,7 +66,14 @@ class FeatureStore:
         self._whole: set[Path] = set()  # checked shards, which data workers inherit
         self._open: dict[Path, dict[str, Any]] = {}
         self._pid = os.getpid()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Find shards that were written since. Raises DataError for a damaged one."""
+        known = set(self._shards.values())
         for path in _shard_files(self.directory):
+            if path in known:
+                continue
             with open_safetensors(path, _AGAIN, DataError) as file:
                 for key in file.keys():
                     self._shards[key], self._lengths[key] = path, file.get_slice(key).get_shape()[0]
@@ -121,7 +129,7 @@ def cache_features(
     sequences: Sequence[Sequence[int] | Tensor],
     directory: str | Path,
     *,
-    shard_tokens: int = 65536,
+    shard_tokens: int = SHARD_TOKENS,
     batch_tokens: int = 2048,
     max_tokens: int | None = None,
     progress: bool = True,
@@ -141,7 +149,7 @@ def cache_features(
         DataError: the cache has another target or other layers, or the disk lacks space.
     """
     directory = Path(directory)
-    held = _opened(directory, target)
+    held = open_cache(directory, target)
     todo: dict[str, Sequence[int] | Tensor] = {}
     total = held.tokens
     for ids in sequences:
@@ -163,7 +171,7 @@ def cache_features(
     return FeatureStore(directory)
 
 
-def _opened(directory: Path, target: Target) -> FeatureStore:
+def open_cache(directory: Path, target: Target) -> FeatureStore:
     """Open or create a cache. Raises DataError if it has another target or other layers."""
     directory.mkdir(parents=True, exist_ok=True)
     header, layers = directory / "index.json", list(target.captured_layers)
@@ -195,7 +203,7 @@ class FeatureRecorder(Callback):
 
     def __init__(self, target: Target, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._held = _opened(self.directory, target)
+        self._held = open_cache(self.directory, target)
         self._prompts: Sequence[Sequence[int]] = ()
         self._read: dict[int, list[Tensor]] = {}
 
@@ -223,7 +231,7 @@ class FeatureRecorder(Callback):
         self._read = {}
         if rows:
             check_disk(self.directory, sum(row.nbytes for row in rows.values()))
-            _save_shard(self.directory, rows)
+            save_shard(self.directory, rows)
 
 
 def _write_shard(target: Target, texts: _Texts, directory: Path, batch_tokens: int, bar: Any) -> None:
@@ -236,10 +244,10 @@ def _write_shard(target: Target, texts: _Texts, directory: Path, batch_tokens: i
         parts = out[0].to(torch.bfloat16).cpu().split(mask.lengths)
         rows.update({keys[row]: made.clone() for row, made in zip(batch, parts, strict=True)})
         bar.update(sum(mask.lengths))
-    _save_shard(directory, rows)
+    save_shard(directory, rows)
 
 
-def _save_shard(directory: Path, rows: Mapping[str, Tensor]) -> None:
+def save_shard(directory: Path, rows: Mapping[str, Tensor]) -> None:
     """Write the features [M, F] of whole sequences by key; deleted damaged shards leave gaps in the numbers."""
     numbers = [int(path.stem.removeprefix("shard-")) for path in _shard_files(directory)]
     path = directory / f"shard-{1 + max(numbers, default=-1):05d}.safetensors"

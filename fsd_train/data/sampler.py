@@ -198,6 +198,7 @@ class ResumableLoader(DataLoader[Any]):
         sampler: the order.
         accumulate: returns the number of batches per optimizer step.
         limit: returns the number of batches after which Trainer ends an epoch.
+        renew: called at the begin of each pass.
         options: options of DataLoader.
     """
 
@@ -207,15 +208,17 @@ class ResumableLoader(DataLoader[Any]):
         sampler: PackingSampler,
         accumulate: Callable[[], int] = lambda: 1,
         limit: Callable[[], float] = lambda: math.inf,
+        renew: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
-        self.order, self._accumulate, self._limit = sampler, accumulate, limit
+        self.order, self._accumulate, self._limit, self._renew = sampler, accumulate, limit, renew
         self._given = 0  # batches of the epoch so far, those before a resume included
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # a generator, since Trainer asks for the iterator before it sets the epoch
         self._given = self.order.skip
+        self._renew()
         for batch in super().__iter__():
             self._given += 1
             if self.order.shuffle:

@@ -19,6 +19,8 @@ from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import check_target, check_weights, source_of, target_record
 from fsd_train.data.features import FeatureStore
+from fsd_train.data.packs import on_host
+from fsd_train.data.recording import FeatureWriter
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
 from fsd_train.losses.base import Rows
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
@@ -200,6 +202,8 @@ class DistillationModule(RunModule, ABC):
         self.configure_model()
         if hasattr(self._datamodule, "check"):
             self._datamodule.check(self.target.vocab_size, self.target.max_positions)
+        if hasattr(self._datamodule, "begin_recording"):
+            self._datamodule.begin_recording(self.target)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -265,7 +269,12 @@ class DistillationModule(RunModule, ABC):
         if self.compiles and not self.target_kwargs and reads_packed_rows(target.features, target.model):
             layers = target.layers(range(int(target.config.num_hidden_layers)))
         with self._compiled(layers):
-            return read_packed(target.features, target.model, batch["input_ids"], text)
+            features = read_packed(target.features, target.model, batch["input_ids"], text)
+        writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
+        if writer is not None and self.training:
+            texts = on_host(batch, "input_ids")[0].split(batch["lengths"].tolist())
+            writer.add(texts[: len(batch["ids"])], features)
+        return features
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         drafts = self.draft(batch, self.unroll_steps)

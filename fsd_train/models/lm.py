@@ -115,6 +115,8 @@ class LMModule(DistillationModule):
         """Build the model. Raises DataError if the rows hold ids that the drafter's embedding lacks."""
         if self.lora is not None and self._attached and callbacks_of(self._attached, WeightAveraging):
             raise DataError("weight averaging does not support lora. Omit the callback or model.lora.")
+        if self.on_policy and getattr(self._datamodule, "record_features", None) is not None:
+            raise DataError("record_features keeps features of fixed answers, but on_policy samples others. Unset one.")
         super().setup(stage)
         embedded = int(self.head.causal_lm.get_input_embeddings().weight.shape[0])
         data = self._datamodule
