@@ -198,8 +198,9 @@ class TokenRate(Callback):
         self._tokens += mask.numel()
         self._padding += sum(batch["lengths"].tolist()[len(batch["ids"]) :])
         peak = _peak(pl_module.device)
-        if peak is not None and hasattr(pl_module, "operations"):
-            self._operations += sum(pl_module.operations(batch).values())
+        operations: Any = getattr(pl_module, "operations", None)
+        if peak is not None and operations is not None:
+            self._operations += sum(operations(batch).values())
         if len(self._seconds) >= self.window:
             seconds = self.window * max(statistics.median(self._seconds), 1e-9)
             pl_module.log("tokens_per_s", self._answers * trainer.world_size / seconds, prog_bar=True)

@@ -73,7 +73,7 @@ def default_chunk_size(device: str, vocabulary: int) -> int:
 
 def many_shapes() -> AbstractContextManager[Any]:
     """Let torch.compile make kernels for more than its usual eight shapes of a function."""
-    return torch._dynamo.config.patch(recompile_limit=SHAPES)  # type: ignore[no-any-return]
+    return torch._dynamo.config.patch(recompile_limit=SHAPES)
 
 
 @dataclass(frozen=True)

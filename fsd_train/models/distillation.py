@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -265,7 +265,8 @@ class DistillationModule(RunModule, ABC):
                 "a batch has no cached features, and the target was loaded without its layers. Set data.features to "
                 "null, or cache the features of all rows."
             )
-        target, layers = self.target, ()
+        target = self.target
+        layers: Sequence[nn.Module] = ()
         if self.compiles and not self.target_kwargs and reads_packed_rows(target.features, target.model):
             layers = target.layers(range(int(target.config.num_hidden_layers)))
         with self._compiled(layers):
