@@ -128,3 +128,30 @@ def test_settings_that_exclude_compiled_steps(options: dict[str, Any], says: str
     module = eagle_module(toys, compile=True, **options)
     with pytest.raises(DataError, match=f"model.compile is true, but model.{says}"):
         module.setup("fit")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("loss", ["kl_pq", "fsd"])
+def test_compiled_steps_on_cuda(loss: str, half: bool, toys: Path) -> None:
+    """The default there. They have the values of plain steps, and wait for nothing."""
+    device = torch.device("cuda")
+    module = ready(eagle_module(toys, loss=loss, unroll_steps=3, **HEADS[1]))
+    module.target.capture_layers(HEADS[1]["head"]["fused_layers"])
+    module.to(device)
+    module.target.model.to(device)
+    assert module.compiles
+    batch: Any = answers_of(toys).on_before_batch_transfer(packs(toys, range(6))[0], 0)
+    batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    with torch.autocast("cuda", torch.bfloat16, enabled=half):
+        (found, _), (expected, _) = (step_of(module, batch, compiled) for compiled in (True, False))
+        step_of(module, batch, True)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            module.loss(module.draft(batch, module.unroll_steps)).loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found, expected = (
+        {name: value for name, value in each.items() if name != "agreement"} for each in (found, expected)
+    )
+    torch.testing.assert_close(found, expected, atol=3e-2 if half else 1e-4, rtol=5e-2 if half else 1e-3)
