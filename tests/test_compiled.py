@@ -151,7 +151,5 @@ def test_compiled_steps_on_cuda(loss: str, half: bool, toys: Path) -> None:
             module.loss(module.draft(batch, module.unroll_steps)).loss.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found, expected = (
-        {name: value for name, value in each.items() if name != "agreement"} for each in (found, expected)
-    )
+    del found["agreement"], expected["agreement"]  # ties
     torch.testing.assert_close(found, expected, atol=3e-2 if half else 1e-4, rtol=5e-2 if half else 1e-3)
