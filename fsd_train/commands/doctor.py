@@ -56,7 +56,7 @@ class Doctor:
         self, target: Target, head: EagleHead, rows: Sequence[dict[str, Any]], max_length: int = MAX_LENGTH
     ) -> None:
         self.target, self.head = target, head.to(target.device)
-        self.max_length = min(max_length, target.max_positions or max_length)
+        self.max_length = min(max_length, target.fixed_positions or max_length)
         count = int(target.config.num_hidden_layers)
         near = {n + d for n in head.config.fused_layers for d in (-1, 0, 1)} | {count - 1}
         target.capture_layers([number for number in sorted(near) if 0 <= number < count])

@@ -186,7 +186,7 @@ class DistillationModule(RunModule, ABC):
             )
         self.configure_model()
         if hasattr(self._datamodule, "check"):
-            self._datamodule.check(self.target.vocab_size, self.target.max_positions)
+            self._datamodule.check(self.target.vocab_size, self.target.fixed_positions)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

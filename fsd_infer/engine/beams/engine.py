@@ -80,7 +80,7 @@ class _Beams:
         self, target: Target, drafter: Drafter, request: Request, config: GenerationConfig, options: BeamOptions
     ) -> None:
         self.beams = config.num_beams or 1
-        limits = check_prompts(target, request.prompts, request.max_new_tokens)
+        limits = check_prompts(target, request.prompts, request.max_new_tokens, target.reads_again)
         self.target, self.drafter, self.request = target, drafter, request
         self.device = target.device
         self.sampled = not request.greedy
