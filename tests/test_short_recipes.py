@@ -97,13 +97,10 @@ def test_the_same_keys_are_options(tmp_path: Path) -> None:
     words, modules = written_out(["--config", recipe, "--output_dir", "runs/other", "--import=mine", "--strict"])
     assert words[2:] == ["--data.strict=true"] and modules == ["mine"]
     assert yaml.safe_load(words[1])["trainer"]["default_root_dir"] == "runs/other"
-    for wrong, said in (
-        ({"output_dir": 3}, "is a path"),
-        ({"num_epochs": 0}, "at least 1"),
-        ({"save_steps": 2}, "needs"),
-    ):
+    mistakes = (("output_dir", 3, "is a path"), ("num_epochs", 0, "at least 1"), ("save_steps", 2, "needs output_dir"))
+    for key, wrong, said in mistakes:
         with pytest.raises(FsdError, match=said):
-            expanded(wrong)
+            expanded({key: wrong})
 
 
 def test_a_warm_up_by_share_ends_there() -> None:

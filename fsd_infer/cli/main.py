@@ -124,7 +124,10 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         output,
         ("--stream", "print words as they come"),
         ("--json", "print one record: text, tokens, their sources, statistics"),
-        ("--show-accepted", "mark each token's source: target, draft, gate"),
+        (
+            "--show-accepted",
+            "colour tokens by who wrote them, on a terminal as they come: target, drafter, lossy rule",
+        ),
     )
     output.add_argument("--html", metavar="FILE", help="write a page: tokens by source, draft trees, time per round")
     parser.add_argument(

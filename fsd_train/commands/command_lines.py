@@ -196,6 +196,7 @@ _QUICKSTART: Options = {
     },
     "--prompts": _count(12, "number of prompts to decode"),
     "--max-new-tokens": _count(64, "tokens of each answer"),
+    "--details": {"action": "store_true", "help": "print all tables of the benchmark, not only the first columns"},
 }  # fmt: skip
 
 
