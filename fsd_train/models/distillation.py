@@ -17,6 +17,7 @@ from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import check_target, check_weights, source_of, target_record
 from fsd_train.data.features import FeatureStore
+from fsd_train.data.serving import warn_of_differences
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
 from fsd_train.losses.base import Rows
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
@@ -187,6 +188,8 @@ class DistillationModule(RunModule, ABC):
         self.configure_model()
         if hasattr(self._datamodule, "check"):
             self._datamodule.check(self.target.vocab_size, self.target.fixed_positions)
+            if stage == "fit" and self.trainer.is_global_zero:
+                warn_of_differences(self._datamodule.train_files, self.target.tokenizer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
