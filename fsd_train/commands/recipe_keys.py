@@ -122,8 +122,9 @@ def _unknown(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     parts = {"": recipe, "trainer": recipe.get("trainer"), "data": recipe.get("data"), f"model.{kind}": options}
     parts["model.head"] = options.get("head") if kind == "EagleModule" else None
     for section, values in parts.items():
-        known = keys_of(section) if isinstance(values, Mapping) and "class_path" not in values else None
-        if known is not None:
+        if not isinstance(values, Mapping) or "class_path" in values:
+            continue
+        if (known := keys_of(section)) is not None:
             named = section if section in ("", "trainer", "data", "model.head") else "model"
             yield from ((named, str(key)) for key in values if key not in known)
 

@@ -42,10 +42,10 @@ def differences(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[str]:
             differing.append((ids, ours))
     said = []
     if differing:
-        given, ours = (_parting(pair, tokenizer) for pair in (differing[0], differing[0][::-1]))
+        theirs, made = (_parting(pair, tokenizer) for pair in (differing[0], differing[0][::-1]))
         said.append(
             f"{len(differing)} of {compared} prompts are not what this target's chat template makes of their messages: "
-            f"{given!r}, in serving {ours!r}. Regenerate the answers, or serve with the template and system prompt of "
+            f"{theirs!r}, in serving {made!r}. Regenerate the answers, or serve with the template and system prompt of "
             "the data."
         )
     said += [
