@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from fsd_bench import commands
+from fsd_core.completion import HELP, add_completion, commands_of, script
 from fsd_core.console import Parser, run_parsed
 from fsd_core.options import (
     add,
@@ -49,9 +50,16 @@ def build_parser() -> argparse.ArgumentParser:
         (commands.estimate, _estimate_options, "compute memory and the least time of a round on GPUs from a config"),
         (commands.board, _board_options, "write one page of many records: filters, intervals, commands"),
         (commands.skip_layers, _skip_options, "find layers that a drafter made from the target can skip"),
+        (completion, add_completion, HELP.replace("PROGRAM", "fsd-bench")),
     )
     add_commands(parser, table, common)
     return parser
+
+
+def completion(args: argparse.Namespace) -> int:
+    """Run `fsd-bench completion`."""
+    print(script("fsd-bench", args.shell, commands_of(build_parser())), end="")
+    return 0
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
@@ -183,6 +191,7 @@ def _worth_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "--limit", default=16, help="take N prompts, evenly spread")
     add(parser, "--max-new-tokens", default=96)
     parser.add_argument("--rules", default="", metavar="RULE,...", help="rules to forecast beside the usual ones")
+    add_flags(parser, ("--details", "print the tables of all rules, not only what is recommended"))
     add(parser, "--json", help="write forecast and environment to FILE")
     add_models(parser)
 

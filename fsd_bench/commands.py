@@ -117,7 +117,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def worth(args: argparse.Namespace) -> int:
     """Run `fsd-bench worth`."""
-    from fsd_bench.worth.run import WorthOptions, worth_text
+    from fsd_bench.worth.run import WorthOptions, brief_text, worth_text
     from fsd_bench.worth.run import worth as run_worth
     from fsd_infer.decoder.models import model_options
 
@@ -126,7 +126,7 @@ def worth(args: argparse.Namespace) -> int:
     named = picked(args, "prompts temperature limit max_new_tokens raw seed strict")
     options = WorthOptions(rules=words(args.rules), **named, **model_options(args))
     found, facts = run_worth(options, progress=True)
-    print(worth_text(found))
+    print(worth_text(found) if args.details else brief_text(found, options))
     if record is not None:
         write_json(record, jsonable(facts), indent=1)
         print(f"record: {record}", file=sys.stderr)

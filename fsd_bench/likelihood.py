@@ -52,18 +52,22 @@ def log_likelihoods(
     target.check_lm_head()
     results = [(0.0, 0)] * len(pairs)
     with tqdm(total=len(pairs), desc="log-likelihood", unit="answer", disable=not progress) as bar:
-        for batch in _batches([len(prompt) + len(answer) - 1 for prompt, answer in pairs], batch_tokens):
+        lengths = [len(prompt) + len(answer) - 1 for prompt, answer in pairs]
+        for batch in _batches(lengths, batch_tokens, target.angles.fixed):
             for index, scored in zip(batch, _batch(target, [pairs[index] for index in batch]), strict=True):
                 results[index] = scored
             bar.update(len(batch))
     return results
 
 
-def _batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Return indices in batches of ascending length whose padded size is at most ``tokens``."""
+def _batches(lengths: Sequence[int], tokens: int, most: int | None) -> list[list[int]]:
+    """Return indices in batches of ascending length whose padded size is at most ``tokens``.
+
+    Texts longer than ``most`` go alone: their length decides the angles of all tokens of a forward.
+    """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
-        if batches and (len(batches[-1]) + 1) * lengths[index] <= tokens:
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= tokens and (most is None or lengths[index] <= most):
             batches[-1].append(index)
         else:
             batches.append([index])

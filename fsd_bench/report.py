@@ -53,6 +53,20 @@ def bench_table(record: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def brief_table(record: dict[str, Any]) -> str:
+    """Return one table of five columns: what a method gains, and what it costs."""
+    first = record["baseline"]
+    headers = ["method", "tok/s", f"x {first}", "tokens per forward", "nats per token"]
+    rows = []
+    for name, facts in record["methods"].items():
+        ratio = record["ratios"][first].get(name)
+        times = "1" if ratio is None else number(ratio["tokens_per_second"]["median"])
+        spent = facts["divergence_spent"]
+        nats = None if spent is None else spent / max(facts["answer_tokens"], 1)
+        rows.append([name, number(facts["tokens_per_second"], 1), times, number(facts["tau"]), number(nats, 3)])
+    return table(headers, rows)
+
+
 def _speed_table(record: dict[str, Any]) -> str:
     headers = ["method", "tok/s", "decode tok/s", "s/answer", "prefill s"]
     headers += [f"x {baseline} [95 %]" for baseline in record["ratios"]]

@@ -169,6 +169,11 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Add what every command takes."""
     add_flags(parser, ("--debug", "show tracebacks and the libraries' own messages"))
+    add_import(parser)
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Add --import."""
     parser.add_argument(
         "--import", action="append", dest="imports", metavar="MODULE",
         help="import a module first, which registers a rule or drafter of your own; may be given several times",

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from fsd_core.console import BAD_INPUT, needed, run
+from fsd_core.console import BAD_INPUT, load_plugins, needed, run
 from fsd_core.errors import UnknownNameError
 from fsd_core.registry import did_you_mean
 from fsd_train.commands.command_lines import COMMANDS, PARSERS
+from fsd_train.commands.recipe_keys import check
 
 HELP = {
     "fit": "Train a head: fsd-train fit --config recipes/smollm2-135m.yaml.",
@@ -50,9 +51,11 @@ def _command(name: str, words: list[str]) -> int:
         raise UnknownNameError(f"unknown command {name!r}.{did_you_mean(name, HELP)} Known: {', '.join(HELP)}.")
     if name in PARSERS:
         args = PARSERS[name]().parse_args(words)  # --help and mistakes end here, before heavy imports
+        load_plugins(getattr(args, "imports", None) or ())
         return int(importlib.import_module(f"fsd_train.commands.{name.replace('-', '_')}").main(args))
     for package in ("lightning", "jsonargparse"):
         needed(package)
+    check(words)
     from fsd_train.commands import fit  # Lightning parses the options of fit and validate
 
     if words not in (["--help"], ["-h"]):

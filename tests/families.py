@@ -112,7 +112,7 @@ def options_of(head: EagleHead) -> dict[str, Any]:
 
 def tiny_model(family: str, seed: int = 0, scale: float = 4.0, **options: Any) -> Any:
     """A random fp32 model; weights are scaled up so that its distributions are peaked and its answers varied."""
-    config = AutoConfig.for_model(family, **{**_COMMON, **{**FAMILIES, **RECURRENT}[family], **options})
+    config = AutoConfig.for_model(family, **{**_COMMON, **{**FAMILIES, **RECURRENT}.get(family, {}), **options})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config)).eval()

@@ -17,7 +17,7 @@ from fsd_bench.base import Turn
 from fsd_bench.cli import main
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.record import BenchPrompt
-from fsd_bench.report import bench_table
+from fsd_bench.report import bench_table, brief_table
 from fsd_bench.runs import Job, RunFile
 from fsd_bench.server import Server
 from fsd_infer import FsdError, Target, TreeShape
@@ -87,6 +87,10 @@ def test_greedy_exact_methods_agree_token_for_token(record: dict[str, Any]) -> N
     table = bench_table(record)
     speeds = table[table.index("speed") :].splitlines()
     assert [line.split()[0] for line in speeds[3:8]] == METHODS
+    brief = brief_table(record).splitlines()
+    assert brief[0].split("  ")[0] == "method" and len(brief) == 2 + len(METHODS) and max(map(len, brief)) < 80
+    spent = lossy["divergence_spent"] / lossy["answer_tokens"]
+    assert brief[2 + METHODS.index("fuzzy:js:0.3")].split()[-2:] == [f"{lossy['tau']:.2f}", f"{spent:.3f}"]
 
 
 def made(tokens: int, forwards: int, seconds: float, prefill: float) -> TimedRun:

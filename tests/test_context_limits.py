@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import MoshiConfig, MoshiForCausalLM
 
-from fsd_core.errors import ContextLengthError, ModelLoadError
+from fsd_bench.likelihood import mean_log_likelihoods
+from fsd_core.errors import ModelLoadError
 from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
-from fsd_infer.drafters import LookupDrafter
-from tests.families import WINDOW, noisy_model, reference, tiny_model, tiny_prompts
+from fsd_infer.targets.prefixes import PrefixCache
+from tests.families import WINDOW, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts
 
 ORIGINAL = 24
 LONG = {
@@ -20,41 +21,70 @@ LONG = {
     "original_max_position_embeddings": ORIGINAL, "rope_theta": 1e4,
 }  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-CHANGING: list[tuple[str, Any, int]] = [("phi3", LONG, 64), ("llama", LONG, 64), ("llama", DYNAMIC, ORIGINAL)]
+PHI: dict[str, Any] = {"sliding_window": None, "original_max_position_embeddings": ORIGINAL}
+CHANGING: dict[str, tuple[str, dict[str, Any], int]] = {
+    "phi3": ("phi3", LONG, 64),
+    "phimoe": ("phimoe", {**LONG, "short_mscale": 1.2, "long_mscale": 1.4}, 64),
+    "llama-longrope": ("llama", LONG, 64),
+    "llama-dynamic": ("llama", DYNAMIC, ORIGINAL),
+}
 
 
-@pytest.mark.parametrize(("family", "rope", "longest"), CHANGING)
-def test_answers_are_those_of_generate_up_to_the_length_at_which_angles_change(
-    family: str, rope: dict[str, Any], longest: int
-) -> None:
-    kind = rope["rope_type"]
+def changing(kind: str, build: Any = tiny_model) -> Any:
+    """A model whose angles change after ORIGINAL tokens; a fresh one, since dynamic NTK keeps what it has seen."""
+    family, rope, longest = CHANGING[kind]
+    options: dict[str, Any] = {"rope_parameters": dict(rope), "max_position_embeddings": longest}
+    return build(family, **options, **(PHI if family.startswith("phi") else {}))
 
-    def made(build: Any) -> Any:
-        options: dict[str, Any] = {"rope_parameters": dict(rope), "max_position_embeddings": longest}
-        if family == "phi3":
-            options |= {"sliding_window": None, "original_max_position_embeddings": ORIGINAL}
-        return build(family, **options)
 
-    model = made(tiny_model)
-    target = Target(model)
-    assert target.max_positions == ORIGINAL
-    prompts = tiny_prompts((5, 13, 22))
-    draft = Target(made(noisy_model))
+@pytest.mark.parametrize("kind", CHANGING)
+def test_answers_are_those_of_generate_across_the_length_at_which_angles_change(kind: str) -> None:
+    prompts, target, draft = tiny_prompts((5, 22, 23, 24, 25, 30)), Target(changing(kind)), Target(changing(kind))
+    right = [reference(changing(kind), [prompt], max_new_tokens=26)[0] for prompt in prompts]
+    assert any(len(set(answer)) > 4 for answer in right)
     for drafter in (
         NoDrafter(target.vocab_size),
-        LookupDrafter(target.vocab_size),
+        OracleDrafter(target),
         LMDrafter(draft, target, TreeShape(4, 2, 8)),
+        LMDrafter(Target(changing(kind, noisy_model)), target, TreeShape(4, 2, 8)),
     ):
-        for prompt in prompts:
-            with pytest.warns(UserWarning, match=f"end where .* {ORIGINAL} tokens, because its {kind}"):
-                answer = FuzzyDecoder(target, drafter).generate([prompt], max_new_tokens=60, do_sample=False)
-            right = reference(made(tiny_model), [prompt], max_new_tokens=ORIGINAL - len(prompt))[0]
-            assert answer.sequences[0] == right and answer.stats.rows[0].finish_reason == "length"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        FuzzyDecoder(target, NoDrafter(target.vocab_size)).generate([prompts[0]], max_new_tokens=9, do_sample=False)
-    with pytest.raises(ContextLengthError, match=f"{ORIGINAL} because its {kind} positions change beyond that"):
-        FuzzyDecoder(target, NoDrafter(target.vocab_size)).generate([tiny_prompts((30,))[0]], max_new_tokens=9)
+        decoder = FuzzyDecoder(target, drafter)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert decoder.generate(prompts, max_new_tokens=26, do_sample=False).sequences == right
+            alone = decoder.generate([prompts[1]], max_new_tokens=26, do_sample=False)
+        assert alone.sequences[0] == right[1] and (drafter.max_depth == 0 or alone.stats.tau > 1)
+    target.prefixes = PrefixCache(10**7)
+    ends = []
+    for length in (18, 24, 30):  # a text that stays short, one that grows long, and one that begins like it
+        prompt = [*prompts[1], *right[1]][:length]
+        ends.append(FuzzyDecoder(target, NoDrafter(target.vocab_size)).generate([prompt], max_new_tokens=4))
+        assert ends[-1].sequences == reference(changing(kind), [prompt], max_new_tokens=4)
+    assert [end.stats.known_tokens >= 16 for end in ends] == [False, True, False]
+
+
+def test_a_long_row_changes_no_score_of_a_short_one() -> None:
+    rows = [(prompt, prompt[:6]) for prompt in tiny_prompts((30, 12, 40))]
+    for kind in CHANGING:
+        target = Target(changing(kind))
+        alone = [mean_log_likelihoods(Target(changing(kind)), [row])[0] for row in rows]
+        assert mean_log_likelihoods(target, rows) == pytest.approx(alone, abs=1e-5)
+
+
+def test_beams_end_where_a_text_would_be_read_again() -> None:
+    prompt = tiny_prompts((13,))[0]
+    for kind in ("llama-longrope", "llama-dynamic"):
+        made = FuzzyDecoder(Target(changing(kind)), NoDrafter(97)).generate([prompt], max_new_tokens=20, num_beams=2)
+        assert made.sequences == reference(changing(kind), [prompt], max_new_tokens=20, num_beams=2)
+    decoder = FuzzyDecoder(Target(changing("phi3")), NoDrafter(97))
+    with pytest.warns(UserWarning, match=f"beams of .* end where text and answer have {ORIGINAL} tokens"):
+        made = decoder.generate([prompt], max_new_tokens=20, num_beams=2)
+    assert made.sequences == reference(changing("phi3"), [prompt], max_new_tokens=ORIGINAL - 13, num_beams=2)
+
+
+def test_rows_of_training_end_where_angles_change() -> None:
+    for kind in CHANGING:
+        assert Target(changing(kind)).fixed_positions == ORIGINAL
 
 
 def test_a_window_that_only_the_cache_applies_is_refused() -> None:

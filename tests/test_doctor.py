@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -234,5 +235,18 @@ def test_overfitting_names_the_stage_that_loses(world: Path, tmp_path: Path, mon
     found = tmp_path / "found.json"
     assert cli(["doctor", *words, "--overfit", "--json", str(found)]) == 1
     lines = {line["check"]: line for line in json.loads(found.read_text())}
-    assert lines["export"]["ok"] is False and lines["decoding"]["ok"] is False
+    assert lines["export"]["ok"] is False and lines["decoding"]["ok"] is False and "vllm" not in lines
     assert cli(["doctor", *words]) == 2
+    vllm = tmp_path / "python"
+    for accepted, ok in ((40, True), (4, False)):
+        vllm.write_text(
+            f"#!{sys.executable}\nimport json, pathlib, sys\njob = json.loads(pathlib.Path(sys.argv[2]).read_text())\n"
+            "assert pathlib.Path(job['head'], 'config.json').is_file() and job['method'] == 'eagle3', job\n"
+            f"reply = dict(answer=[0] * job['new'], drafts=40, accepted=[{accepted}] * job['drafted'])\n"
+            "pathlib.Path(job['output']).write_text(json.dumps(reply))\n"
+        )
+        vllm.chmod(0o755)
+        monkeypatch.setenv("VLLM_PYTHON", str(vllm))
+        cli(["doctor", *words, "--overfit", "--json", str(found)])
+        (line,) = [line for line in json.loads(found.read_text()) if line["check"] == "vllm"]
+        assert line["ok"] is ok and "accepted by position in vLLM: " in line["says"], line

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import logging
+import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsd_bench.cli import main as fsd_bench
+from fsd_core.text.pieces import token_pieces
 from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer.cli import report
 from fsd_infer.cli.main import main as fsd_infer
 from fsd_infer.request.options import _ARGUMENTS, _HONOURED, NEW_TOKENS, GenerateOptions
 from fsd_train.cli import main as fsd_train
@@ -155,6 +161,25 @@ def test_an_answer_ends_with_two_lines_all_figures_or_none(target: Path) -> None
     assert again == answer and "gate open at" in said.splitlines()[-1] and "prefill" in said
     _, again, said = called(fsd_infer, [*words, "--quiet"])
     assert again == answer and not said
+
+
+def test_tokens_come_in_the_colours_of_who_wrote_them_with_their_rate(decoder: FuzzyDecoder) -> None:
+    drafter, prompt = decoder.load_drafter("lookup"), "the cat sat on the mat the cat sat on the mat"
+    for width, colour in ((400, True), (400, False), (4, True)):
+        stream, ticks = io.StringIO(), itertools.count(0.0)
+        live = report.LiveTokens(decoder.tokenizer, stream, colour, width, clock=partial(next, ticks))
+        made = decoder.generate(prompt, "tilted:4", drafter=drafter, callbacks=[live], max_new_tokens=32)
+        live.end()
+        pieces, sources = token_pieces(decoder.tokenizer, made.sequences[0]), made.records[0].sources
+        assert set(sources) > {0}
+        figures = re.findall(r"\x1b\[2m  (\S+) tok/s(?:, tau (\S+))?\x1b\[0m\x1b\[\d+D", stream.getvalue())
+        shown = re.sub(r"\x1b\[2m[^\x1b]*\x1b\[0m\x1b\[\d+D|\x1b\[K", "", stream.getvalue())
+        assert shown == report.show_accepted(pieces, sources, colour) + "\n"
+        assert bool(figures) == (width > 4)
+        if figures:
+            rounds = 1 + made.stats.target_forwards
+            assert figures[-1] == (f"{made.stats.new_tokens / rounds:.1f}", f"{made.stats.tau:.2f}")
+    assert report.columns("a漢e\u0301") == 4
 
 
 OWN_RULE = """

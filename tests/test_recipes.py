@@ -18,6 +18,7 @@ from fsd_infer import FuzzyDecoder
 from fsd_infer.heads.formats import read_config
 from fsd_train.cli import main as cli
 from fsd_train.commands.new_recipe import recipe_for
+from fsd_train.commands.short_recipe import expanded
 from tests.families import reference, tiny_model
 from tests.text_toys import tiny_tokenizer, write_rows
 from tests.train_toys import logged
@@ -82,6 +83,7 @@ def small_config(recipe: Path, target: Path, answers: Path, out: Path) -> Path:
 
 def shortened(config: dict[str, Any], out: Path) -> Path:
     """The configuration with callbacks that act every second step and decode little; written to ``out``."""
+    config = expanded(config)
     for callback in config["trainer"]["callbacks"]:
         if "every_n_train_steps" in callback.get("init_args", {}):
             callback["init_args"]["every_n_train_steps"] = 2

@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fsd_core.errors import FsdError
 from fsd_core.openai_client import EXTENSIONS, UNSHAPED
-from fsd_core.text.encoding import encode_chat
+from fsd_core.text.encoding import encode_chat, encode_text
 from fsd_infer import FuzzyDecoder
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from fsd_train.commands.regenerate import AnswerFile
 from fsd_train.data.backends import EndpointBackend, Job
 from fsd_train.data.features import FeatureStore, sequence_key
+from fsd_train.data.serving import differences
 from tests.families import reference
 from tests.openai_server import replying
 from tests.text_toys import CHATML, save_tiny_chat_target, tiny_tokenizer, write_rows
@@ -88,6 +89,28 @@ def test_answers_are_the_targets_own(tmp_path: Path, target: Path) -> None:
     assert (row["temperature"], row["source"], row["ids_from"]) == (0.0, "p", "target")
     settings = json.loads((tmp_path / "out" / "answers.meta.json").read_text())
     assert (settings["rule"], settings["drafter"]) == ("exact", "lookup")
+
+
+def test_rows_record_their_template_arguments_and_training_says_what_serving_must_do(
+    tmp_path: Path, target: Path
+) -> None:
+    prompts, out = prompts_file(tmp_path / "prompts.jsonl", 3), tmp_path / "answers.jsonl"
+    made = ["--target", str(target), "--prompts", str(prompts), "--output", str(out), "--max-new-tokens", "4"]
+    assert main([*made, "--chat-template-args", '{"enable_thinking": false}']) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(row["chat_template_kwargs"] == {"enable_thinking": False} for row in rows)
+    tokenizer = tiny_tokenizer()
+    (said,) = differences(rows, tokenizer)
+    assert said.startswith('3 rows were made with the template arguments {"enable_thinking": false}: serve with')
+    for row in rows:
+        del row["chat_template_kwargs"]
+    assert differences(rows, tokenizer) == []
+    raw = {"messages": [{"role": "user", "content": "the cat"}], "prompt_ids": encode_text(tokenizer, "the cat")}
+    assert differences([raw, {"messages": [{"role": "user", "content": "x"}], "response": "y"}], tokenizer) == []
+    system = [{"role": "system", "content": "the mat"}, *rows[0]["messages"]]
+    rows[0]["prompt_ids"] = encode_chat(tokenizer, system)  # a server whose template adds one
+    (said,) = differences(rows, tokenizer)
+    assert said.startswith("1 of 3 prompts are not what this target's chat template makes") and "the mat" in said
 
 
 def test_raw_text_is_continued_and_features_are_stored_on_the_way(tmp_path: Path, target: Path) -> None:

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from pydantic import ValidationError
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.serving.app import make_app
@@ -52,6 +53,24 @@ def test_bad_requests_say_what_is_wrong(client: TestClient, content: Any, status
     body = json.dumps(content) if isinstance(content, dict) else content
     found = client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
     assert found.status_code == status and message in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (ChatAsked, {"messages": [1] * 9000}),
+        (ChatAsked, {"messages": [{}] * 8000}),
+        (ChatAsked, asked(tools=[{}] * 99)),
+        (ChatAsked, asked(**{f"field{number}": 1 for number in range(9000)})),
+        (ChatAsked, asked(logit_bias={f"a{number}": 1 for number in range(20_000)})),
+        (CompletionAsked, {"prompt": ["a"] * 9000}),
+    ],
+)
+def test_a_wrong_item_ends_the_check(kind: Any, wrong: dict[str, Any]) -> None:
+    """The event loop waits for the list of errors: 12 s for one MiB of them."""
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(wrong)
+    assert found.value.error_count() <= 2  # of a union
 
 
 def test_a_key_keeps_others_out(toy_decoder: FuzzyDecoder) -> None:

@@ -55,7 +55,7 @@ def test_wheel_decodes_and_trains(repo_root: Path, tmp_path: Path) -> None:
     ask = [str(bin_ / "fsd-infer"), "generate", "--prompt", "Why is the sky blue?", "--max-new-tokens", "32"]
     for path, lacks in ((str(bin_), True), (os.environ["PATH"], False)):  # without a C++ compiler, and with one
         answer = call(ask, tmp_path, PATH=path, FSD_CACHE=str(tmp_path / "cache"))
-        assert "drafter eagle" in answer and "tau" in answer, "with the head that travels with it"
+        assert "drafter eagle" in answer and "tokens per forward" in answer, "with the head that travels with it"
         assert ("there is no C++ compiler" in answer) == lacks or not sets.wanted().names
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Name ten rivers."}\n')
     bench = "run --prompts prompts.jsonl --methods plain,exact --max-new-tokens 8"

@@ -16,7 +16,7 @@ from fsd_bench.jobs import decoding
 from fsd_bench.worth import Forecast, forecast
 from fsd_bench.worth.forecasts import Shaped, fixed_prices, learned
 from fsd_bench.worth.replay import Evidence, Replay, walk
-from fsd_bench.worth.run import verdict, worth_text
+from fsd_bench.worth.run import WorthOptions, brief_text, recommended, verdict, worth_text
 from fsd_bench.worth.watch import Watch
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, Rule, Target, TreeShape, parse_rule
 from fsd_infer.rules import Tilted
@@ -70,6 +70,9 @@ def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decode
     assert all(row.best.seconds > 0 and row.best.tau > 0.99 for row in found.rows)
     assert found.yardsticks["0.3"] < found.yardsticks["0.5"] < found.yardsticks["0.8"]
     assert json.dumps(found.to_dict()) and verdict(found) in worth_text(found)
+    brief = brief_text(found, WorthOptions(target="T dir", drafter="D", prompts="p.jsonl"))
+    assert brief.startswith(verdict(found)) and "fsd-infer generate --target 'T dir' --drafter D" in brief
+    assert ("--rule" in brief) == (recommended(found) is not None)
     assert "of other rules nothing is known" in worth_text(found) and "\ntilted: by default" in worth_text(found)
 
 
@@ -123,7 +126,7 @@ def command(toy: Toy, *more: str) -> int:
 @pytest.mark.usefixtures("few")
 def test_the_command(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "worth.json"
-    assert command(toy, "--limit", "2", "--rules", "relaxed:3:0.5", "--json", str(record)) == 0
+    assert command(toy, "--limit", "2", "--details", "--rules", "relaxed:3:0.5", "--json", str(record)) == 0
     text = capsys.readouterr().out
     assert "x speed" in text and "first drafts are the target's likeliest token" in text and "yardstick" in text
     found = json.loads(record.read_text())
@@ -131,7 +134,9 @@ def test_the_command(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert rows[0]["rule"] == "exact" and {"relaxed:3:0.5", "tilted:2"} <= {row["rule"] for row in rows}
     assert found["forecast"]["regret"]["count"] > 0 and found["environment"]
     assert found["options"]["max_new_tokens"] == 12
-    assert command(toy, "--raw", "--temperature", "0.7") == 0 and "yardstick" not in capsys.readouterr().out
+    assert command(toy, "--raw", "--temperature", "0.7") == 0
+    text = capsys.readouterr().out
+    assert "yardstick" not in text and "fsd-infer generate --target" in text and "x speed" not in text
 
 
 @pytest.mark.usefixtures("few")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,6 +89,20 @@ def worth_text(found: Forecast) -> str:
         parts.append(f"yardstick, nats per token that the target's own samples spend: {spent}")
     parts += [text] if (text := _scores_text(found)) else []
     return "\n\n".join([*parts, verdict(found)])
+
+
+def brief_text(found: Forecast, options: WorthOptions) -> str:
+    """Return the recommendation with the command that follows it."""
+    row, words = recommended(found), ["fsd-infer", "generate"]
+    for name in ("target", "drafter"):
+        if value := getattr(options, name):
+            words += [f"--{name}", value]
+    if row is not None:
+        shape = row.best.shape
+        words += ["--rule", row.rule, "--tree", f"{shape.depth},{shape.width},{shape.nodes}"]
+        words[-1] += f",{shape.stop_below:g}" if shape.stop_below else ""
+    command = " ".join(shlex.quote(str(word)) for word in words)
+    return f"{verdict(found)}\n\n  {command} --prompt '...'\n\n(--details prints the forecast of each rule)"
 
 
 def _scores_text(found: Forecast) -> str:

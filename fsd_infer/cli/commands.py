@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -50,9 +51,11 @@ def generate(args: argparse.Namespace) -> int:
 
         ids = decoder.encode(prompt, False if args.raw else None)
         trace = Trace(need_tokenizer(decoder.tokenizer, decoder.target.name), ids, decoder.drafter.proposers)
+    live = _live_tokens(args, decoder)
     out = decoder.generate(
         prompt,
         rule,
+        callbacks=[] if live is None else [live],
         seed=args.seed,
         streamer=streamer,
         on_round=None if trace is None else lambda row, round: trace.add(round),
@@ -61,12 +64,24 @@ def generate(args: argparse.Namespace) -> int:
         guide=guide,
         **options,
     )
-    _show(args, decoder, out, streamed=streamer is not None)
+    if live is not None:
+        live.end()
+    _show(args, decoder, out, streamed=streamer is not None or live is not None)
     if page is not None and trace is not None:
         from fsd_infer.serving.page import answers_page
 
         write_text(page, answers_page({args.rule: trace.rounds}))
     return 0
+
+
+def _live_tokens(args: argparse.Namespace, decoder: Any) -> Any:
+    """Return what writes tokens by source as they come; None unless --show-accepted writes to a terminal."""
+    if not args.show_accepted or decoder.tokenizer is None or not sys.stdout.isatty():
+        return None
+    from fsd_infer.cli.report import LiveTokens, use_colour
+
+    width = shutil.get_terminal_size().columns
+    return LiveTokens(decoder.tokenizer, sys.stdout, use_colour(args.color, sys.stdout), width)
 
 
 def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> None:
@@ -82,7 +97,8 @@ def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> N
         print(json.dumps(jsonable({**facts, "stats": out.stats.to_dict()}), ensure_ascii=False))
     elif args.show_accepted:
         colour = report.use_colour(args.color, sys.stdout)
-        print(report.show_accepted(token_pieces(decoder.tokenizer, tokens), record.sources, colour))
+        if not streamed:
+            print(report.show_accepted(token_pieces(decoder.tokenizer, tokens), record.sources, colour))
         print(report.legend(colour))
     elif not streamed:
         print(out.texts[0])

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
+from fsd_core.completion import HELP, add_completion, commands_of, script
 from fsd_core.console import Parser, run_parsed
 from fsd_core.options import (
     add,
@@ -28,7 +29,7 @@ from fsd_core.options import (
 from fsd_infer.cli import commands, env
 
 GROUP = "fsd_infer.commands"  # of entry points, whose names are commands of ours too
-COMMANDS = ("generate", "warmup", "serve", "env", "rules")
+COMMANDS = ("generate", "warmup", "serve", "env", "rules", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,9 +67,16 @@ def build_parser() -> Parser:
         (commands.serve, _serve_options, "serve the OpenAI API from one process"),
         (env.env, _env_options, "print what a report of a fault needs: versions, machine, what runs where and why"),
         (commands.rules, None, "list rules, divergences, drafters and built-in targets"),
+        (completion, add_completion, HELP.replace("PROGRAM", "fsd-infer")),
     )
     add_commands(parser, table, common)
     return parser
+
+
+def completion(args: argparse.Namespace) -> int:
+    """Run `fsd-infer completion`."""
+    print(script("fsd-infer", args.shell, commands_of(build_parser()), entry_points(group=GROUP).names), end="")
+    return 0
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +124,10 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         output,
         ("--stream", "print words as they come"),
         ("--json", "print one record: text, tokens, their sources, statistics"),
-        ("--show-accepted", "mark each token's source: target, draft, gate"),
+        (
+            "--show-accepted",
+            "colour tokens by who wrote them, on a terminal as they come: target, drafter, lossy rule",
+        ),
     )
     output.add_argument("--html", metavar="FILE", help="write a page: tokens by source, draft trees, time per round")
     parser.add_argument(

@@ -1,21 +1,28 @@
-"""Plain text for the terminal: a line of statistics, and tokens marked by their source."""
+"""Plain text for the terminal: a line of statistics, and tokens marked by who wrote them, at the end or live."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TextIO
+import time
+import unicodedata
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
 from fsd_core.tables import percent
+from fsd_core.text.pieces import Pieces
+from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.drafts import drafts_text
+from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.rules import Source
 
-# how a token of each source looks: an ANSI colour, or a pair of marks around it
-COLOURS = {Source.TARGET: "", Source.EXACT: "\x1b[32m", Source.GATE: "\x1b[1;35m"}
+# How a token of each source looks: an ANSI colour, or a pair of marks around it. Blue and orange differ for all eyes,
+# on dark and on light grounds; the underline tells them apart without colours.
+COLOURS = {Source.TARGET: "", Source.EXACT: "\x1b[38;5;33m", Source.GATE: "\x1b[1;4;38;5;208m"}
 MARKS = {Source.TARGET: ("", ""), Source.EXACT: ("[", "]"), Source.GATE: ("{", "}")}
-MEANINGS = {Source.TARGET: "target", Source.EXACT: "exact acceptance", Source.GATE: "open gate"}
-RESET = "\x1b[0m"
+MEANINGS = {Source.TARGET: "target", Source.EXACT: "drafter, as exact accepts", Source.GATE: "lossy rule only"}
+DIM, RESET = "\x1b[2m", "\x1b[0m"
+BACK, CLEAR = "\x1b[{}D", "\x1b[K"  # the cursor left by so many columns; erase to the end of the line
 
 
 def summary_lines(stats: GenerationStats) -> str:
@@ -62,6 +69,52 @@ def show_accepted(pieces: Sequence[str], sources: Sequence[int], colour: bool) -
         else:
             shown.append(f"{opening}{piece}{closing}")
     return "".join(shown)
+
+
+class LiveTokens(Callback):
+    """Writes one answer's tokens by source as they come, with tokens per second and τ behind the last one.
+
+    Args:
+        tokenizer: of the target.
+        stream: a terminal.
+        colour: whether it shows colours.
+        width: its columns. Figures that do not fit behind the text on its line are left out.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stream: TextIO, colour: bool, width: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.pieces, self.stream, self.colour, self.width, self.clock = Pieces(tokenizer), stream, colour, width, clock
+        self.begun, self.tokens, self.forwards, self.column = clock(), 0, 0, 0
+
+    def on_round(self, report: RoundReport) -> None:
+        emissions = report.emissions[0]
+        pieces = [self.pieces.add(emission.token) for emission in emissions]
+        sources = [emission.source for emission in emissions]
+        self.tokens += len(emissions)
+        self.forwards += report.phase == "round"
+        marks = 0 if self.colour else 2 * sum(source != Source.TARGET for source in sources)
+        *lines, last = "".join(pieces).split("\n")
+        self.column = (marks + columns(last) + (0 if lines else self.column)) % self.width
+        self.stream.write(CLEAR + show_accepted(pieces, sources, self.colour) + self._figures())
+        self.stream.flush()
+
+    def _figures(self) -> str:
+        seconds = max(self.clock() - self.begun, 1e-9)
+        tau = f", tau {(self.tokens - 1) / self.forwards:.2f}" if self.forwards else ""
+        text = f"  {self.tokens / seconds:.1f} tok/s{tau}"
+        return f"{DIM}{text}{RESET}{BACK.format(len(text))}" if self.column + len(text) < self.width else ""
+
+    def end(self) -> None:
+        """Erase the figures, and end the line."""
+        self.stream.write(f"{CLEAR}{self.pieces.rest()}\n")
+
+
+def columns(text: str) -> int:
+    """Return how many columns a terminal needs for a text."""
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+    return len(text) + wide - sum(unicodedata.combining(character) > 0 for character in text)
 
 
 def legend(colour: bool) -> str:

@@ -106,6 +106,7 @@ class SlotCache(Cache):
         rows: rows of ``memory``, at least ``batch``.
 
     Attributes:
+        read: [B] length of each row's text when it was last read at once, on the device; None: unknown.
         window: slots that a forward attends to where the host does not know the lengths; the texts lie within.
         recurrent: the states of recurrent layers.
     """
@@ -125,6 +126,7 @@ class SlotCache(Cache):
         self.slots = torch.zeros(batch, 0, dtype=torch.long)
         self.used = 0
         self.positions: Tensor | None = None
+        self.read: Tensor | None = None
         self.text: tuple[Tensor, Tensor] | None = None  # lengths [B] and sees [B, M, E], if a caller says them
         self.window = slots
         self._pools: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
@@ -156,6 +158,7 @@ class SlotCache(Cache):
         row = SlotCache(self.config, 1, self.capacity)
         row.parent = self, index
         row.recurrent = self.recurrent.row(index)
+        row.read = None if self.read is None else self.read[index : index + 1]
         return row
 
     def saved(self, row: int, count: int) -> dict[Any, Tensor]:
@@ -254,6 +257,7 @@ class SlotCache(Cache):
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
         self.batch = rows.shape[0]
         self.recurrent.select(rows)
+        self.read = None if self.read is None else self.read[rows.to(self.read.device)]
         for key, pool in self._pools.items():
             for place, row in enumerate(rows.tolist()):
                 if place != row:

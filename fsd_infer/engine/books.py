@@ -38,7 +38,7 @@ class Books:
         kept = target.prefixes
         if kept is not None and request.generator is not None:
             kept = None  # a seeded answer comes again, to its last bit
-        self.prefixes = PrefixSession(kept, target.captured_layers, request.cache_keys)
+        self.prefixes = PrefixSession(kept, target.captured_layers, request.cache_keys, target.angles.fixed)
         self.timer = PhaseTimer(target.device, reports=request.on_round is not None or bool(request.callbacks))
         self.callbacks: list[Callback] = [
             Stopping(request, self.records, limits), self.timer, Recorder(self.records, self.timer), Streaming(request)

@@ -70,7 +70,7 @@ class Recorded:
     @classmethod
     def of(cls, target: Target) -> Recorded | None:
         """Return the recordings of a target; None if it does not record."""
-        if target.recorder is None:
+        if target.recorder is None or target.angles.fixed is not None:  # which the host chooses token by token
             return None
         if target.recorded is None:
             target.recorded = cls(target.recorder, target.device)

@@ -12,7 +12,7 @@ from fsd_infer.device.cores import Team
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.books import Books
 from fsd_infer.engine.capture import Recorded
-from fsd_infer.engine.prefill import prefill, start
+from fsd_infer.engine.prefill import prefill, read_again, start
 from fsd_infer.engine.report import report_of
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import RoundTensors, decode_round
@@ -38,6 +38,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
             report(books, "prefill", prefill(state, books))
             while state.numbers:
                 team.fit()
+                read_again(state, books)
                 books.on_phase("start")
                 report(books, "round", run(state))
             return books.outcome()

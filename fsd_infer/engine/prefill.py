@@ -18,7 +18,7 @@ from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.request.processors import TreeProcessors
-from fsd_infer.request.prompts import check_prompts, read_prompts
+from fsd_infer.request.prompts import check_prompts, read_prompts, read_text
 from fsd_infer.rules import Rule, Texts
 from fsd_infer.rules.base import nats_of
 from fsd_infer.rules.texts import markers_of
@@ -98,6 +98,22 @@ def _auto_tree(
     law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and not request.greedy)
     learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
     return AutoTree(drafter.auto, len(rules), law, drafter.max_nodes, learns=learns)
+
+
+def read_again(state: DecodeState, books: Books) -> None:
+    """Read the texts once more that have just outgrown the length at which the target's angles change.
+
+    A round accepts no node beyond that length (:func:`.round.accept`), so each text stops there.
+    """
+    longest = state.target.reads_again
+    if longest is None:
+        return
+    for place, number in enumerate(state.numbers):
+        text = [*books.request.prompts[number], *books.records[number].tokens]
+        if len(text) == longest + 1 and int(state.cache.read[place]) <= longest:  # type: ignore[index]
+            state.cache.read[place] = len(text)  # type: ignore[index]
+            read_text(state.target, state.cache.row(place), to_device(torch.tensor([text[:-1]]), state.device))
+            books.on_phase("prefill")
 
 
 def prefill(state: DecodeState, books: Books) -> RoundTensors:

@@ -103,6 +103,7 @@ def accept(state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor
             texts=state.texts,
             overspent=state.overspent,
             copies=(lambda n: state.session.copies(tree, n)) if state.session.remembers else None,
+            room=room(state, tree),
         ),
     )
     if state.live is not None:  # finished rows emit nothing
@@ -119,6 +120,17 @@ def accept(state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor
         made.log_p = log_p.gather(2, verdict.tokens[..., None])[..., 0]
     made.facts = state.session.facts(tree, logits, verdict)
     return made
+
+
+def room(state: DecodeState, tree: DraftTree) -> Tensor | None:
+    """Return how many drafts each row may accept before the target's angles change, [B]; None: they do not.
+
+    Nodes beyond :attr:`.Target.reads_again` are read under the angles of shorter texts.
+    """
+    longest, read = state.target.reads_again, state.cache.read
+    if longest is None or read is None:
+        return None
+    return (longest - 1 - state.lengths).clamp_min(0).where(read <= longest, tree.tokens.shape[1])
 
 
 def advance(state: DecodeState, made: RoundTensors, tokens: Tensor, counts: Tensor) -> None:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from fsd_core.errors import ContextLengthError, FsdError
 from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.targets.masks import rotary_limit
 from fsd_infer.targets.prefixes import Prefix
 from fsd_infer.targets.target import Target
 
@@ -21,8 +20,16 @@ PREFILL_CHUNK = 512
 READ_IN_TURN = {"cpu"}
 
 
-def check_prompts(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
+def check_prompts(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: int | None = None
+) -> list[int]:
     """Return how many tokens may follow each prompt: max_new_tokens, or fewer if the context ends before.
+
+    Args:
+        target: of the request.
+        prompts: token ids.
+        max_new_tokens: most tokens per answer.
+        limit: of beams, the length at which the target's angles change; None: its context.
 
     Raises:
         FsdError: an empty prompt, a token id outside the target's vocabulary, or max_new_tokens below 1.
@@ -30,7 +37,14 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]], max_new_toke
     """
     if max_new_tokens < 1:
         raise FsdError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
-    limit, why = target.max_positions, rotary_limit(target.config)
+    context = target.max_positions
+    if limit is not None and max(map(len, prompts)) + max_new_tokens > limit:
+        warnings.warn(
+            f"beams of {target.name} end where text and answer have {limit} tokens, because its angles change beyond. "
+            "Answers without beams go on.",
+            stacklevel=2,
+        )
+    limit = context if limit is None else limit
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise FsdError(f"prompt {row} is empty: give at least one token.")
@@ -42,16 +56,10 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]], max_new_toke
         if limit is not None and len(prompt) >= limit:
             raise ContextLengthError(
                 f"a prompt has {len(prompt)} tokens, but {target.name} has a context of {limit} tokens, "
-                f"and an answer needs room too: shorten the prompt.{f' ({limit} because {why} that.)' if why else ''}"
+                "and an answer needs room too: shorten the prompt."
             )
     if limit is None:
         return [max_new_tokens] * len(prompts)
-    if why and max(map(len, prompts)) + max_new_tokens > limit:
-        warnings.warn(
-            f"answers of {target.name} end where text and answer have {limit} tokens, because {why} that. "
-            "transformers' own generate goes on.",
-            stacklevel=2,
-        )
     return [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
 
 
@@ -70,13 +78,13 @@ def read_prompts(
     Returns:
         Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
     """
-    known = known or [None] * len(tokens)
+    known, cache.read = known or [None] * len(tokens), to_device(lengths, target.device)
     if any(known) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
-        read = [_read(target, cache.row(row), prompt, known[row]) for row, prompt in enumerate(prompts)]
+        read = [read_text(target, cache.row(row), prompt, known[row]) for row, prompt in enumerate(prompts)]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
         return torch.cat(padded), torch.cat([logits for _, logits in read])
-    features, logits = _read(target, cache, to_device(tokens, target.device), lengths=to_device(lengths, target.device))
+    features, logits = read_text(target, cache, to_device(tokens, target.device), lengths=cache.read)
     if int(lengths.min()) < tokens.shape[1]:  # the forward computed logits at the longest prompt's end only
         target.check_lm_head()
         last = at_nodes(features, to_device(lengths - 1, target.device)[:, None])
@@ -84,7 +92,7 @@ def read_prompts(
     return features, logits
 
 
-def _read(
+def read_text(
     target: Target, cache: SlotCache, tokens: Tensor, known: Prefix | None = None, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Forwards over tokens [B, M], chunk by chunk: (features [B, M, F], logits [B, 1, V] at the last token).

@@ -184,6 +184,8 @@ def judged(rules: Sequence[Rule], round: Verification) -> Verdict:
     evidence, left = Evidence(round), round.budget_left
     left = nats_of(rules, evidence.nodes.device) if left is None else left
     verdict = walk(evidence, [(rule.charged_law(evidence), of_rule) for rule, of_rule in rows.items()], left)
+    if round.room is not None:
+        verdict.cut(round.room)
     verdict.allowed = _allowed(rows, evidence, verdict)
     return verdict
 

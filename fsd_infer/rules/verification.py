@@ -71,6 +71,7 @@ class Verification:
         texts: each row's prompt and answer so far, the root included; only rules that look at them need them.
         overspent: [B] nats that each row has spent beyond what its rule allowed so far, see :attr:`Verdict.allowed`;
             None: nothing is known.
+        room: [B] most drafts that each row may accept, by its length alone, so that no law changes; None: all.
         copies: n -> [B, N] bool, the drafts that complete an n-gram of remembered texts (None: nothing is remembered);
             for rules that charge for copies. Not asked about sampled drafts.
     """
@@ -85,6 +86,7 @@ class Verification:
     texts: Texts | None = None
     overspent: Tensor | None = None
     copies: Callable[[int], Tensor | None] | None = None
+    room: Tensor | None = None
 
 
 FORKS = "drafts drawn from q"  # the fault of sampled drafts that form no chain
@@ -156,6 +158,15 @@ class Verdict:
     proposers: Tensor | None = None
     allowed: Tensor | None = None
     faults: dict[str, Tensor] = field(default_factory=dict)
+
+    def cut(self, most: Tensor) -> None:
+        """Accept at most ``most`` [B] drafts; each row emits one token more."""
+        self.accepted = self.accepted.minimum(most)
+        steps = torch.arange(self.path.shape[1], device=self.path.device)
+        self.path = self.path.gather(1, steps.minimum(self.accepted.clamp_min(0)[:, None]))
+        beyond = steps > self.accepted[:, None]
+        self.spent = self.spent.masked_fill(beyond, 0.0)
+        self.first, self.regret = self.first.masked_fill(beyond, -1), self.regret.masked_fill(beyond, float("nan"))
 
     def columns(self) -> dict[str, Tensor]:
         """Return what the host reads, [B, ·] each, for one transfer and :meth:`of_columns`."""

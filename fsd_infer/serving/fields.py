@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
 
 from fsd_core.text.conversations import check_text
 from fsd_infer.request.guide import Guide
@@ -13,6 +13,19 @@ from fsd_infer.serving.tools import Tool
 
 UNSUPPORTED = "extra_forbidden"  # pydantic's name for a field that is not declared here
 GUIDED = "response_format, guided_json, guided_regex and guided_grammar"
+
+
+MOST_BIASES = 16_384
+_Item = TypeVar("_Item")
+
+
+class _One(FailFast):
+    """Stop at the first wrong item: the event loop waits while all are listed."""
+
+    __hash__ = object.__hash__  # unions of types need it
+
+
+Many = Annotated[list[_Item], _One()]
 
 
 class Fields(BaseModel):
@@ -23,7 +36,12 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_null(cls, values: Any) -> Any:
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        given = {name: value for name, value in values.items() if value is not None}
+        known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
+        unknown = [name for name in given if name not in known]
+        return {name: value for name, value in given.items() if name in known or name == unknown[0]}  # one error
 
 
 class StreamOptions(Fields):
@@ -108,12 +126,12 @@ class Turn(Fields):
     """One of ``messages``. ``refusal`` and ``annotations`` are what answers of OpenAI's carry."""
 
     role: str
-    content: str | list[TextPart] | None = None
-    tool_calls: list[dict[str, Any]] = []
+    content: str | Many[TextPart] | None = None
+    tool_calls: Many[dict[str, Any]] = []
     tool_call_id: str | None = None
     name: str | None = None
     refusal: Literal[""] = ""
-    annotations: list[Any] = Field([], max_length=0)
+    annotations: Many[Any] = Field([], max_length=0)
 
     @model_validator(mode="after")
     def _fields_belong_to_roles(self) -> Turn:
@@ -135,6 +153,12 @@ def _texts(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _bounded(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        raise ValueError(f"logit_bias: at most {MOST_BIASES} tokens, got {len(biases)}.")
+    return biases
+
+
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -154,10 +178,10 @@ class Asked(Fields):
     no_repeat_ngram_size: int = Field(0, ge=0, le=2**16)
     seed: int | None = Field(None, ge=0, lt=2**63)
     n: int = Field(1, ge=1, le=128)
-    stop: Annotated[list[str], BeforeValidator(_texts)] = Field([], max_length=16)
+    stop: Annotated[Many[str], BeforeValidator(_texts)] = Field([], max_length=16)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    logit_bias: dict[int, Bias] = {}
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_bounded)] = {}
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     user: str = Field("", max_length=512)
@@ -212,7 +236,7 @@ class Asked(Fields):
 class CompletionAsked(Asked):
     """POST /v1/completions."""
 
-    prompt: str | list[int]
+    prompt: str | Many[int]
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: Literal[1] = 1
     echo: Literal[False] = False
@@ -227,15 +251,15 @@ class CompletionAsked(Asked):
 class ChatAsked(Asked):
     """POST /v1/chat/completions."""
 
-    messages: list[Turn] = Field(min_length=1)
+    messages: Many[Turn] = Field(min_length=1, max_length=2**13)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     response_format: Format = Format(type="text")
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: Many[Literal["text"]] = ["text"]
     service_tier: Literal["auto", "default"] = "auto"
     store: Literal[False] = False
-    tools: list[ToolAsked] = Field([], min_length=1, max_length=128)
+    tools: Many[ToolAsked] = Field([], min_length=1, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] = True
 

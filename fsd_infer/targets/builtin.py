@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "fsd_manifest.json"
 # Increment when the files of an expansion change, to invalidate older caches.
-EXPANSION_VERSION = 1
+EXPANSION_VERSION = 2  # end tokens of all kinds
 SHIPPED = Path(__file__).parent.parent / "shipped"  # heads and adapters of built-in targets, by their names
 
 

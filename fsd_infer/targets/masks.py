@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,41 +9,26 @@ from torch import Tensor
 
 from fsd_core.errors import ModelLoadError
 from fsd_infer.device.cache import WITHOUT_KEYS, SlotCache
+from fsd_infer.targets.rotary import changes
 
 _ATTENDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # beside a recurrence, in one layer
-_CHANGING = ("longrope", "dynamic")  # rotary kinds whose frequencies change with the text's length
 
 
 def max_positions(config: Any) -> int | None:
-    """Return the longest text in tokens, or None if the text config does not say."""
+    """Return the longest text in tokens, or None if the text config does not say, or angles stretch to any length."""
+    lengths = changes(config)
+    if "dynamic" in lengths:
+        return None
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    limits = [length for length in (limit, *_changes(config).values()) if length is not None]
-    return min(limits, default=None)
+    return max(filter(None, (limit, lengths.get("longrope"))), default=None)
 
 
-def rotary_limit(config: Any) -> str:
-    """Return why texts end before those of transformers do; "" if they do not.
+def fixed_positions(config: Any) -> int | None:
+    """Return the longest text, in tokens, whose angles do not depend on its length; None as for :func:`max_positions`.
 
-    LongRoPE and dynamic NTK change the angles of all positions once a text exceeds its original length. ``generate``
-    keeps the keys that it has cached with the former angles, or reads the text once more, so the law of a token depends
-    on where the prompt ended. A draft tree around that length has no single law.
+    Training and beams end there.
     """
-    kinds = [kind for kind, length in _changes(config).items() if length == max_positions(config)]
-    return f"its {kinds[0]} positions change beyond" if kinds else ""
-
-
-def _changes(config: Any) -> dict[str, int]:
-    """Return the length at which the frequencies change, by rotary kind."""
-    scaling = getattr(config, "rope_parameters", None) or {}
-    found: dict[str, int] = {}
-    for part in (scaling, *(each for each in scaling.values() if isinstance(each, Mapping))):  # or one per layer type
-        kind = part.get("rope_type")
-        length = getattr(config, "max_position_embeddings", None)
-        if kind == "longrope":
-            length = part.get("original_max_position_embeddings") or length
-        if kind in _CHANGING and length is not None:
-            found[kind] = min(int(length), found.get(kind, int(length)))
-    return found
+    return min(filter(None, (max_positions(config), *changes(config).values())), default=None)
 
 
 def layer_types(config: Any) -> list[str] | None:

@@ -9,6 +9,7 @@ Recurrent layers keep a state of the whole text. With such layers a prompt must 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,20 +115,27 @@ class PrefixSession:
         cache: None: nothing is known, and nothing is kept.
         layers: captured layers of the features, see :meth:`Target.capture_layers`.
         owners: [B] owner of each text; None: one owner.
+        longest: longest text that keeps its keys however it goes on (see :mod:`.rotary`); None: any.
 
     Attributes:
         known_tokens: [B] tokens of each prompt found in the cache; empty without one.
     """
 
-    def __init__(self, cache: PrefixCache | None, layers: tuple[int, ...], owners: Sequence[str] | None) -> None:
+    def __init__(
+        self, cache: PrefixCache | None, layers: tuple[int, ...], owners: Sequence[str] | None, longest: int | None
+    ) -> None:
         self.cache, self.layers, self.owners, self.known_tokens = cache, layers, owners, list[int]()
+        self.longest = math.inf if longest is None else longest
         self._features: dict[int, list[Tensor]] = {}  # of each text, as it grows
 
     def known(self, prompts: Sequence[Sequence[int]]) -> list[Prefix | None] | None:
         """Return each prompt's kept prefix; None without a cache."""
         if self.cache is None:
             return None
-        found = [self.cache.find(prompt, self._key(number)) for number, prompt in enumerate(prompts)]
+        found = [
+            self.cache.find(prompt, self._key(number)) if len(prompt) <= self.longest else None
+            for number, prompt in enumerate(prompts)
+        ]
         self.known_tokens = [0 if prefix is None else len(prefix.tokens) for prefix in found]
         return found
 
@@ -139,7 +147,7 @@ class PrefixSession:
 
     def store(self, number: int, text: list[int], read: int, saved: Callable[[int], dict[Any, Tensor]]) -> None:
         """Keep a finished text, of which the target has read ``read`` tokens; ``saved(n)`` returns their states."""
-        if self.cache is not None:
+        if self.cache is not None and read <= self.longest:
             count = min(read, len(text))  # the last round may have read beyond the answer's end
             features = torch.cat(self._features.pop(number))[:count]
             prefix = Prefix(torch.tensor(text[:count]), saved(count), features, self._key(number))

@@ -20,9 +20,10 @@ from fsd_infer.recurrent.mixers import TreeReader
 from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
 from fsd_infer.targets.checks import check_decodable
 from fsd_infer.targets.loading import load_target
-from fsd_infer.targets.masks import layer_windows, max_positions, windowed
+from fsd_infer.targets.masks import fixed_positions, layer_windows, max_positions, windowed
 from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
+from fsd_infer.targets.rotary import ChangingAngles, reading_again
 from fsd_infer.targets.stack import Stack, TransformersStack
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_infer.targets.weights import format_of, shape_of, weight_rows
@@ -58,6 +59,7 @@ class Target(CachedModel):
         self.decoder: nn.Module = model.get_decoder()
         self.captured_layers: tuple[int, ...] = ()
         ready(self.model)
+        self.angles = ChangingAngles(self.decoder, self.config)
         layers = layer_list(self.decoder, int(self.config.num_hidden_layers))
         self.stack: Stack = TransformersStack(model, self.decoder, list(layers or []))
         self.plain_stack = self.stack
@@ -134,6 +136,16 @@ class Target(CachedModel):
     def max_positions(self) -> int | None:
         """Longest text in tokens."""
         return max_positions(self.config)
+
+    @property
+    def fixed_positions(self) -> int | None:
+        """Longest text in tokens whose rotary angles do not depend on its length; training and beams end there."""
+        return fixed_positions(self.config)
+
+    @cached_property
+    def reads_again(self) -> int | None:
+        """Length beyond which ``generate`` reads a text once more, under other angles (LongRoPE); None: never."""
+        return reading_again(self.config)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -222,6 +234,7 @@ class Target(CachedModel):
 
         Other ``inputs`` go to the model's forward. Only the captured layers' outputs are kept.
         """
+        self.angles.reset()
         with self.plain_stack.captured(self.captured_layers) as found:
             self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False, **inputs)
         return self._joined(*found)
@@ -334,7 +347,8 @@ class Target(CachedModel):
         self, cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor, keep: int = 0
     ) -> tuple[Tensor, Tensor]:
         masks = windowed(visible, positions, cache, self.layer_windows)
-        final, others, logits = self.stack(tokens, positions, masks, cache, capture=self.captured_layers, keep=keep)
+        with self.angles.of_texts(cache.read):
+            final, others, logits = self.stack(tokens, positions, masks, cache, capture=self.captured_layers, keep=keep)
         logits = self.lm_logits(final[:, -keep:]) if logits is None else logits  # [-0:] is all
         return logits, self._joined(final, *others)
 

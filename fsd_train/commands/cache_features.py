@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
         args.data, target.tokenizer, max_length=args.max_length, vocab_size=target.vocab_size, check=check
     )
     conclude(check, target.tokenizer, Path(args.output) / LISTING)
-    rows.check_lengths(target.max_positions)
+    rows.check_lengths(target.fixed_positions)
     items = [rows[number] for number in range(len(rows))]
     sequences = [
         item["input_ids"]

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from fsd_core.completion import HELP, SHELLS
 from fsd_core.console import Parser
 from fsd_core.files import HUB_ID
-from fsd_core.options import MOST_COUNT, TARGET_KWARGS, json_object, positive, real_number, whole_number
+from fsd_core.options import MOST_COUNT, TARGET_KWARGS, add_import, json_object, positive, real_number, whole_number
 from fsd_core.registry import MOST_SEED, read_float
 from fsd_infer.heads import FORMATS
 from fsd_train import LONGEST, MAX_LENGTH
@@ -195,7 +196,11 @@ _QUICKSTART: Options = {
     },
     "--prompts": _count(12, "number of prompts to decode"),
     "--max-new-tokens": _count(64, "tokens of each answer"),
+    "--details": {"action": "store_true", "help": "print all tables of the benchmark, not only the first columns"},
 }  # fmt: skip
+
+
+_COMPLETION: Options = {"shell": {"choices": SHELLS, "help": "the shell that reads the script"}}
 
 
 def _parser(name: str, description: str, options: Options) -> argparse.ArgumentParser:
@@ -205,6 +210,8 @@ def _parser(name: str, description: str, options: Options) -> argparse.ArgumentP
         if option.get("default") not in (None, [], {}) and "(default: " not in option["help"]:
             option["help"] += " (default: %(default)s)"
         parser.add_argument(flag, **option)
+    if name != "completion":
+        add_import(parser)
     return parser
 
 
@@ -223,6 +230,7 @@ COMMANDS: dict[str, tuple[str, Options]] = {
     "publish": ("Check a head, show its model card, and upload both to the Hub.", _PUBLISH),
     "doctor": ("Find out why a head accepts less than it should.", _DOCTOR),
     "estimate": ("Estimate memory, disk and time of a recipe by a short measurement.", _ESTIMATE),
+    "completion": (f"{HELP[0].upper()}{HELP[1:].replace('PROGRAM', 'fsd-train')}.", _COMPLETION),
 }
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     name: partial(_parser, name, *rest) for name, rest in COMMANDS.items()

@@ -36,6 +36,7 @@ from fsd_train.commands.comparisons import check_engine, compare_targets
 from fsd_train.commands.feeding import Feeding, Finding, Row, at_step
 from fsd_train.data.answers import check_id, conclude, encode_row
 from fsd_train.data.features import FeatureStore, sequence_key
+from fsd_train.data.serving import differences
 from fsd_train.models.unroll import supervised
 
 STEPS = 4  # of chains
@@ -56,7 +57,7 @@ class Doctor:
         self, target: Target, head: EagleHead, rows: Sequence[dict[str, Any]], max_length: int = MAX_LENGTH
     ) -> None:
         self.target, self.head = target, head.to(target.device)
-        self.max_length = min(max_length, target.max_positions or max_length)
+        self.max_length = min(max_length, target.fixed_positions or max_length)
         count = int(target.config.num_hidden_layers)
         near = {n + d for n in head.config.fused_layers for d in (-1, 0, 1)} | {count - 1}
         target.capture_layers([number for number in sorted(near) if 0 <= number < count])
@@ -95,6 +96,8 @@ class Doctor:
             template = Finding("template", True, f"{len(prompts)} prompts have the ids of decoding")
         else:
             template = Finding("template", None, "no row has its prompt both as messages and as ids")
+        said = [text for text in differences([row.values for row in self.rows], tokenizer) if "arguments" in text]
+        template = template if not said or template.ok is False else Finding("template", None, " ".join(said))
         masked = sum(int(row.mask.sum()) for row in self.rows)
         ended = sum(int(row.ids[0][row.mask[0].bool()][-1]) in eos for row in self.rows)
         share = masked / sum(row.ids.shape[1] for row in self.rows)

@@ -24,15 +24,15 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import disable_possible_user_warnings
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from fsd_core.console import one_line
+from fsd_core.console import load_plugins, one_line
 from fsd_core.errors import DataError, FsdError, causes
 from fsd_train.callbacks.export import ExportHead
 from fsd_train.callbacks.progress import Announce, RunProgress
 from fsd_train.callbacks.runs import AUTO, RunDirectory
 from fsd_train.checkpoints import callbacks_of, check_checkpoint, read_checkpoint
+from fsd_train.commands.short_recipe import written_out
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models import DistillationModule, EagleModule
-from fsd_train.repository import find
 from fsd_train.strategies import check_ranks, named_strategy
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,10 @@ class TrainCLI(LightningCLI):
         parser.add_argument(
             "--overwrite", type=bool, default=False,
             help="fit: remove checkpoints and heads of another run in this run's directories",
+        )  # fmt: skip
+        parser.add_argument(
+            "--import", type=list[str], default=[],
+            help="modules to import first, which register losses, or hold classes, of your own",
         )  # fmt: skip
 
     def before_instantiate_classes(self) -> None:
@@ -180,6 +184,8 @@ def _validate(cli: TrainCLI) -> None:
 def configured(argv: Sequence[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI:
     """Build trainer, module and data from a command line. Raises FsdError for a bad option."""
     with config_errors():
+        words, modules = written_out(argv)
+        load_plugins(modules)
         return kind(
             DistillationModule,
             AnswersDataModule,
@@ -191,7 +197,7 @@ def configured(argv: Sequence[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI
             trainer_defaults={"use_distributed_sampler": False, "enable_model_summary": False},
             # a resumed run replaces the record of its settings
             save_config_kwargs={"overwrite": True},
-            args=[*HEAD, *with_recipes(argv)],
+            args=[*HEAD, *words],
             run=False,
         )
 
@@ -248,21 +254,6 @@ def _read(path: str | Path) -> TrainCLI:
         if str(path) in str(error):
             raise
         raise FsdError(f"{path}: {error}") from error
-
-
-def with_recipes(argv: Sequence[str]) -> list[str]:
-    """Replace recipe names after --config by their paths, unless they are files here, and --strict by its option."""
-    words, after = [], False
-    for word in argv:
-        word = "--data.strict=true" if word == "--strict" else word
-        option, equals, value = word.partition("=")
-        if after:
-            word = str(find(word))
-        elif option == "--config" and equals:
-            word = f"{option}={find(value)}"
-        after = word in ("-c", "--config")
-        words.append(word)
-    return words
 
 
 # errors -------------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def own_directory(name: str) -> str:
     """Return the directory of a target's run, with a suffix if a shipped recipe writes there."""
     run = f"runs/{slug(name)}"
     files = [path for root in (SHIPPED.parent.parent, SHIPPED) for path in root.glob("recipes/*.yaml")]
-    line = re.compile(rf"^ +default_root_dir: {re.escape(run)}$", re.M)
+    line = re.compile(rf"^(output_dir| +default_root_dir): {re.escape(run)}( |$)", re.M)
     taken = any(line.search(path.read_text(encoding="utf-8")) for path in files)
     return f"{run}-new" if taken else run
 
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     regenerate = [] if args.data else [f"fsd-train regenerate --config {path} --prompts PROMPTS.jsonl"]
     lines = [
         f"{'wrote ' + path if args.output else 'the recipe'}: a head for {args.target}, "
-        f"{config['trainer']['max_steps']} steps, everything goes to {config['trainer']['default_root_dir']}. Next:",
+        f"{config['trainer']['max_steps']} steps, everything goes to {config['output_dir']}. Next:",
         *(f"  {line}" for line in [*regenerate, f"fsd-train fit --config {path}"]),
     ]
     print("\n".join(lines), file=sys.stderr)

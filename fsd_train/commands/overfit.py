@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 import yaml
 
-from fsd_core.errors import DataError, FsdError
+from fsd_core.errors import CheckpointError, DataError, FsdError
 from fsd_core.files import write_text
 from fsd_core.text.conversations import row_messages, template_options
 from fsd_core.text.encoding import encode_chat
@@ -29,9 +31,12 @@ from fsd_core.text.row_check import RowCheck, listing_of
 from fsd_core.text.rows import read_rows
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import NoDrafter
+from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.targets.builtin import builtin_dir, is_builtin
 from fsd_infer.targets.target import Target
 from fsd_train.commands.doctor import STEPS, Doctor
+from fsd_train.commands.export import target_facts
 from fsd_train.commands.feeding import Finding, at_step
 from fsd_train.commands.new_recipe import recipe_for
 from fsd_train.data.answers import encode_row
@@ -66,8 +71,9 @@ def overfit(args: argparse.Namespace, target: Target) -> list[Finding]:
         fix = "give it more seconds (--overfit 300), or a higher learning rate in the recipe"
         findings.append(Finding("training", learnt >= LEARNT, says, "" if learnt >= LEARNT else fix))
         head = EagleHead.from_pretrained(directory / "head", target, dtype=torch.float32)
+        elsewhere = _check_in_vllm(args.target, directory, prompt, answer)
     doctor = Doctor(target, head, [row], len(prompt) + len(answer) + 1)
-    return [*findings, *_check_head(doctor, learnt, len(answer))]
+    return [*findings, *_check_head(doctor, learnt, len(answer)), *elsewhere]
 
 
 def _answered(
@@ -201,3 +207,36 @@ def _check_head(doctor: Doctor, learnt: float, tokens: int) -> list[Finding]:
     says = "accepted by position in decoding: " + " ".join(f"{value:.0%}" for value in accepted)
     fix = "report it: decoding feeds the head in another way than training (the table above names no other stage)"
     return [*findings, Finding("decoding", share >= LEARNT, says, "" if share >= LEARNT else fix)]
+
+
+def _check_in_vllm(target: str, directory: Path, prompt: list[int], answer: list[int]) -> list[Finding]:
+    """Export the head of ``directory`` for vLLM and decode the answer there; nothing without vLLM.
+
+    vLLM is that of the Python in ``VLLM_PYTHON``, or of this one.
+    """
+    python = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
+    if not python:
+        return []
+    head = EagleHead.from_pretrained(directory / "head")
+    try:
+        export_head(head, directory / "vllm", "vllm", target_facts(target))
+    except CheckpointError as error:
+        return [Finding("vllm", None, str(error))]
+    job = {
+        "target": str(builtin_dir(target) if is_builtin(target) else target), "head": str(directory / "vllm"),
+        "method": head.config.layout, "prompt": prompt, "new": len(answer), "drafted": STEPS,
+        "output": str(directory / "vllm.json"),
+    }  # fmt: skip
+    write_text(directory / "job.json", json.dumps(job))
+    command = [python, str(Path(__file__).with_name("vllm_head.py")), str(directory / "job.json")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        return [Finding("vllm", False, f"vLLM failed: {done.stderr.strip()[-300:]}", "see what vLLM needs of a head")]
+    found = json.loads((directory / "vllm.json").read_text("utf-8"))
+    accepted, rounds = found["accepted"] or [0], max(found["drafts"], 1)
+    share = (accepted[-1] / rounds) ** (1 / len(accepted))
+    same = sum(a == b for a, b in zip(found["answer"], answer))
+    says = f"accepted by position in vLLM: {' '.join(f'{count / rounds:.0%}' for count in accepted)}; "
+    says += f"{same} of {len(answer)} tokens are those of decoding here"
+    fix = "compare the exported config with vLLM's; fsd-infer decodes it as trained" if share < LEARNT else ""
+    return [Finding("vllm", share >= LEARNT, says, fix)]

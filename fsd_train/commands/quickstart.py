@@ -32,13 +32,14 @@ NEXT = "fsd-infer generate --prompt 'Why is the sky blue?' --rule tilted --show-
 STEPS_PER_SECOND = 1.0  # on two cores; the learning rate reaches 0 at the end
 
 
-def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: int = 64) -> None:
+def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: int = 64, details: bool = False) -> None:
     """Download the built-in model, train a head, decode with the shipped head and print the table.
 
     Args:
         train_seconds: seconds of training; 0: none.
         prompts: number of quickstart prompts to decode.
         max_new_tokens: tokens of each answer.
+        details: print all tables of the benchmark.
 
     Raises:
         FsdError: the shipped head or the prompts are missing, or training is not installed or fails.
@@ -63,7 +64,7 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
         _say("2/3  no training")
     _say(f"3/3  decoding {prompts} prompts with the shipped head, methods taking turns on every prompt")
     import fsd_bench
-    from fsd_bench.report import bench_table
+    from fsd_bench.report import bench_table, brief_table
 
     path = OUTPUT / "bench.json"
     path.with_name(path.name + ".partial.jsonl").unlink(missing_ok=True)  # of an interrupted quickstart
@@ -71,14 +72,14 @@ def run_quickstart(train_seconds: int = 60, prompts: int = 12, max_new_tokens: i
         find(PROMPTS), METHODS, target=TARGET, limit=prompts, max_new_tokens=max_new_tokens,
         json_path=path, progress=True,
     )  # fmt: skip
-    print(bench_table(record))
+    print(bench_table(record) if details else f"{brief_table(record)}\n(--details prints all tables)")
     print(f"\nNext: {NEXT}")
     _say(f"record: {OUTPUT / 'bench.json'}; {time.perf_counter() - start:.0f} s in all")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `fsd-train quickstart`."""
-    run_quickstart(args.train_seconds, args.prompts, args.max_new_tokens)
+    run_quickstart(args.train_seconds, args.prompts, args.max_new_tokens, args.details)
     return 0
 
 

@@ -221,8 +221,10 @@ def _batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
 def answer_line(answer: Answer) -> bytes:
     """Return one answer as a line of JSON with newline: the fields of the prompt's row, and ours."""
     job = answer.job
+    options = {name: value for name, value in job.template.items() if name != "tools"}
     row = {
         **job.fields,
+        **({"chat_template_kwargs": options} if options else {}),
         "id": job.id,
         "messages": job.messages,
         "response": answer.response,

@@ -21,6 +21,7 @@ from fsd_train.checkpoints import check_target, check_weights, source_of, target
 from fsd_train.data.features import FeatureStore
 from fsd_train.data.packs import on_host
 from fsd_train.data.recording import FeatureWriter
+from fsd_train.data.serving import warn_of_differences
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
 from fsd_train.losses.base import Rows
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
@@ -201,7 +202,9 @@ class DistillationModule(RunModule, ABC):
         self._check_compile()
         self.configure_model()
         if hasattr(self._datamodule, "check"):
-            self._datamodule.check(self.target.vocab_size, self.target.max_positions)
+            self._datamodule.check(self.target.vocab_size, self.target.fixed_positions)
+            if stage == "fit" and self.trainer.is_global_zero:
+                warn_of_differences(self._datamodule.train_files, self.target.tokenizer)
         if hasattr(self._datamodule, "begin_recording"):
             self._datamodule.begin_recording(self.target)
 

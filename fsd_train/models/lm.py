@@ -121,7 +121,7 @@ class LMModule(DistillationModule):
         embedded = int(self.head.causal_lm.get_input_embeddings().weight.shape[0])
         data = self._datamodule
         for rows in (data.train_set, data.validation_set) if hasattr(data, "check") else ():
-            rows.check_lengths(self.head.max_positions)
+            rows.check_lengths(self.head.fixed_positions)
             token, where = rows.highest
             if token >= embedded:
                 raise DataError(
@@ -226,7 +226,7 @@ class LMModule(DistillationModule):
         kept = len(batch["ids"])  # without the padding
         prompts = [text[: _last_answer(mask.bool())] for text, mask in zip(texts[:kept], masks[:kept], strict=True)]
         limit = self.on_policy_tokens
-        room = [getattr(model, "max_positions", None) for model in (self.target, self.head)]
+        room = [getattr(model, "fixed_positions", None) for model in (self.target, self.head)]
         limit = min([limit, *(most - max(map(len, prompts)) for most in room if most is not None)])
         if limit < 1:
             return batch

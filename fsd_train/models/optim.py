@@ -83,11 +83,20 @@ class WarmupCosine(LRScheduler):
     Args:
         optimizer: optimizer with the peak learning rates.
         warmup_steps: length of the warm-up.
+        warmup_ratio: share of the run, 0 to 1, instead of ``warmup_steps``.
         final_lr: learning rate at the end, as a share of the peak.
     """
 
-    def __init__(self, optimizer: Optimizer, warmup_steps: NonNegativeInt = 100, final_lr: ShareOrNone = 0.0) -> None:
-        self.warmup_steps, self.final_lr = int(warmup_steps), float(final_lr)  # checkpoints hold plain numbers
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_steps: NonNegativeInt = 100,
+        final_lr: ShareOrNone = 0.0,
+        warmup_ratio: ShareOrNone | None = None,
+    ) -> None:
+        self.final_lr = float(final_lr)  # checkpoints hold plain numbers
+        self.warmup_ratio = None if warmup_ratio is None else float(warmup_ratio)
+        self.warmup_steps = int(warmup_steps) if warmup_ratio is None else 0
         self._passed: Callable[[int], float] | None = None
         super().__init__(optimizer)
 
@@ -98,7 +107,10 @@ class WarmupCosine(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         step = self.last_epoch
         share = 0.0 if self._passed is None else self._passed(step)
-        return [base * cosine_factor(step, self.warmup_steps, share, self.final_lr) for base in self.base_lrs]
+        factor = cosine_factor(step, self.warmup_steps, share, self.final_lr)
+        if self.warmup_ratio and self._passed is not None:
+            factor *= min(self._passed(step + 1) / self.warmup_ratio, 1.0)
+        return [base * factor for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in super().state_dict().items() if name != "_passed"}

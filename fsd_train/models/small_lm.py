@@ -19,7 +19,7 @@ from fsd_core.files import disk_errors, write_text
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import check_same_vocabulary
 from fsd_infer.targets.loading import load_target
-from fsd_infer.targets.masks import max_positions
+from fsd_infer.targets.masks import fixed_positions
 from fsd_infer.targets.target import Target, layer_list
 from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
@@ -111,8 +111,8 @@ class SmallLM(nn.Module):
         return list(layer_list(self.causal_lm.get_decoder(), int(self.config.num_hidden_layers)) or ())
 
     @property
-    def max_positions(self) -> int | None:
-        return max_positions(self.config)
+    def fixed_positions(self) -> int | None:
+        return fixed_positions(self.config)
 
     def lm_head_rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias, like :meth:`fsd_infer.targets.target.Target.lm_head_rows`."""

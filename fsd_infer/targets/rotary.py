@@ -1,0 +1,132 @@
+"""Rotary angles that change with the length of the text: LongRoPE and dynamic NTK, as in ``generate``.
+
+transformers computes the angles of a forward by its largest position, and caches keys with the angles of their own
+forward. So, when a prompt of P tokens is read at once and then token by token, the token at position p has the angles
+for a text of max(p + 1, P) tokens. A forward over a draft tree, or over a batch, has tokens of several such lengths,
+and calls the rotary module once per length. Some families read the whole text again when it first exceeds the original
+length (:func:`reading_again`); P is then the length at that time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CHANGING = ("longrope", "dynamic")
+_READ_AGAIN = ("phi3", "phimoe", "phi4_multimodal")  # whose prepare_inputs_for_generation drops the cache
+
+
+def changes(config: Any) -> dict[str, int]:
+    """Return the longest text, in tokens, before the angles change, by rotary kind; empty if they never do."""
+    scaling = getattr(config, "rope_parameters", None) or {}
+    found: dict[str, int] = {}
+    for part in (scaling, *(each for each in scaling.values() if isinstance(each, Mapping))):  # or one per layer type
+        kind = part.get("rope_type")
+        length = getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            length = part.get("original_max_position_embeddings") or length
+        if kind in _CHANGING and length is not None:
+            found[kind] = min(int(length), found.get(kind, int(length)))
+    return found
+
+
+def reading_again(config: Any) -> int | None:
+    """Return the length beyond which ``generate`` reads a text once more, under the new angles; None: never."""
+    again = config.model_type in _READ_AGAIN and "longrope" in changes(config)
+    return int(config.original_max_position_embeddings) if again else None
+
+
+class ChangingAngles:
+    """The rotary modules of a decoder whose angles change.
+
+    Args:
+        decoder: holds the modules.
+        config: its text config.
+
+    Attributes:
+        fixed: longest text whose angles are those of shorter texts; None: angles never change.
+    """
+
+    def __init__(self, decoder: nn.Module, config: Any) -> None:
+        lengths = changes(config)
+        self.fixed = min(lengths.values(), default=None)
+        self._every = "dynamic" in lengths  # each length beyond has angles of its own
+        self.modules = [part for part in decoder.modules() if _kinds(part) & set(_CHANGING)]
+
+    @contextmanager
+    def of_texts(self, read: Tensor | None) -> Iterator[None]:
+        """Within this context forwards of this thread compute angles by text.
+
+        Args:
+            read: [B] length of each row's text when it was last read at once; None: 0.
+        """
+        if self.fixed is None:
+            yield
+            return
+        hooks = [module.register_forward_hook(self._hook(read), with_kwargs=True) for module in self.modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget earlier texts: dynamic NTK keeps the angles of the longest one."""
+        for module in self.modules if self._every else ():
+            for name in list(vars(module)):
+                if name.endswith("max_seq_len_cached"):
+                    setattr(module, name, module.original_max_seq_len)
+            for name, buffer in list(module.named_buffers()):
+                if name.endswith("original_inv_freq"):
+                    frequencies = module.get_buffer(name.replace("original_", ""))
+                    module.register_buffer(name.replace("original_", ""), buffer.to(frequencies), persistent=False)
+
+    def _hook(self, read: Tensor | None) -> Any:
+        thread = threading.get_ident()
+
+        def by_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if threading.get_ident() != thread:  # another thread may run the same module
+                return output
+            inputs, positions, kwargs = _arguments(args, kwargs)
+            return self._angles(module, inputs, positions, kwargs, read, output)
+
+        return by_text
+
+    def _angles(
+        self, module: Any, x: Tensor, positions: Tensor, kwargs: dict[str, Any], read: Tensor | None, like: Any
+    ) -> Any:
+        """Return the module's output at positions [B, M], each with the angles of its own length of text."""
+        assert self.fixed is not None
+        lengths = positions + 1 if read is None else (positions + 1).maximum(read[:, None])
+        lengths = lengths.where(lengths > self.fixed, self.fixed)
+        if not self._every:
+            lengths = lengths.clamp_max(self.fixed + 1)
+        made = [part.clone() for part in _parts(like)]
+        for length in lengths.unique().tolist():
+            self.reset()
+            mine = lengths == length
+            asked = torch.cat([positions[mine], positions.new_tensor([length - 1])])  # the last one sets the length
+            for whole, part in zip(made, _parts(module.forward(x, asked[None], **kwargs)), strict=True):
+                whole[mine] = part[0, :-1]
+        return made[0] if isinstance(like, Tensor) else type(like)(made)
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    kinds = getattr(module, "rope_type", "")
+    return set(kinds.values()) if isinstance(kinds, Mapping) else {str(kinds)}
+
+
+def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return a rotary module's input, its positions [B, M] and its other arguments."""
+    named = dict(zip(("x", "position_ids", "layer_type"), args)) | dict(kwargs)
+    return named.pop("x"), named.pop("position_ids"), named
+
+
+def _parts(output: Any) -> Sequence[Tensor]:
+    return [output] if isinstance(output, Tensor) else output

@@ -1,0 +1,146 @@
+"""The keys of recipes, read from source files: a misspelt one is named at once, before the imports of training."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsd_core.errors import FsdError
+from fsd_core.registry import did_you_mean
+from fsd_train.repository import find
+
+HERE = Path(__file__).resolve().parent.parent
+TOP = {"seed_everything", "trainer", "model", "data", "ckpt_path", "overwrite", "optimizer", "lr_scheduler"}
+# keys that fsd_train.commands.short_recipe writes out
+SHORT = {
+    "output_dir": "directory of the run: checkpoints, head, best head, logs and curves, with their callbacks",
+    "save_steps": "with output_dir: steps between checkpoints (default: 500)",
+    "resume": "auto: go on with the newest checkpoint; or a checkpoint",
+    "num_epochs": "passes over the data, instead of trainer.max_steps",
+    "warmup_ratio": "share of the run in which the learning rate rises",
+    "import": "modules that register losses, or hold classes, of your own",
+}
+MODELS = {"EagleModule": "models/eagle.py", "LMModule": "models/lm.py"}
+ELSEWHERE = {  # what other trainers call these
+    **dict.fromkeys(("lr", "learning_rate"), "model.optimizer.init_args.lr"),
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "data.batch_tokens"),
+    **dict.fromkeys(("epochs", "num_train_epochs"), "num_epochs"),
+    **dict.fromkeys(("model_name_or_path", "target_model_path", "verifier"), "model.target"),
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "warmup_steps": "model.lr_scheduler.init_args.warmup_steps",
+    "tp_size": "trainer.strategy: fsdp, which shards a target (docs/scaling.md)",
+    "bf16": "trainer.precision",
+}
+LIGHTNING = {"help", "config", "print_config"}
+
+
+def _fields(path: Path, name: str) -> frozenset[str]:
+    """Return the arguments of a class: those of its ``__init__``, or a dataclass's fields."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    (made,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    for node in made.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            return frozenset(one.arg for one in [*node.args.args, *node.args.kwonlyargs] if one.arg != "self")
+    return frozenset(
+        node.target.id for node in made.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    )
+
+
+@cache
+def keys_of(section: str) -> frozenset[str] | None:
+    """Return the keys of "", "trainer", "data", "model.head", or of "model.EagleModule" and its like; None: unknown."""
+    if section == "":
+        return frozenset({*TOP, *SHORT})
+    if section == "trainer":
+        spec = find_spec("lightning")
+        (root,) = (spec.submodule_search_locations if spec is not None else None) or ("",)
+        file = Path(root) / "pytorch" / "trainer" / "trainer.py"
+        return _fields(file, "Trainer") if file.is_file() else None
+    if section == "data":
+        return _fields(HERE / "data" / "module.py", "AnswersDataModule")
+    if section == "model.head":
+        return _fields(HERE / "models" / "head_options.py", "HeadOptions")
+    name = section.removeprefix("model.")
+    shared = _fields(HERE / "models" / "distillation.py", "DistillationModule")
+    return shared | _fields(HERE / MODELS[name], name) if name in MODELS else None
+
+
+def check(words: Sequence[str]) -> None:
+    """Raise FsdError for a key in a recipe, or in an option, that its section does not have.
+
+    What else is wrong, the full reader says.
+    """
+    check_words(words)
+    for word, following in zip(words, [*words[1:], ""]):
+        option, equals, value = word.partition("=")
+        if option in ("-c", "--config"):
+            path = find(value if equals else following)
+            for section, key in _unknown(read_yaml(path)):
+                raise FsdError(f"{path}: {_said(section, key)}")
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raise FsdError for an option of `fit` that names no key, such as --trainer.max_stepz."""
+    for word in words:
+        name = word.partition("=")[0]
+        if not name.startswith("--") or name == "--":
+            continue
+        section, dot, key = name[2:].partition(".")
+        if not dot:
+            section, key = "", section
+        known = keys_of("model.EagleModule" if section == "model" else section) if section in ("", *TOP) else None
+        key = key.partition(".")[0].removesuffix("+")
+        model = section == "model" and key in ("class_path", "init_args", "help")
+        if known is not None and not model and key not in known | LIGHTNING | {"strict", "c"}:
+            if section != "model" or not any(key in (keys_of(f"model.{one}") or ()) for one in MODELS):
+                raise FsdError(_said(section, key, "--"))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Return a recipe's keys and values; {} for what is no YAML mapping."""
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _unknown(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (section, key) of keys that are unknown."""
+    model = recipe.get("model")
+    model = model if isinstance(model, Mapping) else {}
+    kind = str(model.get("class_path", "EagleModule")).rpartition(".")[2]
+    options = model.get("init_args", {}) if "class_path" in model else model
+    options = options if isinstance(options, Mapping) else {}
+    parts = {"": recipe, "trainer": recipe.get("trainer"), "data": recipe.get("data"), f"model.{kind}": options}
+    parts["model.head"] = options.get("head") if kind == "EagleModule" else None
+    for section, values in parts.items():
+        if not isinstance(values, Mapping) or "class_path" in values:
+            continue
+        if (known := keys_of(section)) is not None:
+            named = section if section in ("", "trainer", "data", "model.head") else "model"
+            yield from ((named, str(key)) for key in values if key not in known)
+
+
+def _said(section: str, key: str, dashes: str = "") -> str:
+    """Return an error about an unknown key, with the section to which it belongs or the key that was meant."""
+    named = f"{dashes}{section}.{key}" if section else f"{dashes}{key}"
+    sections = {"": "", "trainer": "trainer", "data": "data", "model": "model.EagleModule", "model.head": "model.head"}
+    for other, where in sections.items():
+        if key in (keys_of(where) or ()) and other != section:
+            place = f"in the section {other}" if other else "at the top level"
+            return f"there is no {named}: {key} stands {place}."
+    if key in ELSEWHERE:
+        return f"there is no {named}: here it is {ELSEWHERE[key]}."
+    known = keys_of(sections.get(section, section)) or frozenset()
+    meant, listed = known, ", ".join(sorted(known))
+    if section == "model":
+        meant = frozenset().union(*(keys_of(f"model.{one}") or () for one in MODELS))
+    return f"there is no {named}.{did_you_mean(key, meant) or f' Known: {listed}.'}"
