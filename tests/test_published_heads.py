@@ -131,8 +131,8 @@ def test_lossy_rules_answer_within_their_budget(root: Path, name: str) -> None:
     assert all(stats.divergence_spent <= 1 + 1e-6 for stats in made.stats.rows)
 
 
-def test_a_block_is_that_of_transformers() -> None:
-    """Muse-Glimmer's assistant has the equations of DFlash."""
+def test_a_block_is_that_of_transformers(tmp_path: Path) -> None:
+    """Muse-Glimmer's assistant has the equations of DFlash, and its own files are read."""
     made = layout("dflash of z-lab")
     config = AutoConfig.for_model("muse_glimmer_assistant", **{
         **{name: value for name, value in QWEN3.items() if name not in ("model_type", "rope_theta", "rope_scaling")},
@@ -152,6 +152,9 @@ def test_a_block_is_that_of_transformers() -> None:
             wanted = states.lm_head(z[slot])
             found = made.estimate(states, text, [0] * (slot - 1))
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    tree = drafted(load_drafter(str(tmp_path), target(), CHAIN), [text])
+    torch.testing.assert_close(tree.q_logits[0], states.lm_head(z[1:]).detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.6, 0.85])
@@ -190,6 +193,7 @@ REFUSED: dict[str, tuple[str, Changed, str]] = {
     "a layer that is not there": (
         "dflash of z-lab", z_lab(target_layer_ids=[0, 9]), r"layers \[0, 9\]; .* has 0 to 3, each once"
     ),
+    "another target": ("dflash of z-lab", {"num_target_layers": 36}, "for a target of 36 layers"),
     "the embeddings": ("dflash of z-lab", z_lab(target_layer_ids=[-1, 2]), "-1\\) are not read here"),
     "a second version": ("dflash of z-lab", z_lab(conv_kernel_size=4), "conv_kernel_size, which is not known here"),
     "sinks": ("dflash of z-lab", z_lab(attention_sink_bias=True), "attention_sink_bias"),

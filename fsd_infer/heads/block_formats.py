@@ -127,7 +127,7 @@ def _described(
             f"fc.weight is of shape {list(shape)}, which does not read {len(stored)} layers of {target.name}, whose "
             f"features have {target.hidden_size} entries."
         )
-    vocabulary, model = options.whole("vocab_size", least=1), target.model
+    vocabulary, model = options.whole("vocab_size", target.vocab_size, 1), target.model
     ids = _draft_ids(weights, vocabulary)
     own_embeds = EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, model.get_input_embeddings())
     own_head = LM_HEAD in names and (
@@ -179,8 +179,11 @@ def _target_layers(options: _Options, count: int, target: Target) -> list[int]:
             "correct one of them."
         )
     depth = int(target.config.num_hidden_layers)
+    if options.get("num_target_layers", depth) != depth:
+        theirs = options.get("num_target_layers")
+        raise CheckpointError(f"it is for a target of {theirs!r:.60} layers, and {target.name} has {depth}.")
     if layers is None:
-        if options.of_speculators or options.get("num_target_layers", depth) != depth:
+        if options.of_speculators:
             raise CheckpointError(f"it does not name the layers of {target.name} that it reads.")
         layers = [depth // 2] if count == 1 else [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
     if not layers or not all(0 <= number < depth for number in layers) or len(set(layers)) < len(layers):
