@@ -12,6 +12,7 @@ from fsd_infer.drafters.mlp_speculator import MLPSpeculatorDrafter
 from fsd_infer.drafters.p_eagle import ParallelEagleDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.drafters.translated import TranslatedDrafter
 
 __all__ = [
     "DRAFTERS",
@@ -30,5 +31,6 @@ __all__ = [
     "NoDrafter",
     "ParallelEagleDrafter",
     "RecycleDrafter",
+    "TranslatedDrafter",
     "TreeShape",
 ]
