@@ -1,4 +1,4 @@
-"""Two vocabularies as one: tokens with the same bytes mean the same, whatever their names: ``Ġthe``, ``▁the``, ``<0x41>``."""
+"""Two vocabularies as one: tokens with the same bytes mean the same. ``Ġthe`` and ``▁the`` do, as ``A`` and ``<0x41>``."""
 
 from __future__ import annotations
 
