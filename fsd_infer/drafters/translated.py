@@ -116,8 +116,10 @@ class TranslatedSession(LMSession):
         if self._firsts is None:
             own = [[new for token in row for new in translation.spell(token)] for row in rows]
         else:
-            own = [translation.read([first, *row]) for first, row in zip(self._firsts, rows, strict=True)]
-            self._firsts = None
+            texts = [
+                [first, *row] for first, row in zip(self._firsts, rows, strict=True)
+            ]  # prompts and an answer's token
+            own, self._firsts = [translation.read(text[:-1]) + translation.spell(text[-1]) for text in texts], None
         new = [len(row) for row in own]
         if not any(new):
             return

@@ -1,4 +1,4 @@
-"""Two vocabularies as one: tokens with the same bytes mean the same. ``Ġthe`` and ``▁the`` do, as ``A`` and ``<0x41>``."""
+"""Two vocabularies as one: tokens with the same bytes mean the same, as ``Ġthe`` and ``▁the``, ``A`` and ``<0x41>``."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Translation:
         """Return the small LM's tokens, at least one, for the text of the target's, as its own tokenizer makes them."""
         theirs, ours = self.theirs.tokenizer, self.ours.tokenizer
         lead = [token for token in ours("").input_ids if token == ours.bos_token_id][:1]
-        if lead and tokens[0] == theirs.bos_token_id:
+        if tokens and tokens[0] == theirs.bos_token_id and (lead or tokens[0] not in self._special):
             tokens = tokens[1:]
         found = lead
         for kind, run in groupby(tokens, key=lambda token: token in self._special):
