@@ -182,9 +182,9 @@ def test_acceptance_is_that_of_the_mixed_law(width: int) -> None:
     assert wanted > p[order[:width]].sum() or width == V
 
 
-def test_other_rules_refuse_trees_with_drawn_nodes() -> None:
+def test_block_verification_refuses_trees_with_drawn_nodes() -> None:
     toy = GROWN["tree"]
     round = toy.round(torch.zeros(8, dtype=torch.long), torch.Generator().manual_seed(2))
-    with pytest.raises(FsdError, match="only `exact` takes trees"):
-        parse_rule("tilted:1:novel=0")(round)
-    assert not any(parse_rule(rule).draws_trees for rule in ("exact:block=true", "exact:draw=false", "fuzzy:js:0.3"))
+    with pytest.raises(FsdError, match="must form a chain"):
+        parse_rule("exact:block=true")(round)
+    assert not any(parse_rule(rule).draws_trees for rule in ("exact:block=true", "exact:draw=false"))

@@ -162,8 +162,8 @@ def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
     kept = torch.zeros_like(union.parents, dtype=torch.bool).scatter(1, nodes, True)
     first = main.first_choices
     has_first = kept.gather(1, first.clamp_min(0)) & (first >= 0)
-    if main.drawn is not None:
-        has_first |= (main.child & main.drawn[:, None]).any(-1)
+    if main.held is not None:  # whether a context above a drawn node has a q must not depend on what was drawn
+        has_first |= main.held
     q_index = union.q_index.clone()
     q_index[:, : main.parents.shape[1]].masked_fill_(~has_first, -1)
     return replace(union, q_index=q_index).keep(nodes)

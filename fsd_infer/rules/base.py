@@ -79,8 +79,8 @@ class Rule:
 
     @property
     def draws_trees(self) -> bool:
-        """Whether the rule takes trees with drawn nodes."""
-        return False
+        """Whether trees have drawn nodes above temperature 0."""
+        return True
 
     def tilt(self, greedy: bool) -> float:
         """Return roughly how many nats the law pays for an accepted draft; 0 for p. Only tree shapes depend on it.
