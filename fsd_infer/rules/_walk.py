@@ -100,14 +100,19 @@ class _Walk:
 
     def _evaluate(self, law: Law, at: Contexts) -> None:
         """Evaluate a law's gate and dense law at these contexts."""
-        evidence, where = self.evidence, (at.rows, at.nodes)
+        evidence = self.evidence
         if law.gate is not None:
-            self.applies = self.applies.index_put(where, at.of(self.applies) & law.gate(at))
+            self.applies = self.applies.index_put((at.rows, at.nodes), at.of(self.applies) & law.gate(at))
         if law.log_r is None:
             return
-        log_r = law.log_r(at)
-        slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(len(log_r), device=self.device))
         holds = law.dense_at(evidence)
+        wanted = at.of(self.applies if holds is None else self.applies & holds)
+        if self.device.type == "cpu":  # elsewhere the number of such contexts is not known without a sync
+            at = at.those(wanted)
+        if not len(at.rows):
+            return
+        log_r, where = law.log_r(at), (at.rows, at.nodes)
+        slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(len(log_r), device=self.device))
         slot = slot if holds is None else slot.masked_fill(~holds, -1)
         above = evidence.above(slot)
         if evidence.greedy:

@@ -291,6 +291,10 @@ class Contexts:
         self.evidence, self.rows, self.nodes = evidence, rows, nodes
         self._whole = whole  # all nodes of all rows in order, so views replace copies
 
+    def those(self, wanted: Tensor) -> Contexts:
+        """The contexts that are ``wanted`` [R]; the same object for all of them. Syncs with the device."""
+        return self if bool(wanted.all()) else Contexts(self.evidence, self.rows[wanted], self.nodes[wanted])
+
     def of(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
         return values.flatten(0, 1) if self._whole else values[self.rows, self.nodes]
