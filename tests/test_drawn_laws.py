@@ -101,7 +101,6 @@ class Session(TreeSession):
         self._where = self.toy.vocabulary * self._where.gather(1, parents) + 1 + tokens
         return self.q[self._where]
 
-
     def _kept(self, tree: DraftTree) -> DraftTree:
         if not self.toy.meddles:
             return super()._kept(tree)
