@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.recorded import BUILT_IN, PROMPTS, ROOT, parser_of, record_main
+from benchmarks.recorded import BUILT_IN, PROMPTS, parser_of, record_main
 from fsd_bench.intervals import ratio_interval, ratio_text
 from fsd_core.divergence import expand_draft
 from fsd_core.tables import number, table

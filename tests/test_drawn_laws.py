@@ -24,7 +24,7 @@ from fsd_infer.drafters.visits import likeliest
 from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
 from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.laws import clipped, least_divergent, passed
-from fsd_infer.tree import DraftTree
+from fsd_infer.tree import DraftTree, Draws
 from tests.tree_rounds import masked
 
 LEVELS = 4  # contexts have at most as many tokens
@@ -90,7 +90,7 @@ class Session(TreeSession):
         self.device, self.tilt, self.lengths = torch.device("cpu"), 0.0, torch.zeros(1, dtype=torch.long)
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
         self.auto, self.reads_scores = None, False
-        self.request = DraftRequest(1, 9, False, toy.process, None, draws=True)
+        self.request = DraftRequest(1, 9, False, toy.process, None, draws=Draws.TREE)
         self._visits, self._drawing = torch.zeros(0), None
         self._where = torch.zeros(1, 1, dtype=torch.long)
 

@@ -14,7 +14,7 @@ from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.visits import likeliest
-from fsd_infer.tree import DraftTree
+from fsd_infer.tree import DraftTree, Draws
 
 
 @cache
@@ -103,7 +103,7 @@ class GraftedSession(DraftSession):
         self.drafter, self.tilt, self.auto = drafter, request.tilt, request.auto
         self.main = drafter.main.start(first_tokens, request)
         # the side's nodes are chosen here
-        self.side = drafter.side.start(first_tokens, replace(request, auto=None, draws=False))
+        self.side = drafter.side.start(first_tokens, replace(request, auto=None, draws=Draws.NONE))
         self.parts = [self.main, self.side]
 
     def draft(self, roots: Tensor) -> DraftTree:

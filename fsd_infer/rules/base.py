@@ -20,6 +20,7 @@ from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter, parameters_of
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import Verdict, Verification, row_index
+from fsd_infer.tree import Draws
 
 
 class Rule:
@@ -78,9 +79,9 @@ class Rule:
         return apply_rules([self] * round.tree.tokens.shape[0], round)
 
     @property
-    def draws_trees(self) -> bool:
-        """Whether trees have drawn nodes above temperature 0."""
-        return getattr(self, "draw", True)
+    def draws(self) -> Draws:
+        """Which drafts should be drawn above temperature 0."""
+        return Draws.TREE if getattr(self, "draw", True) else Draws.NONE
 
     def tilt(self, greedy: bool) -> float:
         """Return roughly how many nats the law pays for an accepted draft; 0 for p. Only tree shapes depend on it.
