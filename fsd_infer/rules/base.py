@@ -123,14 +123,15 @@ class LossyRule(Rule):
             and repetitions, which drafters predict best, earn nothing. 0: no such test.
         only_in: emit from p outside this phase of the text (:mod:`fsd_infer.rules.texts`), "think" or "A..B".
         settle: emit the answer's first tokens, as many as this, from p: they decide what the answer will be.
-        draw: above temperature 0, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`).
+        draw: above temperature 0, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). More drafts for fewer
+            nats; but on a CPU the dense laws that this takes cost more time than they win.
     """
 
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
     novel: int = parameter(0, low=0, high=MOST_NOVEL, keyword=True)
     only_in: str | None = parameter(None, keyword=True)
     settle: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
-    draw: bool = parameter(True, keyword=True)
+    draw: bool = parameter(False, keyword=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
