@@ -5,6 +5,7 @@ from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter
 from fsd_infer.drafters.memory import LookupDrafter, MemoryDrafter
+from fsd_infer.drafters.mtp import MtpDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.drafters.shape import TreeShape
 
@@ -18,6 +19,7 @@ __all__ = [
     "LMDrafter",
     "LookupDrafter",
     "MemoryDrafter",
+    "MtpDrafter",
     "NoDrafter",
     "RecycleDrafter",
     "TreeShape",
