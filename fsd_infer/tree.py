@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 
 import torch
@@ -16,6 +17,14 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.tensors import lists, padded, to_device
+
+
+class Draws(Enum):
+    """Which drafts are drawn from q above temperature 0."""
+
+    NONE = "none"  # trees of likely tokens
+    CHAIN = "chain"  # all, and each has one child
+    TREE = "tree"  # at most one child of a node, see :mod:`fsd_infer.drafters.drawing`
 
 
 @dataclass

@@ -24,7 +24,7 @@ from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.visits import likeliest
 from fsd_infer.rules import Evidence, Exact, parse_rule
-from fsd_infer.tree import DraftTree
+from fsd_infer.tree import DraftTree, Draws
 from tests.rules_toy import ALARM, LENGTH, Toy, V, child_of, p_value, simulate
 
 ROWS = 10_000
@@ -41,7 +41,7 @@ class TableSession(TreeSession):
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
         self.auto = toy.auto_tree(batch)
         self.reads_scores = self.auto is not None
-        self.request = DraftRequest(batch, 9, False, toy.scores, generator, draws=True)
+        self.request = DraftRequest(batch, 9, False, toy.scores, generator, draws=Draws.TREE)
         self._visits, self._drawing, self._where = torch.zeros(0), None, contexts[:, None]
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
@@ -182,9 +182,9 @@ def test_acceptance_is_that_of_the_mixed_law(width: int) -> None:
     assert wanted > p[order[:width]].sum() or width == V
 
 
-def test_other_rules_refuse_trees_with_drawn_nodes() -> None:
+def test_block_verification_refuses_trees_with_drawn_nodes() -> None:
     toy = GROWN["tree"]
     round = toy.round(torch.zeros(8, dtype=torch.long), torch.Generator().manual_seed(2))
-    with pytest.raises(FsdError, match="only `exact` takes trees"):
-        parse_rule("tilted:1:novel=0")(round)
-    assert not any(parse_rule(rule).draws_trees for rule in ("exact:block=true", "exact:draw=false", "fuzzy:js:0.3"))
+    with pytest.raises(FsdError, match="must form a chain"):
+        parse_rule("exact:block=true")(round)
+    assert [parse_rule(rule).draws for rule in ("exact:block=true", "exact:draw=false")] == [Draws.CHAIN, Draws.NONE]

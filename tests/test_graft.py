@@ -196,7 +196,7 @@ def test_sequence_law_and_spent_divergence(spec: str, toy: GraftedToy) -> None:
 def test_sampled_chains_are_left_alone() -> None:
     target = Target(tiny_model("llama"))
     small = LMDrafter(target, target, TreeShape.chain(3))
-    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=True, temperature=1.5, seed=4)
+    options: dict[str, Any] = dict(rule="exact:block=true", max_new_tokens=12, do_sample=True, temperature=1.5, seed=4)
     _warn_sampled.cache_clear()
     alone = FuzzyDecoder(target, small).generate(tiny_prompts(), **options)
     with pytest.warns(UserWarning, match="lm samples its drafts"):

@@ -46,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
-def load(root: Path, name: str, shape: TreeShape, whole: Target | None = None) -> Drafter:
+def load(root: Path, name: str, shape: TreeShape | str, whole: Target | None = None) -> Drafter:
     place = root / name.replace(" ", "-")
     made = load_drafter(str(place if place.exists() else layout(name).write(place)), whole or target(), shape)
     assert made.directory == place
@@ -116,9 +116,9 @@ def plain(count: int) -> list[list[int]]:
     return decode(target(), NoDrafter(V), parse_rule("exact"), Request(PROMPTS, count, True)).sequences
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [CHAIN, TREE, "auto"], ids=["chain", "tree", "auto"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_greedy_answers_are_the_targets_own(root: Path, name: str, shape: TreeShape) -> None:
+def test_greedy_answers_are_the_targets_own(root: Path, name: str, shape: TreeShape | str) -> None:
     made = decode(target(), load(root, name, shape), parse_rule("exact"), Request(PROMPTS, 12, True))
     assert made.sequences == plain(12)
 

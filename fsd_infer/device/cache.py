@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fsd_core.tensors import visible_slots
+from fsd_core.tensors import to_device, visible_slots
 from fsd_infer.device.states import Branches, RecurrentStates
 
 RECURRENT = {"linear_attention", "conv", "mamba"}  # types of layers that keep a state
@@ -257,7 +257,7 @@ class SlotCache(Cache):
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
         self.batch = rows.shape[0]
         self.recurrent.select(rows)
-        self.read = None if self.read is None else self.read[rows.to(self.read.device)]
+        self.read = None if self.read is None else self.read.index_select(0, to_device(rows, self.read.device))
         for key, pool in self._pools.items():
             for place, row in enumerate(rows.tolist()):
                 if place != row:

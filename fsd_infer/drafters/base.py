@@ -21,7 +21,7 @@ from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.estimates import AutoMemory
 from fsd_infer.drafters.shape import TreeShape
-from fsd_infer.tree import DraftTree
+from fsd_infer.tree import DraftTree, Draws
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
@@ -36,11 +36,11 @@ class DraftRequest:
     Attributes:
         batch: number of rows B.
         slots: most tokens of a row: prompt, answer, and padding where a row emits fewer tokens than others.
-        greedy: whether the temperature is 0. Small LMs then draft by argmax, and otherwise sample a chain.
+        greedy: whether the temperature is 0.
         process: the request's logits processors that depend neither on the text nor on ids, such as the temperature,
             [..., Vd] to [..., Vd]; None if there are none.
         longest: tokens of the longest text at its end, as far as the request limits it.
-        draws: whether trees may have drawn nodes (:mod:`fsd_infer.drafters.drawing`).
+        draws: which drafts of heads and small LMs are drawn from q.
         generator: random generator of drawn drafts; None: torch's global one.
         seeded: whether the request has a generator of its own, so that its answer comes again.
         device: of the target. Trees are returned there.
@@ -60,7 +60,7 @@ class DraftRequest:
     tilt: float = 0.0
     auto: AutoTree | None = None
     keys: Sequence[str] | None = None
-    draws: bool = False
+    draws: Draws = Draws.NONE
     longest: int = 0
     seeded: bool = False
 
@@ -214,8 +214,13 @@ class Drafter(ABC):
 
     @property
     def samples(self) -> bool:
-        """Whether drafts at temperature > 0 are a chain sampled from q."""
+        """Whether drafts at temperature > 0 can be drawn from q."""
         return any(part.samples for part in self.parts)
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether drafts may come from other texts than the request's."""
+        return any(part.keeps_texts for part in self.parts)
 
     @property
     @abstractmethod

@@ -95,5 +95,26 @@ class Drawing:
 
     def _drawn(self, scores: Tensor, draws: Tensor) -> Tensor:
         """Draw an entry of the rows ``draws`` [B, E] of scores [B, E, Vd]: [B, E], arbitrary in other rows."""
-        uniforms = torch.rand(draws.shape, generator=self.generator, device=scores.device)
-        return functional.sample_rows(scores, uniforms, draws)
+        return drawn_entries(scores, draws, self.generator)
+
+
+class ChainDrawing:
+    """The draws of one round in which every draft is drawn from q. Arguments and attributes are those of Drawing."""
+
+    def __init__(self, process: Callable[[Tensor], Tensor] | None, generator: torch.Generator | None) -> None:
+        self.process, self.generator = process, generator
+        self.scores: list[Tensor] = []
+
+    def propose(self, logits: Tensor, reach: Tensor, sees: Tensor, width: int) -> tuple[Tensor, Tensor, None]:
+        """Draw a child of each node that was expanded last: ln q before the processors, its entry, [B, E, 1] each."""
+        logits = logits.float()
+        scores = logits if self.process is None else self.process(logits)
+        self.scores.append(scores)
+        entries = drawn_entries(scores, torch.ones_like(reach, dtype=torch.bool), self.generator)[..., None]
+        return logits.gather(-1, entries) - logits.logsumexp(-1, keepdim=True), entries, None
+
+
+def drawn_entries(scores: Tensor, draws: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw an entry of the rows ``draws`` [B, E] of scores [B, E, Vd]: [B, E], arbitrary in other rows."""
+    uniforms = torch.rand(draws.shape, generator=generator, device=scores.device)
+    return functional.sample_rows(scores, uniforms, draws)

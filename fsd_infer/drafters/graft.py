@@ -14,7 +14,7 @@ from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.visits import likeliest
-from fsd_infer.tree import DraftTree
+from fsd_infer.tree import DraftTree, Draws
 
 
 @cache
@@ -103,7 +103,7 @@ class GraftedSession(DraftSession):
         self.drafter, self.tilt, self.auto = drafter, request.tilt, request.auto
         self.main = drafter.main.start(first_tokens, request)
         # the side's nodes are chosen here
-        self.side = drafter.side.start(first_tokens, replace(request, auto=None, draws=False))
+        self.side = drafter.side.start(first_tokens, replace(request, auto=None, draws=Draws.NONE))
         self.parts = [self.main, self.side]
 
     def draft(self, roots: Tensor) -> DraftTree:
@@ -162,8 +162,8 @@ def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
     kept = torch.zeros_like(union.parents, dtype=torch.bool).scatter(1, nodes, True)
     first = main.first_choices
     has_first = kept.gather(1, first.clamp_min(0)) & (first >= 0)
-    if main.drawn is not None:
-        has_first |= (main.child & main.drawn[:, None]).any(-1)
+    if main.held is not None:  # whether a context above a drawn node has a q must not depend on what was drawn
+        has_first |= main.held
     q_index = union.q_index.clone()
     q_index[:, : main.parents.shape[1]].masked_fill_(~has_first, -1)
     return replace(union, q_index=q_index).keep(nodes)

@@ -26,12 +26,12 @@ from fsd_core import functional
 from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
-from fsd_infer.drafters.drawing import Drawing
+from fsd_infer.drafters.drawing import ChainDrawing, Drawing
 from fsd_infer.drafters.estimates import Prior, prior_for
 from fsd_infer.drafters.shape import LARGEST, TreeShape, default_shape
 from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
+from fsd_infer.tree import DraftTree, Draws
 
 
 class TreeDrafter(Drafter):
@@ -49,6 +49,7 @@ class TreeDrafter(Drafter):
     """
 
     target: Target
+    samples = True
     largest: Mapping[str, TreeShape] = LARGEST
 
     def __init__(self, target: Target, model: CachedModel, vocabulary: int, shape: TreeShape | None) -> None:
@@ -123,8 +124,10 @@ class TreeSession(DraftSession):
         self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
         self.width = drafter.shape.width
         self.reads_scores = self.auto is not None and self.auto.reads_scores
+        if request.draws is Draws.CHAIN:
+            self.width, self.reads_scores = 1, self.auto is not None
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
-        self._drawing: Drawing | None = None  # of this round
+        self._drawing: Drawing | ChainDrawing | None = None  # of this round
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     @property
@@ -140,15 +143,17 @@ class TreeSession(DraftSession):
         if depth < 1 or self.auto is not None and not self.auto.expands_root():
             return DraftTree.root_only(roots, self.drafter.vocabulary)
         logits, ids = self._read_roots()
-        self._drawing = self._draws() if self.request.draws else None
+        self._drawing = None if self.request.draws is Draws.NONE else self._draws()
         return self._kept(self._grow(roots, logits, ids, depth))
 
     def _depth(self) -> int:
         """Return the depth of the deepest candidates."""
         return self.shape.depth
 
-    def _draws(self) -> Drawing:
+    def _draws(self) -> Drawing | ChainDrawing:
         """Return what draws nodes in this round."""
+        if self.request.draws is Draws.CHAIN:
+            return ChainDrawing(self.request.process, self.request.generator)
         nodes = self.shape.max_nodes if self.auto is None else self.auto.most
         least = 1.0 / (2 * nodes) if self.auto is None else self.auto.least_chance
         return Drawing(self.request.process, self.request.generator, nodes - 1, least)
@@ -237,7 +242,8 @@ class TreeSession(DraftSession):
             levels=level,
         )
         if self._drawing is not None:
-            tree.q_scores, tree.drawn = torch.cat(self._drawing.scores, 1), torch.cat(drawn, 1)
+            tree.q_scores = torch.cat(self._drawing.scores, 1)
+            tree.drawn = None if self.request.draws is Draws.CHAIN else torch.cat(drawn, 1)
         return tree
 
     def _frontier(self, log_q: Tensor, sums: Tensor, drawn: Tensor | None) -> Tensor | None:
@@ -267,7 +273,11 @@ class TreeSession(DraftSession):
         return best
 
     def _kept(self, tree: DraftTree) -> DraftTree:
-        """Return the tree of the candidates to verify."""
+        """Return the tree of the candidates to verify: of a drawn chain all, or the law would shift."""
+        if self.request.draws is Draws.CHAIN:
+            if self.auto is not None:
+                self.auto.keep_all(tree)
+            return tree
         if self.auto is not None:
             return tree.keep(self.auto.keep(tree))
         nodes = self.shape.max_nodes

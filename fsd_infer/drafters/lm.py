@@ -1,13 +1,11 @@
 """Draft with an independent small causal LM of the same vocabulary (Leviathan et al., arXiv 2211.17192).
 
-At temperature 0 the small LM grows trees as a draft head does (:mod:`fsd_infer.drafters.growth`). Above, it samples a
-chain.
+The small LM grows trees as a draft head does (:mod:`fsd_infer.drafters.growth`), or draws a chain.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +41,7 @@ def warn_context(name: str, limit: int) -> None:
 
 @DRAFTERS.register("lm")
 class LMDrafter(TreeDrafter):
-    """A small LM that drafts a tree at temperature 0, and above a chain sampled from q.
+    """A small LM that drafts a tree, or above temperature 0 a chain that is drawn from q, if the rule asks for one.
 
     A chain is as deep as the tree would be. It ends earlier where the small LM's probability of the whole chain falls
     below ``stop_below``, or where ``tree="auto"`` ends it. Both depend on the past and the drafts so far only, so no
@@ -64,7 +62,6 @@ class LMDrafter(TreeDrafter):
 
     name = "lm"
     model: Target
-    samples = True
     largest = LARGEST_OF_LM
 
     def __init__(self, model: Target, target: Target, shape: TreeShape | None = None) -> None:
@@ -125,16 +122,13 @@ class LMSession(TreeSession):
     drafter: LMDrafter
 
     def __init__(self, drafter: LMDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        super().__init__(drafter, replace(request, draws=False))  # chains are drawn here
+        super().__init__(drafter, request)
         self.text = torch.zeros(request.batch, request.slots + 1, dtype=torch.long, device=self.device)
         self.text[:, 0] = to_device(first_tokens, self.device)
         self.lengths += 1
         self.cached = torch.zeros_like(self.lengths)
         self._behind = 1  # at least the tokens of any text that are not in the cache
-        if not request.greedy:
-            self.width, self.reads_scores = 1, self.auto is not None
         self._expanded = [_Expanded() for _ in range(request.batch)]
-        self._q_scores: list[Tensor] = []  # [B, 1, V] of each depth, from which a chain's drafts were sampled
         self._positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if layers have windows
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
@@ -181,28 +175,14 @@ class LMSession(TreeSession):
         return int(self._reaches.max()) if self.device.type == "cpu" else self.drafter.max_depth
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
-        self._q_scores, self._positions = [], []
+        self._positions = []
         return self._read(self.lengths, self._unread()), None
 
     def _kept(self, tree: DraftTree) -> DraftTree:
-        if self.request.greedy:
-            tree = super()._kept(tree)
-        else:
-            tree.q_scores = torch.cat(self._q_scores, 1)
-            if self.auto is not None:
-                self.auto.keep_all(tree)
+        tree = super()._kept(tree)
         if self._ends:  # q is unknown beyond the small LM's context
             tree.q_index = tree.q_index.masked_fill(tree.depths >= self._reaches[:, None], -1)
         return tree
-
-    def _candidates(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self.request.greedy:
-            return super()._candidates(logits, scores, sees)
-        process, logits = self.request.process, logits.float()
-        processed = logits if process is None else process(logits[:, 0])[:, None]
-        self._q_scores.append(processed)
-        token = _sampled(processed[:, 0], self.request.generator)[:, None, None]
-        return logits.gather(2, token) - logits.logsumexp(-1, keepdim=True), token, None
 
     def _reach(self) -> Tensor:
         """Return the depth to which each row can be drafted within the small LM's context: [B]."""
@@ -282,12 +262,6 @@ class _Expanded:
                 break
             path.append(place)
         return path[1:]
-
-
-def _sampled(scores: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw tokens [B] from the softmax of scores [B, V], as torch.multinomial does, but without its sync."""
-    chances = scores.softmax(-1)
-    return (chances / torch.empty_like(chances).exponential_(generator=generator)).argmax(-1)
 
 
 def check_same_vocabulary(drafter: Any, target: Any) -> None:

@@ -163,6 +163,7 @@ class MemoryDrafter(FreeDrafter):
     """
 
     name = "memory"
+    keeps_texts = True
     reach = SORTED
     most_chosen = 24
 

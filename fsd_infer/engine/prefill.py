@@ -23,7 +23,7 @@ from fsd_infer.rules import Rule, Texts
 from fsd_infer.rules.base import nats_of
 from fsd_infer.rules.texts import markers_of
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
+from fsd_infer.tree import DraftTree, Draws
 
 
 def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> Books:
@@ -49,10 +49,11 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     cache_bytes = target.cache_bytes(count, capacity) + drafter.cache_bytes(count, reach)
     held = target.held_bytes + drafter.held_bytes
     check_caches(cache_bytes, count, capacity, device, request.max_cache_bytes, held)
-    auto = _auto_tree(target, drafter, rules, request, tilt)
+    draws = _draws(drafter, rules, request.greedy)
+    auto = _auto_tree(target, drafter, rules, request, tilt, draws)
     drafted = DraftRequest(
         count, reach, request.greedy, processors.of_drafts if processors else None, generator, device, tilt,
-        auto, request.cache_keys, draws=not request.greedy and all(rule.draws_trees for rule in rules),
+        auto, request.cache_keys, draws=draws,
         seeded=request.generator is not None,
         longest=longest,
     )  # fmt: skip
@@ -88,14 +89,23 @@ def _recorded(target: Target, drafter: Drafter, processors: TreeProcessors) -> R
     return Recorded.of(target)
 
 
+def _draws(drafter: Drafter, rules: Sequence[Rule], greedy: bool) -> Draws:
+    """Return which drafts of a request are drawn: what all its rules take."""
+    wanted = {rule.draws for rule in rules}
+    charged = drafter.keeps_texts and any(getattr(rule, "novel", 0) for rule in rules)
+    if greedy or Draws.NONE in wanted or charged:  # copies of remembered texts are looked up for likely drafts only
+        return Draws.NONE
+    return Draws.CHAIN if Draws.CHAIN in wanted else Draws.TREE
+
+
 def _auto_tree(
-    target: Target, drafter: Drafter, rules: Sequence[Rule], request: Request, tilt: float
+    target: Target, drafter: Drafter, rules: Sequence[Rule], request: Request, tilt: float, draws: Draws
 ) -> AutoTree | None:
     """Return what chooses each round's tree; None for a drafter of fixed shape."""
     if drafter.auto is None:
         return None
     names = {rule.name for rule in rules}
-    law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and not request.greedy)
+    law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN)
     learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
     return AutoTree(drafter.auto, len(rules), law, drafter.max_nodes, learns=learns)
 

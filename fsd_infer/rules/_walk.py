@@ -89,7 +89,9 @@ class _Walk:
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if law.lift is not None:
+            where = law.dense_at(self.evidence) if law.log_r is not None else None
             applies, chance, cost, _ = lifted(self.evidence, law.lift, law.applies)
+            applies = applies if where is None else torch.where(where, law.applies, applies)
             self.open, self.cost = put(chance, self.open), put(cost, self.cost)
         self.applies = put(applies, self.applies)
         if law.gate is not None or law.log_r is not None:
@@ -98,13 +100,20 @@ class _Walk:
 
     def _evaluate(self, law: Law, at: Contexts) -> None:
         """Evaluate a law's gate and dense law at these contexts."""
-        evidence, where = self.evidence, (at.rows, at.nodes)
+        evidence = self.evidence
         if law.gate is not None:
-            self.applies = self.applies.index_put(where, at.of(self.applies) & law.gate(at))
+            self.applies = self.applies.index_put((at.rows, at.nodes), at.of(self.applies) & law.gate(at))
         if law.log_r is None:
             return
-        log_r = law.log_r(at)
+        holds = law.dense_at(evidence)
+        wanted = at.of(self.applies if holds is None else self.applies & holds)
+        if self.device.type == "cpu":  # elsewhere the number of such contexts is not known without a sync
+            at = at.those(wanted)
+        if not len(at.rows):
+            return
+        log_r, where = law.log_r(at), (at.rows, at.nodes)
         slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(len(log_r), device=self.device))
+        slot = slot if holds is None else slot.masked_fill(~holds, -1)
         above = evidence.above(slot)
         if evidence.greedy:
             token = log_r.argmax(-1)
@@ -114,13 +123,17 @@ class _Walk:
             chance = self.tree.tokens == evidence.above(self.opened)
         else:
             r, cost = log_r.softmax(-1), functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
+            chance = r.flatten()[above.clamp_min(0) * r.shape[1] + self.tree.tokens].to(self.open.dtype)
+            if evidence.sampled:
+                residual = (r - at.proposal).clamp_min(0.0).sum(-1)
+                of_context = torch.zeros_like(chance).index_put(where, residual.to(chance.dtype))
+                chance = evidence.tested(chance, chance.log(), of_context)
             self.slot = torch.where(slot >= 0, slot + sum(map(len, self.dense)), self.slot)
             self.dense.append(r)
-            chance = r.flatten()[above.clamp_min(0) * r.shape[1] + self.tree.tokens].to(self.open.dtype)
-            chance = chance / evidence.log_q.exp() if evidence.sampled else chance
         self.open = torch.where((above >= 0) & evidence.tree.is_draft, chance, self.open)
         assert self.cost is not None
-        self.cost = self.cost.index_put(where, cost.to(self.cost.dtype))
+        cost = torch.zeros_like(self.cost).index_put(where, cost.to(self.cost.dtype))
+        self.cost = torch.where(slot >= 0, cost, self.cost)
 
     def verdict(self) -> Verdict:
         """Walk to the nodes whose ancestors were all picked, and gather what they say."""
@@ -142,7 +155,7 @@ class _Walk:
             return pays, chance.clone(), self.closed
         # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
         place = evidence.above(evidence.uniform(0)).to(chance.dtype)
-        if not evidence.sampled or self.tree.drawn is not None:
+        if not evidence.is_chain:
             siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
             place = place - torch.where(siblings, chance[:, None], 0.0).sum(-1)
         return pays, (place >= 0) & (place < chance), place < self.closed
@@ -182,19 +195,25 @@ class _Walk:
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
         evidence, tree, faults = self.evidence, self.tree, dict(self.unfit)
-        is_target = all(law.is_target and law.test is None for law, _ in self.laws)
-        if evidence.sampled and self.laws and not (is_target and tree.drawn is not None):
+        in_chains = tree.drawn is None or any(law.test is not None for law, _ in self.laws)
+        if evidence.sampled and self.laws and in_chains:
             faults[FORKS] = (tree.child.sum(-1) > 1).any(1, keepdim=True)
         return faults
 
     def _final(self, end: Tensor, pays: Tensor) -> Tensor:
         """Draw the token after the path, [B, 1]: none of the drafts at the path's end ``end`` [B, 1]."""
-        evidence, tree = self.evidence, self.tree
+        evidence = self.evidence
         if evidence.greedy and self.cost is None:
             return evidence.likeliest.gather(1, end)
-        is_open = pays.gather(1, end)
         if evidence.greedy:
-            return torch.where(is_open, self.opened.gather(1, end), evidence.likeliest.gather(1, end))
+            return torch.where(pays.gather(1, end), self.opened.gather(1, end), evidence.likeliest.gather(1, end))
+        weights = self._weights(end, pays)
+        token = draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
+        return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # all weights round to 0
+
+    def _weights(self, end: Tensor, pays: Tensor) -> Tensor:
+        """Return the weights [B, V] of the token after a path that ends at ``end`` [B, 1], above temperature 0."""
+        evidence, tree, is_open = self.evidence, self.tree, pays.gather(1, end)
         at = Contexts(evidence, torch.arange(len(end), device=self.device), end[:, 0])
         law = at.p
         if self.dense:
@@ -203,13 +222,11 @@ class _Walk:
         weights = law
         if evidence.sampled:
             draws = at.of(evidence.draws)[:, None]
-            weights = torch.where(draws, (law - at.q).clamp_min(0.0), law)
+            weights = torch.where(draws, (law - at.proposal).clamp_min(0.0), law)
             for own, mine in self.laws:
                 if own.test is not None:
                     rest = law if own.test.rest is None else own.test.rest(at)
                     weights = torch.where(~is_open & draws & mine, rest, weights)
-        refused = evidence.is_drawn if evidence.sampled and tree.drawn is None else tree.is_draft
+        refused = evidence.is_drawn if evidence.is_chain else tree.is_draft
         drafted = torch.where(refused & (tree.parents == end), 0.0, math.inf)
-        weights = weights.scatter_reduce(1, tree.tokens, drafted, "amin")
-        token = draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
-        return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # all weights round to 0
+        return weights.scatter_reduce(1, tree.tokens, drafted, "amin")

@@ -20,6 +20,7 @@ from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter, parameters_of
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import Verdict, Verification, row_index
+from fsd_infer.tree import Draws
 
 
 class Rule:
@@ -78,9 +79,9 @@ class Rule:
         return apply_rules([self] * round.tree.tokens.shape[0], round)
 
     @property
-    def draws_trees(self) -> bool:
-        """Whether the rule takes trees with drawn nodes."""
-        return False
+    def draws(self) -> Draws:
+        """Which drafts should be drawn above temperature 0."""
+        return Draws.TREE if getattr(self, "draw", True) else Draws.NONE
 
     def tilt(self, greedy: bool) -> float:
         """Return roughly how many nats the law pays for an accepted draft; 0 for p. Only tree shapes depend on it.
@@ -122,12 +123,15 @@ class LossyRule(Rule):
             and repetitions, which drafters predict best, earn nothing. 0: no such test.
         only_in: emit from p outside this phase of the text (:mod:`fsd_infer.rules.texts`), "think" or "A..B".
         settle: emit the answer's first tokens, as many as this, from p: they decide what the answer will be.
+        draw: above temperature 0, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). More drafts for fewer
+            nats; but on a CPU the dense laws that this takes cost more time than they win.
     """
 
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
     novel: int = parameter(0, low=0, high=MOST_NOVEL, keyword=True)
     only_in: str | None = parameter(None, keyword=True)
     settle: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
+    draw: bool = parameter(False, keyword=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

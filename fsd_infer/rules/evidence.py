@@ -29,12 +29,14 @@ class Evidence:
     Attributes:
         tree: the drafts.
         greedy: temperature 0.
-        sampled: whether children were drawn from q. Then a law must not depend on the drafts.
+        sampled: whether drafts were drawn from q. Then the law of a context must be decided before the draws below it.
+        is_chain: whether all of them were, so that they form a chain.
     """
 
     def __init__(self, round: Verification) -> None:
         self.round, self.tree, self.greedy = round, round.tree, round.greedy
         self.sampled = round.tree.sampled and not round.greedy
+        self.is_chain = self.sampled and round.tree.drawn is None
         self._divergences: dict[tuple[str, bool], Tensor] = {}
         self._known: dict[int, Tensor] = {}
         if round.uniforms is None and not round.greedy:
@@ -124,13 +126,21 @@ class Evidence:
         return self.some(self.is_drawn)
 
     @cached_property
+    def unsettled(self) -> Tensor:
+        """bool; contexts with a drawn node below them. The rest of the tree below may depend on its value."""
+        drawn = self.is_drawn[..., None] & self.tree.ancestors
+        return drawn.sum(1) > self.is_drawn  # a node is its own ancestor
+
+    @cached_property
     def draft_scores(self) -> Tensor:
         """[B, I, V] processed drafter logits; at temperature 0 raw ones."""
-        if not self.greedy and self.tree.q_scores is not None:
-            return expand_draft(self.tree.q_scores, self.tree.draft_ids, self.round.logits.shape[-1])
+        tree = self.tree
+        if self.is_chain:
+            assert tree.q_scores is not None
+            return expand_draft(tree.q_scores, tree.draft_ids, self.round.logits.shape[-1])
         if not self.greedy and self.round.process_draft is not None:
-            return self.round.process_draft(self.tree)
-        return expand_draft(self.tree.q_logits, self.tree.draft_ids, self.round.logits.shape[-1])
+            return self.round.process_draft(tree)
+        return expand_draft(tree.q_logits, tree.draft_ids, self.round.logits.shape[-1])
 
     @cached_property
     def log_q(self) -> Tensor:
@@ -152,38 +162,38 @@ class Evidence:
 
     @cached_property
     def chance(self) -> Tensor:
-        """Probability that each draft is emitted (a sampled one: accepted) under the law p. At temperature 0 bool."""
+        """Probability that each draft is emitted (a drawn one: passes) under the law p. At temperature 0 bool."""
         if self.greedy:
             return (self.tree.tokens == self.above(self.likeliest)) & self.tree.is_draft
         p = self.log_p.to(wide(self.log_p.device)).exp()
         if not self.sampled:
             return p
-        passes = (self.log_p - self.log_q).clamp_max(0.0).to(p.dtype).exp().masked_fill(~self.is_drawn, 0.0)
-        return passes if self.tree.drawn is None else self._mixed(p, passes)
+        tree, tv = self.tree, torch.zeros_like(p)
+        if not self.is_chain:
+            assert tree.q_scores is not None
+            index = tree.q_index.masked_fill(~self.draws, -1)
+            tv = functional.divergence_rows(self.round.scores, tree.q_scores, divergence("tv"), tree.draft_ids, index)
+        return self.tested(p, self.log_p, tv)
 
-    def _mixed(self, p: Tensor, passes: Tensor) -> Tensor:
-        """:attr:`chance` on trees, where one child y of a context may be drawn from q (arXiv:2502.18779).
+    def tested(self, law: Tensor, log_law: Tensor, residual: Tensor) -> Tensor:
+        """Probability that each draft is emitted (a drawn one: passes) under any law r, above temperature 0.
 
-        The draft y is tested first and passes with probability min(1, p/q). If it does not, the token is drawn from
-        (p - q)+, which adds up to TV(p, q), and may be another child.
+        A drawn draft y is tested first and passes with probability min(1, r(y)/q(y)), with q the distribution that it
+        was drawn from. Otherwise the token is drawn from (r - q)+ and may be another child (arXiv:2502.18779).
 
         Args:
-            p: probability of each draft.
-            passes: probability that each drawn draft passes, 0 for the others.
+            law: [B, N] r of each draft.
+            log_law: [B, N] its logarithm.
+            residual: [B, N] Σ (r - q)+ of each context with a drawn child and others.
         """
-        both = self.draws & self.some(self.tree.is_draft & ~self.is_drawn)
+        passes = (log_law - self.log_q).clamp_max(0.0).to(law.dtype).exp().masked_fill(~self.is_drawn, 0.0)
+        if self.is_chain:
+            return passes
         fails = 1.0 - self.above(self.total(passes))
-        residual = (p - self.log_q.to(p.dtype).exp()).clamp_min(0.0)
-        fixed = fails * residual / self.above(self._tv(both)).to(p.dtype).clamp_min(1e-30)
-        fixed = torch.where(self.above(self.draws), fixed, p).clamp_max(1.0)
+        rest = (law - self.log_q.to(law.dtype).exp()).clamp_min(0.0)
+        rest = rest / self.above(residual).to(law.dtype).clamp_min(1e-30)
+        fixed = torch.where(self.above(self.draws), fails * rest, law).clamp_max(1.0)
         return torch.where(self.is_drawn, passes, fixed)
-
-    def _tv(self, where: Tensor) -> Tensor:
-        """TV(p, q) at the contexts ``where``, infinite elsewhere."""
-        tree = self.tree
-        assert tree.q_scores is not None
-        index = tree.q_index.masked_fill(~where, -1)
-        return functional.divergence_rows(self.round.scores, tree.q_scores, divergence("tv"), tree.draft_ids, index)
 
     def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
         """D(p, q) at each context, infinite where no q is known.
@@ -197,10 +207,7 @@ class Evidence:
         key = measure.name, processed and not self.greedy
         if key not in self._divergences:
             p, q, ids = self.round.logits, tree.q_logits, tree.draft_ids
-            if key[1] and self.sampled:
-                assert tree.q_scores is not None
-                p, q = self.round.scores, tree.q_scores
-            elif key[1]:
+            if key[1]:
                 p, q, ids = self.round.scores, self.draft_scores, None
             none = torch.full(tree.tokens.shape, math.inf, device=tree.tokens.device)
             known = tree.q_logits.shape[1] > 0
@@ -284,6 +291,10 @@ class Contexts:
         self.evidence, self.rows, self.nodes = evidence, rows, nodes
         self._whole = whole  # all nodes of all rows in order, so views replace copies
 
+    def those(self, wanted: Tensor) -> Contexts:
+        """The contexts that are ``wanted`` [R]; the same object for all of them. Syncs with the device."""
+        return self if bool(wanted.all()) else Contexts(self.evidence, self.rows[wanted], self.nodes[wanted])
+
     def of(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
         return values.flatten(0, 1) if self._whole else values[self.rows, self.nodes]
@@ -329,18 +340,33 @@ class Contexts:
         tree = self.evidence.tree
         if not tree.q_logits.shape[1]:
             return self.scores
-        if self.evidence.sampled:
-            assert tree.q_scores is not None
-            q_scores = expand_draft(self._of_drafter(tree.q_scores), tree.draft_ids, self.scores.shape[-1])
-        else:
-            scores = self.evidence.draft_scores
-            q_scores = self.q_logits if scores is tree.q_logits else self._of_drafter(scores)
+        scores = self.evidence.draft_scores
+        q_scores = self.q_logits if scores is tree.q_logits else self._of_drafter(scores)
         return torch.where(self.has_q[:, None], q_scores, self.scores)
 
     @cached_property
     def q(self) -> Tensor:
         """[R, V]"""
         return self.q_scores.softmax(-1)
+
+    @cached_property
+    def _drawn_scores(self) -> Tensor:
+        """[R, V] logits of the distributions from which children are drawn, where a q is known."""
+        tree = self.evidence.tree
+        assert tree.q_scores is not None
+        return expand_draft(self._of_drafter(tree.q_scores), tree.draft_ids, self.scores.shape[-1])
+
+    @cached_property
+    def proposal(self) -> Tensor:
+        """[R, V] the distribution from which a child was drawn, 0 at contexts without a drawn child."""
+        return self._drawn_scores.softmax(-1).masked_fill(~self.of(self.evidence.draws)[:, None], 0.0)
+
+    @cached_property
+    def fixed(self) -> Tensor:
+        """[R, V] bool; candidates that were fixed before any draw at or below the context, verified or not."""
+        if self.evidence.is_chain:
+            return torch.zeros_like(self.scores, dtype=torch.bool)
+        return (self._drawn_scores == -math.inf) & (self.q_scores > -math.inf) & self.has_q[:, None]
 
     def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
         """[R] D(p, q), infinite where no q is known; see :meth:`Evidence.divergence`."""

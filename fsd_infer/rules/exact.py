@@ -11,6 +11,7 @@ from fsd_infer.rules.base import RULES, Rule
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law, Test
 from fsd_infer.rules.parameters import parameter
+from fsd_infer.tree import Draws
 
 
 @RULES.register("exact")
@@ -23,8 +24,9 @@ class Exact(Rule):
     another child if the draw is one (the mixed law, arXiv:2502.18779).
 
     Args:
-        block: test sampled chains as a whole (block verification, arXiv:2403.10444). The law is the same, and in
-            expectation no fewer drafts are accepted. Needs p and q at all nodes of the chain.
+        block: draft chains that are drawn from q above temperature 0, and test them as a whole (block verification,
+            arXiv:2403.10444). In expectation no fewer drafts are accepted than draft by draft. Needs p and q at all
+            nodes of the chain.
         draw: above temperature 0, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). The law is the same;
             more drafts are accepted.
     """
@@ -33,8 +35,8 @@ class Exact(Rule):
     draw: bool = parameter(True)
 
     @property
-    def draws_trees(self) -> bool:
-        return self.draw and not self.block
+    def draws(self) -> Draws:
+        return Draws.CHAIN if self.block else super().draws
 
     def law(self, evidence: Evidence) -> Law:
         if not (self.block and evidence.sampled):

@@ -84,8 +84,8 @@ class FuzzyStrict(DivergenceGate):
 
     def law(self, evidence: Evidence) -> Law:
         law = Law.trusting(evidence, self.cutoff(evidence)).where(self.gate(evidence))
-        # a closed gate draws y ~ p regardless of the draft, and accepts the draft if y is equal to it
-        return replace(law, test=Test(evidence.log_p.exp())) if evidence.sampled else law
+        # on a chain a closed gate draws y ~ p regardless of the draft, and accepts the draft if y is equal to it
+        return replace(law, test=Test(evidence.log_p.exp())) if evidence.is_chain else law
 
 
 @RULES.register("random")

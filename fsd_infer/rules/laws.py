@@ -22,6 +22,7 @@ from fsd_infer.rules.evidence import Contexts, Evidence
 
 AtContexts = Callable[[Contexts], Tensor]
 _STEPS = 24  # of the search for the constant of a clipped law
+CLOSE = 1e-6  # error of a law's sum at which the search ends; the law is then normalised
 ROUNDING = 1e-5  # error of ln p: a token whose own ln p is the cutoff must pass
 
 
@@ -44,7 +45,7 @@ class Law:
     Attributes:
         applies: [B, N] bool; elsewhere, and where the remaining budget does not pay, the law is p.
         lift: [B, N] nats added to each draft's ln p, see :meth:`lifted`.
-        log_r: see :meth:`dense`.
+        log_r: see :meth:`dense`. Where there is a lift, too, it holds at contexts with drawn nodes below them.
         gate: contexts -> [R] bool, a further condition.
         test: of sampled drafts where the law is p.
     """
@@ -74,17 +75,26 @@ class Law:
             lift: [B, N] nats per draft, or a function that returns them: at least 0, or -inf. ``inf`` restricts p to
                 the children with ``inf``. ``-inf`` keeps r(y) = p(y), and the other tokens share the remaining mass. At
                 temperature 0 such a y is emitted if it is the likeliest.
-            gain: lift of each token as the draft of a sampled chain: contexts -> [R, V], or a number. There the law
-                must not depend on the draft, so drafts are tested against r = clip(q, p/Z, p·e^gain/Z).
+            gain: lift of each token as a draft where drafts are drawn: contexts -> [R, V], or a number. There the law
+                must not depend on what was drawn. So drafts are tested against r = clip(q, p/Z, p·e^gain/Z), and fixed
+                candidates have r = p·e^gain/Z.
         """
+        fixed_tree = None if evidence.is_chain else lift() if callable(lift) else lift
         if not evidence.sampled:
-            return cls(evidence.tree.inner, lift() if callable(lift) else lift)
+            return cls(evidence.tree.inner, fixed_tree)
 
         def log_r(at: Contexts) -> Tensor:
             gains = gain(at) if callable(gain) else torch.full_like(at.log_p, gain)
-            return clipped(at.log_p, at.q_scores.log_softmax(-1), gains)
+            return clipped(at.log_p, at.proposal.log().masked_fill(at.fixed, math.inf), gains)
 
-        return cls.dense(evidence, log_r)
+        return cls.drawn(evidence, fixed_tree, log_r)
+
+    @classmethod
+    def drawn(cls, evidence: Evidence, lift: Tensor | None, log_r: AtContexts) -> Law:
+        """Return a dense law at contexts with drawn nodes below them, a lifted one at the others of a tree."""
+        if lift is None:
+            return cls.dense(evidence, log_r)
+        return cls(torch.where(evidence.unsettled, evidence.has_q, evidence.tree.inner), lift, log_r)
 
     @classmethod
     def dense(cls, evidence: Evidence, log_r: AtContexts) -> Law:
@@ -105,16 +115,17 @@ class Law:
         """Return the exact law, except that a draft passes if its ln p is finite and at least ``cutoff``.
 
         On a tree p is restricted to the children that pass. On a sampled chain r = q for tokens that pass and min(p, q)
-        for others; the missing mass is drawn from (p - q)+.
+        for others; the missing mass is drawn from (p - q)+. See :func:`passed` for both at once.
 
         Args:
             evidence: of the round.
             cutoff: [B, N] per context, or one number.
             chance: maps a probability p to one of at least p. If no child passes, some child is emitted with
-                probability chance(p(C)), in proportion to p. A sampled draft that does not pass is accepted with
+                probability chance(p(C)), in proportion to p. A drawn draft that does not pass is accepted with
                 probability min(1, chance(p(x))/q(x)).
         """
-        if not evidence.sampled:
+        lift = None
+        if not evidence.is_chain:
             if isinstance(cutoff, float):  # an infinite cutoff decides without ln p
                 passes = evidence.log_p >= cutoff if math.isfinite(cutoff) else evidence.tree.is_draft & (cutoff < 0)
             else:
@@ -126,17 +137,18 @@ class Law:
                 ratio = (torch.logit(raised) - torch.logit(mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
                 ratio = ratio.masked_fill(raised >= 1, math.inf).masked_fill(evidence.some(passes), 0.0)
                 lift = evidence.above(ratio)
-            return cls(evidence.tree.inner, lift.masked_fill(passes, math.inf))
+            lift = lift.masked_fill(passes, math.inf)
+        if not evidence.sampled:
+            return cls(evidence.tree.inner, lift)
 
         def log_r(at: Contexts) -> Tensor:
             passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
-            kept = torch.where(passes, at.q, torch.minimum(at.q, at.p if chance is None else chance(at.p)))
-            residual = (at.p - at.q).clamp_min(0.0)
-            share = (1.0 - kept.sum(-1, keepdim=True)).clamp_min(0.0) / residual.sum(-1, keepdim=True).clamp_min(1e-30)
-            return (kept + share * residual).log()
+            return passed(at.p, at.proposal, at.fixed, passes, chance or (lambda p: p)).log()
 
-        law = cls.dense(evidence, log_r)
-        return law if chance is not None else law.where(evidence.log_p_max >= cutoff - ROUNDING)
+        law = cls.drawn(evidence, lift, log_r)
+        if chance is not None:
+            return law
+        return law.where(~evidence.unsettled | (evidence.log_p_max >= cutoff - ROUNDING))
 
     @classmethod
     def trusting(cls, evidence: Evidence, cutoff: Tensor | float) -> Law:
@@ -177,10 +189,9 @@ class Law:
         Such drafts get the lift -inf. A dense law gives such a y at most p(y); the excess is drawn from p.
         """
         dense = self.log_r
-        if self.lift is not None:
-            return replace(self, lift=self.lift.masked_fill(evidence.known(n), -math.inf))
+        lift = None if self.lift is None else self.lift.masked_fill(evidence.known(n), -math.inf)
         if dense is None:
-            return self
+            return replace(self, lift=lift)
 
         def log_r(at: Contexts) -> Tensor:
             known, log_r = at.known_tokens(n), dense(at)
@@ -190,7 +201,11 @@ class Law:
             kept = torch.where(known, torch.minimum(r, at.p), r)
             return (kept + (r - kept).sum(-1, keepdim=True) * at.p).log()
 
-        return replace(self, log_r=log_r)
+        return replace(self, lift=lift, log_r=log_r)
+
+    def dense_at(self, evidence: Evidence) -> Tensor | None:
+        """[B, N] bool; contexts where :attr:`log_r` is the law, if there is one; None: all that have a q."""
+        return None if self.lift is None else evidence.unsettled
 
     def log_probs(self, evidence: Evidence) -> Tensor:
         """Return ln r [B, N, V] without regard to budgets; above temperature 0."""
@@ -198,13 +213,16 @@ class Law:
         if self.gate is not None:
             applies = applies & self.gate(at).view_as(applies)
         log_law = log_p = at.log_p.unflatten(0, applies.shape).double()
-        if self.log_r is not None:
-            log_law = self.log_r(at).log_softmax(-1).view_as(log_p).double()
-        elif self.lift is not None:
-            applies, chance, _, others = lifted(evidence, self.lift, applies)
+        where = self.dense_at(evidence)
+        if self.lift is not None:
+            of_lift, chance, _, others = lifted(evidence, self.lift, applies)
+            applies = of_lift if where is None else torch.where(where, applies, of_lift)
             log_law = log_p + others[..., None]
             rows, drafts = evidence.tree.is_draft.nonzero(as_tuple=True)
             log_law[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
+        if self.log_r is not None:
+            dense = self.log_r(at).log_softmax(-1).view_as(log_p).double()
+            log_law = dense if where is None else torch.where(where[..., None], dense, log_law)
         return torch.where(applies[..., None], log_law, log_p)
 
 
@@ -261,6 +279,52 @@ def lifted(evidence: Evidence, lift: Tensor, applies: Tensor) -> Odds:
     return Odds(applies & others.isfinite(), r, cost, others.masked_fill(forced, -inf))
 
 
+def passed(p: Tensor, q: Tensor, fixed: Tensor, passes: Tensor, chance: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the law r [R, V] of :meth:`Law.passing` at contexts with a drawn child, or above one.
+
+    If fixed candidates pass, r is :func:`least_divergent` of all that always accept: p restricted to them if no child
+    was drawn. Otherwise a drawn draft that passes is accepted, and another one with probability min(1, chance(p)/q).
+    If it is rejected, the candidates get chance(p(C)) or what is left, and the other tokens the rest as (p - q)+.
+
+    Args:
+        p, q: [R, V] the target, and the distribution of the drawn child, 0 where none is drawn.
+        fixed: [R, V] bool, C.
+        passes: [R, V] bool.
+        chance: maps a probability to one that is no smaller.
+    """
+    kept = torch.where(passes, q, torch.minimum(q, chance(p))).masked_fill(fixed, 0.0)
+    left = (1.0 - kept.sum(-1, keepdim=True)).clamp_min(0.0)
+    candidates, outside = p.masked_fill(~fixed, 0.0), (p - q).clamp_min(0.0).masked_fill(fixed, 0.0)
+    mass = candidates.sum(-1, keepdim=True)
+    inside = torch.minimum(left, chance(mass))
+    r = kept + inside * candidates / mass.clamp_min(1e-30)
+    r = r + (left - inside) * outside / outside.sum(-1, keepdim=True).clamp_min(1e-30)
+    chosen = fixed & passes
+    return torch.where(chosen.any(-1, keepdim=True), least_divergent(p, q.masked_fill(~passes, 0.0), chosen), r)
+
+
+def least_divergent(p: Tensor, q: Tensor, fixed: Tensor) -> Tensor:
+    """Return the law r [R, V] with the least KL(r || p) of all that always accept a draft: r <= q outside ``fixed``.
+
+    r = a·p on the fixed candidates and min(q, a·p) elsewhere; a makes it sum to 1. Where q is 0, r is p restricted to
+    the candidates. Each step finds the a for the tokens that q did not bound so far. a only grows, so bounds stay.
+
+    Args:
+        p, q: [R, V] the target, and the distribution of the drawn child.
+        fixed: [R, V] bool, with p above 0 somewhere.
+    """
+    bound = q.masked_fill(fixed, math.inf)
+    a = torch.ones_like(p[:, :1])
+    for _ in range(_STEPS // 2):
+        free, before = a * p < bound, a
+        used = 1.0 - q.masked_fill(free, 0.0).sum(-1, keepdim=True)
+        a = (used / p.masked_fill(~free, 0.0).sum(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1.0)
+        if _found(a - before):
+            break
+    r = torch.minimum(a * p, bound)
+    return r / r.sum(-1, keepdim=True).clamp_min(1e-30)
+
+
 def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
     """Return ln r [R, V] of r = clip(q, p/Z, p·e^gain/Z), which maximises Σ gain·min(r, q) - KL(r || p).
 
@@ -275,12 +339,20 @@ def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
     log_a = high
     for _ in range(_STEPS):
         law, total, slope = _clip(log_p, log_q, gain, log_a)
+        if _found(total - 1):
+            break
         low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)
         newton = log_a + ((1 - total + slope).clamp_min(0.0) / slope).log()
         inside = (newton >= low) & (newton <= high)
         log_a = torch.where(inside, newton, (low + high) / 2)
-    law, total, _ = _clip(log_p, log_q, gain, log_a)
+    else:
+        law, total, _ = _clip(log_p, log_q, gain, log_a)
     return law - total.log()
+
+
+def _found(error: Tensor) -> bool:
+    """Whether a search may stop. On devices that would take a sync, so all steps are made."""
+    return error.device.type == "cpu" and bool((error.abs() < CLOSE).all())
 
 
 def _clip(log_p: Tensor, log_q: Tensor, gain: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:

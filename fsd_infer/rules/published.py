@@ -261,7 +261,7 @@ class Cactus(LossyRule):
     def law(self, evidence: Evidence) -> Law:
         if self.delta == 0:
             return Law.target(evidence)
-        if evidence.sampled:  # the replacement of a rejected draft depends on the draft
+        if evidence.is_chain:  # the replacement of a rejected draft depends on the draft
             return Law.dense(evidence, lambda at: _averaged(at.p, at.q, self._raised(at.p)).log())
         return Law.passing(evidence, math.inf, self._raised)
 
