@@ -106,9 +106,15 @@ def test_answers_are_those_of_generate(
 ) -> None:
     """Also where the small LM's texts outgrow its cache, whose contents are those of a fresh reading."""
     target, small = model_of(theirs), model_of(ours)
-    drafter, caches = TranslatedDrafter(small, target, shape), []
+    drafter = TranslatedDrafter(small, target, shape)
+    caches: list[int] = []
     make = small.new_cache
-    monkeypatch.setattr(small, "new_cache", lambda *sizes: caches.append(sizes) or make(*sizes))
+
+    def counted(batch: int, slots: int) -> Any:
+        caches.append(slots)
+        return make(batch, slots)
+
+    monkeypatch.setattr(small, "new_cache", counted)
     seen = families.recorded_drafts(
         TranslatedSession, lambda at: [row[:count].tolist() for row, count in zip(at.text, at.lengths)], monkeypatch
     )
