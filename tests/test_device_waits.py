@@ -62,7 +62,10 @@ def drafter(kind: str, device: torch.device) -> Drafter:
         return LMDrafter(small, target(device), TreeShape.chain(2, stop))
     made = tiny_head(target(device), TreeShape(depth=2, width=3, nodes=7, stop_below=stop), **HEADS[kind])
     if made.head.lm_head is not None:
-        torch.nn.init.normal_(made.head.lm_head.weight)
+        drawn = torch.Generator().manual_seed(1)  # the same head on every device
+        with torch.no_grad():
+            weight = made.head.lm_head.weight
+            weight.copy_(torch.randn(weight.shape, generator=drawn))
     return made
 
 
@@ -110,10 +113,7 @@ def test_a_round_reads_nothing_and_its_report_is_one_transfer(
         assert begun == list(range(1, len(begun) + 1)) and len(device.waits) == len(begun) + 1
         assert [len(answer) for answer in outcome.sequences] == [NEW] * len(PROMPTS)
         if greedy:
-            same = outcome.sequences == run(kind, rule, greedy, CPU).sequences
-            if not same and kind.startswith("eagle3") and rule.startswith("tilted"):
-                pytest.xfail("a lossy rule's answer depends on the tree, which differs here for a reason not yet found")
-            assert same
+            assert outcome.sequences == run(kind, rule, greedy, CPU).sequences
 
 
 @pytest.mark.gpu
