@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import fsd_core.tensors
-import fsd_infer.rules._walk
 from fsd_infer import Target, parse_rule
 from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter, TreeShape
 from fsd_infer.engine import Request, decode, loop
@@ -128,14 +127,14 @@ def test_a_round_waits_for_a_gpu_once(
     target = Target(tiny_model("llama").to("cuda"))
     drafter = drafter_of(kind, target, TreeShape.chain(3))
     waits = 0
-    transfer = fsd_core.tensors.on_host
+    wait = fsd_core.tensors.Transfer.wait
 
-    def on_host(*tensors: Tensor) -> Any:
+    def counted(transfer: fsd_core.tensors.Transfer) -> Tensor:
         nonlocal waits
         waits += 1
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return transfer(*tensors)
+            return wait(transfer)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
@@ -144,7 +143,7 @@ def test_a_round_waits_for_a_gpu_once(
         return max(row.target_forwards for row in outcome.stats.rows)
 
     run()  # what happens once may wait
-    monkeypatch.setattr(fsd_infer.engine.report, "on_host", on_host)
+    monkeypatch.setattr(fsd_core.tensors.Transfer, "wait", counted)
     torch.cuda.set_sync_debug_mode("error")
     try:
         rounds = run()
