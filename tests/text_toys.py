@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHATML = (
@@ -69,3 +69,37 @@ def save_tiny_chat_target(directory: Path, seed: int = 0, max_positions: int = 2
 def write_rows(path: Path, rows: list[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def tiny_sentencepiece(merges: bool = True) -> Any:
+    """A tokenizer as SentencePiece's, of the special tokens <unk>, <s> (added to texts), </s> (eos), bytes and pieces.
+
+    Args:
+        merges: whether it has pieces of several characters.
+    """
+    letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyzé"]
+    pairs = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("a", "t"), ("\u2581", "c"), ("\u2581c", "at"), ("i", "s")]
+    pairs = pairs if merges else []
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *map("".join, pairs)]
+    vocab = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def relabelled(tokenizer: Any, order: list[int]) -> Any:
+    """The same tokenizer with other ids: token ``order[i]`` of the given one has id i."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    ids = {old: new for new, old in enumerate(order)}
+    state["model"]["vocab"] = {name: ids[old] for name, old in state["model"]["vocab"].items()}
+    for added in state["added_tokens"]:
+        added["id"] = ids[added["id"]]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token=tokenizer.eos_token,
+        bos_token=tokenizer.bos_token, pad_token=tokenizer.pad_token,
+    )  # fmt: skip

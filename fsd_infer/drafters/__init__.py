@@ -13,6 +13,7 @@ from fsd_infer.drafters.mtp import MtpDrafter
 from fsd_infer.drafters.p_eagle import ParallelEagleDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.drafters.translated import TranslatedDrafter
 
 __all__ = [
     "DRAFTERS",
@@ -32,5 +33,6 @@ __all__ = [
     "NoDrafter",
     "ParallelEagleDrafter",
     "RecycleDrafter",
+    "TranslatedDrafter",
     "TreeShape",
 ]

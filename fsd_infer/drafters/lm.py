@@ -65,13 +65,18 @@ class LMDrafter(TreeDrafter):
     largest = LARGEST_OF_LM
 
     def __init__(self, model: Target, target: Target, shape: TreeShape | None = None) -> None:
-        check_same_vocabulary(model, target)
+        vocabulary = self._fit(model, target)
         if model.is_recurrent:
             raise ModelLoadError(
                 f"{model.name} has recurrent layers, which verify trees here and do not grow them: draft with a small "
                 "model without such layers, or with a head."
             )
-        super().__init__(target, model, target.vocab_size, shape)
+        super().__init__(target, model, vocabulary, shape)
+
+    def _fit(self, model: Target, target: Target) -> int:
+        """Return the number of entries of the drafter's distributions, or refuse the small LM."""
+        check_same_vocabulary(model, target)
+        return target.vocab_size
 
     @property
     def prior(self) -> Prior:
@@ -82,6 +87,13 @@ class LMDrafter(TreeDrafter):
         """Replace token ids that the small LM lacks, of special tokens of the target's, by its last one."""
         own = self.model.vocab_size
         return tokens if own >= self.vocabulary else tokens.clamp_max(own - 1)
+
+    def fitted(self, logits: Tensor) -> Tensor:
+        """Return the small LM's logits [..., W] as those of the drafter's vocabulary."""
+        missing = self.vocabulary - logits.shape[-1]  # one model's may be padded where the other's are not
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return logits[..., : self.vocabulary]
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> LMSession:
         return LMSession(self, first_tokens, request)
@@ -162,7 +174,7 @@ class LMSession(TreeSession):
         self._reaches = self._reach()
         return int(self._reaches.max()) if self.device.type == "cpu" else self.drafter.max_depth
 
-    def _read_roots(self) -> tuple[Tensor, None]:
+    def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         self._positions = []
         return self._read(self.lengths, self._unread()), None
 
@@ -218,16 +230,10 @@ class LMSession(TreeSession):
         return self._forward(tokens, positions, visible)
 
     def _forward(self, tokens: Tensor, positions: Tensor, visible: Tensor, keep: int = 0) -> Tensor:
-        model, width = self.drafter.model, self.drafter.vocabulary
-        limit = model.max_positions
-        if limit is not None:  # draft() drops the output beyond
-            positions = positions.clamp_max(limit - 1)
-        logits, _ = model.forward(self.drafter.known(tokens), positions, visible, self.cache, keep)
-        # One model's logits may be padded where the other's are not.
-        missing = width - logits.shape[-1]
-        return (
-            torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :width]
-        )
+        drafter, model = self.drafter, self.drafter.model
+        if model.max_positions is not None:  # draft() drops the output beyond
+            positions = positions.clamp_max(model.max_positions - 1)
+        return drafter.fitted(model.forward(drafter.known(tokens), positions, visible, self.cache, keep)[0])
 
 
 class _Expanded:

@@ -17,9 +17,10 @@ from fsd_infer.drafters.free import FreeDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
-from fsd_infer.drafters.lm import LMDrafter, load_lm
+from fsd_infer.drafters.lm import load_lm
 from fsd_infer.drafters.mtp import drafts_by_default
 from fsd_infer.drafters.shape import AUTO, TreeShape, default_shape, of_device
+from fsd_infer.drafters.translated import lm_drafter
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 
@@ -44,7 +45,8 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             "X+lookup",       (:class:`GraftedDrafter`); "shipped+memory+recycle" merges two
             "X+recycle"
             a directory,      a draft head in any known format (:mod:`fsd_infer.heads.formats`), a causal LM with the
-            a Hub id          target's vocabulary, or the directory of a peft adapter for one
+            a Hub id          target's vocabulary or, translated, another one
+                              (:class:`TranslatedDrafter`), or the directory of a peft adapter for one
             "self:layers=..." the target with some of its layers, or "self:bits=..." with rounded weights
                               (:mod:`fsd_infer.drafters.itself`)
             ================  ===================================================================================
@@ -58,7 +60,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         UnknownNameError: a name that stands for nothing.
         ModelLoadError: a model or head that cannot be loaded.
         CheckpointError: a damaged file, or a head for another target.
-        VocabularyMismatchError: a small LM with another vocabulary.
+        VocabularyMismatchError: a small LM whose vocabulary has hardly a token of the target's.
     """
     if isinstance(tree, str) and tree != AUTO:
         raise FsdError(f'tree must be a TreeShape or "{AUTO}", got {tree!r}.')
@@ -137,7 +139,7 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
             f"{', '.join(free_drafters())}, self:layers=..., self:bits=..., X+memory, X+lookup and X+recycle (X any "
             "other)."
         ) from None
-    made = LMDrafter(model, target, tree)
+    made = lm_drafter(model, target, tree)
     made.directory = Path(source) if os.path.isdir(source) else None
     return made
 

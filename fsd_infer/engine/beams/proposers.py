@@ -27,6 +27,7 @@ from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.lm import LMDrafter, warn_context
 from fsd_infer.drafters.memory import MemoryDrafter, Recall
 from fsd_infer.drafters.recycle import Recycled, RecycleDrafter
+from fsd_infer.drafters.translated import TranslatedDrafter
 from fsd_infer.engine.beams.forest import Begun, Forest, Guess, Node, lay_out
 from fsd_infer.request.prompts import read_prompts
 
@@ -232,6 +233,14 @@ class _LMProposer(_ModelProposer):
         where = padded([[read.index(node) for node in row] for row, read in zip(nodes, unread, strict=True)])
         logits = at_nodes(logits, to_device(where, self.model.device))[..., : self.drafter.vocabulary]
         return functional.topk_logprobs(logits, min(count, logits.shape[-1]))
+
+
+@proposer_of.register(TranslatedDrafter)
+def _refuse_translated(drafter: TranslatedDrafter, begun: Begun) -> Proposer:
+    raise FsdError(
+        f"{drafter.model.name} has another vocabulary than {drafter.target.name} and cannot draft for beams. Use a "
+        'small model of the same vocabulary, a head, or "lookup+recycle".'
+    )
 
 
 # tables ---------------------------------------------------------------------------------------------------------------

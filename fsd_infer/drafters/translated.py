@@ -1,0 +1,152 @@
+"""Draft with a small LM of another vocabulary, by token-level intersection (TLI, arXiv 2502.05202) on bytes.
+
+The drafter's distribution is restricted to the tokens whose bytes are a token of the target's, and renormalised
+(:mod:`fsd_infer.drafters.translation`). That is a distribution over some of the target's tokens, as of a head with a
+reduced draft vocabulary, so every rule keeps its law, on chains and trees.
+
+The small LM reads its own tokens. The prompt's text is tokenised by its tokenizer. After that every token of the target
+adds the token with its bytes, or several tokens that spell them. Accepted drafts are therefore read as they were
+drafted. The reading changes q alone, so it needs no exact round trip of texts.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_core.errors import VocabularyMismatchError
+from fsd_core.tensors import padded, to_device
+from fsd_infer.drafters.base import DraftRequest
+from fsd_infer.drafters.lm import LMDrafter, LMSession, check_same_vocabulary
+from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.drafters.translation import Translation
+from fsd_infer.targets.target import Target
+
+STRETCH = 1.25  # the drafter's tokens per token of the target, for which room is made at first
+
+
+def lm_drafter(model: Target, target: Target, shape: TreeShape | None = None) -> LMDrafter:
+    """Return a drafter for a small LM of any vocabulary; of another one, after a line that says how much is shared.
+
+    Raises:
+        VocabularyMismatchError: the vocabularies hardly meet, or differ without tokenizers.
+        ModelLoadError: see :class:`LMDrafter`.
+    """
+    try:
+        check_same_vocabulary(model, target)
+    except VocabularyMismatchError:
+        if model.tokenizer is None or target.tokenizer is None:
+            raise
+        made = TranslatedDrafter(model, target, shape)
+        print(f"[{model.name}] {made.overlap}", file=sys.stderr, flush=True)
+        return made
+    return LMDrafter(model, target, shape)
+
+
+class TranslatedDrafter(LMDrafter):
+    """A small LM of another vocabulary. Its distributions are over the shared tokens.
+
+    Args:
+        model, target, shape: as of :class:`LMDrafter`. Both models have tokenizers.
+
+    Raises:
+        VocabularyMismatchError: hardly any token is shared.
+        ModelLoadError: the small LM has recurrent layers.
+    """
+
+    def _fit(self, model: Target, target: Target) -> int:
+        if model.tokenizer is None or target.tokenizer is None:
+            raise VocabularyMismatchError("translating between two vocabularies needs the tokenizers of both models.")
+        self.translation = Translation(model, target)
+        return len(self.translation.ids)
+
+    @property
+    def overlap(self) -> str:
+        shared, ours, theirs = len(self.translation.ids), self.translation.ours, self.translation.theirs
+        return (
+            f"another vocabulary: drafts the {shared:,} tokens that it shares by their bytes, of {len(ours.raw):,} of "
+            f"its own and {len(theirs.raw):,} of {self.target.name}'s"
+        )
+
+    def known(self, tokens: Tensor) -> Tensor:
+        return tokens  # sessions keep the small LM's own
+
+    def fitted(self, logits: Tensor) -> Tensor:
+        return self.translation.restrict(logits)
+
+    def slots(self, longest: int) -> int:
+        return super().slots(math.ceil(STRETCH * longest))
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> LMSession:
+        return TranslatedSession(self, first_tokens, request)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "draft_vocab_size": self.vocabulary}
+
+
+class TranslatedSession(LMSession):
+    """A session whose texts are in the small LM's tokens. They follow the target's after each round, on the host.
+
+    ``lengths``, ``cached`` and ``text`` count the small LM's tokens.
+    """
+
+    drafter: TranslatedDrafter
+    is_fixed = False
+    on_host = True
+
+    def __init__(self, drafter: TranslatedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
+        super().__init__(drafter, first_tokens, replace(request, longest=math.ceil(STRETCH * request.longest)))
+        self.lengths.zero_()
+        self._firsts: list[int] | None = first_tokens.tolist()  # until the prompts are read
+        self._counts = [0] * request.batch  # the lengths, on the host
+        self._room = math.ceil(STRETCH * request.slots)  # longest text that the cache holds
+        self.text = torch.nn.functional.pad(self.text, (0, self._room + 1 - self.text.shape[1]))
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        """Do nothing: :meth:`append` takes the tokens."""
+
+    def append(self, rows: Sequence[Sequence[int]]) -> None:
+        translation = self.drafter.translation
+        if self._firsts is None:
+            own = [[new for token in row for new in translation.spell(token)] for row in rows]
+        else:
+            texts = [
+                [first, *row] for first, row in zip(self._firsts, rows, strict=True)
+            ]  # prompts and an answer's token
+            own, self._firsts = [translation.read(text[:-1]) + translation.spell(text[-1]) for text in texts], None
+        new = [len(row) for row in own]
+        if not any(new):
+            return
+        self._grow_to(max(self._counts) + max(new))
+        self._counts = [before + more for before, more in zip(self._counts, new, strict=True)]
+        tokens, counts = to_device(padded(own), self.device), to_device(torch.tensor(new), self.device)
+        super().extend(tokens, tokens, counts)  # small LMs read no features
+
+    def _grow_to(self, longest: int) -> None:
+        """Make room for texts of up to ``longest`` tokens. What a smaller cache held is read again."""
+        if longest <= self._room:
+            return
+        self._room = math.ceil(STRETCH * longest)
+        self.text = torch.nn.functional.pad(self.text, (0, self._room + 1 - self.text.shape[1]))
+        self.cache = self.drafter.model.new_cache(len(self._counts), self.drafter.slots(self._room))
+        self.cached.zero_()
+        self._behind = max(self._counts)
+        for known in self._expanded:
+            known.clear()
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        self._counts = [self._counts[row] for row in rows.tolist()]
+
+    def _read_roots(self) -> tuple[Tensor, Tensor | None]:
+        logits, _ = super()._read_roots()
+        return logits, self.drafter.translation.ids
+
+    def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        return super()._read_nodes(self.drafter.translation.known[tokens], parents, positions, visible)

@@ -1,0 +1,146 @@
+"""Two vocabularies as one: tokens with the same bytes mean the same, as ``Ġthe`` and ``▁the``, ``A`` and ``<0x41>``."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_core.errors import VocabularyMismatchError
+from fsd_core.text.pieces import TokenBytes, special_names
+from fsd_infer.targets.target import Target
+
+LEAST_SHARED = 0.05  # of the target's tokens; the bytes alone are 0.8 % of 32 000
+
+
+class Vocabulary:
+    """The tokens of one model: what each adds to a text.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        size: of the model's logits. Tokens beyond are left out.
+
+    Attributes:
+        special: names of special tokens by id.
+        raw: bytes by id of the other tokens, those without bytes left out.
+        first: the first token of each string of bytes that is no byte token of SentencePiece, if there is one.
+    """
+
+    def __init__(self, tokenizer: Any, size: int) -> None:
+        self.tokenizer, self.size = tokenizer, size
+        self.special = special_names(tokenizer)
+        spelled, names = TokenBytes(tokenizer), tokenizer.get_vocab()
+        plain = sorted(token for token in set(names.values()) - self.special.keys() if token < size)
+        self.raw = {token: raw for token in plain if (raw := spelled(token))}
+        self.first: dict[bytes, int] = {}
+        fallbacks = {token for name, token in names.items() if name.startswith("<0x")}
+        for token in sorted(self.raw, key=lambda token: (token in fallbacks, token)):
+            self.first.setdefault(self.raw[token], token)
+        self._longest = max(map(len, self.first), default=0)
+
+    def spell(self, raw: bytes) -> list[int]:
+        """Return the tokens of these bytes, each the longest that fits. Bytes that no token begins are left out."""
+        found, start = [], 0
+        while start < len(raw):
+            ends = range(min(len(raw), start + self._longest), start, -1)
+            end = next((end for end in ends if raw[start:end] in self.first), 0)
+            if end:
+                found.append(self.first[raw[start:end]])
+            start = end or start + 1
+        return found
+
+
+class Translation:
+    """Two vocabularies as one: which tokens are shared, and how each reads what the other says.
+
+    Args:
+        model: the small LM.
+        target: the model to draft for. Both have tokenizers.
+
+    Attributes:
+        ids: [I] the target's ids of the shared tokens, ascending, on the small LM's device.
+        own: [I] the small LM's id of each.
+        known: [V] the small LM's id of each of the target's tokens; of those that are not shared an arbitrary one.
+
+    Raises:
+        VocabularyMismatchError: hardly any token is shared.
+    """
+
+    def __init__(self, model: Target, target: Target) -> None:
+        ours, theirs = (Vocabulary(each.tokenizer, each.vocab_size) for each in (model, target))
+        self.ours, self.theirs = ours, theirs
+        pairs = {theirs.first[raw]: token for raw, token in ours.first.items() if raw in theirs.first}
+        self._special = _special_pairs(ours, theirs)
+        pairs |= self._special
+        least = math.ceil(LEAST_SHARED * len(theirs.raw))
+        if len(pairs) < least:
+            raise VocabularyMismatchError(
+                f"drafter {model.name} and target {target.name} share only {len(pairs)} of {len(theirs.raw)} tokens by "
+                f"their bytes, and a drafter of another vocabulary needs {least} ({LEAST_SHARED:.0%}). Use a small "
+                'model of a nearer vocabulary, "lookup+recycle", or train a draft head for this target with fsd-train.'
+            )
+        shared = sorted(pairs)
+        self.ids, self.own = (torch.tensor(each).to(model.device) for each in (shared, [pairs[t] for t in shared]))
+        self.known = torch.zeros(target.vocab_size, dtype=torch.long, device=model.device)
+        self.known[self.ids] = self.own
+        place = {theirs.raw[token]: number for number, token in enumerate(shared) if token in theirs.raw}
+        self._twins = [part.to(model.device) for part in _twins(ours, place)]
+        self._spelled: dict[int, list[int]] = {}
+
+    def restrict(self, logits: Tensor) -> Tensor:
+        """Return ln q, up to a constant, of the shared tokens [..., I] in fp32, from the small LM's logits [..., W]."""
+        logits = logits.float()
+        shared = logits.index_select(-1, self.own)
+        for twins in self._twins:  # [2, D] ids, and the places to which they add
+            sums = shared.index_select(-1, twins[1]).logaddexp(logits.index_select(-1, twins[0]))
+            shared = shared.index_copy(-1, twins[1], sums)
+        return shared
+
+    def spell(self, token: int) -> list[int]:
+        """Return the small LM's tokens for one of the target's."""
+        if token not in self._spelled:
+            raw = self.theirs.raw.get(token, self.theirs.special.get(token, "").encode())
+            own = self._special.get(token, self.ours.first.get(raw))
+            self._spelled[token] = self.ours.spell(raw) if own is None else [own]
+        return self._spelled[token]
+
+    def read(self, tokens: Sequence[int]) -> list[int]:
+        """Return the small LM's tokens, at least one, for the text of the target's, as its own tokenizer makes them."""
+        theirs, ours = self.theirs.tokenizer, self.ours.tokenizer
+        lead = [token for token in ours("").input_ids if token == ours.bos_token_id][:1]
+        if tokens and tokens[0] == theirs.bos_token_id and (lead or tokens[0] not in self._special):
+            tokens = tokens[1:]
+        found = lead
+        for kind, run in groupby(tokens, key=lambda token: token in self._special):
+            if kind:
+                found += [self._special[token] for token in run]
+            else:
+                text = theirs.decode([token for token in run if token < len(theirs)])
+                found += ours(text, add_special_tokens=False, verbose=False).input_ids
+        return found or [int(self.own[0])]
+
+
+def _special_pairs(ours: Vocabulary, theirs: Vocabulary) -> dict[int, int]:
+    """Return our token for each special token of theirs of the same name, and for the end of a text."""
+    names = {name: token for token, name in ours.special.items()}
+    pairs = {token: names[name] for token, name in theirs.special.items() if name in names}
+    ends = ours.tokenizer.eos_token_id, theirs.tokenizer.eos_token_id
+    if None not in ends:
+        pairs[ends[1]] = ends[0]
+    return {token: own for token, own in pairs.items() if token < theirs.size and own < ours.size}
+
+
+def _twins(ours: Vocabulary, place: dict[bytes, int]) -> list[Tensor]:
+    """Return [2, D] each: our further tokens of shared bytes, and the places of these bytes, once in each."""
+    seen: Counter[int] = Counter()
+    rounds: dict[int, list[tuple[int, int]]] = {}
+    for token, raw in ours.raw.items():
+        if raw in place and ours.first[raw] != token:
+            rounds.setdefault(seen[place[raw]], []).append((token, place[raw]))
+            seen[place[raw]] += 1
+    return [torch.tensor(pairs).T.contiguous() for pairs in rounds.values()]
