@@ -78,7 +78,8 @@ def read_prompts(
     Returns:
         Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
     """
-    known, cache.read = known or [None] * len(tokens), to_device(lengths, target.device)
+    known = [*(known or []), *[None] * (len(tokens) - len(known or []))]  # a bucket's rows may exceed the prompts
+    cache.read = to_device(lengths, target.device)
     if any(known) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
         read = [read_text(target, cache.row(row), prompt, known[row]) for row, prompt in enumerate(prompts)]
