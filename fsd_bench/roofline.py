@@ -43,7 +43,7 @@ HARDWARE = (
 def peak_of(device: str) -> float | None:
     """Return the bf16 peak of a device by the name that its driver gives, or None if it is not in the table."""
     # boards of the same chip with other clocks have a word more
-    named = (hardware for hardware in HARDWARE if re.search(rf"\b{hardware.name}\b(?! (?:PCIe|NVL|D\b))", device))
+    named = (hardware for hardware in HARDWARE if re.search(rf"\b{hardware.name}\b(?! (?:PCIe|NVL|Laptop|.*\bMIG\b|D\b))", device))
     return next((hardware.peak for hardware in named), None)
 
 

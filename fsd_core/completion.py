@@ -38,6 +38,7 @@ _ZSH = """#compdef {program}
   esac; fi
   if [[ -n $words_here ]]; then compadd -- ${{=words_here}}; else _files; fi
 }}
+(( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit; }}
 compdef {name} {program}
 """
 

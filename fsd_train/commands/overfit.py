@@ -229,7 +229,10 @@ def _check_in_vllm(target: str, directory: Path, prompt: list[int], answer: list
     }  # fmt: skip
     write_text(directory / "job.json", json.dumps(job))
     command = [python, str(Path(__file__).with_name("vllm_head.py")), str(directory / "job.json")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1800)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [Finding("vllm", False, str(error), "let VLLM_PYTHON name the Python of vLLM's environment")]
     if done.returncode != 0:
         return [Finding("vllm", False, f"vLLM failed: {done.stderr.strip()[-300:]}", "see what vLLM needs of a head")]
     found = json.loads((directory / "vllm.json").read_text("utf-8"))

@@ -26,7 +26,7 @@ SHORT = {
     "warmup_ratio": "share of the run in which the learning rate rises",
     "import": "modules that register losses, or hold classes, of your own",
 }
-MODELS = {"EagleModule": "models/eagle.py", "LMModule": "models/lm.py"}
+MODELS = {"EagleModule": "models/eagle.py", "LMModule": "models/lm.py", "BlockModule": "models/block.py"}
 ELSEWHERE = {  # what other trainers call these
     **dict.fromkeys(("lr", "learning_rate"), "model.optimizer.init_args.lr"),
     **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "data.batch_tokens"),

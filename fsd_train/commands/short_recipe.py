@@ -37,7 +37,7 @@ def expanded(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if "resume" in given:
         made["ckpt_path"] = _text(given, "resume")
     if "num_epochs" in given:
-        trainer |= {"max_epochs": _whole(given, "num_epochs"), "max_steps": trainer.get("max_steps", -1)}
+        trainer |= {"max_epochs": _whole(given, "num_epochs"), "max_steps": -1}
     if "warmup_ratio" in given:
         made["model"] = _with_warmup(dict(made.get("model") or {}), given["warmup_ratio"])
     return made
