@@ -41,14 +41,14 @@ from benchmarks.recorded import BUILT_IN, parser_of, record_main
 from fsd_bench.intervals import mean_interval
 from fsd_bench.jobs import decoding
 from fsd_bench.score import read_references
-from fsd_bench.worth.replay import Evidence
+from fsd_bench.worth.replay import RecordedRound
 from fsd_bench.worth.watch import Watch
 from fsd_core.files import append_json
 from fsd_core.tables import number, table
 from fsd_core.text.encoding import read_prompts
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
-from fsd_infer.rules import Source, apply_rules, parse_rule
+from fsd_infer.rules import TokenOrigin, apply_rules, parse_rule
 
 PRICES = (4, 2, 1.2, 0.7)
 LEAST = 1.2  # drafts that only a lower price emits are not forced
@@ -72,7 +72,7 @@ def gain(deviation: dict[str, Any]) -> int:
     return 1 + int(deviation["run"])
 
 
-def deviations(seen: Evidence) -> list[dict[str, Any]]:
+def deviations(seen: RecordedRound) -> list[dict[str, Any]]:
     """Return what `tilted` would emit in a round of exact decoding in place of the target's choice, by price."""
     rules = [parse_rule(f"tilted:{price}:floor=0.02") for price in PRICES]
     whole = tuple(range(len(seen.parents)))
@@ -81,14 +81,14 @@ def deviations(seen: Evidence) -> list[dict[str, Any]]:
     for row, price in enumerate(PRICES):
         path, sources = verdict.path[row].tolist(), verdict.sources[row].tolist()
         for step in range(int(verdict.accepted[row]) + 1):
-            if sources[step] == Source.GATE:
+            if sources[step] == TokenOrigin.GATE:
                 pair = path[step], path[step + 1]
                 found[pair] = max(found.get(pair, 0.0), price)
                 break
     return [_described(seen, *pair, price) for pair, price in found.items() if price >= LEAST]
 
 
-def _described(seen: Evidence, node: int, child: int, price: float) -> dict[str, Any]:
+def _described(seen: RecordedRound, node: int, child: int, price: float) -> dict[str, Any]:
     log_p = seen.logits[0].float().log_softmax(-1)
     token, here, run, below = seen.tokens[child], log_p[node], 0, child
     while agreeing := [c for c in seen.children.get(below, ()) if seen.tokens[c] == int(log_p[below].argmax())]:

@@ -8,7 +8,7 @@ A drafted token that only the lossy rule accepts is printed in [brackets].
 import argparse
 
 from fsd_infer import FuzzyDecoder, TreeShape
-from fsd_infer.rules import Source
+from fsd_infer.rules import TokenOrigin
 
 BEGINNINGS = [
     "Once upon a time, a little mouse found a golden key in the forest. It",
@@ -40,7 +40,7 @@ for beginning in args.beginning:
         ids, story = made.sequences[0], ""
         for end in range(1, len(ids) + 1):  # a token's text depends on the tokens before it
             piece = decoder.tokenizer.decode(ids[:end])[len(decoder.tokenizer.decode(ids[: end - 1])) :]
-            story += f"[{piece}]" if record.sources[end - 1] == Source.GATE else piece
+            story += f"[{piece}]" if record.sources[end - 1] == TokenOrigin.GATE else piece
         speed = f"{row.tokens_per_second:.0f} tokens/s, {row.tau:.1f} per target forward"
         nats, repeats = row.divergence_spent / row.new_tokens, row.repeated_4grams or 0
         print(f"\n{rule}: {speed}, {nats:.2f} nats per token, {repeats:.0%} repeated 4-grams\n{story}")

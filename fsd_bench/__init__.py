@@ -23,7 +23,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsd_bench.base import Answer, Method, TimedRun
+    from fsd_bench.base import MeasuredAnswer, Method, TimedRun
     from fsd_bench.methods import METHODS, make_methods, parse_methods
     from fsd_bench.record import build_record
     from fsd_bench.runner import run
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # The module of each public name, imported when the name is first used, so that `fsd-bench --help` answers at once.
 _MODULES = {
-    "base": ("Answer", "Method", "TimedRun"),
+    "base": ("MeasuredAnswer", "Method", "TimedRun"),
     "methods": ("METHODS", "make_methods", "parse_methods"),
     "record": ("build_record",),
     "runner": ("run",),
@@ -43,7 +43,7 @@ _HOME = {name: f"fsd_bench.{module}" for module, names in _MODULES.items() for n
 
 __all__ = [
     "METHODS",
-    "Answer",
+    "MeasuredAnswer",
     "Method",
     "ServerError",
     "Settings",

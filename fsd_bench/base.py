@@ -9,19 +9,19 @@ from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fsd_infer.rules import Source
+from fsd_infer.rules import TokenOrigin
 
 # fields of an answer that follow from its text
 OF_TEXT = ("score", "copied_4grams", "coverage", "other_language", "repeated_4grams")
 
 
 @dataclass
-class Trace:
+class AnswerTimeline:
     """How this package's engine made an answer, for reports of sweeps.
 
     Attributes:
         rounds: tokens that each round gave to the answer, the prefill first.
-        sources: a digit per token, its :class:`Source`.
+        sources: a digit per token, its :class:`TokenOrigin`.
         spent: [place, nats] of the tokens that cost any.
         pieces: the text of each token, or None if the report does not show the answer.
     """
@@ -33,11 +33,11 @@ class Trace:
 
     def __post_init__(self) -> None:
         for digit in set(self.sources):
-            Source(int(digit))  # ValueError
+            TokenOrigin(int(digit))  # ValueError
 
 
 @dataclass
-class Answer:
+class MeasuredAnswer:
     """One answer and what it took. A field that a method does not report is None.
 
     Attributes:
@@ -80,7 +80,7 @@ class Answer:
     other_language: float | None = None
     regrets: dict[str, list[list[float]]] = field(default_factory=dict)
     final: str | None = None
-    trace: Trace | None = None
+    trace: AnswerTimeline | None = None
     accepted: list[int] | None = None
 
     @property
@@ -95,12 +95,12 @@ class TimedRun:
 
     seconds: float
     prefill_seconds: float
-    answers: list[Answer]
+    answers: list[MeasuredAnswer]
     phases: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Turn:
+class Comparison:
     """The runs of every method on one group of prompts in one repeat. ``prompts`` are indices."""
 
     group: int
@@ -108,7 +108,7 @@ class Turn:
     prompts: list[int]
     runs: dict[str, TimedRun]
 
-    def answers(self) -> Iterator[tuple[int, Answer]]:
+    def answers(self) -> Iterator[tuple[int, MeasuredAnswer]]:
         """Yield each answer with its prompt's index."""
         for run in self.runs.values():
             yield from zip(self.prompts, run.answers, strict=True)

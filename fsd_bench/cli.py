@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from fsd_bench import commands
 from fsd_core.completion import HELP, add_completion, commands_of, script
-from fsd_core.console import Parser, run_parsed
+from fsd_core.console import ConsoleParser, run_parsed
 from fsd_core.options import (
     add,
     add_commands,
@@ -37,9 +37,11 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their options."""
     from fsd_infer import __version__
 
-    parser = Parser(prog="fsd-bench", description="Measure and forecast speculative decoding: speed, scores, cost.")
+    parser = ConsoleParser(
+        prog="fsd-bench", description="Measure and forecast speculative decoding: speed, scores, cost."
+    )
     parser.add_argument("--version", action="version", version=f"fsd-bench {__version__}")
-    common = Parser(add_help=False)
+    common = ConsoleParser(add_help=False)
     add_common(common)
     table = (
         (commands.run, _bench_options, "measure methods on a file of prompts: speed, acceptance length, scores"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsd_bench.base import Answer, Method, TimedRun, Trace
+from fsd_bench.base import AnswerTimeline, MeasuredAnswer, Method, TimedRun
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.estimates import Trees
@@ -67,7 +67,7 @@ class EngineMethod(Method):
             self.trees = self.trees or Trees()
             self.trees.add(stats.trees)
         answers = [
-            Answer(
+            MeasuredAnswer(
                 tokens=tokens,
                 target_forwards=row.target_forwards,
                 verified_tokens=(row.new_tokens if record.steps is None else record.steps) - 1,
@@ -85,7 +85,7 @@ class EngineMethod(Method):
         if self.traced:
             record = generation.records[0]
             spent: list[list[float]] = [[place, round(nats, 5)] for place, nats in enumerate(record.spent) if nats]
-            answers[0].trace = Trace(rounds[0], "".join(str(int(source)) for source in record.sources), spent)
+            answers[0].trace = AnswerTimeline(rounds[0], "".join(str(int(source)) for source in record.sources), spent)
         phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}
         return TimedRun(seconds, stats.prefill_seconds, answers, phases)
 
@@ -101,6 +101,6 @@ class EngineMethod(Method):
 
 
 def _at_least(rounds: Sequence[int]) -> list[int]:
-    """Return :attr:`.Answer.accepted` from the tokens of each round, the prefill's first."""
+    """Return :attr:`.MeasuredAnswer.accepted` from the tokens of each round, the prefill's first."""
     drafts = [tokens - 1 for tokens in rounds[1:]]
     return [sum(count >= least for count in drafts) for least in range(1, max(drafts, default=0) + 1)]

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fsd_bench.planned import EXPERTS, count_weights, planned_target, sizes_of
-from fsd_bench.roofline import FORWARD_GRAPHS, Hardware, Part, Work, device_rows, seconds
+from fsd_bench.roofline import FORWARD_GRAPHS, Hardware, MemoryItem, Work, device_rows, seconds
 from fsd_infer.device.cuda_graphs import shared_slots
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.shape import TreeShape
@@ -89,7 +89,7 @@ class PlannedDrafter:
     vocabulary: int
     features: int
     cache: int
-    held: Part
+    held: MemoryItem
 
 
 def head_on_paper(target: Target, head: EagleHead) -> PlannedDrafter:
@@ -102,7 +102,7 @@ def head_on_paper(target: Target, head: EagleHead) -> PlannedDrafter:
     copied = rows if config.draft_vocab_size else 0
     kv_heads = int(layer.get("num_key_value_heads") or layer["num_attention_heads"])
     width = int(layer.get("head_dim") or config.hidden_size // layer["num_attention_heads"])
-    held = Part("head's weights", 2.0 * (whole + copied), f"2 B x ({whole:,} + {copied:,} of the LM head's rows)")
+    held = MemoryItem("head's weights", 2.0 * (whole + copied), f"2 B x ({whole:,} + {copied:,} of the LM head's rows)")
     return PlannedDrafter(
         "head", whole - once, rows, 2.0 * (whole - once + rows), once, vocabulary, config.feature_width,
         2 * config.num_layers * kv_heads * width * 2, held,
@@ -121,7 +121,7 @@ def lm_on_paper(target: Target, name: str) -> PlannedDrafter:
     rounded = sum(weight.numel() for layer in layers for weight in layer.parameters() if weight.dim() > 1)
     each = (itself.bits if itself and itself.bits else 0) / 8 + 4 / GROUP
     others = 0 if itself else count_weights(small.model) - rounded
-    held = Part(
+    held = MemoryItem(
         "small LM's weights", 2.0 * others + rounded * each, f"2 B x {others:,} + {each:.3g} B x {rounded:,}"
     )  # fmt: skip
     read = weights_read(small)
@@ -151,7 +151,7 @@ class Planned:
     new: int = 1024
     graphs: bool = False
 
-    def memory(self, shape: TreeShape) -> list[Part]:
+    def memory(self, shape: TreeShape) -> list[MemoryItem]:
         """Return what decoding holds on its devices."""
         target, drafter, sizes, b = self.target, self.drafter, sizes_of(self.target), self.batch
         h, v, nodes, kv = target.hidden_size, target.vocab_size, shape.nodes, target.cache_bytes_per_token
@@ -160,21 +160,22 @@ class Planned:
         slots = shared_slots(slots) if self.graphs else slots
         beyond, features = (shape.depth - 1) * shape.width, drafter.features
         parts = [
-            Part("target's weights", 2.0 * sizes.parameters, f"2 B x {sizes.parameters:,}", shared=True),
+            MemoryItem("target's weights", 2.0 * sizes.parameters, f"2 B x {sizes.parameters:,}", shared=True),
             drafter.held,
-            Part("target's cache", float(b * slots * kv), f"{b} rows x {slots} slots x {kv} B", True),
-            *([Part("target's states", float(b * target.state_bytes), f"{b} rows x {target.state_bytes} B", True)]
+            MemoryItem("target's cache", float(b * slots * kv), f"{b} rows x {slots} slots x {kv} B", True),
+            *([MemoryItem("target's states", float(b * target.state_bytes), f"{b} rows x {target.state_bytes} B", True)]
               if target.state_bytes else []),
-            Part(f"{drafter.name}'s cache", float(b * (slots + beyond) * drafter.cache),
+            MemoryItem(f"{drafter.name}'s cache", float(b * (slots + beyond) * drafter.cache),
                  f"{b} x ({slots} + {beyond}) x {drafter.cache} B"),
-            Part("reading the prompt", 2.0 * b * (chunk * ((layers + 3) * h + 3 * inner) + 2 * self.context * features),
+            MemoryItem("reading the prompt",
+                 2.0 * b * (chunk * ((layers + 3) * h + 3 * inner) + 2 * self.context * features),
                  f"2 B x {b} x ({chunk} x (({layers} + 3) x {h} + 3 x {inner}) + 2 x {self.context} x {features})"),
-            Part("a round's logits", float(LOGITS * b * nodes * v), f"{LOGITS} B x {b} x {nodes} nodes x {v}"),
+            MemoryItem("a round's logits", float(LOGITS * b * nodes * v), f"{LOGITS} B x {b} x {nodes} nodes x {v}"),
         ]  # fmt: skip
         if self.graphs:
             each = 2 * (2 * (v + features) + (layers + 3) * h + 3 * inner) + slots
             how = f"{b} x {nodes} nodes x (2 B x (2 x ({v} + {features}) + one forward's) + a mask of {slots})"
-            parts.append(Part("graph's pool", float(b * nodes * each), how))
+            parts.append(MemoryItem("graph's pool", float(b * nodes * each), how))
         return parts
 
     def forward(self, nodes: int) -> Work:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from fsd_bench.base import Answer, Method, TimedRun
+from fsd_bench.base import MeasuredAnswer, Method, TimedRun
 from fsd_core.errors import FsdError
 from fsd_infer.request.options import only_stated
 from fsd_infer.targets.token_ids import eos_ids, left_pad, pad_id
@@ -88,7 +88,9 @@ class GenerateMethod(Method):
                 forwards = verified = len(tokens) - 1
             else:
                 forwards, verified = steps, len(tokens) - emitted
-            answers.append(Answer(tokens, forwards, verified, finish_reason="length" if end is None else "stop"))
+            answers.append(
+                MeasuredAnswer(tokens, forwards, verified, finish_reason="length" if end is None else "stop")
+            )
         return TimedRun(seconds, rounds.first - start, answers)
 
     def describe(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from fsd_bench.base import Method, TimedRun, Turn
-from fsd_bench.runs import Job, RunFile
+from fsd_bench.base import Comparison, Method, TimedRun
+from fsd_bench.runs import RunFile, Trial
 
 WARMUP_TOKENS = 16
 _T = TypeVar("_T")
@@ -22,11 +22,11 @@ class Session:
 
     names: Sequence[str]
     start: Callable[[], Sequence[Method]]
-    jobs: Sequence[Job]
+    jobs: Sequence[Trial]
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunSpec:
     """The request to every method.
 
     Attributes:
@@ -41,7 +41,7 @@ class Asked:
     seed: int = 0
     warmup: bool = True
 
-    def answer(self, method: Method, job: Job, most: int | None = None) -> TimedRun:
+    def answer(self, method: Method, job: Trial, most: int | None = None) -> TimedRun:
         """Return one run, of at most ``most`` tokens."""
         options = decoding(job.temperature, min(self.max_new_tokens, most or self.max_new_tokens))
         return method.answer(self.groups[job.group], options, self.seed + 1000 * job.group + job.repeat)
@@ -56,13 +56,13 @@ def decoding(temperature: float, max_new_tokens: int) -> dict[str, Any]:
     return dict(max_new_tokens=max_new_tokens, **drawn, top_p=None, top_k=None, min_p=None, repetition_penalty=1.0)
 
 
-def in_turns(names: Sequence[str], groups: int, repeats: Mapping[float, int]) -> list[Job]:
+def in_turns(names: Sequence[str], groups: int, repeats: Mapping[float, int]) -> list[Trial]:
     """Return jobs in which every method answers every group, ``repeats`` times at each temperature.
 
     The method that goes first rotates, so that other load on the machine disturbs all methods alike.
     """
     return [
-        Job(name, group, repeat, temperature)
+        Trial(name, group, repeat, temperature)
         for group in range(groups)
         for temperature, count in repeats.items()
         for repeat in range(count)
@@ -78,9 +78,9 @@ def rotated(things: Sequence[_T], by: int) -> list[_T]:
 
 def run_jobs(
     sessions: Sequence[Session],
-    asked: Asked,
+    asked: RunSpec,
     file: RunFile,
-    finish: Callable[[Job, TimedRun], None] | None = None,
+    finish: Callable[[Trial, TimedRun], None] | None = None,
     *,
     title: str,
     progress: bool = False,
@@ -120,8 +120,8 @@ def run_jobs(
 
 
 def turns_of(
-    runs: Mapping[Job, TimedRun], groups: Sequence[list[int]], names: Sequence[str], temperature: float
-) -> list[Turn]:
+    runs: Mapping[Trial, TimedRun], groups: Sequence[list[int]], names: Sequence[str], temperature: float
+) -> list[Comparison]:
     """Return the turns of a temperature: the groups and repeats that every method has answered.
 
     Args:
@@ -135,7 +135,7 @@ def turns_of(
         if job.temperature == temperature:
             found.setdefault((job.group, job.repeat), {})[job.method] = run
     return [
-        Turn(group, repeat, groups[group], {name: found[group, repeat][name] for name in names})
+        Comparison(group, repeat, groups[group], {name: found[group, repeat][name] for name in names})
         for group, repeat in sorted(found)
         if found[group, repeat].keys() >= set(names)
     ]

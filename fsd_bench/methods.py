@@ -18,7 +18,7 @@ A method is written as ``[label=]kind[:parameters]``. Tables and records call it
 ``command:PROGRAM``        a program with the protocol of :mod:`fsd_bench.process`
 =========================  ============================================================================================
 
-A new kind of method is a :class:`Kind` in :data:`METHODS`.
+A new kind of method is a :class:`MethodKind` in :data:`METHODS`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsd_bench.base import Answer, Method, TimedRun
+from fsd_bench.base import MeasuredAnswer, Method, TimedRun
 from fsd_bench.engine import EngineMethod
 from fsd_bench.hf import GenerateMethod
 from fsd_bench.models import Models
@@ -42,7 +42,17 @@ from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.rules import RULES, parse_rule
 from fsd_infer.targets.loading import load_target
 
-__all__ = ["METHODS", "Answer", "Kind", "Method", "Models", "Spec", "TimedRun", "make_methods", "parse_methods"]
+__all__ = [
+    "METHODS",
+    "MeasuredAnswer",
+    "MethodKind",
+    "Method",
+    "Models",
+    "Spec",
+    "TimedRun",
+    "make_methods",
+    "parse_methods",
+]
 
 LOOKUP_TOKENS, MOST_BEAMS = 8, 64
 _LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
@@ -76,7 +86,7 @@ def _no_parameters(spec: Spec) -> None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class MethodKind:
     """A kind of method.
 
     Attributes:
@@ -92,14 +102,14 @@ class Kind:
     own_process: bool = False
 
 
-METHODS: Registry[Kind] = Registry("method")
+METHODS: Registry[MethodKind] = Registry("method")
 
 
 def _plain(spec: Spec, models: Models) -> Method:
     return EngineMethod(spec.name, models.decoder, parse_rule("exact"), models.load("none"))
 
 
-def _generate(name: str, least: int, most: int, default: int | None = None) -> Kind:
+def _generate(name: str, least: int, most: int, default: int | None = None) -> MethodKind:
     """transformers' ``generate`` with a whole number as argument ``name``."""
 
     def check(spec: Spec) -> None:
@@ -110,7 +120,7 @@ def _generate(name: str, least: int, most: int, default: int | None = None) -> K
         facts = {name: int(spec.argument or default or 0)}
         return GenerateMethod(spec.name, models.reference[0], facts, facts)
 
-    return Kind(make, check)
+    return MethodKind(make, check)
 
 
 def _check_number(spec: Spec, text: str, least: int, most: int, example: int) -> None:
@@ -161,14 +171,14 @@ def _words(spec: Spec) -> list[str]:
 
 
 for _name, _kind in {
-    "plain": Kind(_plain),
-    "hf-generate": Kind(lambda spec, models: GenerateMethod(spec.name, models.reference[0])),
+    "plain": MethodKind(_plain),
+    "hf-generate": MethodKind(lambda spec, models: GenerateMethod(spec.name, models.reference[0])),
     "hf-lookup": _generate("prompt_lookup_num_tokens", 1, 1024, LOOKUP_TOKENS),
     "hf-beams": _generate("num_beams", 2, MOST_BEAMS),
-    "beams": Kind(_beam_search, _beams, takes_drafter=True),
-    "hf-assisted": Kind(_assisted, _check_assisted),
-    "server": Kind(lambda spec, models: ServerMethod(spec.name, *_server(spec)), _server),
-    "command": Kind(lambda spec, models: ProcessMethod(spec.name, _words(spec)), _words, own_process=True),
+    "beams": MethodKind(_beam_search, _beams, takes_drafter=True),
+    "hf-assisted": MethodKind(_assisted, _check_assisted),
+    "server": MethodKind(lambda spec, models: ServerMethod(spec.name, *_server(spec)), _server),
+    "command": MethodKind(lambda spec, models: ProcessMethod(spec.name, _words(spec)), _words, own_process=True),
 }.items():
     METHODS.register(_name)(_kind)
 

@@ -29,17 +29,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.intervals import mean_interval, ratio_interval
 
 Pair = tuple[float, float]  # sum and weight
-Value = Callable[[TimedRun, Answer], "Pair | None"]  # None for an answer without a value
+Value = Callable[[TimedRun, MeasuredAnswer], "Pair | None"]  # None for an answer without a value
 
 
 def _each(name: str) -> Value:
     """Return a field of answers, each with weight 1."""
 
-    def value(run: TimedRun, answer: Answer) -> Pair | None:
+    def value(run: TimedRun, answer: MeasuredAnswer) -> Pair | None:
         found = getattr(answer, name)
         return None if found is None else (float(found), 1.0)
 
@@ -49,19 +49,19 @@ def _each(name: str) -> Value:
 def _per_token(name: str) -> Value:
     """Return a field of answers, each with its length as weight."""
 
-    def value(run: TimedRun, answer: Answer) -> Pair | None:
+    def value(run: TimedRun, answer: MeasuredAnswer) -> Pair | None:
         found = getattr(answer, name)
         return None if found is None else (found * answer.length, float(answer.length))
 
     return value
 
 
-def _emitted(run: TimedRun, answer: Answer) -> Pair | None:
+def _emitted(run: TimedRun, answer: MeasuredAnswer) -> Pair | None:
     forwards = answer.target_forwards
     return None if forwards is None else (float(answer.verified_tokens or 0), float(forwards))
 
 
-def _tau(run: TimedRun, answer: Answer) -> Pair | None:
+def _tau(run: TimedRun, answer: MeasuredAnswer) -> Pair | None:
     return None if not answer.target_forwards else ((answer.verified_tokens or 0) / answer.target_forwards, 1.0)
 
 
@@ -83,14 +83,14 @@ QUANTITIES: dict[str, Value] = {  # of a method's summary
 }
 
 
-def pooled(name: str, turns: Sequence[Turn], value: Value) -> float | None:
+def pooled(name: str, turns: Sequence[Comparison], value: Value) -> float | None:
     """Return Σ sums / Σ weights over a method's answers, or None without weights."""
     pairs = list(sums(name, turns, value).values())
     weights = sum(weight for _, weight in pairs)
     return sum(total for total, _ in pairs) / weights if weights else None
 
 
-def sums(name: str, turns: Sequence[Turn], value: Value) -> dict[int, Pair]:
+def sums(name: str, turns: Sequence[Comparison], value: Value) -> dict[int, Pair]:
     """Return sums and weights by prompt over a method's answers."""
     found: dict[int, Pair] = {}
     for turn in turns:
@@ -103,14 +103,14 @@ def sums(name: str, turns: Sequence[Turn], value: Value) -> dict[int, Pair]:
     return found
 
 
-def intervals(name: str, turns: Sequence[Turn], seed: int = 0) -> dict[str, Any]:
+def intervals(name: str, turns: Sequence[Comparison], seed: int = 0) -> dict[str, Any]:
     """Return mean and interval of each measured quantity of a method: {"mean", "low", "high", "prompts"}."""
     measured = {quantity: sums(name, turns, value) for quantity, value in {**AVERAGES, **SUMS}.items()}
     return {quantity: mean_interval(list(own.values()), seed=seed) for quantity, own in measured.items() if own}
 
 
 def against(
-    name: str, baseline: str, turns: Sequence[Turn], seed: int = 0, rates: Mapping[str, Value] = SUMS
+    name: str, baseline: str, turns: Sequence[Comparison], seed: int = 0, rates: Mapping[str, Value] = SUMS
 ) -> dict[str, Any]:
     """Compare a method with a baseline in the quantities that were measured.
 
@@ -151,7 +151,7 @@ def flips(own: Sequence[Pair], other: Sequence[Pair]) -> dict[str, Any] | None:
     return {"lost": lost, "gained": gained, "p": min(1.0, 2 * tail)}
 
 
-def _agreement(name: str, baseline: str, turns: Sequence[Turn], seed: int) -> dict[str, Any] | None:
+def _agreement(name: str, baseline: str, turns: Sequence[Comparison], seed: int) -> dict[str, Any] | None:
     same: dict[int, Pair] = {}
     for turn in turns:
         for index, own, other in zip(turn.prompts, turn.runs[name].answers, turn.runs[baseline].answers, strict=True):
@@ -161,7 +161,7 @@ def _agreement(name: str, baseline: str, turns: Sequence[Turn], seed: int) -> di
     return mean_interval(list(same.values()), seed=seed) if same else None
 
 
-def _shared(name: str, baseline: str, turns: Sequence[Turn], value: Value) -> tuple[list[Pair], list[Pair]]:
+def _shared(name: str, baseline: str, turns: Sequence[Comparison], value: Value) -> tuple[list[Pair], list[Pair]]:
     """Return both methods' sums over the prompts that both have."""
     own, other = sums(name, turns, value), sums(baseline, turns, value)
     both = [index for index in own if index in other]

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.base import OF_TEXT, Answer, TimedRun, Turn
+from fsd_bench.base import OF_TEXT, Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.intervals import interval
 from fsd_bench.paired import AVERAGES, QUANTITIES, RATES, SUMS, against, intervals, pooled
 from fsd_core.errors import FsdError
@@ -45,7 +45,7 @@ class BenchPrompt:
 def build_record(
     prompts: Sequence[BenchPrompt],
     methods: Mapping[str, dict[str, Any]],
-    turns: Sequence[Turn],
+    turns: Sequence[Comparison],
     seed: int = 0,
     baselines: Sequence[str] = (),
     blocks: Mapping[int, int] | None = None,
@@ -79,7 +79,7 @@ def build_record(
     compared = choose_baselines(list(methods), baselines)
     cells = {name: _cells(name, turns, blocks) for name in methods}
     reference = _first_tokens(compared[0], turns)
-    by_category: dict[str, list[Turn]] = {}
+    by_category: dict[str, list[Comparison]] = {}
     for turn in turns:
         by_category.setdefault(prompts[turn.prompts[0]].category, []).append(turn)
     facts = {}
@@ -117,7 +117,7 @@ def build_record(
 
 
 def _beside(
-    name: str, baseline: str, turns: Sequence[Turn], cells: Mapping[str, Mapping[int, Cell]], seed: int
+    name: str, baseline: str, turns: Sequence[Comparison], cells: Mapping[str, Mapping[int, Cell]], seed: int
 ) -> dict[str, Any]:
     """Compare a method with a baseline: speeds unit by unit, everything else prompt by prompt."""
     speeds = {}
@@ -150,7 +150,7 @@ def _same(own: list[int] | None, other: list[int] | None) -> float | None:
     return None if own is None or other is None else float(own == other)
 
 
-def _cells(name: str, turns: Sequence[Turn], blocks: Mapping[int, int] | None = None) -> dict[int, Cell]:
+def _cells(name: str, turns: Sequence[Comparison], blocks: Mapping[int, int] | None = None) -> dict[int, Cell]:
     """Return the method's speeds by unit."""
     units: dict[int, dict[int, list[TimedRun]]] = {}
     for turn in turns:
@@ -179,7 +179,7 @@ def _speeds(runs: Sequence[TimedRun]) -> Cell:
     }
 
 
-def summary(name: str, turns: Sequence[Turn], cells: Mapping[int, Cell] | None = None) -> dict[str, Any]:
+def summary(name: str, turns: Sequence[Comparison], cells: Mapping[int, Cell] | None = None) -> dict[str, Any]:
     """Return the numbers of one method over these turns, with speeds from ``cells`` (default: one per group)."""
     groups = _cells(name, turns)
     units = list((groups if cells is None else cells).values())
@@ -194,7 +194,7 @@ def summary(name: str, turns: Sequence[Turn], cells: Mapping[int, Cell] | None =
     }
 
 
-def _by_position(answers: Sequence[Answer]) -> list[float] | None:
+def _by_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
     known = [(answer.accepted, answer.target_forwards or 0) for answer in answers if answer.accepted is not None]
     rounds = sum(forwards for _, forwards in known)
     if not rounds:
@@ -202,7 +202,9 @@ def _by_position(answers: Sequence[Answer]) -> list[float] | None:
     return [sum(column) / rounds for column in zip_longest(*(accepted for accepted, _ in known), fillvalue=0)]
 
 
-def _prompt_rows(prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: Sequence[Turn]) -> list[dict[str, Any]]:
+def _prompt_rows(
+    prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: Sequence[Comparison]
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {"id": p.id, "category": p.category, "where": p.where, "prompt_tokens": len(p.ids), "methods": {}}
         for p in prompts
@@ -215,7 +217,7 @@ def _prompt_rows(prompts: Sequence[BenchPrompt], methods: Iterable[str], turns: 
     return rows
 
 
-def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
+def _answer_row(turn: Comparison, run: TimedRun, answer: MeasuredAnswer) -> dict[str, Any]:
     """Return the figures of one repeat. Seconds are those of the whole batch."""
     return {
         "repeat": turn.repeat,
@@ -233,7 +235,7 @@ def _answer_row(turn: Turn, run: TimedRun, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _phases(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
+def _phases(name: str, turns: Sequence[Comparison]) -> dict[str, Any]:
     """Return where the time of all runs went. Only the phases prefill, target and draft have a meaning here."""
     total: dict[str, float] = {}
     rounds = 0
@@ -257,7 +259,7 @@ def _phases(name: str, turns: Sequence[Turn]) -> dict[str, Any]:
     }
 
 
-def _first_tokens(name: str, turns: Sequence[Turn]) -> dict[int, list[int] | None]:
+def _first_tokens(name: str, turns: Sequence[Comparison]) -> dict[int, list[int] | None]:
     """Return each prompt's tokens in the first repeat."""
     return {
         index: answer.tokens

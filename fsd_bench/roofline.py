@@ -43,7 +43,11 @@ HARDWARE = (
 def peak_of(device: str) -> float | None:
     """Return the bf16 peak of a device by the name that its driver gives, or None if it is not in the table."""
     # boards of the same chip with other clocks have a word more
-    named = (hardware for hardware in HARDWARE if re.search(rf"\b{hardware.name}\b(?! (?:PCIe|NVL|Laptop|.*\bMIG\b|D\b))", device))
+    named = (
+        hardware
+        for hardware in HARDWARE
+        if re.search(rf"\b{hardware.name}\b(?! (?:PCIe|NVL|Laptop|.*\bMIG\b|D\b))", device)
+    )
     return next((hardware.peak for hardware in named), None)
 
 
@@ -99,7 +103,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryItem:
     """Something that takes memory: its name, bytes and formula; ``shared`` as in :class:`Work`."""
 
     name: str
@@ -108,7 +112,7 @@ class Part:
     shared: bool = False
 
 
-def devices_for(parts: Iterable[Part], hardware: Hardware) -> int | None:
+def devices_for(parts: Iterable[MemoryItem], hardware: Hardware) -> int | None:
     """Return the fewest of 1, 2, 4 and 8 devices that hold these parts with :data:`SPARE` to spare, or None."""
     parts, free = list(parts), (1 - SPARE) * hardware.memory
     sums = ((count, sum(part.bytes / (count if part.shared else 1) for part in parts)) for count in (1, 2, 4, 8))
@@ -121,7 +125,7 @@ def seconds(work: Iterable[Work], hardware: Hardware, devices: int = 1) -> float
 
 
 def device_rows(
-    parts: Sequence[Part], cells: Callable[[Hardware, int], list[str]], columns: Sequence[str]
+    parts: Sequence[MemoryItem], cells: Callable[[Hardware, int], list[str]], columns: Sequence[str]
 ) -> list[list[str]]:
     """Return a row per device: its name, how many hold the parts, and ``cells``; "-" if eight are too few."""
     counts = {hardware: devices_for(parts, hardware) for hardware in HARDWARE}

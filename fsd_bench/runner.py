@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.base import Answer, Method, Turn
-from fsd_bench.jobs import Asked, Session, in_turns, rotated, run_jobs, turns_of
+from fsd_bench.base import Comparison, MeasuredAnswer, Method
+from fsd_bench.jobs import RunSpec, Session, in_turns, rotated, run_jobs, turns_of
 from fsd_bench.layouts import layout_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.methods import METHODS, Spec, make_methods, parse_methods
@@ -19,7 +19,7 @@ from fsd_bench.models import Models
 from fsd_bench.process import ProcessMethod
 from fsd_bench.prompts import category_of, encode_rows, first_rows, group_prompts, rows_digest
 from fsd_bench.record import BenchPrompt, build_record, write_record
-from fsd_bench.runs import Job, RunFile, read_lines
+from fsd_bench.runs import RunFile, Trial, read_lines
 from fsd_bench.score import Reference, measure, read_references
 from fsd_bench.settings import Settings, set_threads
 from fsd_core.errors import FsdError
@@ -124,7 +124,7 @@ def _measure(
     rows: Sequence[PromptRow],
     references: Sequence[Reference | None],
     groups: Sequence[list[int]],
-    jobs: Sequence[Job],
+    jobs: Sequence[Trial],
     file: RunFile,
     progress: bool,
 ) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _measure(
             blocks = {group: group % settings.isolate for group in range(len(groups))}
             sessions = isolated(settings, specs, jobs, blocks)
         encoded = encode_rows(rows, models.encoder(settings.raw))
-        asked = Asked(
+        asked = RunSpec(
             [[encoded[index] for index in group] for group in groups], settings.max_new_tokens, settings.seed or 0,
             settings.warmup,
         )  # fmt: skip
@@ -164,7 +164,7 @@ def _measure(
 
 
 def isolated(
-    settings: Settings, specs: Sequence[Spec], jobs: Sequence[Job], blocks: Mapping[int, int]
+    settings: Settings, specs: Sequence[Spec], jobs: Sequence[Trial], blocks: Mapping[int, int]
 ) -> list[Session]:
     """Return a session per method and block of groups. The method that goes first rotates by block."""
     return [
@@ -187,10 +187,10 @@ def _start(settings: Settings, spec: Spec) -> list[Method]:
 
 
 def _add_log_likelihoods(
-    target: Target, tokenizer: Any, prompts: Sequence[list[int]], turns: Sequence[Turn], progress: bool
+    target: Target, tokenizer: Any, prompts: Sequence[list[int]], turns: Sequence[Comparison], progress: bool
 ) -> None:
     """Score every different answer once. An answer without token ids is scored by its text's own tokens."""
-    answers: dict[tuple[int, tuple[int, ...]], list[Answer]] = {}
+    answers: dict[tuple[int, tuple[int, ...]], list[MeasuredAnswer]] = {}
     for turn in turns:
         for index, answer in turn.answers():
             tokens = answer.tokens

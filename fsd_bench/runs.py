@@ -17,7 +17,7 @@ VERSION = 3  # of the format
 
 
 @dataclass(frozen=True)
-class Job:
+class Trial:
     """One method answers one group of prompts, once."""
 
     method: str
@@ -53,12 +53,12 @@ class RunFile:
         path: Path | None,
         kind: str,
         settings: dict[str, Any],
-        jobs: Mapping[Job, int],
+        jobs: Mapping[Trial, int],
         facts: dict[str, Any] | None = None,
         advice: tuple[str, str] = ("the same command continues it", "another name"),
     ) -> None:
         self.path, self.advice = path, advice[0]
-        self.runs: dict[Job, TimedRun] = {}
+        self.runs: dict[Trial, TimedRun] = {}
         self.described: dict[str, dict[str, Any]] = {}
         if path is None:
             return
@@ -79,7 +79,7 @@ class RunFile:
             kept.append(line)
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def _read(self, line: dict[str, Any], jobs: Mapping[Job, int]) -> bool:
+    def _read(self, line: dict[str, Any], jobs: Mapping[Trial, int]) -> bool:
         """Take in a line. Return False if it does not belong to this measurement."""
         try:
             if "described" in line:
@@ -93,7 +93,7 @@ class RunFile:
         self.runs[job] = run
         return True
 
-    def add(self, job: Job, run: TimedRun) -> None:
+    def add(self, job: Trial, run: TimedRun) -> None:
         """Keep a finished run. It is on disk when this returns."""
         self.runs[job] = run
         self._append({"job": asdict(job), "run": asdict(run)})
@@ -120,9 +120,9 @@ class RunFile:
             raise
 
 
-def read_run(line: dict[str, Any]) -> tuple[Job, TimedRun]:
+def read_run(line: dict[str, Any]) -> tuple[Trial, TimedRun]:
     """Return the job and run of a line. Raises TypeError, KeyError or ValueError if it has none."""
-    return typed(line["job"], Job), typed(line["run"], TimedRun)
+    return typed(line["job"], Trial), typed(line["run"], TimedRun)
 
 
 def read_lines(path: Path, kind: str) -> list[dict[str, Any]] | None:

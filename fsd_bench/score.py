@@ -43,7 +43,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from fsd_bench.base import Answer
+from fsd_bench.base import MeasuredAnswer
 from fsd_core.errors import DataError, FsdError
 from fsd_core.text.encoding import PromptRow
 from fsd_infer.engine.ngrams import copied_ngrams, coverage, repeated_ngrams
@@ -287,7 +287,9 @@ _SCORERS: dict[str, Callable[[str, str, Sequence[str]], bool]] = {
 # all measures of an answer -----------------------------------------------------------------------------------------
 
 
-def measure(answer: Answer, tokenizer: Any, prompt: Sequence[int], row: PromptRow, reference: Reference | None) -> None:
+def measure(
+    answer: MeasuredAnswer, tokenizer: Any, prompt: Sequence[int], row: PromptRow, reference: Reference | None
+) -> None:
     """Measure an answer's text, and store it and the results in the answer. Skips answers without text and tokens.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fsd_bench.base import Answer, Method, TimedRun
+from fsd_bench.base import MeasuredAnswer, Method, TimedRun
 from fsd_core.openai_client import EXTENSIONS, UNSHAPED, Server, ServerError
 
 __all__ = ["Server", "ServerError", "ServerMethod"]
@@ -68,12 +68,14 @@ class ServerMethod(Method):
                     reasons[choice.get("index", 0)] = "stop" if choice["finish_reason"] == "stop" else "length"
         seconds = time.perf_counter() - start
         if sends_ids and all(ids):
-            answers = [Answer(tokens, None, None, finish_reason=why) for tokens, why in zip(ids, reasons, strict=True)]
+            answers = [
+                MeasuredAnswer(tokens, None, None, finish_reason=why) for tokens, why in zip(ids, reasons, strict=True)
+            ]
         elif usage and usage.get("completion_tokens") is not None:
             share, left = divmod(int(usage["completion_tokens"]), count)
             counts = [share + (index < left) for index in range(count)]
             answers = [
-                Answer(None, None, None, finish_reason=why, counted=counted, text=text)
+                MeasuredAnswer(None, None, None, finish_reason=why, counted=counted, text=text)
                 for counted, why, text in zip(counts, reasons, texts, strict=True)
             ]
         else:

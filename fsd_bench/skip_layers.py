@@ -23,7 +23,7 @@ Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerSubset:
     """The remaining layers, and how often they agree with the whole target."""
 
     layers: tuple[int, ...]
@@ -49,18 +49,18 @@ def agreement(model: Target, texts: Sequence[Pair]) -> float:
     return sum(agreed for _, agreed in log_likelihoods(model, texts)) / sum(len(answer) for _, answer in texts)
 
 
-def search(target: Target, texts: Sequence[Pair], left: int) -> Iterator[Step]:
+def search(target: Target, texts: Sequence[Pair], left: int) -> Iterator[LayerSubset]:
     """Yield all layers, then one fewer at a time down to ``left``. Raises FsdError."""
     count = int(target.config.num_hidden_layers)
     if not 1 <= left < count:
         raise FsdError(f"--layers goes from 1 to {count - 1}, of the {count} that {target.name} has; got {left}.")
     layers = tuple(range(count))
-    yield Step(layers, agreement(target, texts))
+    yield LayerSubset(layers, agreement(target, texts))
     while len(layers) > left:
         tried = [tuple(other for other in layers if other != dropped) for dropped in layers]
         yield (best := max((_step(target, texts, kept) for kept in tried), key=lambda step: step.agreement))
         layers = best.layers
 
 
-def _step(target: Target, texts: Sequence[Pair], layers: tuple[int, ...]) -> Step:
-    return Step(layers, agreement(with_layers(target, layers, f"{len(layers)} layers"), texts))
+def _step(target: Target, texts: Sequence[Pair], layers: tuple[int, ...]) -> LayerSubset:
+    return LayerSubset(layers, agreement(with_layers(target, layers, f"{len(layers)} layers"), texts))

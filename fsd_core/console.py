@@ -107,7 +107,7 @@ def needed(package: str) -> None:
         raise ModuleNotFoundError(name=package)
 
 
-class Parser(argparse.ArgumentParser):
+class ConsoleParser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line, without its usage, and names what was meant.
 
     Attributes:

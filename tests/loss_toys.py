@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_train.losses import LOSSES, DraftBatch, LMHead, Loss, LossOutput, MixLoss, Part
+from fsd_train.losses import LOSSES, DraftBatch, LMHead, Loss, LossOutput, LossTerm, MixLoss
 from fsd_train.losses.base import Rows
 
 S, N, H, VD = 3, 14, 8, 19
@@ -22,7 +22,7 @@ POSITIONS = torch.cat([torch.arange(3, 10), torch.arange(20, 27)])
 def build_loss(name: Any, args: dict[str, Any] | None = None) -> Loss:
     """A loss by its name and arguments, or a mix by a list of ``{name, weight, args}``."""
     if isinstance(name, list):
-        return MixLoss([Part(build_loss(part["name"], part.get("args")), part.get("weight", 1.0)) for part in name])
+        return MixLoss([LossTerm(build_loss(part["name"], part.get("args")), part.get("weight", 1.0)) for part in name])
     args = dict(args or {})
     if name == "adaspec":
         args["loss"] = build_loss(args.pop("loss", "kl_pq"), args.pop("loss_args", None))

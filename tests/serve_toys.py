@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 
 from fsd_infer import FuzzyDecoder, parse_rule
 from fsd_infer.serving.app import Limits
-from fsd_infer.serving.batcher import Job
+from fsd_infer.serving.batcher import ServedRequest
 from fsd_infer.serving.listen import server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -28,11 +28,13 @@ def asked(text: str = "the cat sat on the mat", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0, **more}
 
 
-def make_job(decoder: FuzzyDecoder, new: int, tell: Callable[[str, Job | None], None], **more: Any) -> Job:
+def make_job(
+    decoder: FuzzyDecoder, new: int, tell: Callable[[str, ServedRequest | None], None], **more: Any
+) -> ServedRequest:
     """An exact greedy answer of ``new`` tokens."""
     options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     ids = decoder.encode("the cat sat on the mat")
-    return Job(ids, parse_rule("exact"), options, new, [], time.monotonic() + 60, tell, **more)
+    return ServedRequest(ids, parse_rule("exact"), options, new, [], time.monotonic() + 60, tell, **more)
 
 
 def events(client: TestClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

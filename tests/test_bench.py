@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fsd_bench import Answer, ServerError, TimedRun, build_record, likelihood, parse_methods, run
-from fsd_bench.base import Turn
+from fsd_bench.base import Comparison
 from fsd_bench.cli import main
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.record import BenchPrompt
 from fsd_bench.report import bench_table, brief_table
-from fsd_bench.runs import Job, RunFile
+from fsd_bench.runs import RunFile, Trial
 from fsd_bench.server import Server
 from fsd_infer import FsdError, Target, TreeShape
 from fsd_infer.drafters import loading
@@ -100,10 +100,10 @@ def made(tokens: int, forwards: int, seconds: float, prefill: float) -> TimedRun
 def test_numbers_on_a_worked_example() -> None:
     prompts = [BenchPrompt(str(i), category, f"f:{i}", [1]) for i, category in enumerate("aab")]
     turns = [
-        Turn(0, 0, [0], {"plain": made(5, 4, 1.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
-        Turn(0, 1, [0], {"plain": made(5, 4, 3.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
-        Turn(1, 0, [1], {"plain": made(9, 8, 1.8, 0.2), "exact": made(9, 2, 0.45, 0.05)}),
-        Turn(2, 0, [2], {"plain": made(7, 6, 1.4, 0.2), "exact": made(7, 3, 2.8, 0.4)}),
+        Comparison(0, 0, [0], {"plain": made(5, 4, 1.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
+        Comparison(0, 1, [0], {"plain": made(5, 4, 3.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
+        Comparison(1, 0, [1], {"plain": made(9, 8, 1.8, 0.2), "exact": made(9, 2, 0.45, 0.05)}),
+        Comparison(2, 0, [2], {"plain": made(7, 6, 1.4, 0.2), "exact": made(7, 3, 2.8, 0.4)}),
     ]
     record = build_record(prompts, {"plain": {}, "exact": {}}, turns)
     exact, plain = record["methods"]["exact"], record["methods"]["plain"]
@@ -121,7 +121,7 @@ def test_numbers_on_a_worked_example() -> None:
 
 
 def test_damaged_lines_of_an_unfinished_run_are_measured_again(tmp_path: Path) -> None:
-    job, jobs = Job("plain", 0), {Job("plain", 0): 1, Job("plain", 1): 1}
+    job, jobs = Trial("plain", 0), {Trial("plain", 0): 1, Trial("plain", 1): 1}
     made = RunFile(tmp_path / "r.jsonl", "bench", {"seed": 1}, jobs)
     made.add(job, TimedRun(1.0, 0.1, [Answer([1], 1, 1, divergence_spent=float("inf"))], {"draft": 0.5}))
     assert made.path is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.cli import main
 from fsd_bench.record import BenchPrompt, build_record
 from fsd_bench.score import SCORES, first_option, last_number, other_language, read_references, rouge_l
@@ -74,13 +74,13 @@ def test_references_by_what_rows_hold() -> None:
 
 def test_means_and_paired_differences() -> None:
     def scored(score: float | None, likelihood: float, tokens: int) -> TimedRun:
-        answer = Answer(list(range(tokens)), tokens - 1, tokens - 1, log_likelihood=likelihood, score=score)
+        answer = MeasuredAnswer(list(range(tokens)), tokens - 1, tokens - 1, log_likelihood=likelihood, score=score)
         return TimedRun(1.0, 0.1, [answer])
 
     prompts = [BenchPrompt(str(i), "a", f"f:{i}", [1]) for i in range(4)]
     ours, theirs = [1.0, 0.0, 1.0, None], [1.0, 1.0, 1.0, None]
     runs = [{"plain": scored(theirs[i], -1.0, 4), "lossy": scored(ours[i], -1.0 - i, 2 + i)} for i in range(4)]
-    turns = [Turn(i, 0, [i], each) for i, each in enumerate(runs)]
+    turns = [Comparison(i, 0, [i], each) for i, each in enumerate(runs)]
     record = build_record(prompts, {"plain": {}, "lossy": {}}, turns, seed=3)
     lossy, less = record["methods"]["lossy"], record["differences"]["plain"]["lossy"]
     assert record["methods"]["plain"]["score"] == 1.0 and lossy["intervals"]["score"]["prompts"] == 3

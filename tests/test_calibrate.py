@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.cli import main
 from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise, calibrate, certify, check, loss_p_value, split
 from fsd_bench.evidence.page import write_page
@@ -62,23 +62,23 @@ def test_graded_scores_rarely_pass_either(whole: float, noise: float) -> None:
     assert passed <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 2000)
 
 
-def fake(losses: dict[str, float], prompts: int = 400, speeds: dict[str, float] | None = None) -> list[Turn]:
+def fake(losses: dict[str, float], prompts: int = 400, speeds: dict[str, float] | None = None) -> list[Comparison]:
     """Exact is always right; each setting is wrong on that share of the prompts."""
     turns = []
     for index in range(prompts):
-        runs = {"exact": TimedRun(1.0, 0.1, [Answer([1] * 10, 5, 9, score=1.0)])}
+        runs = {"exact": TimedRun(1.0, 0.1, [MeasuredAnswer([1] * 10, 5, 9, score=1.0)])}
         for name, share in losses.items():
             right = float(index >= share * prompts)
             seconds = 1.0 / (speeds or {}).get(name, 1.0)
-            runs[name] = TimedRun(seconds, 0.1, [Answer([1] * 10, 5, 9, score=right, divergence_spent=1.0)])
-        turns.append(Turn(index, 0, [index], runs))
+            runs[name] = TimedRun(seconds, 0.1, [MeasuredAnswer([1] * 10, 5, 9, score=right, divergence_spent=1.0)])
+        turns.append(Comparison(index, 0, [index], runs))
     return turns
 
 
 def test_a_list_ends_at_its_first_failure() -> None:
     """From careful to bold, for a promise of speed the other way round. A list has one level, whatever comes later."""
 
-    def certified(rules: list[str], turns: list[Turn], promise: Promise) -> list[str]:
+    def certified(rules: list[str], turns: list[Comparison], promise: Promise) -> list[str]:
         return [one["setting"] for one in certify(turns, parse_settings(rules), promise, 0.9)]
 
     losses = {"fuzzy:js:0.1": 0.0, "fuzzy:js:0.2": 0.2, "fuzzy:js:0.3": 0.0, "random:0.1": 0.3, "random:0.2": 0.0}

@@ -21,7 +21,7 @@ from fsd_core.files import writable, write_text
 from fsd_core.options import gibibytes, positive, real_number, thread_count, whole_number
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.main import COMMANDS, build_parser, main
-from fsd_infer.rules import Source
+from fsd_infer.rules import TokenOrigin
 from fsd_train.commands.command_lines import PARSERS
 from tests.bench_toys import Toy
 from tests.fuzzing import called
@@ -52,7 +52,7 @@ def test_generate_prints_the_answer_and_its_statistics(toy: Toy, toy_decoder: Fu
     (shown,) = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[0])["answers"]
     assert shown["title"] == rule and sum(len(round["tokens"]) for round in shown["rounds"]) == len(record["tokens"])
     assert record["tokens"] == expected.sequences[0] and record["text"] == expected.texts[0]
-    assert record["sources"] == [Source(s).name.lower() for s in expected.records[0].sources]
+    assert record["sources"] == [TokenOrigin(s).name.lower() for s in expected.records[0].sources]
     assert record["stats"]["rule"]["threshold"] == 0.4 and record["stats"]["rule"]["budget"] == 3
     assert record["stats"]["target_forwards"] == expected.stats.target_forwards
 

@@ -19,7 +19,7 @@ from fsd_infer import Target
 from fsd_train.data import AnswersDataModule, PackingSampler, read_answers
 from fsd_train.data import features as module
 from fsd_train.data.answers import AnswersDataset, encode_row
-from fsd_train.data.backends import Answer
+from fsd_train.data.backends import Completion
 from fsd_train.data.features import FeatureStore, cache_features, sequence_key
 from fsd_train.data.packs import collate
 from fsd_train.data.plan import answer_line, plan_jobs
@@ -356,7 +356,7 @@ def test_rows_keep_their_ids_sampling_and_template(tmp_path: Path) -> None:
     first, second, third = (by_text[row["prompt"]] for row in rows)
     assert first.sampling == (0.7, 3, 0.5) and second.sampling == (0.0, 0, 1.0)
     assert len({first.id, second.id}) == 2 and "a" in {first.id, second.id}
-    kept = json.loads(answer_line(Answer(first, "", [3], "stop")))
+    kept = json.loads(answer_line(Completion(first, "", [3], "stop")))
     assert all(kept[name] == rows[0][name] for name in ("temperature", "top_p", "top_k", "answer"))
     said = tokenizer.decode(third.prompt_ids)
     assert "what" in said and "look" in said and "what" not in tokenizer.decode(first.prompt_ids)

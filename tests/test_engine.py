@@ -16,7 +16,7 @@ import fsd_infer
 from fsd_core.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
 from fsd_infer import Exact, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target, TreeShape
 from fsd_infer.drafters import GraftedDrafter
-from fsd_infer.rules import Source, parse_rule
+from fsd_infer.rules import TokenOrigin, parse_rule
 from fsd_infer.targets.token_ids import left_pad
 from fsd_infer.tree import Nodes
 from tests.families import (
@@ -206,8 +206,8 @@ def test_records_name_every_tokens_source(oracle: FuzzyDecoder) -> None:
     out = oracle.generate(tiny_prompts(), rule=RandomGate(0.5), max_new_tokens=30, do_sample=False, seed=1)
     for record, row in zip(out.records, out.stats.rows, strict=True):
         assert len(record.tokens) == len(record.sources) == len(record.gates) == len(record.spent) == row.new_tokens
-        assert record.sources[0] == Source.TARGET
-        gates = [s == Source.GATE for s in record.sources]
+        assert record.sources[0] == TokenOrigin.TARGET
+        gates = [s == TokenOrigin.GATE for s in record.sources]
         assert row.gate_accepted_fraction == pytest.approx(sum(gates) / len(gates))
         assert all(open_ for open_, gate in zip(record.gates, gates, strict=True) if gate)
         assert row.divergence_spent == pytest.approx(sum(record.spent))

@@ -25,8 +25,8 @@ from fsd_bench.roofline import (
     HARDWARE,
     ROUND_GRAPH,
     Hardware,
+    MemoryItem,
     Overhead,
-    Part,
     Work,
     devices_for,
 )
@@ -38,7 +38,7 @@ from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from fsd_train.commands.estimate import EFFICIENCY, head_recipe, on_paper
-from fsd_train.commands.sizing import Batch, facts_of, step_memory
+from fsd_train.commands.sizing import BatchSize, facts_of, step_memory
 from fsd_train.data import features
 from fsd_train.models.unroll import unroll
 from fsd_train.packed import TextMask
@@ -137,7 +137,7 @@ def test_activations_on_paper_are_those_that_backward_keeps(family: str, chains:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
         unroll(head, embeds, features, text, steps, roots)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    parts = step_memory(facts, head, Batch(rows * length, length, steps, rows * chains), "cpu")
+    parts = step_memory(facts, head, BatchSize(rows * length, length, steps, rows * chains), "cpu")
     planned = sum(part.bytes for part in parts if part.name in ("activations", "masks"))
     assert measured == pytest.approx(planned, rel=0.2)
 
@@ -146,9 +146,9 @@ def test_the_roofline() -> None:
     hardware = Hardware("toy", memory=100.0, bandwidth=10.0, peak=50.0, source="")
     assert Work("reads", 40.0, 100.0, "", times=3).seconds(hardware) == 12.0
     assert Work("computes", 40.0, 400.0, "", shared=True).seconds(hardware, devices=2) == 4.0
-    shared, whole = Part("shared", 300.0, "", shared=True), Part("whole", 10.0, "")
+    shared, whole = MemoryItem("shared", 300.0, "", shared=True), MemoryItem("whole", 10.0, "")
     assert devices_for([shared, whole], hardware) == 4  # of 90 bytes each
-    assert devices_for([Part("whole", 91.0, "")], hardware) is None
+    assert devices_for([MemoryItem("whole", 91.0, "")], hardware) is None
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_training_takes_what_is_predicted(repo_root: Path, tmp_path: Path) -> No
         config.save_pretrained(tmp_path / path.stem)
         facts = facts_of(str(tmp_path / path.stem))
         answered = tokens * (length - max(48, length - 1024)) // length  # an answer has at most 1,024 tokens
-        batch = Batch(tokens, length, int(record["recipe"]["unroll_steps"]), answered)
+        batch = BatchSize(tokens, length, int(record["recipe"]["unroll_steps"]), answered)
         parts = step_memory(facts, facts.head(made["draft_vocab"]), batch, "cpu")
         predicted, peak = sum(part.bytes for part in parts), record["memory"]["peak_bytes"]
         assert predicted == pytest.approx(peak, rel=0.2), path.name

@@ -17,7 +17,7 @@ from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.commands import request_options
 from fsd_infer.decoder.requests import prepare
 from fsd_infer.serving.app import make_app
-from fsd_train.data.backends import Job, LocalBackend
+from fsd_train.data.backends import LocalBackend, RegenerationRequest
 from tests.serve_toys import CHAT, COMPLETIONS, asked
 from tests.text_toys import save_tiny_chat_target
 
@@ -83,7 +83,7 @@ def test_the_config_shapes_nothing_and_is_named(
     # training rows follow the same law and end at the same tokens, whatever the tokenizer calls its eos
     decoder.tokenizer.eos_token = decoder.tokenizer.pad_token
     ids = plain.encode(prompt["prompts"])
-    job = Job(id="a", messages=[], prompt_ids=ids, temperature=0.0, source="x")
+    job = RegenerationRequest(id="a", messages=[], prompt_ids=ids, temperature=0.0, source="x")
     ((answer,),) = LocalBackend(decoder, 40, 0).answer([[job]], set())
     assert answer.response_ids == plain.generate([ids], max_new_tokens=40).sequences[0]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fsd_core.errors import CheckpointError
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target, load_drafter
 from fsd_infer.heads.config import EagleConfig, usual_layers
-from fsd_infer.heads.export import FORMATS, TOKEN_MAP, TargetFacts, export_head
+from fsd_infer.heads.export import FORMATS, TOKEN_MAP, ExportFacts, export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_train.cli import main as cli
 from fsd_train.models.start import choose, initialise_from
@@ -31,8 +31,8 @@ def target() -> Target:
     return Target(tiny_model("llama", num_hidden_layers=LAYERS))
 
 
-def facts(target: Target) -> TargetFacts:
-    return TargetFacts("owner/target", ["LlamaForCausalLM"], LAYERS, lambda ids: target.lm_head_rows(ids)[0])
+def facts(target: Target) -> ExportFacts:
+    return ExportFacts("owner/target", ["LlamaForCausalLM"], LAYERS, lambda ids: target.lm_head_rows(ids)[0])
 
 
 def make_head(target: Target, ids: Tensor | None = None, **options: Any) -> EagleHead:

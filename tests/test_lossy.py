@@ -12,7 +12,7 @@ from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, Target, TreeShape
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.engine.ngrams import copied_ngrams, coverage, kinds, repeated_ngrams
-from fsd_infer.rules import Exact, Rule, Source, Tilted, parse_rule
+from fsd_infer.rules import Exact, Rule, Tilted, TokenOrigin, parse_rule
 from fsd_infer.rules.texts import markers, markers_of
 from tests.families import VOCAB, tiny_head, tiny_model, tiny_prompts
 
@@ -53,7 +53,7 @@ def test_outside_the_phase_each_token_is_the_targets_own(rule: str) -> None:
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *record.tokens[:place]]])).logits[0, -1]
             assert record.tokens[place] == int(logits.argmax())
-            assert not record.gates[place] and record.spent[place] == 0 and record.sources[place] != Source.GATE
+            assert not record.gates[place] and record.spent[place] == 0 and record.sources[place] != TokenOrigin.GATE
     assert any(gate for gate, lossy in zip(record.gates, states) if lossy)
 
 

@@ -31,7 +31,7 @@ from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, Memo
 from fsd_infer.drafters import corpus as corpora
 from fsd_infer.drafters.corpus import SUFFIX, open_corpus
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.drafters.prefixes import END, LEAST_MATCH, SORTED, Prefixes, Store, sorted_prefixes
+from fsd_infer.drafters.prefixes import END, LEAST_MATCH, SORTED, Store, SuffixStore, sorted_prefixes
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.batcher import Batcher
 from fsd_infer.tree import DraftTree
@@ -65,7 +65,7 @@ def test_sorted_prefixes_find_all_matches(texts: list[list[int]], context: list[
     for text in texts:
         store.add([text])
     distinct = [list(text) for text in dict.fromkeys(map(tuple, texts))]  # a text that is known is not added again
-    for prefixes, known in ((Prefixes(whole, sorted_prefixes(whole)), texts), (store, distinct)):
+    for prefixes, known in ((SuffixStore(whole, sorted_prefixes(whole)), texts), (store, distinct)):
         found = prefixes.near(context, 10_000)
         sizes = [size for size, *_ in found]
         assert sizes == sorted(sizes, reverse=True)

@@ -21,7 +21,7 @@ from fsd_infer import FuzzyDecoder
 from fsd_infer.targets.target import Target
 from fsd_train.cli import main as cli
 from fsd_train.commands.regenerate import AnswerFile
-from fsd_train.data.backends import EndpointBackend, Job
+from fsd_train.data.backends import EndpointBackend, RegenerationRequest
 from fsd_train.data.features import FeatureStore, sequence_key
 from fsd_train.data.serving import differences
 from tests.families import reference
@@ -261,9 +261,9 @@ def completion(body: dict[str, Any], number: int = 0, **more: Any) -> tuple[int,
     return 200, {"choices": [choice]}
 
 
-def job(index: int = 0) -> Job:
+def job(index: int = 0) -> RegenerationRequest:
     messages: Any = [{"role": "user", "content": f"the cat {index}"}]
-    return Job(f"id{index}", messages, encode_chat(tiny_tokenizer(), messages), 0.0, "p")
+    return RegenerationRequest(f"id{index}", messages, encode_chat(tiny_tokenizer(), messages), 0.0, "p")
 
 
 def backend(
@@ -339,7 +339,7 @@ def test_endpoint_keeps_answers_that_come_with_a_failure(
 ) -> None:
     first, got, ask, others = job(0).prompt_ids, list[str](), EndpointBackend.ask, threading.Semaphore(0)
 
-    def after_the_others(backend: EndpointBackend, one: Job, server: Any) -> Any:
+    def after_the_others(backend: EndpointBackend, one: RegenerationRequest, server: Any) -> Any:
         for _ in range(5 if one.id == "id0" else 0):
             others.acquire(timeout=30)
         try:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fsd_core import functional
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.tensors import draw
-from fsd_infer.rules import Exact, Fuzzy, RandomGate, Rule, Source, Texts, Verification, parse_rule
+from fsd_infer.rules import Exact, Fuzzy, RandomGate, Rule, Texts, TokenOrigin, Verification, parse_rule
 from fsd_infer.rules.fuzzy import _warn_never_opens
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, take, tree_round, verdict_of
 
@@ -164,15 +164,15 @@ def test_verdict_is_a_path_of_the_tree(spec: str, shape: str, greedy: bool) -> N
                 assert not padded[row, accepted + 1 :].any()
             assert (verdict.spent[row][~verdict.gate_open[row]] == 0).all()
             for step in range(accepted + 1):
-                assert verdict.gate_open[row, step] or verdict.sources[row, step] != Source.GATE
+                assert verdict.gate_open[row, step] or verdict.sources[row, step] != TokenOrigin.GATE
                 assert not verdict.gate_open[row, step] or path[step] in inner_of(round, row)
                 # as far as exact decoding comes, too: it would have taken the same draft, or the gate let it through
                 alike = exact.path[row, : step + 1].tolist() == path[: step + 1]
                 if comparable and alike and step < accepted:
                     same = int(exact.accepted[row]) > step and exact.path[row, step + 1] == path[step + 1]
                     let_through = verdict.gate_open[row, step] and not same
-                    assert verdict.sources[row, step] == (Source.GATE if let_through else Source.EXACT)
-            chosen = Source.GATE if dense and verdict.gate_open[row, accepted] else Source.TARGET
+                    assert verdict.sources[row, step] == (TokenOrigin.GATE if let_through else TokenOrigin.EXACT)
+            chosen = TokenOrigin.GATE if dense and verdict.gate_open[row, accepted] else TokenOrigin.TARGET
             assert verdict.sources[row, accepted] == chosen
 
 

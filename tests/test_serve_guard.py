@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.serving.app import Limits, make_app
-from fsd_infer.serving.batcher import Batcher, Job
+from fsd_infer.serving.batcher import Batcher, ServedRequest
 from fsd_infer.serving.gate import is_known, known_hosts
 from fsd_infer.serving.listen import Connection
 from fsd_infer.targets.prefixes import PrefixCache
@@ -91,7 +91,7 @@ def test_a_client_that_reads_nothing_is_cut_off(toy_decoder: FuzzyDecoder, monke
 def test_requests_whose_clients_left_free_the_queue(toy_decoder: FuzzyDecoder) -> None:
     started, go = threading.Event(), threading.Event()
 
-    def slow(text: str, done: Job | None) -> None:
+    def slow(text: str, done: ServedRequest | None) -> None:
         started.set()
         assert go.wait(60)
 
@@ -115,7 +115,7 @@ def test_clients_that_leave_at_once_leave_nothing_behind(toy_decoder: FuzzyDecod
     batcher: Batcher = app.state.batcher
     started, go = threading.Event(), threading.Event()
 
-    def slow(text: str, done: Job | None) -> None:
+    def slow(text: str, done: ServedRequest | None) -> None:
         started.set()
         assert go.wait(60)
 
@@ -273,9 +273,9 @@ def test_the_decoding_thread_outlives_what_nobody_expects(
     toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault outside of the decoder ends its own job alone."""
-    batcher, ended, finish = Batcher(toy_decoder, max_batch=1, max_queue=4), threading.Event(), Job.finish
+    batcher, ended, finish = Batcher(toy_decoder, max_batch=1, max_queue=4), threading.Event(), ServedRequest.finish
     broken = make_job(toy_decoder, 4, lambda text, job: None)
-    monkeypatch.setattr(Job, "finish", lambda self, reason: 1 / 0 if self is broken else finish(self, reason))
+    monkeypatch.setattr(ServedRequest, "finish", lambda self, reason: 1 / 0 if self is broken else finish(self, reason))
     sound = make_job(toy_decoder, 4, lambda text, job: ended.set() if job is not None else None)
     try:
         batcher.submit([broken])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.cli import main
 from fsd_bench.record import BenchPrompt, build_record
 from fsd_bench.table import best_exact, parse_sets, rows_of, specbundle
@@ -19,14 +19,14 @@ DRAFTED = {"rule": {"rule": "exact"}, "drafter": {"name": "eagle", "depth": 3, "
 
 
 def made(tokens: int, forwards: int, seconds: float, score: float, accepted: list[int]) -> TimedRun:
-    answer = Answer(list(range(tokens)), forwards, tokens - 1, score=score, accepted=accepted)
+    answer = MeasuredAnswer(list(range(tokens)), forwards, tokens - 1, score=score, accepted=accepted)
     return TimedRun(seconds, 0.1, [answer])
 
 
 def test_numbers_on_a_worked_example() -> None:
     scores = [(1.0, 1.0), (1.0, 0.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)]
     turns = [
-        Turn(i, 0, [i], {
+        Comparison(i, 0, [i], {
             "plain": made(9, 8, 1.8, plain, []),
             "exact@slow": made(9, 4, 1.2, plain, [4, 0]),
             "exact": made(9, 4, 0.9, plain, [3, 1]),

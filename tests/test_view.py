@@ -18,7 +18,7 @@ import uvicorn
 from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.request.guide import Guide
 from fsd_infer.serving.app import Limits, make_app
-from fsd_infer.serving.page import Trace, answers_page, server_page
+from fsd_infer.serving.page import PageTrace, answers_page, server_page
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)></script><b>&amp;\u2028"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -36,7 +36,7 @@ def test_a_trace_says_what_the_target_and_the_statistics_say(decoder: FuzzyDecod
     used = decoder.load_drafter("lookup") if drafter == "lookup" else decoder.drafter
     guide = Guide.regex("(a|b) cat sat on the mat (a|b)+") if drafter == "guide" else None
     prompt = decoder.encode("the cat sat on the mat the cat sat on the", chat=False)
-    trace = Trace(decoder.tokenizer, prompt, used.proposers)
+    trace = PageTrace(decoder.tokenizer, prompt, used.proposers)
     out = decoder.generate(
         [prompt], "tilted:0.05:novel=0:floor=0", drafter=used, max_new_tokens=40, temperature=0,
         on_round=lambda row, round: trace.add(round), guide=guide,

@@ -15,7 +15,7 @@ from fsd_bench.evidence.settings import SweepOptions
 from fsd_bench.jobs import decoding
 from fsd_bench.worth import Forecast, forecast
 from fsd_bench.worth.forecasts import Shaped, fixed_prices, learned
-from fsd_bench.worth.replay import Evidence, Replay, walk
+from fsd_bench.worth.replay import RecordedRound, Replay, walk
 from fsd_bench.worth.run import WorthOptions, brief_text, recommended, verdict, worth_text
 from fsd_bench.worth.watch import Watch
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, Rule, Target, TreeShape, parse_rule
@@ -76,8 +76,8 @@ def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decode
     assert "of other rules nothing is known" in worth_text(found) and "\ntilted: by default" in worth_text(found)
 
 
-def seen_rounds(decoder: FuzzyDecoder, prompt: list[int]) -> list[Evidence]:
-    rounds: list[Evidence] = []
+def seen_rounds(decoder: FuzzyDecoder, prompt: list[int]) -> list[RecordedRound]:
+    rounds: list[RecordedRound] = []
     watch = Watch(rounds.append, 0.0, NEW, torch.Generator().manual_seed(0), {})
     decoder.generate([prompt], "exact:draw=false", callbacks=[watch], **decoding(0.0, NEW))
     return rounds

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsd_bench import Method
-from fsd_bench.methods import METHODS, Kind, Spec
+from fsd_bench.methods import METHODS, MethodKind, Spec
 from fsd_bench.models import Models
 from fsd_bench.process import ProcessMethod
 from fsd_core.errors import FsdError
@@ -157,7 +157,7 @@ def prepare(
         peer = PEERS[name]
         peer.files, peer.threads = files, threads
         if name not in METHODS:
-            METHODS.register(name)(Kind(peer.make, peer.check, own_process=True))
+            METHODS.register(name)(MethodKind(peer.make, peer.check, own_process=True))
         try:
             peer.python = pythons.get(name) or install(peer, environments / f".venv-{name}")
         except Unavailable as error:

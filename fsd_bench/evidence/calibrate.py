@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fsd_bench.base import Turn
+from fsd_bench.base import Comparison
 from fsd_bench.evidence.candidates import AUTO, forecast_rules
 from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
@@ -206,7 +206,7 @@ def _text(row: PromptRow) -> str:
     return "\n".join(f"{turn['role']}: {turn['content']}" for turn in row.messages)
 
 
-def _sweep(options: SweepOptions, rows: Sequence[PromptRow], file: Path, progress: bool) -> list[Turn]:
+def _sweep(options: SweepOptions, rows: Sequence[PromptRow], file: Path, progress: bool) -> list[Comparison]:
     found = read_sweep(sweep(options, file, progress=progress, rows=rows))
     write_page(file, file.with_suffix(".html"))
     return found.at[0].turns
@@ -216,7 +216,7 @@ def _sweep(options: SweepOptions, rows: Sequence[PromptRow], file: Path, progres
 
 
 def certify(
-    turns: Sequence[Turn], settings: Sequence[Setting], promise: Promise, confidence: float, seed: int = 0
+    turns: Sequence[Comparison], settings: Sequence[Setting], promise: Promise, confidence: float, seed: int = 0
 ) -> list[dict[str, Any]]:
     """Return the settings that keep the promise, in order of their tests: {"setting", "p"}."""
     families: dict[str, list[Setting]] = {}
@@ -234,13 +234,13 @@ def certify(
     return passed
 
 
-def p_value(turns: Sequence[Turn], name: str, promise: Promise, seed: int = 0) -> float:
+def p_value(turns: Sequence[Comparison], name: str, promise: Promise, seed: int = 0) -> float:
     """Return the p-value of the hypothesis that the setting breaks the promise: the largest over its parts."""
     parts = [loss_p_value(-score_losses(turns, name, quality), most) for quality, most in promise.bounds().items()]
     return max([_main_p_value(turns, name, promise, seed), *parts])
 
 
-def _main_p_value(turns: Sequence[Turn], name: str, promise: Promise, seed: int) -> float:
+def _main_p_value(turns: Sequence[Comparison], name: str, promise: Promise, seed: int) -> float:
     if promise.kind == NATS:  # enforced, answer by answer
         return 0.0
     if promise.kind == SCORE:
@@ -252,12 +252,12 @@ def _main_p_value(turns: Sequence[Turn], name: str, promise: Promise, seed: int)
     return float((1 + (ratios < promise.value).sum()) / (1 + RESAMPLES))
 
 
-def score_losses(turns: Sequence[Turn], name: str, quality: str = SCORE) -> np.ndarray:
+def score_losses(turns: Sequence[Comparison], name: str, quality: str = SCORE) -> np.ndarray:
     """Return exact's score, or another share, less the setting's [prompts], as means over repeats."""
     return _scores(turns, EXACT, quality) - _scores(turns, name, quality)
 
 
-def score_scale(turns: Sequence[Turn]) -> float:
+def score_scale(turns: Sequence[Comparison]) -> float:
     """Return the score that a whole answer of exact is worth: 1 if answers are right or wrong.
 
     For graded scores (ROUGE-L) it is their mean weighted by the scores themselves: Σ score² / Σ score.
@@ -266,7 +266,7 @@ def score_scale(turns: Sequence[Turn]) -> float:
     return float((scores**2).sum() / scores.sum()) if scores.any() else 1.0
 
 
-def _scores(turns: Sequence[Turn], name: str, quality: str = SCORE) -> np.ndarray:
+def _scores(turns: Sequence[Comparison], name: str, quality: str = SCORE) -> np.ndarray:
     """Return a setting's scores [prompts] as means over repeats. Answers too short for a 4-gram count 0."""
     found = sums(name, turns, lambda run, answer: (getattr(answer, quality) or 0.0, 1.0))
     return np.array([total / weight for total, weight in found.values()])
@@ -310,7 +310,7 @@ def _choose(
     return next(setting for setting in settings if setting.name == chosen)
 
 
-def check(turns: Sequence[Turn], name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
+def check(turns: Sequence[Comparison], name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
     """Return what was measured of a setting on some prompts, and whether it kept the promise there."""
     found = summarise(turns, [EXACT, name], seed)[name]
     score = found["differences"].get("score")

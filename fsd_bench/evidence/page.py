@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Template
 
-from fsd_bench.base import Answer
+from fsd_bench.base import MeasuredAnswer
 from fsd_bench.evidence.charts import Point, Series, bars, chart
 from fsd_bench.evidence.summary import summarise, tau_by_position
 from fsd_bench.evidence.sweep import At, Sweep, read_sweep
@@ -20,9 +20,9 @@ from fsd_bench.intervals import mean_text, ratio_text
 from fsd_core.errors import FsdError
 from fsd_core.files import write_text
 from fsd_core.tables import number, percent
-from fsd_infer.rules import Source
+from fsd_infer.rules import TokenOrigin
 
-ORIGIN = {Source.TARGET: "", Source.EXACT: "e", Source.GATE: "g"}
+ORIGIN = {TokenOrigin.TARGET: "", TokenOrigin.EXACT: "e", TokenOrigin.GATE: "g"}
 # of a summary, plotted over speed and forwards: title, axis, part and key in the summary, scale
 QUALITIES = (
     ("Score", "score less exact's, points", "differences", "score", 100.0),
@@ -174,7 +174,7 @@ def _histograms(families: dict[str, list[str]], at: At) -> list[str]:
     return [bars("Nats spent per answer", "nats", "share of answers", list(edges), rows)]
 
 
-def _examples(sweep: Sweep, at: At) -> list[tuple[dict[str, Any], Answer, list[tuple[str, Answer]]]]:
+def _examples(sweep: Sweep, at: At) -> list[tuple[dict[str, Any], MeasuredAnswer, list[tuple[str, MeasuredAnswer]]]]:
     """Return (prompt, exact's answer, the others by setting) of the prompts that are shown."""
     examples = []
     for turn in at.turns:
@@ -184,9 +184,9 @@ def _examples(sweep: Sweep, at: At) -> list[tuple[dict[str, Any], Answer, list[t
     return examples
 
 
-def _marked(answer: Answer) -> Iterator[tuple[str, str]]:
+def _marked(answer: MeasuredAnswer) -> Iterator[tuple[str, str]]:
     """Yield (mark, text) of an answer's tokens. Neighbours of one origin share a mark."""
     assert answer.trace is not None
-    marks = [ORIGIN[Source(int(source))] for source in answer.trace.sources]
+    marks = [ORIGIN[TokenOrigin(int(source))] for source in answer.trace.sources]
     for mark, pieces in groupby(zip(marks, answer.trace.pieces or ()), itemgetter(0)):
         yield mark, "".join(piece for _, piece in pieces)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fsd_bench.base import Turn
+from fsd_bench.base import Comparison
 from fsd_bench.evidence.settings import EXACT
 from fsd_bench.paired import RATES, SUMS, against, intervals
 from fsd_bench.record import summary
@@ -16,7 +16,7 @@ POSITIONS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # where bins of position
 KEPT = ("tokens_per_second", "tau", "divergence_spent", "drafts", "gate_open_fraction")
 
 
-def summarise(turns: Sequence[Turn], names: Sequence[str], seed: int = 0) -> dict[str, dict[str, Any]]:
+def summarise(turns: Sequence[Comparison], names: Sequence[str], seed: int = 0) -> dict[str, dict[str, Any]]:
     """Return by setting: means, and how they compare with exact's on the same prompts.
 
     ``means``, ``differences``, ``ratios`` (with ``speed`` and ``tau``) and ``same_final_answer`` are those of

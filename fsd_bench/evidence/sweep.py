@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.base import Answer, TimedRun, Turn
+from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.engine import EngineMethod
 from fsd_bench.evidence.settings import SweepOptions
-from fsd_bench.jobs import Asked, Session, in_turns, run_jobs, turns_of
+from fsd_bench.jobs import RunSpec, Session, in_turns, run_jobs, turns_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.models import Models
 from fsd_bench.prompts import encode_rows, rows_digest
-from fsd_bench.runs import Job, RunFile, read_lines, read_run
+from fsd_bench.runs import RunFile, Trial, read_lines, read_run
 from fsd_bench.score import Reference, measure, read_references
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, usable_name, writable
@@ -75,7 +75,7 @@ def _run(
     options: SweepOptions,
     rows: Sequence[PromptRow],
     references: Sequence[Reference | None],
-    jobs: Sequence[Job],
+    jobs: Sequence[Trial],
     file: RunFile,
     progress: bool,
 ) -> None:
@@ -83,12 +83,12 @@ def _run(
     models.first_drafter = options.drafter
     decoder, settings = models.decoder, options.settings()
     prompts = encode_rows(rows, models.encoder(options.raw))
-    asked = Asked([[ids] for ids in prompts], options.max_new_tokens, options.seed)
+    asked = RunSpec([[ids] for ids in prompts], options.max_new_tokens, options.seed)
 
     def start() -> list[EngineMethod]:
         return [EngineMethod(one.name, decoder, one.rule, models.load(None, one.tree), traced=True) for one in settings]
 
-    def finish(job: Job, run: TimedRun) -> None:
+    def finish(job: Trial, run: TimedRun) -> None:
         (answer,), prompt = run.answers, prompts[job.group]
         measure(answer, decoder.tokenizer, prompt, rows[job.group], references[job.group])
         if answer.tokens:
@@ -105,9 +105,9 @@ class At:
     """One temperature: what every setting answered."""
 
     temperature: float
-    turns: list[Turn]
+    turns: list[Comparison]
 
-    def answers(self, name: str) -> list[Answer]:
+    def answers(self, name: str) -> list[MeasuredAnswer]:
         """Return a setting's answers."""
         return [turn.runs[name].answers[0] for turn in self.turns]
 

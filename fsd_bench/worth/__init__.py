@@ -1,5 +1,5 @@
 """Forecast what lossy rules are worth with a drafter, from one run of exact decoding."""
 
-from fsd_bench.worth.forecasts import Forecast, Row, Shaped, forecast
+from fsd_bench.worth.forecasts import Forecast, ForecastRow, Shaped, forecast
 
-__all__ = ["Forecast", "Row", "Shaped", "forecast"]
+__all__ = ["Forecast", "ForecastRow", "Shaped", "forecast"]

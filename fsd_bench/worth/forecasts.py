@@ -68,7 +68,7 @@ class Shaped:
 
 
 @dataclass(frozen=True)
-class Row:
+class ForecastRow:
     """A rule on all shapes.
 
     Attributes:
@@ -101,7 +101,7 @@ class Forecast:
         draft_step, rest: seconds of a drafted depth, and of everything else in a round.
     """
 
-    rows: list[Row]
+    rows: list[ForecastRow]
     regret: dict[str, Any]
     yardsticks: dict[str, float]
     decoded: TreeShape
@@ -113,14 +113,14 @@ class Forecast:
     rest: float
 
     @property
-    def exact(self) -> Row:
+    def exact(self) -> ForecastRow:
         return self.rows[0]
 
-    def row(self, rule: str) -> Row:
+    def row(self, rule: str) -> ForecastRow:
         """Return the row of a rule. Raises KeyError for a rule that was not replayed."""
         return {row.rule: row for row in self.rows}[rule]
 
-    def frontier(self, most_nats: float = float("inf")) -> list[Row]:
+    def frontier(self, most_nats: float = float("inf")) -> list[ForecastRow]:
         """Return the rules faster than exact and than every cheaper rule, from cheap to dear."""
         found, fastest = [], 1.0
         for row in self.rows[1:]:
@@ -279,12 +279,12 @@ def _between(less: Shaped, more: Shaped, nats: float) -> Shaped:
     return replace(less, **numbers)
 
 
-def _rows(found: dict[str, list[Shaped]]) -> list[Row]:
+def _rows(found: dict[str, list[Shaped]]) -> list[ForecastRow]:
     """``found``: a forecast for each shape, by the rule's name; exact first."""
     fastest = {name: max(cells, key=lambda cell: cell.tokens_per_second) for name, cells in found.items()}
     base = next(iter(fastest.values()))
     rows = [
-        Row(name, cells, best, best.tau / base.tau, best.tokens_per_second / base.tokens_per_second)
+        ForecastRow(name, cells, best, best.tau / base.tau, best.tokens_per_second / base.tokens_per_second)
         for (name, cells), best in zip(found.items(), fastest.values(), strict=True)
     ]
     return [rows[0], *sorted(rows[1:], key=lambda row: row.best.nats)]

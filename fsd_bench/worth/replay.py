@@ -16,7 +16,7 @@ from torch import Tensor
 from fsd_core.divergence import expand_draft
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.visits import likeliest, tilted
-from fsd_infer.rules import Asd, Exact, Fly, Rule, Source, Texts, Tilted, Verdict, Verification, apply_rules
+from fsd_infer.rules import Asd, Exact, Fly, Rule, Texts, Tilted, TokenOrigin, Verdict, Verification, apply_rules
 from fsd_infer.tree import DraftTree
 
 Cell = tuple[Rule, TreeShape]
@@ -26,7 +26,7 @@ Emitted = tuple[int, int, float, bool, bool]
 
 
 @dataclass
-class Evidence:
+class RecordedRound:
     """One round of one answer: the tree, the target's logits on it, and the text before it.
 
     Attributes:
@@ -176,7 +176,7 @@ class Replay:
         self.eos = eos
         self.tallies = {(rule, shape): Tally() for rule in rules for shape in shapes}
 
-    def add(self, seen: Evidence) -> None:
+    def add(self, seen: RecordedRound) -> None:
         """Replay one round of exact decoding."""
         cuts = {cell: seen.cut(cell[1], cell[0].tilt(seen.greedy)) for cell in self.tallies}
         parts = {cell: (cell[0], seen.walked(cell[0], nodes)) for cell, nodes in cuts.items()}
@@ -190,7 +190,7 @@ class Replay:
             tally.depths += max(seen.depths[node] for node in cuts[cell])
             tally.nodes += len(cuts[cell])
 
-    def steps(self, seen: Evidence, nodes: Sequence[int], emitted: Sequence[Emitted]) -> list[tuple[float, bool]]:
+    def steps(self, seen: RecordedRound, nodes: Sequence[int], emitted: Sequence[Emitted]) -> list[tuple[float, bool]]:
         """Return (nats, whether only another law lets it through) of each token that the round emits on ``nodes``."""
         kept, steps = set(nodes), list[tuple[float, bool]]()
         for node, token, nats, lossy, drafted in emitted:
@@ -203,7 +203,7 @@ class Replay:
         raise AssertionError("a round ends with a token that is no draft")
 
 
-def walk(seen: Evidence, parts: Iterable[Part]) -> dict[Part, list[Emitted]]:
+def walk(seen: RecordedRound, parts: Iterable[Part]) -> dict[Part, list[Emitted]]:
     """Return what each rule emits on its part of the tree."""
     walks, parts = {}, list(parts)
     narrow = [part for part in parts if seen.greedy and isinstance(part[0], Tilted) and part[0].gate is None]
@@ -225,7 +225,7 @@ def _emitted(
     accepted = int(verdict.accepted[row])
     facts = (x[row].tolist() for x in (verdict.path, verdict.tokens, verdict.spent, verdict.sources))
     return [
-        (nodes[node], vocabulary[token] if vocabulary else token, spent, source == Source.GATE, step < accepted)
+        (nodes[node], vocabulary[token] if vocabulary else token, spent, source == TokenOrigin.GATE, step < accepted)
         for step, (node, token, spent, source) in enumerate(zip(*facts))
         if step <= accepted
     ]

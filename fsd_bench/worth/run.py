@@ -10,7 +10,7 @@ from typing import Any
 
 from fsd_bench.models import ModelOptions
 from fsd_bench.prompts import Encoder, encode_rows, spread_rows
-from fsd_bench.worth.forecasts import COSTS, Forecast, Row, forecast
+from fsd_bench.worth.forecasts import COSTS, Forecast, ForecastRow, forecast
 from fsd_core.errors import FsdError
 from fsd_core.tables import number, percent, table
 from fsd_infer.decoder import FuzzyDecoder
@@ -132,7 +132,7 @@ def _costs_table(found: Forecast) -> str:
     return table(["tokens per cost", *(f"c = {cost:g}" for cost in COSTS)], rows) + "\n" + note
 
 
-def recommended(found: Forecast) -> Row | None:
+def recommended(found: Forecast) -> ForecastRow | None:
     """Return the fastest rule below :data:`MOST_NATS`, or None if it gains too little."""
     rows = [row for row in found.frontier(MOST_NATS) if row.speed >= LEAST_SPEED]
     return rows[-1] if rows else None

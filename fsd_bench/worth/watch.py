@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fsd_bench.probe import Probe
-from fsd_bench.worth.replay import Evidence
+from fsd_bench.worth.replay import RecordedRound
 from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.targets.target import Target
@@ -35,7 +35,7 @@ class Watch(Callback):
         contexts: number of contexts of emitted tokens.
     """
 
-    seen: Callable[[Evidence], None]
+    seen: Callable[[RecordedRound], None]
     temperature: float
     limit: int
     generator: torch.Generator
@@ -68,7 +68,9 @@ class Watch(Callback):
             greedy, room = self.temperature == 0, self.limit - self.emitted
             scores = logits if greedy else logits.float() / self.temperature
             text, emitted = [*self.text], self.emitted
-            self.seen(Evidence(tree, logits, scores, greedy, self.temperature, text, emitted, room, self.generator))
+            self.seen(
+                RecordedRound(tree, logits, scores, greedy, self.temperature, text, emitted, room, self.generator)
+            )
             self.steps += tree.max_depth
         self.text += new
         self.emitted += len(new)

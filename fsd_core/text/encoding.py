@@ -16,7 +16,7 @@ from fsd_core.errors import DataError, FsdError
 from fsd_core.text.control import encode_hidden, hidden, hidden_options, hidden_turns
 from fsd_core.text.conversations import Message, check_messages, check_text, row_messages, template_options
 from fsd_core.text.pieces import special_names
-from fsd_core.text.row_check import Fields, RowCheck
+from fsd_core.text.row_check import RowCheck, RowFields
 from fsd_core.text.rows import read_rows
 from fsd_core.text.templates import WORD, turns_for
 
@@ -76,7 +76,7 @@ def read_prompts(
     for row in read_rows(path, check):
         found: PromptRow | None = None
         with check.using(row.where):
-            values = row.values if convert is None else Fields(convert(row.values))
+            values = row.values if convert is None else RowFields(convert(row.values))
             messages = row_messages(values, row.where)
             template_options(values)  # of the right types
             source = values.get("source") or values.get("category") or default_source

@@ -34,7 +34,7 @@ CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", *ANSWERS
 _Row = TypeVar("_Row")
 
 
-class Fields(dict[str, Any]):
+class RowFields(dict[str, Any]):
     """The values of a row by field; ``seen`` are the fields that were read, ``noted`` if an account has them."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ class RowCheck:
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Count the fields of a row that hold something and were not read."""
-        if isinstance(values, Fields) and not values.noted:
+        if isinstance(values, RowFields) and not values.noted:
             values.noted = True
             self.unread.update(values.unread())
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from fsd_core.errors import DataError, imported
 from fsd_core.files import parse_json, parse_text
 from fsd_core.text.hub_rows import HubRows, is_hub_name
-from fsd_core.text.row_check import Fields, RowCheck
+from fsd_core.text.row_check import RowCheck, RowFields
 
 LONGEST_LINE = 2**28  # bytes
 _ADVICE = "Write one JSON object per line, in UTF-8."
@@ -30,7 +30,7 @@ _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test|eval)(?![a-z])")
 
 
-class Row(NamedTuple):
+class Example(NamedTuple):
     """One row of a data file.
 
     Attributes:
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
     file: Path
     number: int
-    values: Fields
+    values: RowFields
 
     @property
     def where(self) -> str:
@@ -49,7 +49,7 @@ class Row(NamedTuple):
         return f"{self.file}:{self.number}"
 
 
-def read_rows(path: str | Path, check: RowCheck | None = None) -> Iterator[Row]:
+def read_rows(path: str | Path, check: RowCheck | None = None) -> Iterator[Example]:
     """Yield the rows of a data file or directory.
 
     A file that begins with "[" is a JSON array. The first row of a .csv or .tsv table names the fields. Each line of a
@@ -69,9 +69,9 @@ def read_rows(path: str | Path, check: RowCheck | None = None) -> Iterator[Row]:
     for file, number, parsed in _items(Path(path)):
         where, values = f"{file}:{number}", None
         with check.reading(where):
-            values = Fields(_object(parsed(), where))
+            values = RowFields(_object(parsed(), where))
         if values is not None:
-            yield Row(file, number, values)
+            yield Example(file, number, values)
 
 
 # file, number, and what parses the row; that one may raise DataError, and the next row can be read all the same

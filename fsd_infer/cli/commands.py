@@ -47,10 +47,10 @@ def generate(args: argparse.Namespace) -> int:
         streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
     trace = None
     if page is not None:
-        from fsd_infer.serving.page import Trace
+        from fsd_infer.serving.page import PageTrace
 
         ids = decoder.encode(prompt, False if args.raw else None)
-        trace = Trace(need_tokenizer(decoder.tokenizer, decoder.target.name), ids, decoder.drafter.proposers)
+        trace = PageTrace(need_tokenizer(decoder.tokenizer, decoder.target.name), ids, decoder.drafter.proposers)
     live = _live_tokens(args, decoder)
     out = decoder.generate(
         prompt,
@@ -88,11 +88,11 @@ def _show(args: argparse.Namespace, decoder: Any, out: Any, streamed: bool) -> N
     """Print an answer as the options ask, and its statistics on standard error."""
     from fsd_core.text.pieces import token_pieces
     from fsd_infer.cli import report
-    from fsd_infer.rules import Source
+    from fsd_infer.rules import TokenOrigin
 
     record, tokens = out.records[0], out.sequences[0]
     if args.json:
-        sources = [Source(source).name.lower() for source in record.sources]
+        sources = [TokenOrigin(source).name.lower() for source in record.sources]
         facts = {"text": out.texts[0], "tokens": tokens, "sources": sources, "gate_open": record.gates}
         print(json.dumps(jsonable({**facts, "stats": out.stats.to_dict()}), ensure_ascii=False))
     elif args.show_accepted:

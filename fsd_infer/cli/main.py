@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
 from fsd_core.completion import HELP, add_completion, commands_of, script
-from fsd_core.console import Parser, run_parsed
+from fsd_core.console import ConsoleParser, run_parsed
 from fsd_core.options import (
     add,
     add_commands,
@@ -51,15 +51,15 @@ def _elsewhere(command: Sequence[str]) -> list[Callable[[Sequence[str]], int]]:
     return [point.load() for point in entry_points(group=GROUP, name=command[0])]
 
 
-def build_parser() -> Parser:
+def build_parser() -> ConsoleParser:
     """Return the parser of all commands and their options."""
     from fsd_infer import __version__
 
-    parser = Parser(
+    parser = ConsoleParser(
         prog="fsd-infer", description="Speculative decoding with a dial: exact, or fuzzy within a stated divergence."
     )
     parser.add_argument("--version", action="version", version=f"fsd-infer {__version__}")
-    common = Parser(add_help=False)
+    common = ConsoleParser(add_help=False)
     add_common(common)
     table = (
         (commands.generate, _generate_options, "answer one prompt"),

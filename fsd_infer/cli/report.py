@@ -14,13 +14,17 @@ from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.drafts import drafts_text
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.stats import GenerationStats
-from fsd_infer.rules import Source
+from fsd_infer.rules import TokenOrigin
 
 # How a token of each source looks: an ANSI colour, or a pair of marks around it. Blue and orange differ for all eyes,
 # on dark and on light grounds; the underline tells them apart without colours.
-COLOURS = {Source.TARGET: "", Source.EXACT: "\x1b[38;5;33m", Source.GATE: "\x1b[1;4;38;5;208m"}
-MARKS = {Source.TARGET: ("", ""), Source.EXACT: ("[", "]"), Source.GATE: ("{", "}")}
-MEANINGS = {Source.TARGET: "target", Source.EXACT: "drafter, as exact accepts", Source.GATE: "lossy rule only"}
+COLOURS = {TokenOrigin.TARGET: "", TokenOrigin.EXACT: "\x1b[38;5;33m", TokenOrigin.GATE: "\x1b[1;4;38;5;208m"}
+MARKS = {TokenOrigin.TARGET: ("", ""), TokenOrigin.EXACT: ("[", "]"), TokenOrigin.GATE: ("{", "}")}
+MEANINGS = {
+    TokenOrigin.TARGET: "target",
+    TokenOrigin.EXACT: "drafter, as exact accepts",
+    TokenOrigin.GATE: "lossy rule only",
+}
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 BACK, CLEAR = "\x1b[{}D", "\x1b[K"  # the cursor left by so many columns; erase to the end of the line
 
@@ -60,10 +64,10 @@ def use_colour(choice: str, stream: TextIO) -> bool:
 
 
 def show_accepted(pieces: Sequence[str], sources: Sequence[int], colour: bool) -> str:
-    """Return the text with each token coloured, or set in marks, by its :class:`Source`."""
+    """Return the text with each token coloured, or set in marks, by its :class:`TokenOrigin`."""
     shown = []
     for piece, source in zip(pieces, sources, strict=True):
-        code, (opening, closing) = COLOURS[Source(source)], MARKS[Source(source)]
+        code, (opening, closing) = COLOURS[TokenOrigin(source)], MARKS[TokenOrigin(source)]
         if colour:
             shown.append(f"{code}{piece}{RESET}" if code and piece else piece)
         else:
@@ -94,7 +98,7 @@ class LiveTokens(Callback):
         sources = [emission.source for emission in emissions]
         self.tokens += len(emissions)
         self.forwards += report.phase == "round"
-        marks = 0 if self.colour else 2 * sum(source != Source.TARGET for source in sources)
+        marks = 0 if self.colour else 2 * sum(source != TokenOrigin.TARGET for source in sources)
         *lines, last = "".join(pieces).split("\n")
         self.column = (marks + columns(last) + (0 if lines else self.column)) % self.width
         self.stream.write(CLEAR + show_accepted(pieces, sources, self.colour) + self._figures())
@@ -120,5 +124,6 @@ def columns(text: str) -> int:
 def legend(colour: bool) -> str:
     """Return the meaning of the colours or marks of :func:`show_accepted`."""
     return "tokens by source: " + ", ".join(
-        show_accepted([MEANINGS[source]], [source], colour) for source in (Source.TARGET, Source.EXACT, Source.GATE)
+        show_accepted([MEANINGS[source]], [source], colour)
+        for source in (TokenOrigin.TARGET, TokenOrigin.EXACT, TokenOrigin.GATE)
     )

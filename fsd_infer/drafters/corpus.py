@@ -24,8 +24,8 @@ from fsd_core.text.conversations import check_text, row_conversation
 from fsd_core.text.encoding import encode_chat, need_tokenizer
 from fsd_core.text.hub_rows import HubRows, is_hub_name
 from fsd_core.text.row_check import RowCheck
-from fsd_core.text.rows import Row, read_rows
-from fsd_infer.drafters.prefixes import END, Prefixes, sorted_prefixes
+from fsd_core.text.rows import Example, read_rows
+from fsd_infer.drafters.prefixes import END, SuffixStore, sorted_prefixes
 from fsd_infer.targets.target import Target
 
 FORMAT = "fsd-memory-1"
@@ -37,7 +37,7 @@ MOST_TOKENS = 2**31 - 1  # places are of 32 bits
 _ADVICE = "Delete it, and it is made again."
 
 
-def open_corpus(name: str | os.PathLike[str], target: Target) -> Prefixes:
+def open_corpus(name: str | os.PathLike[str], target: Target) -> SuffixStore:
     """Return the texts of a corpus. The index is built if it is missing or older than the corpus.
 
     A row has token ids (``prompt_ids``, ``response_ids`` or both), a ``text``, or a conversation as in training data.
@@ -104,7 +104,7 @@ def _facts_of(index: Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
-def _read(index: Path, facts: dict[str, str], target: Target) -> Prefixes | None:
+def _read(index: Path, facts: dict[str, str], target: Target) -> SuffixStore | None:
     """Return the index, or None if it is missing or older than the corpus."""
     if not index.exists():
         return None
@@ -119,10 +119,10 @@ def _read(index: Path, facts: dict[str, str], target: Target) -> Prefixes | None
         flat = values.dtype == torch.int32 and values.dim() == 1 and values.shape == tokens.shape and values.numel() > 0
         if not flat or not low <= int(values.min()) <= int(values.max()) < high or int(tokens[-1]) != END:
             raise CheckpointError(f"{index} is damaged: its arrays are not an index. {_ADVICE}")
-    return Prefixes(tokens.numpy(), order.numpy())
+    return SuffixStore(tokens.numpy(), order.numpy())
 
 
-def _build(source: Path, index: Path, facts: dict[str, str], target: Target) -> Prefixes:
+def _build(source: Path, index: Path, facts: dict[str, str], target: Target) -> SuffixStore:
     """Write the index and read it."""
     for leftover in index.parent.glob(f".{index.name}.*.partial"):  # of killed calls: we hold the lock
         leftover.unlink()
@@ -159,7 +159,7 @@ def _tokens_of(source: Path, target: Target) -> NDArray[np.int32]:
     return np.frombuffer(found, np.int32)
 
 
-def _form(row: Row, target: Target) -> list[int] | str:
+def _form(row: Example, target: Target) -> list[int] | str:
     """Return a row's token ids, or its text. A null counts as a missing field, as in exported tables."""
     given = [row.values[name] for name in IDS if row.values.get(name) is not None]
     if given:

@@ -16,7 +16,7 @@ from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.corpus import open_corpus
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
-from fsd_infer.drafters.prefixes import END, SORTED, STORE_BYTES, Occurrence, Prefixes, Source, Store, match_size
+from fsd_infer.drafters.prefixes import END, SORTED, STORE_BYTES, Occurrence, Store, SuffixStore, TextIndex, match_size
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 
@@ -33,7 +33,7 @@ Kind = tuple[int, int]  # the sources that propose a candidate, one bit each, an
 Chances = dict[Kind, Chance]
 
 
-class Recall(Source):
+class Recall(TextIndex):
     """One text, with every text that it drafts from: itself, the texts that share its index, and stores.
 
     Args:
@@ -48,7 +48,7 @@ class Recall(Source):
     """
 
     def __init__(
-        self, stores: Sequence[Prefixes] = (), chances: Chances | None = None, index: Index | None = None
+        self, stores: Sequence[SuffixStore] = (), chances: Chances | None = None, index: Index | None = None
     ) -> None:
         self.stores = stores
         self.tokens: list[int] = []
@@ -175,7 +175,7 @@ class MemoryDrafter(FreeDrafter):
         least: float = 0.02,
         store_bytes: int = 16 << 20,
         keep: bool = False,
-        corpus: Prefixes | None = None,
+        corpus: SuffixStore | None = None,
     ) -> None:
         super().__init__(vocab_size, depth, nodes, least)
         if store_bytes < 0:

@@ -24,7 +24,7 @@ STORE_BYTES = 2048  # of a store without texts
 Ids = NDArray[np.int32]
 
 
-class Source:
+class TextIndex:
     """Texts in which a context may occur.
 
     Attributes:
@@ -39,7 +39,7 @@ class Source:
 
 
 # length of the match, its source, the text that has it, and the place in that text of the token after the match
-Occurrence = tuple[int, Source, Sequence[int], int]
+Occurrence = tuple[int, TextIndex, Sequence[int], int]
 
 
 def match_size(tokens: Sequence[int], place: int, context: Sequence[int]) -> int:
@@ -66,7 +66,7 @@ def sorted_prefixes(tokens: Ids) -> Ids:
     return order.astype(np.int32)
 
 
-class Prefixes(Source):
+class SuffixStore(TextIndex):
     """An array of texts with its sorted prefixes.
 
     Args:
@@ -114,7 +114,7 @@ class Prefixes(Source):
         return self.tokens[max(place - SORTED + 1, 0) : place + 1].tolist()[::-1]
 
 
-class Store(Prefixes):
+class Store(SuffixStore):
     """Texts of earlier requests, within a bound in bytes. The least recently used texts are evicted first.
 
     Args:
@@ -157,7 +157,7 @@ class Store(Prefixes):
             return
         array = np.array(new, np.int32)
         order = sorted_prefixes(array)
-        alone = Prefixes(array, order)
+        alone = SuffixStore(array, order)
         places = [bisect_left(self._places, alone._ending(place), key=self._ending) for place in order.tolist()]
         self._set(
             np.concatenate([self.array, array]),

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from fsd_infer.drafters.estimates import Trees
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.engine.ngrams import copied_ngrams, kinds, repeated_ngrams
-from fsd_infer.rules import Emission, Rule, Source
+from fsd_infer.rules import Emission, Rule, TokenOrigin
 
 
 class Share(TypedDict):
@@ -186,7 +186,7 @@ class RowRecord:
     decode_seconds: float = 0.0
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[TokenOrigin]:
         return [emission.source for emission in self.emissions]
 
     @property
@@ -211,7 +211,7 @@ class RowRecord:
             target_forwards=forwards,
             tau=((count if self.steps is None else self.steps) - 1) / forwards if forwards else float("nan"),
             gate_open_fraction=_mean(self.gates) or 0.0,
-            gate_accepted_fraction=_mean([source == Source.GATE for source in self.sources]) or 0.0,
+            gate_accepted_fraction=_mean([source == TokenOrigin.GATE for source in self.sources]) or 0.0,
             divergence_spent=float(sum(self.spent)),
             finish_reason=self.finish_reason or "length",
             prefill_seconds=prefill_seconds,
@@ -240,7 +240,7 @@ def _shares(labels: Sequence[str], emissions: Sequence[Emission]) -> dict[str, S
     for label, emission in zip(labels, emissions):
         share = shares.setdefault(label, Share(tokens=0, lossy=0, nats=0.0))
         share["tokens"] += 1
-        share["lossy"] += emission.source == Source.GATE
+        share["lossy"] += emission.source == TokenOrigin.GATE
         share["nats"] += emission.nats
     return shares
 

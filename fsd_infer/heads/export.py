@@ -79,7 +79,7 @@ _NOT_SAFEAILAB: list[_Obstacle] = [
 
 
 @dataclass(frozen=True)
-class TargetFacts:
+class ExportFacts:
     """The facts about the target that formats store.
 
     Attributes:
@@ -96,7 +96,7 @@ class TargetFacts:
 
 
 def export_head(
-    head: EagleHead, directory: str | Path, to: str, target: TargetFacts, dtype: torch.dtype = torch.bfloat16
+    head: EagleHead, directory: str | Path, to: str, target: ExportFacts, dtype: torch.dtype = torch.bfloat16
 ) -> list[str]:
     """Write a head in another program's format.
 
@@ -158,13 +158,13 @@ def _rope(config: EagleConfig) -> tuple[str, float, dict[str, Any]]:
     return rope.pop("rope_type", "default"), rope.pop("rope_theta", 10000.0), rope
 
 
-def _eagle_tensors(head: EagleHead, to: str, target: TargetFacts) -> dict[str, Tensor]:
+def _eagle_tensors(head: EagleHead, to: str, target: ExportFacts) -> dict[str, Tensor]:
     """The tensors, always with fc.bias: SGLang's bias stays random if the file has none."""
     state = {name: value for name, value in head.state_dict().items() if name != DRAFT_IDS}
     return {"fc.bias": torch.zeros(head.config.hidden_size), **state}
 
 
-def _eagle3_tensors(head: EagleHead, to: str, target: TargetFacts) -> dict[str, Tensor]:
+def _eagle3_tensors(head: EagleHead, to: str, target: ExportFacts) -> dict[str, Tensor]:
     layer = FIRST_LAYER if to == "speculators" else MIDLAYER
     tensors = {name.replace(FIRST_LAYER, layer): value for name, value in head.state_dict().items()}
     ids = tensors.pop(DRAFT_IDS, None)
@@ -177,7 +177,7 @@ def _eagle3_tensors(head: EagleHead, to: str, target: TargetFacts) -> dict[str, 
     return tensors
 
 
-def _config(config: EagleConfig, to: str, target: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
+def _config(config: EagleConfig, to: str, target: ExportFacts, dtype: torch.dtype) -> dict[str, Any]:
     eagle3 = config.layout == "eagle3"
     common = {
         "architectures": [ARCHITECTURES[to][eagle3]],

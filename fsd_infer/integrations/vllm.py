@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
-from fsd_infer.integrations.vllm_step import Chains, Step
+from fsd_infer.integrations.vllm_step import Chains, SchedulerStep
 from fsd_infer.rules import Exact, LossyRule, Rule, Tilted, parse_rule
 from fsd_infer.rules.texts import NOWHERE, markers
 from fsd_infer.rules.tilted import FIRST_PRICE
@@ -200,7 +200,7 @@ class FuzzyRules(_Processor):
         numbers = np.unique(self.kind_of[ctx.idx_mapping_np]).tolist()
         if numbers in ([], [-1]):
             return logits
-        step = Step(ctx, self.states, self.nodes, self.filled, self.markers)
+        step = SchedulerStep(ctx, self.states, self.nodes, self.filled, self.markers)
         self._account(step)
         if logits.shape[0] == len(ctx.idx_mapping_np):  # no drafts
             return logits
@@ -235,7 +235,7 @@ class FuzzyRules(_Processor):
         log.warning("only_in=%s: the model has no such tokens, so requests that name it decode exactly", phase)
         return NOWHERE
 
-    def _account(self, step: Step) -> None:
+    def _account(self, step: SchedulerStep) -> None:
         """Charge the last step's costs and allowances at positions whose tokens were emitted."""
         slot, total = step.slot, step.texts.lengths
         emitted = (total - self.seen[slot])[:, None]

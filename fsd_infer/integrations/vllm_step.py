@@ -48,7 +48,7 @@ class SlotTexts(Texts):
         return found.masked_fill_(places >= self.lengths[:, None], -1)
 
 
-class Step:
+class SchedulerStep:
     """The rows and drafts of a step.
 
     Args:
@@ -107,7 +107,7 @@ class Chains(Evidence):
         overspent: [B], see :class:`Verification`.
     """
 
-    def __init__(self, step: Step, scores: Tensor, greedy: bool, overspent: Tensor | None = None) -> None:
+    def __init__(self, step: SchedulerStep, scores: Tensor, greedy: bool, overspent: Tensor | None = None) -> None:
         batch, nodes = step.shape
         # vLLM does not pass the drafter's distribution; positions without a draft are padding
         no_draft = torch.nn.functional.pad(~step.drafted[:, :-1], (1, 0))

@@ -16,7 +16,7 @@ from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, 
 from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.exact import Exact
 from fsd_infer.rules.fuzzy import DraftOnly, Fuzzy, FuzzyStrict, RandomGate
-from fsd_infer.rules.laws import Law, Test
+from fsd_infer.rules.laws import AcceptanceTest, Law
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.published import (
     Asd,
@@ -32,7 +32,7 @@ from fsd_infer.rules.published import (
 )
 from fsd_infer.rules.texts import Texts
 from fsd_infer.rules.tilted import Tilted
-from fsd_infer.rules.verification import Emission, Source, Verdict, Verification
+from fsd_infer.rules.verification import Emission, TokenOrigin, Verdict, Verification
 
 __all__ = [
     "RULES",
@@ -56,8 +56,8 @@ __all__ = [
     "Relaxed",
     "Rule",
     "RuleLike",
-    "Source",
-    "Test",
+    "TokenOrigin",
+    "AcceptanceTest",
     "Texts",
     "Threshold",
     "Tilted",

@@ -21,7 +21,7 @@ from fsd_core.divergence import divergence
 from fsd_core.tensors import draw, wide
 from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.laws import Law, lifted
-from fsd_infer.rules.verification import FORKS, Source, Verdict, row_index
+from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
 
 
 def walk(evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor | None) -> Verdict:
@@ -176,7 +176,7 @@ class _Walk:
         path = end.expand(-1, width).scatter(1, places, ends)
         last, beyond, below = steps == accepted, steps > accepted, torch.cat([path[:, 1:], end], 1)
         tokens = torch.where(last, self._final(end, pays), tree.tokens.gather(1, below))
-        sources = (steps < accepted) * int(Source.EXACT)  # Source.TARGET is 0
+        sources = (steps < accepted) * int(TokenOrigin.EXACT)  # Source.TARGET is 0
         if self.cost is None:
             is_open = torch.zeros_like(last)
             spent = torch.zeros(last.shape, dtype=wide(self.device), device=self.device)
@@ -186,7 +186,9 @@ class _Walk:
             dense = torch.zeros_like(last)
             for law, mine in self.laws if not evidence.sampled else []:
                 dense = dense | mine if law.log_r is not None else dense
-            sources = sources.masked_fill(torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(Source.GATE))
+            sources = sources.masked_fill(
+                torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(TokenOrigin.GATE)
+            )
         first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
         regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
         numbers = path, accepted[:, 0], tokens.masked_fill_(beyond, 0), sources

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsd_infer.rules.base import RULES, Rule
 from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import Law, Test
+from fsd_infer.rules.laws import AcceptanceTest, Law
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.tree import Draws
 
@@ -42,7 +42,7 @@ class Exact(Rule):
         if not (self.block and evidence.sampled):
             return Law.target(evidence)
         weight, chance = _block(evidence)
-        test = Test(evidence.above(chance), lambda at: (at.of(weight)[:, None] * at.p - at.q).clamp_min(0.0))
+        test = AcceptanceTest(evidence.above(chance), lambda at: (at.of(weight)[:, None] * at.p - at.q).clamp_min(0.0))
         return Law.target(evidence, test)
 
 

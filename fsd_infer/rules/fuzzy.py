@@ -15,7 +15,7 @@ from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import AtContexts, Law, Test
+from fsd_infer.rules.laws import AcceptanceTest, AtContexts, Law
 from fsd_infer.rules.parameters import parameter
 
 
@@ -85,7 +85,7 @@ class FuzzyStrict(DivergenceGate):
     def law(self, evidence: Evidence) -> Law:
         law = Law.trusting(evidence, self.cutoff(evidence)).where(self.gate(evidence))
         # on a chain a closed gate draws y ~ p regardless of the draft, and accepts the draft if y is equal to it
-        return replace(law, test=Test(evidence.log_p.exp())) if evidence.is_chain else law
+        return replace(law, test=AcceptanceTest(evidence.log_p.exp())) if evidence.is_chain else law
 
 
 @RULES.register("random")

@@ -26,7 +26,7 @@ CLOSE = 1e-6  # error of a law's sum at which the search ends; the law is then n
 ROUNDING = 1e-5  # error of ln p: a token whose own ln p is the cutoff must pass
 
 
-class Test(NamedTuple):
+class AcceptanceTest(NamedTuple):
     """A test of sampled drafts under the law p, in place of the chance min(1, p/q).
 
     Attributes:
@@ -54,7 +54,7 @@ class Law:
     lift: Tensor | None = None
     log_r: AtContexts | None = None
     gate: AtContexts | None = None
-    test: Test | None = None
+    test: AcceptanceTest | None = None
 
     @property
     def is_target(self) -> bool:
@@ -62,7 +62,7 @@ class Law:
         return self.lift is None and self.log_r is None
 
     @classmethod
-    def target(cls, evidence: Evidence, test: Test | None = None) -> Law:
+    def target(cls, evidence: Evidence, test: AcceptanceTest | None = None) -> Law:
         """Return the law r = p, which costs nothing."""
         return cls(torch.zeros_like(evidence.tree.is_draft), test=test)
 

@@ -20,7 +20,7 @@ from fsd_infer.rules.texts import Texts
 from fsd_infer.tree import DraftTree
 
 
-class Source(IntEnum):
+class TokenOrigin(IntEnum):
     """Where an emitted token came from."""
 
     TARGET = 0  # the target's own draw: outside the drafted children, or at a leaf
@@ -43,7 +43,7 @@ class Emission(NamedTuple):
     """
 
     token: int
-    source: Source
+    source: TokenOrigin
     gate_open: bool
     nats: float
     proposer: int
@@ -131,7 +131,7 @@ class Verdict:
         path: [B, D+1] node indices of the accepted path, root first, padded with its last node.
         accepted: [B] number of accepted drafts (0..D); the row emits ``accepted + 1`` tokens.
         tokens: [B, D+1] the emitted tokens: the accepted drafts, the token that follows them, padding 0.
-        sources: [B, D+1] :class:`Source` of each emitted token.
+        sources: [B, D+1] :class:`TokenOrigin` of each emitted token.
         gate_open: [B, D+1] bool; whether a lossy law emitted the token.
         spent: [B, D+1] nats spent at each context, 0 where the law is the target's.
         first: [B, D+1] the drafter's first choice below each node of the path, the child with the highest score. The

@@ -23,11 +23,11 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.rules import parse_rule
 from fsd_infer.rules.texts import markers_of
-from fsd_infer.serving.batcher import Batcher, Job, UnavailableError
+from fsd_infer.serving.batcher import Batcher, ServedRequest, UnavailableError
 from fsd_infer.serving.fields import UNSUPPORTED, ChatAsked, CompletionAsked, ViewAsked
 from fsd_infer.serving.gate import ANY_HOST, Gate, error_body, error_reply, keyed, known_hosts
 from fsd_infer.serving.jobs import Completion, Limits, make_jobs, reader_of
-from fsd_infer.serving.page import Trace, server_page
+from fsd_infer.serving.page import PageTrace, server_page
 from fsd_infer.serving.replies import Reply
 from fsd_infer.targets.adapters import adapter_names
 
@@ -105,7 +105,7 @@ class Service:
         """Stream the rounds of one answer."""
         news: asyncio.Queue[News] = asyncio.Queue()
         (job,) = await self.jobs(CompletionAsked(**asked.model_dump()), in_template=None)
-        trace = Trace(self.decoder.tokenizer, job.prompt, self.decoder.drafter.proposers)
+        trace = PageTrace(self.decoder.tokenizer, job.prompt, self.decoder.drafter.proposers)
         tell = self.teller(news)
         job.on_round = lambda round: tell(0, trace.add(round), None)
         job.tell = lambda text, done: None if done is None else tell(0, None, done)
@@ -175,22 +175,22 @@ class Service:
             message = str(error) if isinstance(error, FsdError) else "the body is nested too deeply."
             raise HTTPException(400, message) from error
 
-    async def jobs(self, asked: Completion, in_template: bool | None = False) -> list[Job]:
+    async def jobs(self, asked: Completion, in_template: bool | None = False) -> list[ServedRequest]:
         """Make a job per answer, not queued yet. Raises HTTPException as :meth:`beside` does."""
         return await self.beside(partial(make_jobs, self.decoder, asked, self.rule, self.limits, in_template))
 
-    def teller(self, news: asyncio.Queue[News]) -> Callable[[int, Any, Job | None], None]:
+    def teller(self, news: asyncio.Queue[News]) -> Callable[[int, Any, ServedRequest | None], None]:
         """Return a function that brings news from the decoding thread into the event loop's queue."""
         loop = asyncio.get_running_loop()
 
-        def tell(index: int, new: Any, done: Job | None) -> None:
+        def tell(index: int, new: Any, done: ServedRequest | None) -> None:
             if done is not None and done.stats is not None:
                 self.metrics.add(done.stats)
             loop.call_soon_threadsafe(news.put_nowait, (index, new, done is not None))
 
         return tell
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[ServedRequest]) -> None:
         """Queue all jobs or none. Raises HTTPException."""
         try:
             self.batcher.submit(jobs)
@@ -199,7 +199,7 @@ class Service:
             raise HTTPException(503, str(error)) from error
 
     async def parts(
-        self, jobs: Sequence[Job], news: asyncio.Queue[News], request: Request
+        self, jobs: Sequence[ServedRequest], news: asyncio.Queue[News], request: Request
     ) -> AsyncIterator[tuple[int, Any]]:
         """Yield (index of an answer, what it grew by), and (index, None) at its end.
 
@@ -224,7 +224,7 @@ class Service:
             elif await request.is_disconnected():
                 return
 
-    def release(self, jobs: Sequence[Job]) -> None:
+    def release(self, jobs: Sequence[ServedRequest]) -> None:
         """Count the jobs of a request that is over, and cancel those that have not ended."""
         self.batcher.cancel(jobs)
         for job in jobs:

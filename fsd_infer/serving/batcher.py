@@ -73,7 +73,7 @@ class Logprob:
 
 
 @dataclass(eq=False)  # equal requests are different jobs
-class Job:
+class ServedRequest:
     """One answer that is wanted, and how far it has come.
 
     Attributes:
@@ -106,7 +106,7 @@ class Job:
     max_new_tokens: int
     stop: Sequence[str]
     deadline: float
-    tell: Callable[[str, Job | None], None]
+    tell: Callable[[str, ServedRequest | None], None]
     penalties: Penalties = Penalties()
     guide: Guide | None = None
     user: str = ""
@@ -188,14 +188,14 @@ class Batcher:
 
     def __init__(self, decoder: FuzzyDecoder, max_batch: int, max_queue: int) -> None:
         self.decoder, self.max_batch, self.max_queue = decoder, max_batch, max_queue
-        self.waiting: deque[Job] = deque()
+        self.waiting: deque[ServedRequest] = deque()
         self._changed = threading.Condition()
-        self._running: list[Job] = []
+        self._running: list[ServedRequest] = []
         self._closed = False
         self._thread = threading.Thread(target=self._work, daemon=True, name="decode")
         self._thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[ServedRequest]) -> None:
         """Queue all jobs or none. Raises UnavailableError."""
         with self._changed:
             if self._closed:
@@ -207,7 +207,7 @@ class Batcher:
             self.waiting.extend(jobs)
             self._changed.notify()
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
+    def cancel(self, jobs: Sequence[ServedRequest]) -> None:
         """Take jobs from the queue, and end those that run with their next tokens, unless they have ended."""
         with self._changed:
             for job in jobs:
@@ -238,7 +238,7 @@ class Batcher:
         for job in self.waiting:
             job.finish(UnavailableError("the server is stopping."))
 
-    def _next(self) -> list[Job] | None:
+    def _next(self) -> list[ServedRequest] | None:
         """The first waiting job with those that can share its batch; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or bool(self.waiting))
@@ -253,7 +253,7 @@ class Batcher:
             self._running = batch
             return batch
 
-    def _decode(self, batch: list[Job]) -> None:
+    def _decode(self, batch: list[ServedRequest]) -> None:
         tokenizer, penalties = self.decoder.tokenizer, batch[0].penalties
         watched = any(job.on_round is not None or job.alternatives is not None for job in batch)
         start = max(len(job.prompt) for job in batch)  # processors see prompts padded to the longest

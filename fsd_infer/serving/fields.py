@@ -28,7 +28,7 @@ class _One(FailFast):
 Many = Annotated[list[_Item], _One()]
 
 
-class Fields(BaseModel):
+class RequestFields(BaseModel):
     """A JSON object whose fields are all declared. A field that is null counts as left out."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
@@ -44,14 +44,14 @@ class Fields(BaseModel):
         return {name: value for name, value in given.items() if name in known or name == unknown[0]}  # one error
 
 
-class StreamOptions(Fields):
+class StreamOptions(RequestFields):
     """``stream_options``."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Schema(Fields):
+class Schema(RequestFields):
     """``json_schema`` of a ``response_format``. ``strict`` changes nothing: answers always follow the schema."""
 
     name: str = ""
@@ -60,7 +60,7 @@ class Schema(Fields):
     rules: dict[str, Any] = Field({}, alias="schema")
 
 
-class Format(Fields):
+class Format(RequestFields):
     """``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -80,13 +80,13 @@ class Format(Fields):
         return Guide.json_object() if self.type == "json_object" else None
 
 
-class VllmArguments(Fields):
+class VllmArguments(RequestFields):
     """``vllm_xargs``: how requests to vLLM name a rule."""
 
     rule: str | None = None
 
 
-class Function(Fields):
+class Function(RequestFields):
     """``function`` of a tool."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
@@ -95,34 +95,34 @@ class Function(Fields):
     strict: bool = False
 
 
-class ToolAsked(Fields):
+class ToolAsked(RequestFields):
     """One of ``tools``."""
 
     type: Literal["function"]
     function: Function
 
 
-class Named(Fields):
+class Named(RequestFields):
     """The name in a ``tool_choice`` that names a function."""
 
     name: str
 
 
-class NamedTool(Fields):
+class NamedTool(RequestFields):
     """A ``tool_choice`` that names a function."""
 
     type: Literal["function"]
     function: Named
 
 
-class TextPart(Fields):
+class TextPart(RequestFields):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class Turn(Fields):
+class ChatMessage(RequestFields):
     """One of ``messages``. ``refusal`` and ``annotations`` are what answers of OpenAI's carry."""
 
     role: str
@@ -134,7 +134,7 @@ class Turn(Fields):
     annotations: Many[Any] = Field([], max_length=0)
 
     @model_validator(mode="after")
-    def _fields_belong_to_roles(self) -> Turn:
+    def _fields_belong_to_roles(self) -> ChatMessage:
         if self.role != "tool" and (self.name is not None or self.tool_call_id is not None):
             raise ValueError("messages: name and tool_call_id belong to messages of the role tool. Leave them out.")
         if self.role != "assistant" and self.tool_calls:
@@ -162,7 +162,7 @@ def _bounded(biases: Any) -> Any:
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class Asked(Fields):
+class CompletionRequest(RequestFields):
     """The fields that both kinds of completion share. A ``Literal`` field accepts only the value without effect."""
 
     model: str = ""
@@ -233,7 +233,7 @@ class Asked(Fields):
         return found + ([] if self.guided_grammar is None else [Guide.lark(self.guided_grammar)])
 
 
-class CompletionAsked(Asked):
+class CompletionAsked(CompletionRequest):
     """POST /v1/completions."""
 
     prompt: str | Many[int]
@@ -248,10 +248,10 @@ class CompletionAsked(Asked):
         return self.logprobs
 
 
-class ChatAsked(Asked):
+class ChatAsked(CompletionRequest):
     """POST /v1/chat/completions."""
 
-    messages: Many[Turn] = Field(min_length=1, max_length=2**13)
+    messages: Many[ChatMessage] = Field(min_length=1, max_length=2**13)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -303,7 +303,7 @@ class ChatAsked(Asked):
         return self
 
 
-class ViewAsked(Fields):
+class ViewAsked(RequestFields):
     """POST /view/decode, which the page sends."""
 
     prompt: str

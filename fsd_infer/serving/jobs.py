@@ -14,7 +14,7 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.request.guide import COMPACT, Guide
 from fsd_infer.rules import parse_rule
 from fsd_infer.rules.texts import markers_of
-from fsd_infer.serving.batcher import Job, Penalties
+from fsd_infer.serving.batcher import Penalties, ServedRequest
 from fsd_infer.serving.fields import GUIDED, ChatAsked, CompletionAsked
 from fsd_infer.serving.tools import CallReader, Tool, ToolFormat, tool_format
 
@@ -42,7 +42,7 @@ class Limits:
 
 def make_jobs(
     decoder: FuzzyDecoder, asked: Completion, rule: str, limits: Limits, in_template: bool | None = False
-) -> list[Job]:
+) -> list[ServedRequest]:
     """Make a job per answer, not queued yet.
 
     Args:
@@ -75,7 +75,7 @@ def make_jobs(
     if guide is not None:
         decoder.check_guide(guide)
     return [
-        Job(
+        ServedRequest(
             prompt=ids,
             rule=named,
             sampling={**sampling, "seed": None if asked.seed is None else (asked.seed + index) % 2**63},

@@ -17,7 +17,7 @@ from fsd_core.divergence import divergence, expand_draft
 from fsd_core.text.pieces import Pieces, token_pieces
 from fsd_infer.engine.ngrams import kinds
 from fsd_infer.engine.request import Round
-from fsd_infer.rules import RULES, Source
+from fsd_infer.rules import RULES, TokenOrigin
 
 KNOBS = {  # rule -> its slider's parameter, lower bound, upper bound, first value
     "tilted": ("toll", 0.0, 4.0, 1.0),
@@ -38,7 +38,7 @@ SOURCES = {"memory": "memory", "lookup": "memory", "recycle": "recycle", "guide"
 
 
 def answers_page(answers: dict[str, list[dict[str, Any]]]) -> str:
-    """Return a page that shows answers, title -> :attr:`.Trace.rounds`, and requests nothing."""
+    """Return a page that shows answers, title -> :attr:`.PageTrace.rounds`, and requests nothing."""
     return _page({"answers": [{"title": title, "rounds": rounds} for title, rounds in answers.items()]}, "'none'")
 
 
@@ -73,7 +73,7 @@ def _digest(tag: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode()}'"
 
 
-class Trace:
+class PageTrace:
     """The rounds of one answer.
 
     Args:
@@ -139,7 +139,7 @@ class Trace:
                 {
                     "text": pieces[step],
                     "source": "target" if emission.proposer < 0 else self.proposers[emission.proposer],
-                    "lossy": emission.source == Source.GATE,
+                    "lossy": emission.source == TokenOrigin.GATE,
                     "lnp": _finite(own[token]),
                     "rank": 1 + int((own > own[token]).sum()),
                     "best": token_pieces(self.tokenizer, [*self.tokens[max(place - 1, 0) : place], best])[-1],

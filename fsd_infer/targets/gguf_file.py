@@ -56,13 +56,13 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
         ModelLoadError: no GGUF file, truncated, or malformed.
     """
     try:
-        return _Reader(np.asarray(np.memmap(path, np.uint8, "r"))).read()
+        return _GGUFReader(np.asarray(np.memmap(path, np.uint8, "r"))).read()
     except (OSError, ValueError, struct.error, KeyError, OverflowError, MemoryError, RecursionError) as error:
         reason = str(error).strip() or type(error).__name__
         raise ModelLoadError(f"{path} is not a readable GGUF file ({reason}); fetch it again.") from error
 
 
-class _Reader:
+class _GGUFReader:
     """A cursor in a file's header."""
 
     def __init__(self, data: np.ndarray) -> None:

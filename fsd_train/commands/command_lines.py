@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from fsd_core.completion import HELP, SHELLS
-from fsd_core.console import Parser
+from fsd_core.console import ConsoleParser
 from fsd_core.files import HUB_ID
 from fsd_core.options import MOST_COUNT, TARGET_KWARGS, add_import, json_object, positive, real_number, whole_number
 from fsd_core.registry import MOST_SEED, read_float
@@ -204,7 +204,7 @@ _COMPLETION: Options = {"shell": {"choices": SHELLS, "help": "the shell that rea
 
 
 def _parser(name: str, description: str, options: Options) -> argparse.ArgumentParser:
-    parser = Parser(prog=f"fsd-train {name}", description=description)
+    parser = ConsoleParser(prog=f"fsd-train {name}", description=description)
     for flag, given in options.items():
         option = dict(given)
         if option.get("default") not in (None, [], {}) and "(default: " not in option["help"]:

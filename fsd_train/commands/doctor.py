@@ -28,12 +28,12 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.engine.drafts import drafts_text
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.rules.verification import Source
+from fsd_infer.rules.verification import TokenOrigin
 from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
 from fsd_train.commands.comparisons import check_engine, compare_targets
-from fsd_train.commands.feeding import Feeding, Finding, Row, at_step
+from fsd_train.commands.feeding import CheckedRow, Feeding, Finding, at_step
 from fsd_train.data.answers import check_id, conclude, encode_row
 from fsd_train.data.features import FeatureStore, sequence_key
 from fsd_train.data.serving import differences
@@ -61,7 +61,7 @@ class Doctor:
         count = int(target.config.num_hidden_layers)
         near = {n + d for n in head.config.fused_layers for d in (-1, 0, 1)} | {count - 1}
         target.capture_layers([number for number in sorted(near) if 0 <= number < count])
-        self.rows: list[Row] = []
+        self.rows: list[CheckedRow] = []
         self.feeding = Feeding(target, self.head, self.rows)
         for place, values in enumerate(rows, start=1):
             for ids, mask in encode_row(values, target.tokenizer, f"row {place}"):
@@ -69,7 +69,7 @@ class Doctor:
                 if len(ids) <= self.max_length and bool(supervised(wanted[0], 1).any()):
                     check_id(max(ids), f"row {place}", target.vocab_size)
                     given = torch.tensor([ids], device=target.device)
-                    self.rows.append(Row(values, given, wanted.to(target.device), target.features(given)))
+                    self.rows.append(CheckedRow(values, given, wanted.to(target.device), target.features(given)))
         if not self.rows:
             raise DataError(
                 f"no row of up to {self.max_length} tokens has an answer of two or more. Give rows of answers, as for "
@@ -229,7 +229,7 @@ def runs_of(sources: Sequence[int]) -> list[int]:
     runs, run = [], 0
     for source in sources[1:]:
         run += 1
-        if source == Source.TARGET:
+        if source == TokenOrigin.TARGET:
             runs.append(run - 1)
             run = 0
     return runs

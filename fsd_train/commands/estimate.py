@@ -24,7 +24,7 @@ from fsd_core.tables import table
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
 from fsd_train.commands.fit import Recipe, head_module, quiet, read_recipe, run_errors
-from fsd_train.commands.sizing import Batch, facts_of, feature_bytes, step_memory
+from fsd_train.commands.sizing import BatchSize, facts_of, feature_bytes, step_memory
 from fsd_train.data.features import check_disk
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models.eagle import EagleModule
@@ -85,7 +85,7 @@ def estimate(recipe: Recipe) -> list[Line]:
     module, step = _train(recipe, data)
     length = min(data.max_length, max(data.train_set.lengths))
     answered = round(data.batch_tokens * data.train_set.answer_tokens / tokens)
-    batch = Batch(data.batch_tokens, length, module.unroll_steps, answered)
+    batch = BatchSize(data.batch_tokens, length, module.unroll_steps, answered)
     parts = step_memory(facts, module.head, batch, module.device.type, cached=given is not None)
     lines += [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]
     lines.append(("memory per device", size(sum(part.bytes for part in parts)), "together"))
@@ -178,7 +178,7 @@ def on_paper(recipe: Recipe, name: str | None = None) -> str:
     name = name or recipe.model["target"]
     facts = facts_of(name)
     head = _head(recipe, facts.target)
-    batch = Batch(recipe.data["batch_tokens"], recipe.data["max_length"], recipe.model["unroll_steps"])
+    batch = BatchSize(recipe.data["batch_tokens"], recipe.data["max_length"], recipe.model["unroll_steps"])
     parts = step_memory(facts, head, batch, "cuda", cached=recipe.data.get("features") is not None)
     work = step_work(recipe, facts.target, head)
     lines = [(f"memory: {part.name}", size(part.bytes), part.how) for part in parts]

@@ -15,7 +15,7 @@ from torch import Tensor
 from fsd_core.errors import DataError
 from fsd_core.hub import load_whole
 from fsd_core.text.row_check import RowCheck
-from fsd_infer.heads.export import TargetFacts, export_head
+from fsd_infer.heads.export import ExportFacts, export_head
 from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
@@ -53,13 +53,13 @@ def load_module(checkpoint: str | Path, target_kwargs: dict[str, Any] | None = N
     return module
 
 
-def target_facts(name: str) -> TargetFacts:
+def target_facts(name: str) -> ExportFacts:
     """Collect the facts of a target for other formats; its weights are read only on demand."""
     directory = resolve_target(name)
     config = load_config(name)
     text = config.get_text_config(decoder=True)
     architectures = list(getattr(config, "architectures", None) or [])
-    return TargetFacts(str(directory), architectures, int(text.num_hidden_layers), partial(_lm_head_rows, name))
+    return ExportFacts(str(directory), architectures, int(text.num_hidden_layers), partial(_lm_head_rows, name))
 
 
 def _lm_head_rows(name: str, ids: Tensor | None) -> Tensor:

@@ -39,7 +39,7 @@ class Finding:
 
 
 @dataclass
-class Row:
+class CheckedRow:
     """A conversation: ids [1, M], mask [1, M], and the target's features [1, M, F] with all watched layers."""
 
     values: dict[str, Any]
@@ -103,7 +103,7 @@ class Feeding:
         rows: the conversations.
     """
 
-    def __init__(self, target: Target, head: EagleHead, rows: list[Row]) -> None:
+    def __init__(self, target: Target, head: EagleHead, rows: list[CheckedRow]) -> None:
         self.target, self.head, self.rows = target, head, rows
         self.layers = int(target.config.num_hidden_layers)
 

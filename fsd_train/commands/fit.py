@@ -46,7 +46,7 @@ _IDLE_WARNINGS = (
 )  # fmt: skip
 
 
-class Parser(LightningArgumentParser):
+class RecipeParser(LightningArgumentParser):
     """Parser that raises an error instead of printing its usage and exiting."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -117,7 +117,7 @@ def check_nulls(section: str, kind: type, values: Namespace) -> None:
             raise FsdError(f"{section}.{name} is null: give a value, or leave it out{said}.")
 
 
-class _Reader(TrainCLI):
+class _RecipeReader(TrainCLI):
     """A CLI that reads and checks without building."""
 
     def instantiate_classes(self) -> None:
@@ -190,7 +190,7 @@ def configured(argv: Sequence[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI
             DistillationModule,
             AnswersDataModule,
             subclass_mode_model=True,
-            parser_class=Parser,
+            parser_class=RecipeParser,
             auto_configure_optimizers=False,
             seed_everything_default=0,
             # the data module's sampler divides batches among replicas
@@ -249,7 +249,7 @@ def _read(path: str | Path) -> TrainCLI:
     argv = ["--config", str(path)]
     try:
         with quiet():
-            return configured(argv, _Reader)
+            return configured(argv, _RecipeReader)
     except FsdError as error:
         if str(path) in str(error):
             raise

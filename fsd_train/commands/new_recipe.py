@@ -18,7 +18,7 @@ from fsd_infer.targets.loading import EAGER_FAMILIES
 from fsd_train.commands.sizing import (
     SMALL,
     Choices,
-    TargetFacts,
+    TrainingFacts,
     choose,
     count_text,
     facts_of,
@@ -52,7 +52,7 @@ def own_directory(name: str) -> str:
     return f"{run}-new" if taken else run
 
 
-def render(facts: TargetFacts, choices: Choices, files: Sequence[str] = (), run: str = "") -> str:
+def render(facts: TrainingFacts, choices: Choices, files: Sequence[str] = (), run: str = "") -> str:
     """Format the recipe as YAML; ``run``: directory of the run (default: named after the target)."""
     run, small = run or f"runs/{slug(facts.name)}", facts.hidden_size <= SMALL
     if choices.coverage is not None:

@@ -32,8 +32,8 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
 from fsd_train import LONGEST
 from fsd_train.commands.fit import read_recipe, target_kwargs_of
-from fsd_train.data.backends import RULE, Backend, EndpointBackend, LocalBackend
-from fsd_train.data.plan import Plan, answer_line, next_turns, plan_jobs
+from fsd_train.data.backends import RULE, AnswerBackend, EndpointBackend, LocalBackend
+from fsd_train.data.plan import PromptSchedule, answer_line, next_turns, plan_jobs
 
 
 class AnswerFile:
@@ -111,7 +111,7 @@ class AnswerFile:
         return done
 
 
-def regenerate(plan: Plan, backend: Backend, output: AnswerFile, progress: bool = True) -> Counter[str]:
+def regenerate(plan: PromptSchedule, backend: AnswerBackend, output: AnswerFile, progress: bool = True) -> Counter[str]:
     """Answer the jobs of ``plan`` that ``output`` lacks.
 
     Returns:
@@ -210,7 +210,7 @@ def resolve(args: argparse.Namespace) -> None:
     args.max_prompt_tokens = args.max_prompt_tokens or max(1, length - args.max_new_tokens)
 
 
-def _say_what_is_left_out(plan: Plan, args: argparse.Namespace) -> None:
+def _say_what_is_left_out(plan: PromptSchedule, args: argparse.Namespace) -> None:
     if not plan.too_long:
         return
     print(

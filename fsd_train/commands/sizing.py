@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsd_bench.estimate import planned_head
 from fsd_bench.planned import EXPERTS, Sizes, count_weights, planned_target, sizes_of
-from fsd_bench.roofline import Part
+from fsd_bench.roofline import MemoryItem
 from fsd_core.errors import DataError
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.target import Target
@@ -28,7 +28,7 @@ LARGEST = GPUS[-1]
 
 
 @dataclass(frozen=True)
-class TargetFacts(Sizes):
+class TrainingFacts(Sizes):
     """The sizes of a target that determine its recipe, and the target itself, without values."""
 
     target: Target = field(kw_only=True)
@@ -73,7 +73,7 @@ class Choices:
     tokenizer: bool = False
 
 
-def facts_of(name: str) -> TargetFacts:
+def facts_of(name: str) -> TrainingFacts:
     """Read the facts of a target from its config, without weights.
 
     Raises:
@@ -82,10 +82,10 @@ def facts_of(name: str) -> TargetFacts:
         UnknownNameError: see :func:`fsd_infer.targets.loading.resolve_target`.
     """
     target = planned_target(name)
-    return TargetFacts(**vars(sizes_of(target)), target=target)
+    return TrainingFacts(**vars(sizes_of(target)), target=target)
 
 
-def choose(facts: TargetFacts) -> Choices:
+def choose(facts: TrainingFacts) -> Choices:
     """Choose settings by size: those of EAGLE, SpecForge and speculators for large targets, our own for small ones."""
     small = facts.hidden_size <= SMALL
     max_length = min(512 if small else 2048, facts.positions or 2048)
@@ -120,7 +120,7 @@ def choose(facts: TargetFacts) -> Choices:
     return replace(choices, accumulate=TOKENS_PER_STEP // choices.batch_tokens)
 
 
-def _fits(facts: TargetFacts, choices: Choices, gigabytes: int) -> bool:
+def _fits(facts: TrainingFacts, choices: Choices, gigabytes: int) -> bool:
     return 1.1 * sum(part.bytes for part in memory(facts, choices)) <= gigabytes * 1e9
 
 
@@ -142,7 +142,7 @@ def covering_vocabulary(counts: Tensor) -> tuple[int | None, float]:
     return (enough[0], shares[enough[0]]) if enough else (None, 1.0)
 
 
-def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> Choices:
+def fit_to_data(facts: TrainingFacts, choices: Choices, files: Sequence[str]) -> Choices:
     """Fit draft vocabulary and length to the training answers.
 
     Raises DataError for malformed rows and token ids outside the target's vocabulary.
@@ -169,7 +169,7 @@ def fit_to_data(facts: TargetFacts, choices: Choices, files: Sequence[str]) -> C
     )
 
 
-def _kept_width(facts: TargetFacts) -> int:
+def _kept_width(facts: TrainingFacts) -> int:
     """Return the bytes that backward keeps of a token in a run of the head: 36 H + 9 A + 8 I.
 
     A is the width of queries, keys and values. Counted under bf16 autocast on layers of Qwen3-0.6B, Gemma-3-1B and
@@ -179,15 +179,15 @@ def _kept_width(facts: TargetFacts) -> int:
     return 36 * facts.hidden_size + 9 * attention + 8 * facts.intermediate_size
 
 
-def memory(facts: TargetFacts, choices: Choices) -> list[Part]:
+def memory(facts: TrainingFacts, choices: Choices) -> list[MemoryItem]:
     """Return the parts of a device's memory, with the target in the step."""
-    batch = Batch(choices.batch_tokens, choices.max_length, choices.unroll_steps)
+    batch = BatchSize(choices.batch_tokens, choices.max_length, choices.unroll_steps)
     device = "cpu" if facts.hidden_size <= SMALL else "cuda"
     return step_memory(facts, facts.head(choices.draft_vocab_size), batch, device)
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSize:
     """Size of a training batch.
 
     Attributes:
@@ -203,7 +203,9 @@ class Batch:
     answered: int | None = None
 
 
-def step_memory(facts: TargetFacts, head: EagleHead, batch: Batch, device: str, cached: bool = False) -> list[Part]:
+def step_memory(
+    facts: TrainingFacts, head: EagleHead, batch: BatchSize, device: str, cached: bool = False
+) -> list[MemoryItem]:
     """Return the parts of the memory of a training step under bf16 autocast.
 
     Args:
@@ -224,23 +226,23 @@ def step_memory(facts: TargetFacts, head: EagleHead, batch: Batch, device: str, 
     if answered < tokens:
         kept = f"{width} B x ({tokens} + {steps - 1} x {answered}) tokens"
     masks = (steps - 1) * (steps + 2)
-    rows = Part("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}")
+    rows = MemoryItem("target's rows", 2.0 * drafted * h, f"2 B x {drafted} x {h}")
     parts = [
-        Part("target", 2.0 * loaded, f"2 B x {count_text(loaded)} weights (bf16)", shared=True),
-        Part("head", 18.0 * weights, states, shared=True),
+        MemoryItem("target", 2.0 * loaded, f"2 B x {count_text(loaded)} weights (bf16)", shared=True),
+        MemoryItem("head", 18.0 * weights, states, shared=True),
         *([rows] if drafted < facts.vocab_size else []),
-        Part("activations", activations, kept),
-        Part("masks", float(masks * batch.length * answered), f"{masks} B x {batch.length} x {answered} tokens"),
-        Part("logits", 1.3 * 4 * chunk * drafted, f"1.3 x 4 B x {chunk} rows x {drafted}"),
+        MemoryItem("activations", activations, kept),
+        MemoryItem("masks", float(masks * batch.length * answered), f"{masks} B x {batch.length} x {answered} tokens"),
+        MemoryItem("logits", 1.3 * 4 * chunk * drafted, f"1.3 x 4 B x {chunk} rows x {drafted}"),
     ]
     if device == "cpu":
-        parts.append(Part("gaps in the heap", 0.5 * activations, "0.5 x activations, freed but kept"))
-        parts.append(Part("checkpoint", 12.0 * weights, f"12 B x {count_text(weights)}, while it is written"))
-        parts.append(Part("libraries", LIBRARIES, "torch, transformers, Lightning"))
+        parts.append(MemoryItem("gaps in the heap", 0.5 * activations, "0.5 x activations, freed but kept"))
+        parts.append(MemoryItem("checkpoint", 12.0 * weights, f"12 B x {count_text(weights)}, while it is written"))
+        parts.append(MemoryItem("libraries", LIBRARIES, "torch, transformers, Lightning"))
     return parts
 
 
-def hardware(facts: TargetFacts, choices: Choices) -> str:
+def hardware(facts: TrainingFacts, choices: Choices) -> str:
     """Name the smallest hardware for a recipe, with a tenth of the memory to spare."""
     if facts.hidden_size <= SMALL and _fits(facts, choices, 4):
         return "two CPU cores and 4 GB of memory, or any GPU"

@@ -20,7 +20,7 @@ from fsd_core.text.conversations import WEIGHT, row_conversation, row_questions,
 from fsd_core.text.encoding import row_id
 from fsd_core.text.masks import encode_conversation
 from fsd_core.text.row_check import RowCheck
-from fsd_core.text.rows import Row, read_rows
+from fsd_core.text.rows import Example, read_rows
 from fsd_core.text.templates import turn_fields_of
 from fsd_train import MAX_LENGTH
 from fsd_train.data.features import FeatureStore, sequence_key
@@ -276,7 +276,7 @@ def conclude(check: RowCheck, tokenizer: Any, listing: Path | None = None, speak
         check.name_unread([WEIGHT, *turn_fields_of(tokenizer)])
 
 
-def _placed(row: Row, tokenizer: Any, max_length: int, vocab_size: int | None) -> list[_Sided]:
+def _placed(row: Example, tokenizer: Any, max_length: int, vocab_size: int | None) -> list[_Sided]:
     """Return a row's sequences that have an answer in their first tokens. Raises DataError for a malformed row."""
     sequences = encode_row(row.values, tokenizer, row.where, max_length)
     top = max((max(ids) for ids, _ in sequences), default=-1)

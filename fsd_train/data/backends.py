@@ -30,7 +30,7 @@ _ENDED_BY = ("stop_reason", "matched_stop")  # vLLM's and SGLang's fields for th
 
 
 @dataclass(frozen=True)
-class Job:
+class RegenerationRequest:
     """One prompt to answer.
 
     Attributes:
@@ -69,23 +69,25 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """The target's answer: ``response_ids`` with a produced end token, ``finish_reason`` stop or length.
 
     ``ids_from`` is "target" if the target emitted the ids, "text" if they are encoded from its text.
     """
 
-    job: Job
+    job: RegenerationRequest
     response: str
     response_ids: list[int]
     finish_reason: str
     ids_from: str = "target"
 
 
-class Backend(Protocol):
+class AnswerBackend(Protocol):
     """Answers batches of jobs, except ids in ``done``, and yields groups of answers to write together."""
 
-    def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]: ...
+    def answer(
+        self, batches: Sequence[Sequence[RegenerationRequest]], done: set[str]
+    ) -> Iterator[list[Completion]]: ...
 
 
 class LocalBackend:
@@ -113,12 +115,12 @@ class LocalBackend:
         self.max_new_tokens = max_new_tokens
         self.seed = seed
 
-    def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
+    def answer(self, batches: Sequence[Sequence[RegenerationRequest]], done: set[str]) -> Iterator[list[Completion]]:
         for batch in batches:
             if any(job.id not in done for job in batch):
                 yield self._batch(batch)
 
-    def _batch(self, batch: Sequence[Job]) -> list[Answer]:
+    def _batch(self, batch: Sequence[RegenerationRequest]) -> list[Completion]:
         target, drafter = self.decoder.target, self.decoder.drafter
         drafter.forget()
         temperature, top_k, top_p = batch[0].sampling
@@ -132,7 +134,7 @@ class LocalBackend:
         if self.recorder is not None:
             self.recorder.save(answers.sequences)
         return [
-            Answer(job, self.tokenizer.decode(ids, skip_special_tokens=True), ids, row.finish_reason)
+            Completion(job, self.tokenizer.decode(ids, skip_special_tokens=True), ids, row.finish_reason)
             for job, ids, row in zip(batch, answers.sequences, answers.stats.rows)
         ]
 
@@ -179,7 +181,7 @@ class EndpointBackend:
         self.end_of_turn = end_of_turn(tokenizer)
         self.eos_ids = end_ids(tokenizer, generation_config)
 
-    def answer(self, batches: Sequence[Sequence[Job]], done: set[str]) -> Iterator[list[Answer]]:
+    def answer(self, batches: Sequence[Sequence[RegenerationRequest]], done: set[str]) -> Iterator[list[Completion]]:
         """Yield groups of answers, each in the order of the requests.
 
         After a final failure or Ctrl-C, finished answers are yielded before the error is raised. Nothing waits for
@@ -187,20 +189,20 @@ class EndpointBackend:
         """
         jobs = [job for batch in batches for job in batch if job.id not in done]
         order = {job.id: place for place, job in enumerate(jobs)}
-        todo: SimpleQueue[Job] = SimpleQueue()
+        todo: SimpleQueue[RegenerationRequest] = SimpleQueue()
         for job in jobs:
             todo.put(job)
-        landed: SimpleQueue[Answer | BaseException] = SimpleQueue()
+        landed: SimpleQueue[Completion | BaseException] = SimpleQueue()
         for number in range(self.concurrency):
             # the interpreter joins a ThreadPoolExecutor's threads at its end, but not daemons
             server = self.servers[number % len(self.servers)]
             threading.Thread(target=self._work, args=(server, todo, landed), daemon=True).start()
-        ready: list[Answer] = []
+        ready: list[Completion] = []
         failure: BaseException | None = None
         try:
             for _ in jobs:
                 found = landed.get()
-                if not isinstance(found, Answer):
+                if not isinstance(found, Completion):
                     raise found
                 ready.append(found)
                 if len(ready) >= self.group:
@@ -210,20 +212,22 @@ class EndpointBackend:
             failure = error
         finally:
             list(_drain(todo))  # no thread begins another one
-        ready += [each for each in _drain(landed) if isinstance(each, Answer)]
+        ready += [each for each in _drain(landed) if isinstance(each, Completion)]
         if ready:
             yield sorted(ready, key=lambda answer: order[answer.job.id])
         if failure is not None:
             raise failure
 
-    def _work(self, server: Server, todo: SimpleQueue[Job], landed: SimpleQueue[Answer | BaseException]) -> None:
+    def _work(
+        self, server: Server, todo: SimpleQueue[RegenerationRequest], landed: SimpleQueue[Completion | BaseException]
+    ) -> None:
         for job in _drain(todo):
             try:
                 landed.put(self.ask(job, server))
             except BaseException as error:
                 landed.put(error)
 
-    def ask(self, job: Job, server: Server) -> Answer:
+    def ask(self, job: RegenerationRequest, server: Server) -> Completion:
         """Answer one job by one server. Raises FsdError if the server refuses it or stays unreachable."""
         body: dict[str, Any] = {
             "model": self.model,
@@ -257,7 +261,7 @@ class EndpointBackend:
             ids, ids_from = list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), "text"
         if reason == "stop":
             ids = self._ended(ids, choice)
-        return Answer(job, text, list(ids), "stop" if reason == "stop" else "length", ids_from)
+        return Completion(job, text, list(ids), "stop" if reason == "stop" else "length", ids_from)
 
     def _ended(self, ids: list[int], choice: dict[str, Any]) -> list[int]:
         """Append the end token of an answer, which some servers omit."""

@@ -14,7 +14,7 @@ from fsd_core.errors import DataError
 from fsd_core.text.conversations import PROMPT_FIELDS, row_exchanges, template_options
 from fsd_core.text.encoding import PromptRow, encode_chat, encode_text, read_prompts
 from fsd_core.text.row_check import RowCheck
-from fsd_train.data.backends import Answer, Job, stable_seed
+from fsd_train.data.backends import Completion, RegenerationRequest, stable_seed
 
 WINDOW = 16  # batches sorted by length together: little padding, while a prefix of the output stays a fair sample
 # fields of a prompt's row that answers replace
@@ -23,7 +23,7 @@ _SAMPLING = ("temperature", "top_k", "top_p")
 
 
 @dataclass(frozen=True)
-class Plan:
+class PromptSchedule:
     """Jobs to answer.
 
     Attributes:
@@ -35,7 +35,7 @@ class Plan:
         template: arguments of the chat template.
     """
 
-    batches: list[list[Job]]
+    batches: list[list[RegenerationRequest]]
     read: int
     too_long: int
     cut: int
@@ -44,7 +44,7 @@ class Plan:
     template: Mapping[str, Any]
 
     @property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[RegenerationRequest]:
         return [job for batch in self.batches for job in batch]
 
     @property
@@ -64,7 +64,7 @@ def plan_jobs(
     template: Mapping[str, Any] | None = None,
     raw: bool = False,
     check: RowCheck | None = None,
-) -> Plan:
+) -> PromptSchedule:
     """Read prompts and plan the first turns.
 
     The plan depends only on the arguments, not on finished answers, so that a resumed run has the same batches. Rows
@@ -85,14 +85,14 @@ def plan_jobs(
         DataError: what ``check`` raises (with file and line).
     """
     check = check or RowCheck(strict=True)
-    chosen: list[tuple[str, Job]] = []  # with the row's hash
+    chosen: list[tuple[str, RegenerationRequest]] = []  # with the row's hash
     known: set[str] = set()
     names: set[str] = set()
     read = too_long = 0
     for path in paths:
         for row in sorted(read_prompts(path, check), key=lambda row: _shuffle_key(seed, row.id)):
             read += 1
-            job: Job | None = None
+            job: RegenerationRequest | None = None
             with check.using(row.where, row.row):
                 job = _first(row, tokenizer, temperatures, template or {}, raw)
             if job is None:
@@ -108,10 +108,10 @@ def plan_jobs(
                 chosen.append((row.id, job))
     chosen.sort(key=lambda pair: _shuffle_key(seed, pair[0]))
     jobs = [job for _, job in chosen[:limit]]
-    return Plan(_batches(jobs, batch_size), read, too_long, 0, max_prompt_tokens, batch_size, template or {})
+    return PromptSchedule(_batches(jobs, batch_size), read, too_long, 0, max_prompt_tokens, batch_size, template or {})
 
 
-def next_turns(plan: Plan, answers: Mapping[str, tuple[str, str]], tokenizer: Any) -> Plan:
+def next_turns(plan: PromptSchedule, answers: Mapping[str, tuple[str, str]], tokenizer: Any) -> PromptSchedule:
     """Plan the turns after those of ``plan``, which follow the target's answers.
 
     A row's own answer stays if a tool's result follows it, because the result belongs to that call. A conversation ends
@@ -123,7 +123,7 @@ def next_turns(plan: Plan, answers: Mapping[str, tuple[str, str]], tokenizer: An
         tokenizer: the target's tokenizer.
     """
     following = [job for job in plan.jobs if job.rest]
-    jobs: list[Job] = []
+    jobs: list[RegenerationRequest] = []
     too_long = cut = 0
     for job in following:
         response, reason = answers[job.id]
@@ -156,14 +156,14 @@ def _first(
     temperatures: Sequence[tuple[float, float]],
     template: Mapping[str, Any],
     raw: bool = False,
-) -> Job:
+) -> RegenerationRequest:
     (asked, given), *rest = row_exchanges(row.row)
     options = {**template, **template_options(row.row)}
     if raw and (rest or options or [turn["role"] for turn in asked] != ["user"]):
         raise DataError("a conversation or template options, which --raw does not support. Give one text per row.")
     own = row.row.get("id")
     sampling = {name: _sampling(row.row, name) for name in _SAMPLING if row.row.get(name) is not None}
-    return Job(
+    return RegenerationRequest(
         id=str(own) if isinstance(own, (str, int)) and str(own) else row.id,
         messages=asked,
         prompt_ids=encode_text(tokenizer, asked[0]["content"])
@@ -207,7 +207,7 @@ def pick_temperature(row_id: str, temperatures: Sequence[tuple[float, float]]) -
     return temperatures[-1][0]
 
 
-def _batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
+def _batches(jobs: Sequence[RegenerationRequest], size: int) -> list[list[RegenerationRequest]]:
     """Batch jobs with equal sampling and similar length."""
     batches = []
     for start in range(0, len(jobs), WINDOW * size):
@@ -218,7 +218,7 @@ def _batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
     return batches
 
 
-def answer_line(answer: Answer) -> bytes:
+def answer_line(answer: Completion) -> bytes:
     """Return one answer as a line of JSON with newline: the fields of the prompt's row, and ours."""
     job = answer.job
     options = {name: value for name, value in job.template.items() if name != "tools"}

@@ -15,7 +15,7 @@ from fsd_train.types import NonNegativeFloat
 
 
 @dataclass(frozen=True)
-class Part:
+class LossTerm:
     """One loss of a mix, by name or with arguments, and its weight."""
 
     loss: Loss | str
@@ -35,7 +35,7 @@ class MixLoss(Loss):
         DataError: there is no part, all weights are 0 at an end of the run, or parts name two references.
     """
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[LossTerm]) -> None:
         if not parts:
             raise DataError("mix: parts is empty; name at least one loss.")
         self.parts: Sequence[Loss] = [as_loss(part.loss) for part in parts]

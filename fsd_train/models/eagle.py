@@ -24,7 +24,7 @@ from fsd_train.losses import DraftBatch, LMHead, has_feature_term, reference_of
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.start import choose, choose_draft_ids, continue_from, initialise_from
-from fsd_train.models.unroll import Plan, plan_chains, unroll
+from fsd_train.models.unroll import ChainIndex, plan_chains, unroll
 from fsd_train.models.work import Operations, head_operations
 from fsd_train.packed import TextMask
 from fsd_train.types import NonNegativeFloat, PositiveInt, Share
@@ -207,7 +207,7 @@ class EagleModule(DistillationModule):
         noise = self._draw_noise((*inputs.shape[:-1], size))
         return inputs + torch.nn.functional.pad(noise, (0, inputs.shape[-1] - size))
 
-    def _estimates(self, head: EagleHead, embeds: Tensor, inputs: Tensor, text: TextMask, plan: Plan) -> Tensor:
+    def _estimates(self, head: EagleHead, embeds: Tensor, inputs: Tensor, text: TextMask, plan: ChainIndex) -> Tensor:
         """Return the inputs of the LM head at the rows of a plan, [R, H]."""
         with self._compiled(head.layers):
             outputs = unroll(head, embeds, inputs, text, len(plan.rows.chains), plan.roots)
@@ -234,7 +234,7 @@ class EagleModule(DistillationModule):
         return head.joined(LMHead.of(self.target, to_device(ids, self.device))) if len(ids) else head
 
     @torch.no_grad()
-    def _reference_estimates(self, embeds: Tensor, features: Tensor, text: TextMask, plan: Plan) -> Tensor | None:
+    def _reference_estimates(self, embeds: Tensor, features: Tensor, text: TextMask, plan: ChainIndex) -> Tensor | None:
         """Return the reference head's estimates [R, H] on features without noise; None in validation or without one."""
         directory = reference_of(self.loss)
         if directory is None or not self.training:

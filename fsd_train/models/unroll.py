@@ -112,7 +112,7 @@ def unroll(
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChainIndex:
     """The supervised rows of a batch and the chains that it runs for them, in host memory.
 
     Attributes:
@@ -134,7 +134,7 @@ def plan_chains(
     generator: torch.Generator | None = None,
     supervised_rows: np.ndarray | None = None,
     slots: bool = False,
-) -> Plan:
+) -> ChainIndex:
     """Plan the chains of a batch and their rows.
 
     Args:
@@ -188,7 +188,7 @@ def plan_chains(
         total=total,
         chain_total=chain_total,
     )
-    return Plan(roots, source[taken].clamp_min(0), planned)
+    return ChainIndex(roots, source[taken].clamp_min(0), planned)
 
 
 def _filled(values: Tensor, count: int, value: float) -> Tensor:

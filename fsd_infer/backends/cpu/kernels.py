@@ -30,7 +30,7 @@ from torch import Tensor
 from fsd_core.errors import KernelsError
 from fsd_infer.backends.cpu.codebooks import rewritten
 from fsd_infer.backends.cpu.sets import VARIABLE, wanted
-from fsd_infer.backends.cpu.structs import Forward, Linear, Stack, Tree
+from fsd_infer.backends.cpu.structs import Forward, Linear, StackStruct, Tree
 from fsd_infer.device.cores import team_size
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "tiles": (c_int,),
     "block_side": (c_int64,),
     "linear_forward": (None, c_void_p, POINTER(Linear), c_void_p, c_int64, c_int, c_int),
-    "stack_forward": (c_int64, POINTER(Stack), POINTER(Forward)),
-    "scratch": (c_int64, POINTER(Stack), POINTER(Forward)),
+    "stack_forward": (c_int64, POINTER(StackStruct), POINTER(Forward)),
+    "scratch": (c_int64, POINTER(StackStruct), POINTER(Forward)),
     "row_statistics": (None, *_ROWS, c_int64, *[c_void_p] * 3, c_int),
     "row_entropies": (None, *_ROWS, c_int64, c_void_p, c_int),
     "rows": (c_int64, POINTER(Linear), c_void_p, c_int64, c_void_p),
@@ -225,7 +225,7 @@ class Kernels:
         self._library.fsd_divergence(kind, out.numel(), *of_p, *of_q, address_of(ids), out.data_ptr(), threads)
         return out
 
-    def stack(self, stack: Stack, forward: Forward) -> None:
+    def stack(self, stack: StackStruct, forward: Forward) -> None:
         """Run decoder layers. Sets ``forward.scratch`` to memory of this thread, which its forwards reuse.
 
         Raises:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from fsd_infer.backends.cpu.kernels import FEW_TOKENS, MOST_ROWS, Kernels, address_of, kernels
 from fsd_infer.backends.cpu.packing import packed_of
-from fsd_infer.backends.cpu.structs import Forward, Layer
-from fsd_infer.backends.cpu.structs import Stack as NativeStack
+from fsd_infer.backends.cpu.structs import Forward, Layer, StackStruct
 from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cores import team_size
@@ -48,7 +47,7 @@ class CpuStack:
         self.key_heads = layers[0].key.columns // self.width
         self.epsilon: float = self._first.post_attention_layernorm.variance_epsilon
         self.kernels, self._held = compiled, held
-        self._stack = NativeStack(
+        self._stack = StackStruct(
             layers=(Layer * self.number)(*layers),
             number=self.number,
             hidden=layers[0].down.columns,

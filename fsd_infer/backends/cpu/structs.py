@@ -25,7 +25,7 @@ class Layer(Structure):
     ]
 
 
-class Stack(Structure):
+class StackStruct(Structure):
     """The struct ``fsd_stack`` of kernels.cpp."""
 
     _fields_ = [
