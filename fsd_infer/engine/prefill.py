@@ -91,6 +91,9 @@ def _recorded(target: Target, drafter: Drafter, processors: TreeProcessors) -> R
     """Return what records the request's rounds; None if they run eagerly."""
     if drafter.auto is not None or processors.contextual or signature(processors) is None:
         return None
+    models = [getattr(part, "model", None) for part in (drafter, *drafter.parts)]
+    if any(isinstance(model, Target) and model.angles.fixed is not None for model in models):
+        return None  # the host chooses their angles token by token
     return Recorded.of(target)
 
 

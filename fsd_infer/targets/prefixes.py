@@ -147,9 +147,10 @@ class PrefixSession:
 
     def store(self, number: int, text: list[int], read: int, saved: Callable[[int], dict[Any, Tensor]]) -> None:
         """Keep a finished text, of which the target has read ``read`` tokens; ``saved(n)`` returns their states."""
+        parts = self._features.pop(number, [])
         if self.cache is not None and read <= self.longest:
             count = min(read, len(text))  # the last round may have read beyond the answer's end
-            features = torch.cat(self._features.pop(number))[:count]
+            features = torch.cat(parts)[:count]
             prefix = Prefix(torch.tensor(text[:count]), saved(count), features, self._key(number))
             if read == count or not prefix.is_whole:
                 self.cache.store(prefix)
