@@ -316,10 +316,12 @@ def least_divergent(p: Tensor, q: Tensor, fixed: Tensor) -> Tensor:
     bound = q.masked_fill(fixed, math.inf)
     a = torch.ones_like(p[:, :1])
     for _ in range(_STEPS // 2):
-        free, before = a * p < bound, a
+        free = a * p < bound
         used = 1.0 - q.masked_fill(free, 0.0).sum(-1, keepdim=True)
-        a = (used / p.masked_fill(~free, 0.0).sum(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1.0)
-        if _found(a - before):
+        better = (used / p.masked_fill(~free, 0.0).sum(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1.0)
+        found = better <= a * (1 + CLOSE)
+        a = torch.where(found, a, better)  # a row that is done stays as it is, whatever the others need
+        if _all_on_cpu(found):
             break
     r = torch.minimum(a * p, bound)
     return r / r.sum(-1, keepdim=True).clamp_min(1e-30)
@@ -339,20 +341,21 @@ def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
     log_a = high
     for _ in range(_STEPS):
         law, total, slope = _clip(log_p, log_q, gain, log_a)
-        if _found(total - 1):
+        found = (total - 1).abs() < CLOSE
+        if _all_on_cpu(found):
             break
         low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)
         newton = log_a + ((1 - total + slope).clamp_min(0.0) / slope).log()
         inside = (newton >= low) & (newton <= high)
-        log_a = torch.where(inside, newton, (low + high) / 2)
+        log_a = torch.where(found, log_a, torch.where(inside, newton, (low + high) / 2))
     else:
         law, total, _ = _clip(log_p, log_q, gain, log_a)
     return law - total.log()
 
 
-def _found(error: Tensor) -> bool:
+def _all_on_cpu(found: Tensor) -> bool:
     """Whether a search may stop. On devices that would take a sync, so all steps are made."""
-    return error.device.type == "cpu" and bool((error.abs() < CLOSE).all())
+    return found.device.type == "cpu" and bool(found.all())
 
 
 def _clip(log_p: Tensor, log_q: Tensor, gain: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
