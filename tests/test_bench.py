@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from fsd_bench import Answer, ServerError, TimedRun, build_record, likelihood, parse_methods, run
+from fsd_bench import MeasuredAnswer, ServerError, TimedRun, build_record, likelihood, parse_methods, run
 from fsd_bench.base import Comparison
 from fsd_bench.cli import main
 from fsd_bench.likelihood import mean_log_likelihoods
@@ -94,7 +94,7 @@ def test_greedy_exact_methods_agree_token_for_token(record: dict[str, Any]) -> N
 
 
 def made(tokens: int, forwards: int, seconds: float, prefill: float) -> TimedRun:
-    return TimedRun(seconds, prefill, [Answer(list(range(tokens)), forwards, tokens - 1)])
+    return TimedRun(seconds, prefill, [MeasuredAnswer(list(range(tokens)), forwards, tokens - 1)])
 
 
 def test_numbers_on_a_worked_example() -> None:
@@ -123,7 +123,7 @@ def test_numbers_on_a_worked_example() -> None:
 def test_damaged_lines_of_an_unfinished_run_are_measured_again(tmp_path: Path) -> None:
     job, jobs = Trial("plain", 0), {Trial("plain", 0): 1, Trial("plain", 1): 1}
     made = RunFile(tmp_path / "r.jsonl", "bench", {"seed": 1}, jobs)
-    made.add(job, TimedRun(1.0, 0.1, [Answer([1], 1, 1, divergence_spent=float("inf"))], {"draft": 0.5}))
+    made.add(job, TimedRun(1.0, 0.1, [MeasuredAnswer([1], 1, 1, divergence_spent=float("inf"))], {"draft": 0.5}))
     assert made.path is not None
     whole = made.path.read_bytes()
     foreign = whole.splitlines()[1].replace(b'"group": 0', b'"group": "x"')
