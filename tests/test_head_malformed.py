@@ -119,7 +119,6 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("eagle3", {}, {"fc.weight": torch.zeros(32, 97)}, "fuses no whole number of layers"),
     ("eagle3", {"num_hidden_layers": 10**9}, {}, "names 1000000000 layers"),
     ("eagle3", {}, {"midlayer.extra.weight": torch.zeros(3)}, r"unexpected \['layers.0.extra.weight'\]"),
-    ("eagle3", {"speculators_model_type": "dflash"}, {}, "type 'dflash'; of that program's, eagle3 is read here"),
     ("eagle3", {"speculators_model_type": "eagle3", "norm_before_residual": None}, {}, "not say norm_before_residual"),
     ("eagle3", {}, None, "is an EAGLE-3 head of another program, without model.safetensors"),
     ("speculators", {}, None, "is an EAGLE-3 head of another program, without model.safetensors"),

@@ -1,24 +1,34 @@
 """Drafters, which propose tokens for the target to verify."""
 
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
+from fsd_infer.drafters.block import BlockDrafter
 from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
+from fsd_infer.drafters.hydra import HydraDrafter
 from fsd_infer.drafters.lm import LMDrafter
+from fsd_infer.drafters.medusa import MedusaDrafter
 from fsd_infer.drafters.memory import LookupDrafter, MemoryDrafter
+from fsd_infer.drafters.mlp_speculator import MLPSpeculatorDrafter
+from fsd_infer.drafters.p_eagle import ParallelEagleDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.drafters.shape import TreeShape
 
 __all__ = [
     "DRAFTERS",
+    "BlockDrafter",
     "DraftRequest",
     "DraftSession",
     "Drafter",
     "EagleDrafter",
     "GraftedDrafter",
+    "HydraDrafter",
     "LMDrafter",
     "LookupDrafter",
+    "MLPSpeculatorDrafter",
+    "MedusaDrafter",
     "MemoryDrafter",
     "NoDrafter",
+    "ParallelEagleDrafter",
     "RecycleDrafter",
     "TreeShape",
 ]

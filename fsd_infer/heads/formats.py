@@ -23,6 +23,7 @@ from transformers import AutoConfig
 from fsd_core.errors import CheckpointError, VocabularyMismatchError, shortened
 from fsd_core.files import read_json
 from fsd_infer.heads.config import EagleConfig, check_layer, default_fused_layers
+from fsd_infer.heads.kinds import kind_of_head
 from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, layer_of
 from fsd_infer.heads.weights import AGAIN, BOOLEANS, INTEGERS, PICKLE, SINGLE, Weights, has_weights, names_in_pickle
 from fsd_infer.targets.weights import weight_rows
@@ -37,8 +38,8 @@ NEWEST_OLD = 2  # last version of the format with the options under "head"
 # Names of tensors; all others are the same in every format.
 FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
 DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
-# the target's tensors in speculators' training checkpoints, and buffers of old attention modules
-_IGNORED = re.compile(r"d2t|t2d|draft_ids|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
+# the target's tensors in speculators' training checkpoints, what P-EAGLE adds, and buffers of old attention modules
+_IGNORED = re.compile(r"d2t|t2d|draft_ids|mask_hidden|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
 # Names of config fields; all others are the same, except those of the layer.
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_FIELDS = ("target_hidden_size", "norm_before_residual", "fc_norm", "norm_output")
@@ -87,6 +88,8 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
     """
     config = read_config(directory)
     kind = head_kind(directory)
+    if kind is None and (other := kind_of_head(config)):
+        raise CheckpointError(f"{directory} is a {other} head, not an EAGLE head. It can draft (--drafter) as it is.")
     if kind is None:
         raise CheckpointError(f"{directory / CONFIG} is not a head's (format: {config.get('format')!r:.60}).")
     if kind in (EAGLE, EAGLE_3):
@@ -103,6 +106,16 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
         raise CheckpointError(f"{directory / CONFIG}: {error}") from error
     if target is not None:
         _check_target(directory, stored.config.target or {}, target)
+    return stored
+
+
+def read_eagle3(directory: Path, config: Mapping[str, Any], target: Target) -> StoredHead:
+    """Read the EAGLE-3 part of a head that has more. Errors as of :func:`read_head`."""
+    try:
+        stored = _eagle3(config, Weights(directory), target)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory / CONFIG}: {error}") from error
+    _check_target(directory, stored.config.target or {}, target)
     return stored
 
 
@@ -123,6 +136,8 @@ def kind_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | Non
         return OURS
     if config.get("format") == OLD:
         return OLD
+    if kind_of_head(config, names):
+        return None
     described = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
     if "eagle3" in described or D2T in names or any(name.endswith("hidden_norm.weight") for name in names):
         return EAGLE_3
@@ -208,11 +223,11 @@ def _check_program(directory: Path, config: Mapping[str, Any], kind: str) -> Non
         raise CheckpointError(f"{fault}. {unpickle(f'{directory}/')}")
 
 
-def unpickle(directory: str = "") -> str:
+def unpickle(directory: str = "", file: str = PICKLE) -> str:
     """Return advice on how to convert a head in a pickle."""
-    files = f"torch.load({directory + PICKLE!r}, map_location='cpu', weights_only=True), {directory + SINGLE!r}"
+    files = f"torch.load({directory + file!r}, map_location='cpu', weights_only=True), {directory + SINGLE!r}"
     return (
-        f"Nothing is unpickled here, since that can run code: convert a {PICKLE} once, in Python, by\n"
+        f"Nothing is unpickled here, since that can run code: convert a {file} once, in Python, by\n"
         f"import torch; from safetensors.torch import save_file; save_file({files})"
     )
 
@@ -221,7 +236,7 @@ def _eagle(config: Mapping[str, Any], weights: Weights, target: Target | None) -
     shapes = weights.shapes
     # EAGLE's layer is Llama's, with Qwen2's biases for Qwen2. Missing fields have Llama's defaults, not the target's
     # values (a rotary base of 10000, for example).
-    layer = _layer(config, "qwen2" if f"{FIRST_LAYER}self_attn.q_proj.bias" in shapes else "llama")
+    layer = plain_layer(config, "qwen2" if f"{FIRST_LAYER}self_attn.q_proj.bias" in shapes else "llama")
     names = {name for name in shapes if not _IGNORED.fullmatch(name)} - {EMBEDDINGS}
     bias = "fc.bias" in names and (config.get("bias") is not False or bool(weights.read("fc.bias").any()))
     vocabulary, embed_size = _table(config, shapes, layer["hidden_size"])
@@ -250,14 +265,14 @@ def _eagle3(config: Mapping[str, Any], weights: Weights, target: Target | None) 
     shapes = {name: weights.shapes[theirs] for name, theirs in stored.items()}
     names = {name for name in shapes if not _IGNORED.fullmatch(name)}
     kind = described.get("model_type")
-    layer = _layer(described, kind if kind in EAGLE3_LAYERS else "llama")
+    layer = plain_layer(described, kind if kind in EAGLE3_LAYERS else "llama")
     options: dict[str, Any] = {name: config.get(name) or False for name in EAGLE3_FIELDS}
     width = options["target_hidden_size"] = config.get("target_hidden_size") or layer["hidden_size"]
     fused = shapes.get("fc.weight", ())
     if type(width) is not int or len(fused) != 2 or fused[1] % width:
         raise CheckpointError(f"fc.weight is of shape {list(fused)}, which fuses no whole number of layers of {width}.")
     vocabulary, _ = _table(described, shapes, layer["hidden_size"])
-    draft_ids, order = _draft_ids(weights, vocabulary, shapes)
+    draft_ids, order = read_draft_ids(weights, vocabulary, shapes)
     head = EagleConfig(
         hidden_size=layer["hidden_size"],
         vocab_size=vocabulary,
@@ -275,7 +290,7 @@ def _eagle3(config: Mapping[str, Any], weights: Weights, target: Target | None) 
     return StoredHead(head, weights, {name: stored[name] for name in names}, draft_ids, order)
 
 
-def _layer(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def plain_layer(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Convert a Llama-like config of another program to :attr:`EagleConfig.layer`."""
     known = {name: config[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in config}
     try:
@@ -312,7 +327,7 @@ def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], wid
     return table[0], table[1]
 
 
-def _draft_ids(
+def read_draft_ids(
     weights: Weights, vocabulary: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return (ascending target ids [Vd], order of the stored rows) from ``d2t``; (None, None) for all ids."""
@@ -367,9 +382,14 @@ def _fused_layers(entering: Any, leaving: Any, count: int, target: Target | None
 
 def _shared(weights: Weights, target: Target | None) -> bool:
     """Whether the file's embeddings equal the target's up to rounding."""
-    if target is None or EMBEDDINGS not in weights.shapes:
+    return target is not None and shares_table(weights, EMBEDDINGS, target.model.get_input_embeddings())
+
+
+def shares_table(weights: Weights, name: str, module: Any) -> bool:
+    """Whether a table of the file equals the weight of one of the target's modules up to rounding."""
+    if name not in weights.shapes:
         return False
-    table = weight_rows(target.model.get_input_embeddings(), None)
-    if tuple(table.shape) != weights.shapes[EMBEDDINGS]:
+    table = weight_rows(module, None)
+    if tuple(table.shape) != weights.shapes[name]:
         return False
-    return torch.allclose(weights.read(EMBEDDINGS).float(), table.detach().float().cpu(), rtol=2**-7, atol=1e-6)
+    return torch.allclose(weights.read(name).float(), table.detach().float().cpu(), rtol=2**-7, atol=1e-6)

@@ -30,7 +30,7 @@ from fsd_core.errors import CheckpointError, shortened
 from fsd_core.files import HUB_OPTIONS, disk_errors, replacing
 from fsd_core.hub import hub_errors, is_hub_id, load_whole
 from fsd_infer.heads.config import EagleConfig
-from fsd_infer.heads.formats import CONFIG, read_head
+from fsd_infer.heads.formats import CONFIG, StoredHead, read_head
 from fsd_infer.heads.hub import find_head
 from fsd_infer.heads.layers import Eagle3Layer, HeadStack, LayerFusion, build_layers, no_bars
 from fsd_infer.heads.weights import SINGLE
@@ -162,7 +162,12 @@ class EagleHead(PreTrainedModel):
         if directory is None and is_hub_id(os.fspath(source)):
             raise CheckpointError(f"{source} holds no draft head: its {CONFIG} is missing or another model's.")
         directory = directory or Path(source)  # read_head reports what a directory without a head lacks
-        stored = read_head(directory, target)
+        return cls.of_stored(read_head(directory, target), **options)
+
+    @classmethod
+    def of_stored(cls, stored: StoredHead, **options: Any) -> EagleHead:
+        """Build a head that was read. Options and errors as of :meth:`from_pretrained`."""
+        directory = stored.weights.directory
         try:
             with torch.device("meta"):
                 planned = cls(copy.deepcopy(stored.config))

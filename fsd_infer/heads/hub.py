@@ -13,8 +13,11 @@ from fsd_core.errors import CheckpointError
 from fsd_core.files import read_weight_map
 from fsd_core.hub import check_mistyped, hub_errors, is_hub_id, load_whole
 from fsd_infer.heads.formats import CONFIG, head_kind, kind_of, read_config, unpickle
-from fsd_infer.heads.weights import AGAIN, INDEX, SINGLE, Weights, has_weights
+from fsd_infer.heads.kinds import HYDRA, MEDUSA, kind_of_head
+from fsd_infer.heads.weights import AGAIN, INDEX, PICKLE, SINGLE, Weights, has_weights
 
+PICKLES = {MEDUSA: "medusa_lm_head.pt", HYDRA: "hydra_lm_head.pt"}  # as their authors name them
+_SOME = 8  # most layers of a P-EAGLE head that its config does not tell
 _FEW = 4  # most layers of an EAGLE head; the weights of larger models are not examined
 
 
@@ -35,6 +38,40 @@ def find_head(source: str | os.PathLike[str], **hub: Any) -> Path | None:
         return None if head_kind(directory) is None else directory
     check_mistyped(os.fspath(source), **hub)
     return load_whole(source, lambda: _fetched(os.fspath(source), **hub), **hub)
+
+
+def find_published(source: str | os.PathLike[str], **hub: Any) -> tuple[str, Path, dict[str, Any]] | None:
+    """Return kind, directory and config of a head that other programs publish and that is no EAGLE head; else None.
+
+    Arguments and errors as of :func:`find_head`.
+    """
+    place = os.fspath(source)
+    if not is_hub_id(place):
+        directory = Path(source) / hub.get("subfolder", "")
+        return _published(directory, None) if (directory / CONFIG).is_file() else None
+    check_mistyped(place, **hub)
+    return load_whole(source, lambda: _fetched_published(place, **hub), **hub)
+
+
+def _fetched_published(source: str, **hub: Any) -> tuple[str, Path, dict[str, Any]] | None:
+    repository = _Repository(source, **hub)
+    config = repository.file(CONFIG)
+    return None if config is None else _published(config.parent, repository)
+
+
+def _published(directory: Path, repository: _Repository | None) -> tuple[str, Path, dict[str, Any]] | None:
+    config = read_config(directory)
+    local = repository is None and config.get("num_hidden_layers") in range(1, _SOME + 1) and has_weights(directory)
+    if (kind := kind_of_head(config, set(Weights(directory).shapes) if local else ())) is None:
+        return None
+    if repository is not None and repository.file(SINGLE) is None and (index := repository.file(INDEX)) is not None:
+        for shard in sorted(set(read_weight_map(index, AGAIN).values())):
+            repository.file(shard)
+    if not has_weights(directory):
+        pickles = sorted(file.name for file in directory.glob("*") if file.suffix in (".bin", ".pt", ".pth"))
+        file = pickles[0] if pickles else PICKLES.get(kind, PICKLE)
+        raise CheckpointError(f"{directory} is a {kind} head without {SINGLE}. {unpickle(f'{directory}/', file)}")
+    return kind, directory, config
 
 
 def _fetched(source: str, **hub: Any) -> Path | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fsd_core.errors import CheckpointError
 from fsd_core.files import open_safetensors, read_weight_map
@@ -59,6 +61,30 @@ class Weights:
         with open_safetensors(self._files[name], AGAIN) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def fill(module: nn.Module, weights: Weights, names: Mapping[str, str], dtype: torch.dtype) -> None:
+    """Give a module on the device "meta" the values of files.
+
+    Args:
+        module: whose parameters are read, converted and frozen.
+        weights: the files.
+        names: stored name of each of the module's tensors.
+        dtype: of the parameters.
+
+    Raises:
+        CheckpointError: missing or further tensors, or wrong shapes.
+    """
+    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    missing, surplus = wanted.keys() - names.keys(), names.keys() - wanted.keys()
+    wrong = [name for name in wanted.keys() - missing if weights.shapes[names[name]] != wanted[name]]
+    if missing or surplus or wrong:
+        raise CheckpointError(
+            f"the weights in {weights.directory} do not fit its config.json: missing {sorted(missing)}, unexpected "
+            f"{sorted(surplus)}, wrong shape {sorted(wrong)}."
+        )
+    module.load_state_dict({name: weights.read(names[name]).to(dtype) for name in wanted}, assign=True)
+    module.eval().requires_grad_(False)
 
 
 def has_weights(directory: Path) -> bool:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from fsd_train.models.block import BlockModule, BlockOptions
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.lm import LMModule
 from fsd_train.models.optim import MuonAdamW, WarmupCosine
 
-__all__ = ["DistillationModule", "EagleModule", "HeadOptions", "LMModule", "MuonAdamW", "WarmupCosine"]
+__all__ = [
+    "BlockModule",
+    "BlockOptions",
+    "DistillationModule",
+    "EagleModule",
+    "HeadOptions",
+    "LMModule",
+    "MuonAdamW",
+    "WarmupCosine",
+]

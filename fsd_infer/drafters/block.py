@@ -1,0 +1,156 @@
+"""Draft with block heads (:mod:`fsd_infer.heads.blocks`): DFlash, DSpark and Domino.
+
+A round runs the head once, over the root and masks. A chain takes the likeliest token of every slot, a tree the
+likeliest of each depth, which do not depend on the path unless a correction makes them. Drawn nodes follow the slots'
+distributions, given the tokens before them if there is a correction. So the laws of :mod:`fsd_infer.drafters.drawing`
+hold unchanged.
+
+**A confidence head** estimates for every node how likely the draft after it is accepted. A node gets no children if the
+product of these chances along its path falls below ``TreeShape.stop_below``, in place of what q would estimate. They
+depend on the node and its ancestors, never on a child, so a cut does not look ahead, and no rule's law changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cuda_graphs import CachedModel
+from fsd_infer.drafters.base import DraftRequest
+from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
+from fsd_infer.heads.block_formats import read_block_head
+from fsd_infer.heads.blocks import BlockHead
+from fsd_infer.heads.kinds import BLOCK
+from fsd_infer.targets.target import Target
+
+
+class BlockModel(CachedModel):
+    """A block head whose cache slot i holds keys and values of the target's features at position i."""
+
+    def __init__(self, head: BlockHead, target: Target) -> None:
+        self.head, self.target, self.device = head, target, target.device
+        self.cache_config = SimpleNamespace(num_hidden_layers=head.config.num_layers)
+
+    def read(self, cache: SlotCache, features: Tensor) -> None:
+        """Write the keys and values of features [B, M, F] to the cache's write slots, which are their positions."""
+        width = self.target.hidden_size
+        x = self.head.context(self.target.features_of(features, self.head.config.layers)[..., width:])
+        for index in range(cache.num_layers):
+            cache.update(*self.head.keys_values(index, x, cache.slots), index)
+
+    def block(self, cache: SlotCache, tokens: Tensor, visible: Tensor) -> Tensor:
+        """Return the states [B, M, H] of blocks [B, M] in the cache's write slots; ``visible`` [B, M, S]."""
+        config, positions = self.head.config, cache.slots
+        slots = torch.arange(visible.shape[-1], device=visible.device)
+        back = positions[..., None] - slots  # how far slot s lies before slot i of the block
+        masks = []
+        for window, causal in zip(config.windows, config.causal, strict=True):
+            mask = visible if window is None else visible & (back < window)
+            masks.append(mask & (back >= 0) if causal else mask)
+        return self.head(self.embed(tokens), positions, masks, lambda at, k, v: cache.update(k, v, at))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return embeddings [..., H] of tokens [...]: the head's own if it has them, else the target's."""
+        own = self.head.embed_tokens
+        return self.target.embed(tokens) if own is None else own(tokens)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return logits [..., Vd] of states [..., H]. Heads are trained on the LM head alone, without its scale."""
+        lm_head = self.head.lm_head or self.target.model.get_output_embeddings()
+        logits, cap = lm_head(states), self.head.config.softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
+        width = self.target.hidden_size * (1 + len(self.target.captured_layers))
+        self.read(cache, torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device))
+
+
+@HEADS.register(BLOCK)
+class BlockDrafter(StepDrafter):
+    """A block head of any home (:mod:`fsd_infer.heads.block_formats`).
+
+    Args:
+        head: its weights, in the target's dtype and on its device.
+        target: the model to draft for.
+        shape: see :class:`StepDrafter`.
+        draft_ids: [Vd] target id of each row of the head's LM head; None if Vd = V.
+    """
+
+    name = "block"
+    head: BlockHead
+    model: BlockModel
+
+    def __init__(
+        self, head: BlockHead, target: Target, shape: TreeShape | None = None, draft_ids: Tensor | None = None
+    ) -> None:
+        target.capture_layers(head.config.layers)
+        super().__init__(head, target, head.config.depth, shape, draft_ids, BlockModel(head, target))
+
+    @classmethod
+    def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> BlockDrafter:
+        head, ids = read_block_head(directory, config, target)
+        return cls(head, target, shape, ids)
+
+    def slots(self, longest: int) -> int:
+        return longest + self.head.config.block_size
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> BlockSession:
+        return BlockSession(self, request)
+
+    def describe(self) -> dict[str, Any]:
+        config = self.head.config
+        correction = {} if config.correction is None else {"correction": config.correction}
+        return {**super().describe(), "block_size": config.block_size, **correction}
+
+
+class BlockSession(StepSession):
+    """A session with the keys and values of the text's features. ``lengths`` counts a row's features."""
+
+    drafter: BlockDrafter
+
+    def __init__(self, drafter: BlockDrafter, request: DraftRequest) -> None:
+        super().__init__(drafter, request)
+        if drafter.head.config.confidence is not None:  # which estimates what q would otherwise
+            self._least, self.shape = self.shape.stop_below, replace(self.shape, stop_below=0.0)
+        self._block: Tensor  # [B, K, H] states of the slots that estimate, in this round
+        self._base: Tensor  # [B, K, Vd] their logits
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        slots = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        self.cache.set_write_slots(slots, None, 0)  # nothing attends
+        self.drafter.model.read(self.cache, features)
+        super().extend(tokens, features, counts)
+
+    def _begin(self, roots: Tensor) -> Tensor:
+        model, config = self.drafter.model, self.drafter.head.config
+        batch, size = len(roots), config.block_size
+        tokens = torch.full((batch, size), config.mask_token_id, dtype=torch.long, device=self.device)
+        tokens[:, 0] = roots
+        everyone = torch.ones(batch, size, size, dtype=torch.bool, device=self.device)
+        _, visible = self.cache.after_text(self.lengths, everyone)
+        block = model.block(self.cache, tokens, visible)
+        self._block = block[:, config.fills_in :]
+        self._base = model.logits(self._block)
+        if config.confidence is not None:
+            self._survival = torch.zeros(batch, 1, device=self.device)
+        state = torch.zeros(batch, 1, self.drafter.head.state_size, dtype=block.dtype, device=self.device)
+        if config.fills_in and config.correction == "rnn":  # trained with a step at the idle slot
+            _, state = self.drafter.head.markov_head(roots[:, None], block[:, :1], state)
+        return state
+
+    def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        head, shape = self.drafter.head, (*tokens.shape, -1)
+        slot = self._block[:, depth, None].expand(shape)
+        if self._survival is not None:
+            self._survival = self._survival + head.confidence(slot, tokens)
+        embeds = self.drafter.model.embed(tokens) if head.config.correction == "domino" else None
+        logits = self._base[:, depth, None].expand(shape)
+        return head.corrected(depth, logits, slot, tokens, state, embeds)

@@ -1,0 +1,135 @@
+"""Draft with MLP speculators of IBM (arXiv 2404.19124): a recurrent network without attention.
+
+From the target's feature h and the newest token, for i = 0 … N - 1:
+
+    s ← W_i s + c·E_i[token];  s ← GELU(LN_i(s));  logits_i = U_i s
+
+with c = w_e/w_s, w_s = 0.5^(0.5/N), w_e = √((1 - w_s²)·D/2) for states of width D.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from fsd_core.errors import CheckpointError, VocabularyMismatchError
+from fsd_infer.drafters.base import DraftRequest
+from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
+from fsd_infer.heads.kinds import MLP_SPECULATOR
+from fsd_infer.heads.weights import Weights, fill
+from fsd_infer.targets.target import Target
+
+_PREFIX = "speculator."
+_EPS = 1e-6
+
+
+class RootMeanSquareNorm(nn.Module):
+    """LN: x·rsqrt(mean x²)·weight + bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x) * self.weight + self.bias
+
+
+def rms(x: Tensor) -> Tensor:
+    """Return x [..., D] divided by its root mean square."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS)
+
+
+class MLPSpeculator(nn.Module):
+    """Parameters are named as in the files. Tied ones have the number 0 alone, of projections 0 and 1.
+
+    Args:
+        count: N.
+        size: H, of the target's features.
+        width: D.
+        vocabulary: V.
+        tied: how many of each list there are: embeddings, norms and LM heads, and projections.
+        scaled: whether features are divided by √2 times their root mean square first.
+    """
+
+    def __init__(self, count: int, size: int, width: int, vocabulary: int, tied: tuple[int, int], scaled: bool) -> None:
+        super().__init__()
+        self.count, self.width, self.scaled = count, width, scaled
+        parts, projections = tied
+        self.emb = nn.ModuleList(nn.Embedding(vocabulary, width) for _ in range(parts))
+        self.proj = nn.ModuleList(nn.Linear(width if i else size, width, bias=False) for i in range(projections))
+        self.ln = nn.ModuleList(RootMeanSquareNorm(width) for _ in range(parts))
+        self.head = nn.ModuleList(nn.Linear(width, vocabulary, bias=False) for _ in range(parts))
+
+    def begin(self, features: Tensor) -> Tensor:
+        """Return the first state [..., H] of the target's features [..., H]."""
+        return rms(features) / math.sqrt(2.0) if self.scaled else features
+
+    def forward(self, place: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [..., V] and states [..., D] after tokens [...] with states [..., H or D], at step i."""
+        keeps = 0.5 ** (0.5 / self.count)
+        weight = math.sqrt((1.0 - keeps**2) * self.width / 2.0) / keeps
+        part, projection = min(place, len(self.emb) - 1), min(place, len(self.proj) - 1)
+        state = self.proj[projection](state) + weight * self.emb[part](tokens)
+        state = gelu(self.ln[part](state))
+        return self.head[part](state), state
+
+
+@HEADS.register(MLP_SPECULATOR)
+class MLPSpeculatorDrafter(StepDrafter):
+    """An MLP speculator."""
+
+    name = "mlp-speculator"
+    head: MLPSpeculator
+
+    @classmethod
+    def read(
+        cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None
+    ) -> MLPSpeculatorDrafter:
+        weights = Weights(directory)
+        names = {stored.removeprefix(_PREFIX): stored for stored in weights.shapes}
+        count, shapes = config.get("n_predict", 3), {name: weights.shapes[names[name]] for name in names}
+        first = [shapes.get(f"{part}.0.weight", ()) for part in ("emb", "proj", "ln", "head")]
+        if type(count) is not int or count < 1 or [len(each) for each in first] != [2, 2, 1, 2]:
+            raise CheckpointError(f"the MLP speculator in {directory} lacks n_predict, or a tensor of its first step.")
+        (vocabulary, width), size = first[0], first[1][1]
+        if size != target.hidden_size:
+            raise CheckpointError(
+                f"the MLP speculator in {directory} reads {size} features, and {target.name} has {target.hidden_size}."
+            )
+        if vocabulary != target.vocab_size:
+            raise VocabularyMismatchError(
+                f"the MLP speculator in {directory} drafts over {vocabulary} tokens, and {target.name} has "
+                f"{target.vocab_size}. Use one for this target."
+            )
+        tied = bool(config.get("tie_weights"))
+        if tied:  # files may repeat what is tied
+            kept = {"emb.0", "ln.0", "head.0", "proj.0", "proj.1"}
+            names = {name: stored for name, stored in names.items() if name.rpartition(".")[0] in kept}
+        lengths = (1, min(count, 2)) if tied else (count, count)
+        with torch.device("meta"):
+            made = MLPSpeculator(count, size, width, vocabulary, lengths, bool(config.get("scale_input")))
+        fill(made, weights, names, target.dtype)
+        return cls(made.to(target.device), target, count, shape)
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> MLPSpeculatorSession:
+        return MLPSpeculatorSession(self, request)
+
+
+class MLPSpeculatorSession(StepSession):
+    """A session whose state is the network's."""
+
+    drafter: MLPSpeculatorDrafter
+
+    def _begin(self, roots: Tensor) -> Tensor:
+        return self.drafter.head.begin(self.last)[:, None]
+
+    def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        logits, state = self.drafter.head(depth, tokens, state)
+        return logits, state

@@ -1,0 +1,113 @@
+"""Draft with P-EAGLE heads (arXiv 2602.01469): EAGLE-3 heads that estimate all depths in one pass.
+
+After the pair of the newest token and its feature stand K - 1 pairs of a mask token and a learned feature. Slot d of
+this chain estimates the token at depth d + 1, whatever is drafted between. The head never reads its own outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsd_core.errors import CheckpointError
+from fsd_infer.drafters.base import DraftRequest
+from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
+from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.drafters.steps import HEADS
+from fsd_infer.heads.formats import read_eagle3
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.heads.kinds import P_EAGLE
+from fsd_infer.heads.weights import Weights
+from fsd_infer.targets.target import Target
+
+DEPTH = 8  # tokens that are drafted unless the config says how many
+_MASK = "mask_hidden"
+_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
+
+
+@HEADS.register(P_EAGLE)
+class ParallelEagleDrafter(EagleDrafter):
+    """A P-EAGLE head.
+
+    Args:
+        head: without its mask.
+        target: the model to draft for.
+        mask: [H_t·(1 + k)] the learned feature of masks, its first H_t entries 0.
+        mask_token_id: the token of masks.
+        depth: K, most tokens to draft.
+        shape: see :class:`TreeDrafter`. Deeper trees than K are cut.
+    """
+
+    name = "p-eagle"
+
+    def __init__(
+        self,
+        head: EagleHead,
+        target: Target,
+        mask: Tensor,
+        mask_token_id: int,
+        depth: int = DEPTH,
+        shape: TreeShape | None = None,
+    ) -> None:
+        self.mask, self.mask_token_id, self.depth = mask, mask_token_id, depth
+        super().__init__(head, target, shape)
+
+    @classmethod
+    def read(
+        cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None
+    ) -> ParallelEagleDrafter:
+        """Read the head in a directory, as :meth:`StepDrafter.read`."""
+        weights = Weights(directory)
+        found = [config[name] for name in _MASK_TOKENS if type(config.get(name)) is int]
+        mask = weights.read(_MASK).flatten() if _MASK in weights.shapes else torch.zeros(0)
+        stored = read_eagle3(directory, config, target)
+        fused = len(stored.config.fused_layers) * stored.config.target_hidden_size
+        if not found or not 0 <= found[0] < target.vocab_size or len(mask) != fused:
+            raise CheckpointError(
+                f"the P-EAGLE head in {directory} has no token of its masks (one of {', '.join(_MASK_TOKENS)} in its "
+                f"config.json), or a {_MASK} of other than {fused} entries."
+            )
+        head = EagleHead.of_stored(stored, dtype=target.dtype)
+        mask = torch.nn.functional.pad(mask, (stored.config.target_hidden_size, 0))
+        made = cls(head, target, mask.to(target.device, target.dtype), found[0], _depth_of(config), shape)
+        made.public = True
+        return made
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> ParallelEagleSession:
+        return ParallelEagleSession(self, request)
+
+
+class ParallelEagleSession(EagleSession):
+    """A session that estimates all depths before it grows a tree."""
+
+    drafter: ParallelEagleDrafter
+
+    def _depth(self) -> int:
+        return min(super()._depth(), self.drafter.depth)
+
+    def _read_roots(self) -> tuple[Tensor, Tensor | None]:
+        logits, ids = super()._read_roots()
+        batch, masks = len(self.lengths), self._depth() - 1
+        self._estimates = logits  # [B, K, Vd]
+        if masks > 0:
+            earlier = torch.ones(masks, masks, dtype=torch.bool, device=self.device).tril()
+            slots, visible = self.cache.after_text(self.lengths, earlier.expand(batch, -1, -1))
+            tokens = torch.full_like(slots, self.drafter.mask_token_id)
+            features = self.drafter.mask.expand(batch, masks, -1)
+            outputs = self.drafter.model.forward(self.cache, visible, tokens, features, slots)
+            self._estimates = torch.cat([logits, self.drafter.q_logits(outputs, self.vocabulary)], 1)
+        return logits, ids
+
+    def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
+        return self._estimates[:, depth, None].expand(*tokens.shape, -1)
+
+
+def _depth_of(config: Mapping[str, Any]) -> int:
+    """Return how many tokens speculators' config proposes, else :data:`DEPTH`."""
+    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    count = proposals[0].get("speculative_tokens")
+    return count if type(count) is int and count > 0 else DEPTH

@@ -1,0 +1,192 @@
+"""Grow trees with published heads that need no attention to the drafts: a node's state follows from its parent's.
+
+Such a head starts from the text and makes, for a node, the logits of its children from the node's token and its
+parent's state. Heads whose estimates do not depend on the drafts ignore both. :class:`StepSession` turns that into the
+trees of :mod:`fsd_infer.drafters.growth`: chains, trees, drawn nodes. A new kind of head is a :class:`StepDrafter` in a
+file of its own, entered in :data:`HEADS`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsd_core.registry import Registry
+from fsd_core.tensors import at_nodes, to_device
+from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cuda_graphs import CachedModel
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
+from fsd_infer.drafters.growth import TreeDrafter, TreeSession
+from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.heads.hub import find_published
+from fsd_infer.targets.target import Target
+from fsd_infer.tree import DraftTree
+
+
+class StepDrafter(TreeDrafter):
+    """A published head.
+
+    Args:
+        head: its weights.
+        target: the model to draft for.
+        depth: most tokens that it drafts.
+        shape: see :class:`TreeDrafter`. Deeper trees than ``depth`` are cut.
+        draft_ids: [Vd] target id of each entry of its distributions; None if Vd = V.
+        model: what keeps keys and values for it; None: nothing.
+    """
+
+    def __init__(
+        self,
+        head: nn.Module,
+        target: Target,
+        depth: int,
+        shape: TreeShape | None = None,
+        draft_ids: Tensor | None = None,
+        model: CachedModel | None = None,
+    ) -> None:
+        target.check_lm_head()
+        self.head, self.depth, self.draft_ids = head, depth, draft_ids
+        vocabulary = target.vocab_size if draft_ids is None else len(draft_ids)
+        super().__init__(target, model or Cacheless(target.device), vocabulary, shape)
+
+    def _within(self, shape: TreeShape) -> TreeShape:
+        return super()._within(replace(shape, depth=min(shape.depth, self.depth)))
+
+    @classmethod
+    @abstractmethod
+    def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> StepDrafter:
+        """Read the head in a directory.
+
+        Args:
+            directory: with safetensors.
+            config: its config.json.
+            target: the model to draft for.
+            shape: see :class:`TreeDrafter`.
+
+        Raises:
+            CheckpointError: malformed files, or a head for another target.
+            VocabularyMismatchError: a head for another vocabulary.
+        """
+
+    def modules(self) -> list[nn.Module]:
+        return [self.head]
+
+
+# Drafters with a class method read() as StepDrafter's, by the names in fsd_infer.heads.kinds.
+HEADS: Registry[Any] = Registry("kind of published head")
+
+
+@DRAFTERS.register("published")
+class PublishedDrafter(StepDrafter):
+    """Loads any kind of :data:`HEADS`."""
+
+    @classmethod
+    def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
+        found = find_published(name)
+        if found is None:
+            return None
+        kind, directory, config = found
+        made: Drafter = HEADS.get(kind).read(directory, config, target, tree)
+        made.directory = directory
+        return made
+
+
+class Cacheless(CachedModel):
+    """Stands for the model of a head that keeps no keys and values."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.cache_config = device, SimpleNamespace(num_hidden_layers=1)
+
+    def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
+        pass
+
+
+class StepSession(TreeSession):
+    """A session that keeps the state of the nodes that were expanded last, [B, E, S], and ``last``.
+
+    Attributes:
+        last: [B, H] the target's final feature before each root.
+    """
+
+    drafter: Any
+
+    def __init__(self, drafter: StepDrafter, request: DraftRequest) -> None:
+        super().__init__(drafter, request)
+        target = drafter.target
+        self.last = torch.zeros(request.batch, target.hidden_size, dtype=target.dtype, device=self.device)
+        self._state: Tensor  # [B, E, S] of the nodes that were expanded last
+        self._roots: Tensor  # [B] of this round
+        self._survival: Tensor | None = None  # [B, E] log chance that the draft after each is accepted, if known
+        self._least = 0.0  # a chance below which a node gets no children
+
+    @abstractmethod
+    def _begin(self, roots: Tensor) -> Tensor:
+        """Return the state [B, 1, S] before the roots [B]."""
+
+    @abstractmethod
+    def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Read nodes of one depth, 0 at the roots.
+
+        Args:
+            depth: of the nodes.
+            tokens: [B, E].
+            state: [B, E, S] of their parents.
+
+        Returns:
+            Logits [B, E, Vd] of their children, and the nodes' states [B, E, S].
+        """
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        final = features[..., : self.drafter.target.hidden_size]
+        last = at_nodes(final, (counts - 1).clamp_min(0)[:, None])[:, 0]
+        self.last.copy_(torch.where(counts[:, None] > 0, last, self.last))  # finished rows keep theirs
+        self.lengths += counts
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.auto is None
+
+    def tensors(self) -> list[Tensor]:
+        return [self.lengths, self.last]
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        self.last = self.last[to_device(rows, self.device)]
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        self._roots = roots
+        return super().draft(roots)
+
+    def _depth(self) -> int:
+        return min(super()._depth(), self.drafter.depth)
+
+    def _read_roots(self) -> tuple[Tensor, Tensor | None]:
+        roots = self._roots[:, None]
+        self._survival = None
+        logits, self._state = self._step(0, roots, self._begin(self._roots))
+        return logits, self.drafter.draft_ids
+
+    def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
+        state = at_nodes(self._state, parents)
+        if self._survival is not None:
+            self._survival = self._survival.gather(1, parents)
+        logits, self._state = self._step(depth, tokens, state)
+        return logits
+
+    def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        raise NotImplementedError  # _expand() needs no slots
+
+    def _candidates(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self._survival is None or not self._least:
+            return super()._candidates(logits, scores, sees)
+        ends = self._survival < math.log(self._least)  # decided before anything is drawn
+        found, entries, drawn = super()._candidates(logits, scores.masked_fill(ends, -math.inf), sees)
+        return found.masked_fill(ends[..., None], -math.inf), entries, drawn

@@ -1,0 +1,269 @@
+"""Read block heads of every home: z-lab, SpecForge, DeepSpec, speculators and transformers.
+
+They differ in where the options lie, in how layers are counted, and in what a slot of the block estimates:
+
+- **Layers.** ``target_layer_ids`` name the layer whose output is read; ``aux_hidden_state_layer_ids`` of speculators
+  name the layer that the state enters, which is one more.
+- **Slots.** A ``DFlashDraftModel`` fills its own position in. Heads of DeepSpec and DSpark heads of SpecForge estimate
+  the next token, and Domino does by ``shift_label``. speculators say ``sample_from_anchor``.
+
+What cannot be told from the config is refused, since a wrong guess costs nearly all acceptance and shows nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsd_core.errors import CheckpointError, VocabularyMismatchError
+from fsd_infer.heads.blocks import BlockConfig, BlockHead
+from fsd_infer.heads.formats import D2T, EMBEDDINGS, LM_HEAD, layer_count, plain_layer, read_draft_ids, shares_table
+from fsd_infer.heads.weights import INTEGERS, Weights, fill
+from fsd_infer.targets.target import Target
+
+_TOP = "transformer_layer_config"
+_GRU, _EMBED = "prefix_gru.weight_hh_l0", "embed_proj.0.weight"
+_MARKOV, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
+_RENAMED = {
+    "logit_head.": "",
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+}
+# the target's tensors and buffers, which some files repeat
+_IGNORED = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
+# options that change what is computed, and the values that change nothing
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "conv_kernel_size": (None, 0), "selector_rank": (None, 0), "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1), "output_multiplier": (None, 1), "is_neox_style": (None, True),
+}  # fmt: skip
+
+
+def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) -> tuple[BlockHead, Tensor | None]:
+    """Read a block head for a target.
+
+    Args:
+        directory: of its files.
+        config: its config.json.
+        target: the model to draft for.
+
+    Returns:
+        The head in the target's dtype and on its device, and the target ids [Vd] of its vocabulary, None for all.
+
+    Raises:
+        CheckpointError: malformed or ambiguous files, an unknown option, or a head for another target.
+        VocabularyMismatchError: a head for another vocabulary.
+    """
+    weights = Weights(directory)
+    names = {_name(stored): stored for stored in weights.shapes if not stored.endswith(_IGNORED)}
+    try:
+        made, order, ids = _described(_Options(config), weights, names, target)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    if made.vocab_size != target.vocab_size:
+        raise VocabularyMismatchError(
+            f"the block head in {directory} drafts for a vocabulary of {made.vocab_size}, and {target.name} has "
+            f"{target.vocab_size}. Use a head for this target."
+        )
+    with torch.device("meta"):
+        head = BlockHead(made)
+    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
+    dropped = {name for name in (EMBEDDINGS, LM_HEAD) if name not in head.state_dict()}  # which are the target's
+    fill(head, weights, {name: stored for name, stored in names.items() if name not in dropped}, target.dtype)
+    head.fc.weight = nn.Parameter(_ordered(head.fc.weight, order), requires_grad=False)
+    return head.to(target.device), None if ids is None else ids.to(target.device)
+
+
+class _Options:
+    """The options of a config, wherever they lie: at the top, in ``dflash_config``, or in the layers' config."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        nested, layer = config.get("dflash_config") or {}, config.get(_TOP) or config
+        if not isinstance(nested, Mapping) or not isinstance(layer, Mapping):
+            raise CheckpointError(f"dflash_config or {_TOP} in its config.json is no object.")
+        self.places, self.layer = (nested, config, layer), layer
+        told = f"{config.get('architectures')} {config.get('speculators_model_type')} {config.get('model_type')}"
+        self.classes, self.of_speculators = told, "speculators_model_type" in config
+
+    def get(self, name: str, default: Any = None) -> Any:
+        values = [place[name] for place in self.places if place.get(name) is not None]
+        if any(value != values[0] for value in values):
+            raise CheckpointError(f"config.json says {name} twice, {values[0]!r:.60} and {values[1]!r:.60}.")
+        return values[0] if values else default
+
+    def whole(self, name: str, default: int | None = None, least: int = 0) -> int:
+        value = self.get(name, default)
+        if type(value) is not int or value < least:
+            raise CheckpointError(f"{name} in config.json must be a whole number from {least}, got {value!r:.60}.")
+        return value
+
+
+def _name(stored: str) -> str:
+    for theirs, ours in _RENAMED.items():
+        stored = ours + stored.removeprefix(theirs) if stored.startswith(theirs) else stored
+    return stored
+
+
+def _described(
+    options: _Options, weights: Weights, names: Mapping[str, str], target: Target
+) -> tuple[BlockConfig, list[int], Tensor | None]:
+    """Return the head's config, the order of the layers as stored, and its draft ids."""
+    for name, harmless in _HARMLESS.items():
+        if options.get(name) not in harmless:
+            raise CheckpointError(f"its config.json has {name}, which is not known here. Use another head.")
+    if "gemma" in options.classes.lower():
+        raise CheckpointError("its layers are Gemma's; block heads of Qwen3 layers alone are read here.")
+    layer = plain_layer(options.layer, "qwen3")
+    count = layer_count(options.get("num_hidden_layers"), names)
+    stored = _target_layers(options, count, target)
+    shape = weights.shapes.get(names.get("fc.weight", ""), ())
+    size = options.whole("target_hidden_size", layer["hidden_size"], 1)
+    if len(shape) != 2 or shape[1] != len(stored) * size or size != target.hidden_size:
+        raise CheckpointError(
+            f"fc.weight is of shape {list(shape)}, which does not read {len(stored)} layers of {target.name}, whose "
+            f"features have {target.hidden_size} entries."
+        )
+    vocabulary, model = options.whole("vocab_size", target.vocab_size, 1), target.model
+    ids = _draft_ids(weights, vocabulary)
+    own_embeds = EMBEDDINGS in names and not shares_table(weights, EMBEDDINGS, model.get_input_embeddings())
+    own_head = LM_HEAD in names and (
+        ids is not None or not shares_table(weights, LM_HEAD, model.get_output_embeddings())
+    )
+    _check_width(layer["hidden_size"], own_embeds, own_head, target)
+    windows, causal = _attention(options, count)
+    made = BlockConfig(
+        layer, count, tuple(sorted(stored)), size, vocabulary, options.whole("block_size", least=2),
+        _mask_token(options, vocabulary), _fills_in(options, names), windows, causal,
+        weights.shapes[names[LM_HEAD]][0] if own_head else None, own_embeds, options.get("final_logit_softcapping"),
+        **_correction(options, layer["hidden_size"], weights, names),
+    )  # fmt: skip
+    return made, stored, ids
+
+
+def _fills_in(options: _Options, names: Mapping[str, str]) -> bool:
+    """Whether slots estimate the tokens at their own positions."""
+    said, classes = options.get("sample_from_anchor"), options.classes
+    if said is not None:
+        return not said
+    if options.of_speculators and "dspark" in classes.lower():
+        raise CheckpointError(
+            "a DSpark head of speculators must say sample_from_anchor, whose default differs between programs: add "
+            "the value it was trained with to its config.json (speculators' own default is true)."
+        )
+    if _GRU in names:
+        return not options.get("shift_label", False)
+    if "DSpark" in classes or options.get("projector_type") == "dspark" or _MARKOV in names:
+        return False
+    if "DFlash" in classes or "dflash" in classes or "MuseGlimmerAssistant" in classes:
+        return True
+    raise CheckpointError(
+        "its config.json does not say what a slot of the block estimates. If slot k stands for the token at its own "
+        'position, as z-lab\'s heads do, add "sample_from_anchor": false; if for the next one, true.'
+    )
+
+
+def _target_layers(options: _Options, count: int, target: Target) -> list[int]:
+    """Return the target's layers whose outputs are read, in the order in which they are stored."""
+    leaving, entering = options.get("target_layer_ids"), options.get("aux_hidden_state_layer_ids")
+    for ids in (leaving, entering):
+        if ids is not None and (not isinstance(ids, list) or not all(type(number) is int for number in ids)):
+            raise CheckpointError("the target's layers in its config.json must be a list of whole numbers.")
+    layers = leaving if entering is None else [number - 1 for number in entering]
+    if leaving is not None and layers != leaving:
+        raise CheckpointError(
+            f"target_layer_ids are {leaving} and aux_hidden_state_layer_ids {entering}, which should be one more: "
+            "correct one of them."
+        )
+    depth = int(target.config.num_hidden_layers)
+    if options.get("num_target_layers", depth) != depth:
+        theirs = options.get("num_target_layers")
+        raise CheckpointError(f"it is for a target of {theirs!r:.60} layers, and {target.name} has {depth}.")
+    if layers is None:
+        if options.of_speculators:
+            raise CheckpointError(f"it does not name the layers of {target.name} that it reads.")
+        layers = [depth // 2] if count == 1 else [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
+    if not layers or not all(0 <= number < depth for number in layers) or len(set(layers)) < len(layers):
+        what = "The embeddings (-1) are not read here." if -1 in (layers or []) else "It is another target's head."
+        raise CheckpointError(
+            f"it reads the outputs of layers {layers}; {target.name} has 0 to {depth - 1}, each once. {what}"
+        )
+    return layers
+
+
+def _ordered(fused: Tensor, layers: list[int]) -> Tensor:
+    """Return the projection [H, m·H_t] with its columns in ascending order of the layers that they read."""
+    parts = dict(zip(layers, fused.chunk(len(layers), 1), strict=True))
+    return torch.cat([parts[number] for number in sorted(parts)], 1)
+
+
+def _mask_token(options: _Options, vocabulary: int) -> int:
+    if options.get("mask_token_id") is None:
+        raise CheckpointError('its config.json has no mask_token_id: add the id, under "dflash_config".')
+    token = options.whole("mask_token_id")
+    if token >= vocabulary:
+        raise CheckpointError(f"mask_token_id is {token}, beyond the vocabulary of {vocabulary}.")
+    return token
+
+
+def _attention(options: _Options, count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """Return each layer's window, and whether it is causal: by default those with a window are."""
+    if options.get("use_swa"):
+        return (options.whole("swa_window_size", least=1),) * count, (False,) * count
+    types = options.get("layer_types", ["full_attention"] * count)
+    if not isinstance(types, list) or len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
+        raise CheckpointError(f"layer_types in config.json are not those of {count} full or sliding layers.")
+    slides = [kind == "sliding_attention" for kind in types]
+    window = options.whole("sliding_window", least=1) if any(slides) else None
+    said = options.get("causal", options.get("is_causal"))
+    both = options.get("sliding_window_non_causal") or "MuseGlimmerAssistant" in options.classes
+    causal = tuple(bool(said) if said is not None else slide and not both for slide in slides)
+    return tuple(window if slide else None for slide in slides), causal
+
+
+def _correction(options: _Options, width: int, weights: Weights, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of :class:`BlockConfig` that describe a correction and a confidence head, by the tensors."""
+    shapes = {name: weights.shapes[stored] for name, stored in names.items()}
+    if any(len(shapes.get(name, (1, 1))) != 2 for name in (_GRU, _EMBED, _MARKOV, _CONFIDENCE)):
+        raise CheckpointError("a matrix of its correction has another shape.")
+    made: dict[str, Any] = {}
+    if _GRU in shapes:
+        rank, plain = shapes.get(_EMBED, (0, 0))[0], options.whole("pure_draft_prefix_len", 0)
+        made = {"correction": "domino", "rank": rank, "state_size": shapes[_GRU][1], "plain_slots": plain}
+    elif _MARKOV in shapes:
+        gated, recurrent = ("markov_head.gate_proj.weight" in names), ("markov_head.joint_proj.weight" in names)
+        kind = "rnn" if recurrent else "gated" if gated else "vanilla"
+        said = str(options.get("markov_head_type", kind)).lower()
+        if said != kind:
+            raise CheckpointError(f"markov_head_type is {said!r:.60}, and its tensors are those of a {kind} head.")
+        made = {"correction": kind, "rank": shapes[_MARKOV][1]}
+    elif options.get("markov_rank") or options.get("projector_type") == "domino":
+        raise CheckpointError("its config.json names a correction whose tensors are missing.")
+    if _CONFIDENCE in shapes:
+        alone = shapes[_CONFIDENCE][1] == width
+        made["confidence"] = "state" if alone else "state+token"
+        if not alone and _MARKOV not in shapes:
+            raise CheckpointError("its confidence head reads a Markov head, and there is none.")
+    return made
+
+
+def _draft_ids(weights: Weights, vocabulary: int) -> Tensor | None:
+    """Return the target id of each row of the LM head [Vd]; None if that is all ids in order."""
+    read_draft_ids(weights, vocabulary, weights.shapes)  # which checks them
+    if D2T not in weights.shapes:
+        return None
+    offsets = weights.read(D2T, INTEGERS).long()
+    ids = torch.arange(len(offsets)) + offsets
+    return None if torch.equal(ids, torch.arange(vocabulary)) else ids
+
+
+def _check_width(width: int, own_embeds: bool, own_head: bool, target: Target) -> None:
+    embedded = int(target.model.get_input_embeddings().weight.shape[1])
+    if not own_embeds and width != embedded or not own_head and width != target.hidden_size:
+        raise CheckpointError(
+            f"it is {width} wide and uses the tables of {target.name}, which are {embedded} and {target.hidden_size} "
+            "wide: it is another target's head."
+        )

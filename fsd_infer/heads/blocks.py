@@ -1,0 +1,241 @@
+"""Block heads: DFlash (arXiv 2602.06036), and DSpark (2607.05147) and Domino (2605.29707), which add a correction.
+
+One pass over a block of tokens, the root and masks, estimates the next tokens all at once. The target's features of the
+text enter as keys and values of every layer. So the text needs no queries, and a round costs one pass over the block.
+A correction then makes each estimate depend on the tokens drafted before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+from fsd_infer.heads.layers import build_layers
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """A block head, whichever program wrote it.
+
+    Attributes:
+        layer: fields of its Qwen3 layers, as :attr:`EagleConfig.layer`.
+        num_layers: of the head.
+        layers: the target's layers whose outputs it reads, ascending and counted from 0.
+        target_size: width of the target's features.
+        vocab_size: V.
+        block_size: tokens of the block, the root included.
+        mask_token_id: the token that stands for those to estimate.
+        fills_in: whether slot k of the block estimates the token at its own position, so that the root's slot is idle;
+            else the token after it.
+        windows: attention window of each layer; None: all.
+        causal: whether each layer's block attends to earlier slots alone.
+        draft_vocab_size: Vd if the head has its own LM head; None: it uses the target's.
+        own_embeddings: whether it has an embedding table of its own.
+        softcap: bound of the logits; None: none.
+        correction: "vanilla", "gated" or "rnn", a Markov head; "domino"; None.
+        rank: of the Markov head, or width of Domino's embeddings.
+        state_size: width of Domino's recurrent state.
+        plain_slots: estimates that Domino leaves uncorrected.
+        confidence: "state" or "state+token", what a confidence head reads; None: there is none.
+    """
+
+    layer: dict[str, Any]
+    num_layers: int
+    layers: tuple[int, ...]
+    target_size: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    fills_in: bool
+    windows: tuple[int | None, ...] = ()
+    causal: tuple[bool, ...] = ()
+    draft_vocab_size: int | None = None
+    own_embeddings: bool = False
+    softcap: float | None = None
+    correction: str | None = None
+    rank: int = 0
+    state_size: int = 0
+    plain_slots: int = 0
+    confidence: str | None = None
+
+    @property
+    def depth(self) -> int:
+        """Tokens that one pass estimates."""
+        return self.block_size - self.fills_in
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return int(self.layer["hidden_size"])
+
+
+class MarkovHead(nn.Module):
+    """DSpark's low-rank bias W2·g(W1[previous token]), [V, r] and [Vd, r].
+
+    ``kind`` is "vanilla", where g is the identity, "gated" by the slot's state, or "rnn", which sees all tokens before.
+    """
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.kind, rank, width = config.correction, config.rank, config.hidden_size
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def forward(self, tokens: Tensor, slot: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bias [..., Vd] and the next state [..., r].
+
+        Args:
+            tokens: [...] previous tokens.
+            slot: [..., H] the block's normed state.
+            state: [..., r] of the "rnn", 0 at first.
+        """
+        known = self.markov_w1(tokens)
+        if self.kind == "gated":
+            known = torch.sigmoid(self.gate_proj(torch.cat([slot, known], -1))) * known
+        elif self.kind == "rnn":
+            gate, new, out = self.joint_proj(torch.cat([state, known, slot], -1)).chunk(3, -1)
+            gate = torch.sigmoid(gate)
+            state, known = gate * state + (1 - gate) * torch.tanh(new), torch.tanh(out)
+        return self.markov_w2(known), state
+
+
+class BlockHead(nn.Module):
+    """The layers, the LM head if it is the head's own, and the correction.
+
+    Parameters are named as in the published files. Domino's are ``prefix_gru`` and ``embed_proj``.
+
+    Attributes:
+        draft_ids: [Vd] target id of each row of its LM head, in training; None: all, or unknown.
+    """
+
+    draft_ids: Tensor | None
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.config, width = config, config.hidden_size
+        self.register_buffer("draft_ids", None)
+        self.layers, self.rotary_emb, self.norm = build_layers(config.layer, config.num_layers)
+        self.fc = nn.Linear(len(config.layers) * config.target_size, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, eps=self.norm.variance_epsilon)  # type: ignore[arg-type]
+        vocabulary = config.draft_vocab_size or config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embeddings else None
+        self.lm_head = nn.Linear(width, vocabulary, bias=False) if config.draft_vocab_size else None
+        if config.correction == "domino":
+            states = 3 * config.state_size
+            self.prefix_gru = nn.ParameterDict(
+                {"weight_ih_l0": torch.empty(states, width), "weight_hh_l0": torch.empty(states, config.state_size)}
+            )
+            inner, outer = width + config.state_size, vocabulary
+            self.embed_proj = nn.Sequential(
+                nn.Linear(inner, config.rank, bias=False), nn.SiLU(), nn.Linear(config.rank, outer, bias=False)
+            )
+        elif config.correction is not None:
+            self.markov_head = MarkovHead(config)
+        if config.confidence is not None:
+            read = width + (config.rank if config.confidence == "state+token" else 0)
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(read, 1)})
+
+    @property
+    def state_size(self) -> int:
+        """Width of a node's state, which only recurrent corrections use."""
+        return self.config.state_size or (self.config.rank if self.config.correction == "rnn" else 0)
+
+    def context(self, features: Tensor) -> Tensor:
+        """Return what all layers read of the text: [..., H] of the target's features [..., m·H_t]."""
+        return self.hidden_norm(self.fc(features))
+
+    def keys_values(self, index: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values [B, heads, M, width] of x [B, M, H] at positions [B, M]."""
+        attention: Any = self.layers[index].self_attn
+        keys = attention.k_norm(_heads(attention.k_proj(x), attention.head_dim)).transpose(1, 2)
+        values = _heads(attention.v_proj(x), attention.head_dim).transpose(1, 2)
+        return apply_rotary_pos_emb(keys, keys, *self.rotary_emb(x, positions))[0], values
+
+    def forward(
+        self,
+        embeds: Tensor,
+        positions: Tensor,
+        masks: Sequence[Tensor],
+        update: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Estimate the states of a block.
+
+        Args:
+            embeds: [B, M, H] of the root and the masks.
+            positions: [B, M].
+            masks: of each layer, [B, M, S] bool; whether slot i attends to cache slot s.
+            update: given a layer's number and its keys and values of the block, returns those of text and block,
+                [B, heads, S, width].
+
+        Returns:
+            [B, M, H], the input of the LM head.
+        """
+        x, angles = embeds, self.rotary_emb(embeds, positions)
+        for index, part in enumerate(self.layers):
+            layer: Any = part
+            attention, normed = layer.self_attn, layer.input_layernorm(x)
+            queries = attention.q_norm(_heads(attention.q_proj(normed), attention.head_dim)).transpose(1, 2)
+            queries = apply_rotary_pos_emb(queries, queries, *angles)[0]
+            keys, values = update(index, *self.keys_values(index, normed, positions))
+            mixed = scaled_dot_product_attention(
+                queries, keys, values, attn_mask=masks[index][:, None], enable_gqa=queries.shape[1] != keys.shape[1]
+            )
+            x = x + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x)
+
+    def corrected(
+        self, depth: int, logits: Tensor, slot: Tensor, tokens: Tensor, state: Tensor, embeds: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Correct the estimates of the tokens after nodes of one depth.
+
+        Args:
+            depth: of the nodes.
+            logits: [B, E, Vd] uncorrected.
+            slot: [B, E, H] the block's state that gave them.
+            tokens: [B, E] of the nodes.
+            state: [B, E, state_size] of their parents.
+            embeds: [B, E, H] of the tokens, for Domino.
+
+        Returns:
+            [B, E, Vd] logits, and [B, E, state_size] states.
+        """
+        if self.config.correction is None:
+            return logits, state
+        if self.config.correction != "domino":
+            bias, state = self.markov_head(tokens, slot, state)
+            return logits + bias, state
+        assert embeds is not None
+        state = self._gru(embeds, state)
+        if depth < self.config.plain_slots:
+            return logits, state
+        return logits + self.embed_proj(torch.cat([slot, state], -1)), state
+
+    def _gru(self, inputs: Tensor, state: Tensor) -> Tensor:
+        """One step of torch.nn.GRU without biases, whose own kernels cannot be recorded everywhere."""
+        reset, update, new = nn.functional.linear(inputs, self.prefix_gru["weight_ih_l0"]).chunk(3, -1)
+        old_reset, old_update, old_new = nn.functional.linear(state, self.prefix_gru["weight_hh_l0"]).chunk(3, -1)
+        update = torch.sigmoid(update + old_update)
+        new = torch.tanh(new + torch.sigmoid(reset + old_reset) * old_new)
+        return (1 - update) * new + update * state
+
+    def confidence(self, slot: Tensor, tokens: Tensor) -> Tensor:
+        """Return the log chance [B, E] that the draft after each node is accepted, of ``slot`` and ``tokens``."""
+        read = slot
+        if self.config.confidence == "state+token":
+            read = torch.cat([slot, self.markov_head.markov_w1(tokens)], -1)
+        return nn.functional.logsigmoid(self.confidence_head["proj"](read)[..., 0].float())
+
+
+def _heads(x: Tensor, width: int) -> Tensor:
+    return x.unflatten(-1, (-1, width))

@@ -1,0 +1,310 @@
+"""The training of a DSpark block head (arXiv 2607.05147) as a LightningModule.
+
+Blocks with random roots run side by side. Each sees the target's features before its root and its own slots. Slot k
+estimates the token k + 1 places after the root. Its Markov head reads the true token before (teacher forcing). So slot
+k of a block is step k of a chain in :mod:`fsd_train.models.unroll`, and any loss applies. The bias W2·W1[token] is one
+product with the LM head: [z ; W1[token]] with [U ; W2].
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import AdamW
+
+from fsd_core.errors import DataError
+from fsd_core.files import disk_errors, replacing, write_text
+from fsd_core.tensors import to_device
+from fsd_infer.drafters import BlockDrafter, TreeShape
+from fsd_infer.heads.blocks import BlockConfig, BlockHead
+from fsd_infer.heads.layers import llama_layer
+from fsd_infer.heads.weights import SINGLE
+from fsd_infer.targets.target import Target
+from fsd_train.data.packs import on_host
+from fsd_train.losses import DraftBatch, LMHead
+from fsd_train.losses.base import TINY, Rows
+from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.start import choose_draft_ids
+from fsd_train.models.unroll import supervised
+from fsd_train.packed import TextMask
+from fsd_train.types import ChainSteps, NonNegativeInt, PositiveInt, Share
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """The shape of a block head.
+
+    Attributes:
+        num_layers: of the head.
+        layers: the target's layers that it reads, from 0 (default: ``num_layers`` of them, evenly spread).
+        rank: of the Markov head.
+        intermediate_size: width of the MLP (default: the target's).
+        mask_token_id: the token that stands for those to estimate (default: the vocabulary's last).
+    """
+
+    num_layers: PositiveInt = 2
+    layers: list[NonNegativeInt] = field(default_factory=list)
+    rank: PositiveInt = 64
+    intermediate_size: PositiveInt | None = None
+    mask_token_id: NonNegativeInt | None = None
+
+    def read_layers(self, target: Target) -> list[int]:
+        """Return the target's layers that the head reads, ascending."""
+        count, depth = max(self.num_layers, 2), int(target.config.num_hidden_layers)
+        spread = {min(round(1 + i * max(depth - 4, 0) / (count - 1)), depth - 1) for i in range(count)}
+        return sorted(set(self.layers) or spread)
+
+    def config(self, target: Target, block_size: int, vocabulary: int) -> BlockConfig:
+        """Return the config of a new head for a target."""
+        layer = {**llama_layer(target.config, target.hidden_size), "model_type": "qwen3"}
+        if self.intermediate_size is not None:
+            layer["intermediate_size"] = self.intermediate_size
+        mask = target.vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
+        return BlockConfig(
+            layer, self.num_layers, tuple(self.read_layers(target)), target.hidden_size, target.vocab_size, block_size,
+            mask, fills_in=False, windows=(None,) * self.num_layers, causal=(False,) * self.num_layers,
+            draft_vocab_size=vocabulary, correction="vanilla", rank=self.rank,
+        )  # fmt: skip
+
+
+DEFAULT_BLOCK = BlockOptions()
+
+
+class BlockModule(DistillationModule):
+    """Trains a DSpark head with a vanilla Markov head on the features of a frozen target.
+
+    Args:
+        target: built-in name, directory or hub id.
+        head: options of the head.
+        block_size: tokens that a block estimates, 1 to 7.
+        blocks: blocks per batch, at random roots.
+        draft_vocab_size: as of :class:`fsd_train.models.EagleModule`; None: the whole vocabulary.
+        decay: base of the weight decay^k of slot k.
+        optimizer: as of :class:`DistillationModule`.
+        training: further options of :class:`DistillationModule`, without ``unroll_steps`` and ``eval_steps``.
+    """
+
+    head: BlockHead
+
+    def __init__(
+        self,
+        target: str,
+        head: BlockOptions = DEFAULT_BLOCK,
+        block_size: ChainSteps = 7,
+        blocks: PositiveInt = 64,
+        draft_vocab_size: PositiveInt | None = None,
+        decay: Share = 0.8,
+        optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-3, weight_decay=0.0),
+        **training: Any,
+    ) -> None:
+        super().__init__(
+            target, optimizer=optimizer, unroll_steps=block_size, eval_steps=block_size, step_decay=decay, **training
+        )
+        self.options, self.block_size, self.blocks = head, block_size, blocks
+        self.draft_vocab_size = draft_vocab_size
+        self.save_hyperparameters()
+
+    # setting up ----------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Load the target and build the head (idempotent)."""
+        if hasattr(self, "head"):
+            return
+        target, size = self.target, self.draft_vocab_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            head = BlockHead(self.options.config(target, self.block_size, size or target.vocab_size)).float()
+        ids = None if size is None else torch.arange(size)
+        if size is not None and self._attached is not None and self.trainer.training:
+            ends = [i for i in target.eos_token_ids if i < target.vocab_size]
+            ids = choose_draft_ids(self._answer_counts("draft_vocab_size"), size, ends)
+        head.register_buffer("draft_ids", ids)
+        self._initialise(head, ids)
+        self.head = head
+
+    @torch.no_grad()
+    def _initialise(self, head: BlockHead, ids: Tensor | None) -> None:
+        """Start with the target's LM head and final norm, and without a bias."""
+        assert head.lm_head is not None
+        head.lm_head.weight.copy_(self.target.lm_head_rows(ids)[0])
+        final: Any = self.target.final_norm
+        if getattr(final, "weight", None) is not None:
+            head.norm.get_parameter("weight").copy_(final.weight)
+        head.markov_head.markov_w1.weight.normal_(std=0.02)
+        head.markov_head.markov_w2.weight.zero_()
+
+    def new_head(self) -> BlockHead:
+        made = BlockHead(self.head.config)
+        made.register_buffer("draft_ids", self.head.draft_ids)
+        return made
+
+    @property
+    def tables(self) -> list[Tensor]:
+        assert self.head.lm_head is not None
+        markov = self.head.markov_head
+        return [self.head.lm_head.weight, markov.markov_w1.weight, markov.markov_w2.weight]
+
+    def _load_target(self) -> Target:
+        target, store = super()._load_target(), self._feature_store
+        wanted = self.options.read_layers(target)
+        if store is None:
+            if self._runs_target or self._attached is None:
+                target.capture_layers(wanted)
+        elif missing := sorted(set(wanted) - set(store.layers)):
+            raise DataError(
+                f"the head reads inner layers {wanted}, but the cached features lack {missing}. Cache them again with "
+                f"`--layers {' '.join(map(str, wanted))}`."
+            )
+        else:
+            target.captured_layers = tuple(store.layers)
+        return target
+
+    # steps ---------------------------------------------------------------------------------------------------------
+
+    def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
+        """Run blocks of a batch and return the supervised rows."""
+        plan = plan_blocks(on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, self._draws())
+        text, rows = self._text(batch), plan.rows.to(self.device)
+        raw = self._features(batch, text)
+        states, before = self._blocks(batch["input_ids"][0], raw, text, to_device(plan.roots, self.device))
+        known = self.head.markov_head.markov_w1(before)
+        estimates = torch.cat([states, known.to(states.dtype)], -1).flatten(0, 1)
+        markov, lm_head = self.head.markov_head, self.head.lm_head
+        assert lm_head is not None
+        table = torch.cat([lm_head.weight, markov.markov_w2.weight], 1).to(self.target.dtype)
+        final = raw[0, :, : self.target.hidden_size]
+        return DraftBatch(
+            estimates=estimates.index_select(0, to_device(plan.source, self.device)),  # [R, H + r]
+            features=final.index_select(0, rows.position + 1).to(estimates.dtype),  # [N, H]
+            rows=rows,
+            head=self.lm_head(),
+            own_head=LMHead(table, ids=self.head.draft_ids),
+        )
+
+    def _draws(self) -> torch.Generator:
+        """Return a generator of the roots: in validation the same each time."""
+        number = self._batch_number if self.training else 0
+        return torch.Generator().manual_seed((self.seed * 1_000_003 + number) * 4096 + self.global_rank)
+
+    def _blocks(self, ids: Tensor, features: Tensor, text: TextMask, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states [N, K, H] of blocks with roots [N] in a packed row, and the tokens [N, K] before each."""
+        head, size, count = self.head, self.block_size, len(roots)
+        places = (roots[:, None] + torch.arange(size, device=self.device)).clamp_max(len(ids) - 1)
+        inner = self.target.features_of(features, head.config.layers)[..., self.target.hidden_size :]
+        context = head.context(inner.to(head.fc.weight.dtype))
+        tokens = torch.full_like(places, head.config.mask_token_id)
+        tokens[:, 0] = ids[roots]
+        with torch.no_grad():
+            embeds = self.target.embed(tokens).to(context.dtype)
+        positions = text.positions[0, roots][:, None] + torch.arange(size, device=self.device)
+        known = torch.arange(len(ids), device=self.device)
+        begins = known - text.positions[0]  # first place of each place's conversation
+        sees = (known < roots[:, None]) & (begins == begins[roots][:, None])
+        own = torch.eye(count, dtype=torch.bool, device=self.device)
+        mask = torch.cat(
+            [sees.repeat_interleave(size, 0), own.repeat_interleave(size, 0).repeat_interleave(size, 1)], 1
+        )
+
+        def joined(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            before = head.keys_values(index, context, text.positions)
+            return torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+
+        flat = embeds.reshape(1, count * size, embeds.shape[-1])
+        states = head(flat, positions.reshape(1, -1), [mask[None]] * head.config.num_layers, joined)
+        return states.view(count, size, -1), ids[places]
+
+    def make_drafter(self, target: Target, tree: TreeShape | None = None) -> BlockDrafter:
+        head = copy.deepcopy(self.head).requires_grad_(False).eval()
+        ids, head.draft_ids = head.draft_ids, None
+        for parameter in head.parameters():  # not the rotary frequencies
+            parameter.data = parameter.data.to(target.dtype)
+        return BlockDrafter(head.to(target.device), target, tree, ids if ids is None else ids.to(target.device))
+
+    # checkpoints ---------------------------------------------------------------------------------------------------
+
+    def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
+        """Write the head as speculators' DSpark, with its own LM head and without a copy of the embeddings."""
+        place, head, config = Path(directory), self.head, self.head.config
+        state = {name: value.detach().cpu() for name, value in head.state_dict().items() if name != "draft_ids"}
+        tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
+        if head.draft_ids is not None:
+            ids = head.draft_ids.cpu()
+            tensors["d2t"] = ids - torch.arange(len(ids))
+            tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        described = {
+            "speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"],
+            "transformer_layer_config": {
+                **config.layer, "num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size,
+                "layer_types": ["full_attention"] * config.num_layers,
+            },
+            "draft_vocab_size": config.draft_vocab_size, "block_size": config.block_size, "sample_from_anchor": True,
+            "mask_token_id": config.mask_token_id, "target_hidden_size": config.target_size,
+            "aux_hidden_state_layer_ids": [number + 1 for number in config.layers], "markov_rank": config.rank,
+            "markov_head_type": "vanilla", "enable_confidence_head": False, "confidence_head_with_markov": False,
+            "speculators_config": {
+                "algorithm": "dspark", "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.depth}],
+                "verifier": {"name_or_path": self.target_name, "architectures": []},
+            },
+            "training": self.record(extra),
+        }  # fmt: skip
+        place.mkdir(parents=True, exist_ok=True)
+        with disk_errors(place / SINGLE), replacing(place / SINGLE) as written:
+            save_file(tensors, written)
+        write_text(place / "config.json", json.dumps(described, indent=2, default=str) + "\n")
+        return place
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """The blocks of a batch, in host memory.
+
+    Attributes:
+        roots: [N] places of their roots.
+        source: [R] index of each row's slot among the blocks' N·K.
+        rows: the rows.
+    """
+
+    roots: Tensor
+    source: Tensor
+    rows: Rows
+
+
+def plan_blocks(loss_mask: Tensor, size: int, most: int, decay: float, generator: torch.Generator) -> BlockPlan:
+    """Choose up to ``most`` roots among the supervised ones at random, and the rows of their slots.
+
+    Args:
+        loss_mask: [M], as of :func:`supervised`, in host memory.
+        size: K, slots of a block.
+        most: blocks.
+        decay: base of the weight decay^k of slot k.
+        generator: of the choice.
+    """
+    wanted = supervised(loss_mask, size)
+    possible = wanted[0].nonzero().squeeze(1)
+    chosen = possible[torch.randperm(len(possible), generator=generator)[:most].sort().values]
+    if not len(chosen):  # other ranks may wait for this one's gradients
+        chosen = torch.zeros(1, dtype=torch.long)
+    slots = torch.arange(size)
+    places = chosen[:, None] + slots
+    there = wanted[slots, places.clamp_max(wanted.shape[1] - 1)] & (places < wanted.shape[1])
+    block, slot = there.nonzero().unbind(1)
+    order = places[block, slot].argsort(stable=True)
+    block, slot = block[order], slot[order]
+    place = places[block, slot]
+    position, feature = place.unique(return_inverse=True)
+    weight = decay ** slot.float()
+    row = torch.full(there.shape, -1).index_put((block, slot), torch.arange(len(place)))
+    whole = there.all(1)
+    ends = [0, *torch.bincount(feature, minlength=len(position)).cumsum(0).tolist()]
+    total = weight.sum().clamp_min(TINY)
+    rows = Rows(position, feature, slot, weight, row[whole].T, torch.ones(int(whole.sum())), ends, total, whole.sum())
+    return BlockPlan(chosen + 1, block * size + slot, rows)

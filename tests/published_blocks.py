@@ -1,0 +1,351 @@
+"""Random heads in the layouts of other programs, and what they estimate, computed plainly: one text, no cache.
+
+A layout is the config.json and the tensors as its home writes them, and a function from (states of the target, text,
+drafts) to the logits of the next draft. The text ends with the newest token, whose state the target does not have yet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import embedding, linear, silu
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.rules_toy import V
+
+H, LAYERS, HEADS, GROUPS, WIDTH, INNER = 16, 4, 4, 2, 8, 24
+BLOCK, MASK, RANK, WINDOW = 4, 3, 3, 3
+THETA, EPS = 10_000.0, 1e-6
+
+Estimate = Callable[["States", list[int], list[int]], Tensor]
+
+
+@dataclass
+class States:
+    """The target's states at every position of a text but the last: the final one, normed, and each layer's output."""
+
+    model: Any
+    final: Tensor
+    layers: list[Tensor]
+
+    @classmethod
+    def of(cls, model: Any, text: list[int]) -> States:
+        found: list[Tensor] = []
+        hooks = [layer.register_forward_hook(lambda *x: found.append(_first(x[2])[0])) for layer in model.model.layers]
+        with torch.no_grad():
+            final = model.model(torch.tensor([text])).last_hidden_state[0]
+        for hook in hooks:
+            hook.remove()
+        return cls(model, final[:-1], [state[:-1] for state in found])
+
+    def embed(self, ids: list[int]) -> Tensor:
+        made: Tensor = self.model.get_input_embeddings()(torch.tensor(ids))
+        return made
+
+    def lm_head(self, x: Tensor) -> Tensor:
+        made: Tensor = self.model.get_output_embeddings()(x)
+        return made
+
+
+@dataclass
+class Layout:
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    estimate: Estimate
+    depth: int
+    ids: list[int] | None = None  # target id of each entry of the estimates
+
+    def write(self, directory: Path, **changes: Any) -> Path:
+        directory.mkdir(parents=True, exist_ok=True)
+        config = {name: value for name, value in {**self.config, **changes}.items() if value is not Ellipsis}
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file({name: value.contiguous() for name, value in self.tensors.items()}, directory / "model.safetensors")
+        return directory
+
+
+def _first(x: Any) -> Tensor:
+    made: Tensor = x[0] if isinstance(x, tuple) else x
+    return made
+
+
+@cache
+def tiny_target() -> Any:
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=H, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS, max_position_embeddings=128, tie_word_embeddings=False, eos_token_id=None,
+        bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.mul_(6.0)
+            else:
+                parameter.data.normal_(1.0, 0.3)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+# block heads ---------------------------------------------------------------------------------------------------------
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": H, "intermediate_size": INNER, "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS, "head_dim": WIDTH, "num_hidden_layers": 2, "rms_norm_eps": EPS, "vocab_size": V,
+    "rope_theta": THETA, "rope_scaling": None, "max_position_embeddings": 128, "attention_bias": False,
+    "layer_types": ["full_attention"] * 2, "hidden_act": "silu", "tie_word_embeddings": False, "sliding_window": None,
+}  # fmt: skip
+
+
+def rand(*shape: int, scale: float = 0.5) -> Tensor:
+    return torch.randn(*shape) * scale
+
+
+def norm(size: int) -> Tensor:
+    return 1 + 0.2 * torch.randn(size)
+
+
+def backbone(count: int = 2, fused: int = 2) -> dict[str, Tensor]:
+    tensors = {"fc.weight": rand(H, fused * H), "hidden_norm.weight": norm(H), "norm.weight": norm(H)}
+    for j in range(count):
+        own = {
+            "input_layernorm": norm(H), "post_attention_layernorm": norm(H), "self_attn.q_norm": norm(WIDTH),
+            "self_attn.k_norm": norm(WIDTH), "self_attn.q_proj": rand(HEADS * WIDTH, H),
+            "self_attn.k_proj": rand(GROUPS * WIDTH, H), "self_attn.v_proj": rand(GROUPS * WIDTH, H),
+            "self_attn.o_proj": rand(H, HEADS * WIDTH), "mlp.gate_proj": rand(INNER, H), "mlp.up_proj": rand(INNER, H),
+            "mlp.down_proj": rand(H, INNER),
+        }  # fmt: skip
+        tensors |= {f"layers.{j}.{name}.weight": value for name, value in own.items()}
+    return tensors
+
+
+def rms(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """x [heads, M, WIDTH]"""
+    half = WIDTH // 2
+    angles = positions[:, None] / THETA ** (torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def block_states(
+    t: dict[str, Tensor], context: Tensor, embeds: Tensor, windows: list[int | None], causal: list[bool]
+) -> Tensor:
+    """z [B, H] of a block's embeddings, with the target's features [P, m·H] of all positions before it."""
+    seen, size = len(context), len(embeds)
+    c, z = rms(linear(context, t["fc.weight"]), t["hidden_norm.weight"]), embeds
+    places, own = torch.arange(seen + size), torch.arange(seen, seen + size)
+    for j in range(len(windows)):
+        p = {name.removeprefix(f"layers.{j}."): value for name, value in t.items() if name.startswith(f"layers.{j}.")}
+        n = rms(z, p["input_layernorm.weight"])
+        both = torch.cat([c, n])
+        q, k, v = (
+            linear(x, p[f"self_attn.{kind}_proj.weight"]).view(len(x), -1, WIDTH).transpose(0, 1)
+            for kind, x in (("q", n), ("k", both), ("v", both))
+        )
+        q = rotated(rms(q, p["self_attn.q_norm.weight"]), own)
+        k = rotated(rms(k, p["self_attn.k_norm.weight"]), places)
+        k, v = (x.repeat_interleave(HEADS // GROUPS, 0) for x in (k, v))
+        visible = torch.ones(size, seen + size, dtype=torch.bool)
+        if windows[j] is not None:
+            visible &= own[:, None] - places < windows[j]  # type: ignore[operator]
+        if causal[j]:
+            visible &= places <= own[:, None]
+        weights = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(~visible, -math.inf).softmax(-1)
+        z = z + linear((weights @ v).transpose(0, 1).reshape(size, -1), p["self_attn.o_proj.weight"])
+        m = rms(z, p["post_attention_layernorm.weight"])
+        inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
+        z = z + linear(inner, p["mlp.down_proj.weight"])
+    return rms(z, t["norm.weight"])
+
+
+def of_blocks(
+    tensors: dict[str, Tensor],
+    layers: list[int],
+    first: int,
+    correct: Callable[..., Tensor] | None = None,
+    windows: list[int | None] | None = None,
+    causal: list[bool] | None = None,
+    prefix: str = "",
+) -> Estimate:
+    """What a block head estimates; ``first`` is the slot of the first draft."""
+    t = {name.removeprefix(prefix): value for name, value in tensors.items()}
+
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        ids = [text[-1], *[MASK] * (BLOCK - 1)]
+        table = t.get("embed_tokens.weight")
+        embeds = states.embed(ids) if table is None else embedding(torch.tensor(ids), table)
+        context = torch.cat([states.layers[i] for i in layers], -1)
+        z = block_states(t, context, embeds, windows or [None] * 2, causal or [False] * 2)
+        head = t.get("lm_head.weight")
+        base = states.lm_head(z) if head is None else linear(z, head)
+        slot = first + len(drafts)
+        logits = base[slot]
+        return logits if correct is None else logits + correct(t, states, z, [text[-1], *drafts], first)
+
+    return estimate
+
+
+def markov_tensors(kind: str, drafted: int = V) -> dict[str, Tensor]:
+    made = {"markov_head.markov_w1.weight": rand(V, RANK, scale=1), "markov_head.markov_w2.weight": rand(drafted, RANK)}
+    name, shape = {"gated": ("gate_proj", (RANK, H + RANK)), "rnn": ("joint_proj", (3 * RANK, 2 * RANK + H))}.get(
+        kind, ("", ())
+    )
+    if name:
+        made |= {f"markov_head.{name}.weight": rand(*shape), f"markov_head.{name}.bias": rand(shape[0])}
+    return made
+
+
+def vanilla(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], first: int) -> Tensor:
+    return t["markov_head.markov_w2.weight"] @ t["markov_head.markov_w1.weight"][known[-1]]
+
+
+def gated(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], first: int) -> Tensor:
+    e, slot = t["markov_head.markov_w1.weight"][known[-1]], z[first + len(known) - 1]
+    gate = linear(torch.cat([slot, e]), t["markov_head.gate_proj.weight"], t["markov_head.gate_proj.bias"]).sigmoid()
+    return t["markov_head.markov_w2.weight"] @ (gate * e)
+
+
+def rnn(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], first: int) -> Tensor:
+    """Trained over every slot of the block, the idle one included, whose previous token is the root as well."""
+    s, out = torch.zeros(RANK), torch.zeros(RANK)
+    for slot, token in enumerate([known[0]] * first + known):
+        e = t["markov_head.markov_w1.weight"][token]
+        read = torch.cat([s, e, z[slot]])
+        g, c, out = linear(read, t["markov_head.joint_proj.weight"], t["markov_head.joint_proj.bias"]).chunk(3)
+        s = g.sigmoid() * s + (1 - g.sigmoid()) * c.tanh()
+    return t["markov_head.markov_w2.weight"] @ out.tanh()
+
+
+STATE, NARROW = 5, 6
+
+
+def domino_tensors() -> dict[str, Tensor]:
+    return {
+        "prefix_gru.weight_ih_l0": rand(3 * STATE, H), "prefix_gru.weight_hh_l0": rand(3 * STATE, STATE),
+        "embed_proj.0.weight": rand(NARROW, H + STATE, scale=1), "embed_proj.2.weight": rand(V, NARROW, scale=1),
+    }  # fmt: skip
+
+
+def domino(t: dict[str, Tensor], states: States, z: Tensor, known: list[int], first: int) -> Tensor:
+    """pure_draft_prefix_len 1: the first draft is not corrected."""
+    if len(known) == 1:
+        return torch.zeros(V)
+    gru = torch.nn.GRU(H, STATE, bias=False, batch_first=True)
+    gru.load_state_dict({name.removeprefix("prefix_gru."): t[name] for name in t if name.startswith("prefix_gru.")})
+    with torch.no_grad():
+        state = gru(states.embed(known)[None])[0][0, -1]
+    read = torch.cat([z[first + len(known) - 1], state])
+    return linear(silu(linear(read, t["embed_proj.0.weight"])), t["embed_proj.2.weight"])
+
+
+def confidence(t: dict[str, Tensor], z: Tensor, slot: int, token: int) -> float:
+    """Chance that the draft after a token is accepted."""
+    read = torch.cat([z[slot], t["markov_head.markov_w1.weight"][token]])
+    weight, bias = t["confidence_head.proj.weight"], t["confidence_head.proj.bias"]
+    return float(linear(read, weight, bias).detach().sigmoid())
+
+
+def confidence_tensors(width: int = H + RANK) -> dict[str, Tensor]:
+    return {"confidence_head.proj.weight": rand(1, width, scale=0.2), "confidence_head.proj.bias": torch.ones(1)}
+
+
+def of_speculators(kind: str, drafted: int, anchor: bool | None, **options: Any) -> dict[str, Any]:
+    said = {} if anchor is None else {"sample_from_anchor": anchor}
+    return {
+        "speculators_model_type": kind, "architectures": [f"{kind[:2].upper()}{kind[2:]}Speculator"],
+        "transformer_layer_config": QWEN3, "draft_vocab_size": drafted, "block_size": BLOCK, "mask_token_id": MASK,
+        "aux_hidden_state_layer_ids": [1, 3], "target_hidden_size": None, "sliding_window_non_causal": False, **said,
+        "speculators_config": {"algorithm": kind, "proposal_methods": [{"speculative_tokens": BLOCK - 1}]}, **options,
+    }  # fmt: skip
+
+
+def z_lab(**nested: Any) -> dict[str, Any]:
+    return {
+        **QWEN3, "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": BLOCK, "num_target_layers": LAYERS,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2], **nested},
+    }  # fmt: skip
+
+
+def z_lab_head() -> Layout:
+    tensors = backbone()
+    return Layout(z_lab(), tensors, of_blocks(tensors, [0, 2], 1), BLOCK - 1)
+
+
+def sliding_head() -> Layout:
+    tensors = backbone()
+    config = {**z_lab(), "layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+    estimate = of_blocks(tensors, [0, 2], 1, windows=[WINDOW, None], causal=[True, False])
+    return Layout(config, tensors, estimate, BLOCK - 1)
+
+
+def early_head() -> Layout:
+    """SpecForge's DSpark, as its first versions nested the heads; layers are not named in order."""
+    tensors = {
+        **backbone(),
+        **{f"logit_head.{name}": x for name, x in (markov_tensors("") | confidence_tensors()).items()},
+    }
+    config = z_lab(
+        projector_type="dspark", markov_rank=RANK, markov_head_type="vanilla", confidence_head_with_markov=True,
+        attention_mode="gqa", target_layer_ids=[2, 0], enable_confidence_head=True,
+    )  # fmt: skip
+    config |= {"architectures": ["DSparkDraftModel"]}
+    return Layout(config, tensors, of_blocks(tensors, [2, 0], 0, vanilla, prefix="logit_head."), BLOCK)
+
+
+def deep_spec(kind: str, copies: bool = True) -> Layout:
+    """Keys at the top of a copied config, and copies of the target's tables."""
+    tensors = {**backbone(), **({} if kind == "none" else markov_tensors(kind))}
+    model = tiny_target()
+    if copies:
+        tensors |= {"embed_tokens.weight": model.get_input_embeddings().weight.data.clone()}
+        tensors |= {"lm_head.weight": model.get_output_embeddings().weight.data.clone()}
+    config = {
+        **QWEN3, "architectures": ["Qwen3DSparkModel"], "block_size": BLOCK, "mask_token_id": MASK, "num_anchors": 8,
+        "target_layer_ids": [0, 2], "num_target_layers": LAYERS, "markov_rank": 0 if kind == "none" else RANK,
+        "enable_confidence_head": False,
+    }  # fmt: skip
+    config |= {} if kind == "none" else {"markov_head_type": kind}
+    correct = {"none": None, "gated": gated, "rnn": rnn}[kind]
+    return Layout(config, tensors, of_blocks(tensors, [0, 2], 0, correct), BLOCK)
+
+
+def reduced_tables(ids: list[int]) -> dict[str, Tensor]:
+    known = torch.zeros(V, dtype=torch.bool)
+    known[ids] = True
+    return {
+        "embed_tokens.weight": rand(V, H, scale=2), "lm_head.weight": rand(len(ids), H), "t2d": known,
+        "d2t": torch.tensor(ids) - torch.arange(len(ids)), "verifier_norm.weight": norm(H),
+        "verifier_lm_head.weight": rand(len(ids), H),
+    }  # fmt: skip
+
+
+def speculators_head(kind: str, markov: str = "", anchor: bool = False) -> Layout:
+    ids = [3, 0, 1] if kind == "dflash" else [0, 1, 3]
+    tensors = {**backbone(), **reduced_tables(ids), **(markov_tensors(markov, len(ids)) if kind == "dspark" else {})}
+    config = of_speculators(
+        kind, len(ids), anchor, **({"markov_rank": RANK, "markov_head_type": markov} if markov else {})
+    )
+    correct = {"": None, "vanilla": vanilla, "rnn": rnn}[markov]
+    return Layout(config, tensors, of_blocks(tensors, [0, 2], 1 - anchor, correct), BLOCK - 1 + anchor, ids)
+
+
+def domino_head(shifted: bool) -> Layout:
+    tensors = {**backbone(), **domino_tensors()}
+    config = z_lab(
+        projector_type="domino", emb_dim=NARROW, gru_hidden_dim=STATE, pure_draft_prefix_len=1, shift_label=shifted
+    ) | {"architectures": ["DominoDraftModel"]}
+    return Layout(config, tensors, of_blocks(tensors, [0, 2], 1 - shifted, domino), BLOCK - 1 + shifted)

@@ -1,0 +1,201 @@
+"""Random heads of other programs in all layouts; those of blocks are in tests/published_blocks.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, gelu, linear, silu
+
+from tests.published_blocks import (
+    GROUPS,
+    HEADS,
+    INNER,
+    MASK,
+    QWEN3,
+    WIDTH,
+    H,
+    Layout,
+    States,
+    V,
+    deep_spec,
+    domino_head,
+    early_head,
+    norm,
+    rand,
+    reduced_tables,
+    rms,
+    rotated,
+    sliding_head,
+    speculators_head,
+    z_lab_head,
+)
+
+# heads without attention ---------------------------------------------------------------------------------------------
+
+
+def medusa_head(of_vllm: bool) -> Layout:
+    heads, blocks = 3, 2
+    w = [[rand(H, H) for _ in range(blocks)] for _ in range(heads)]
+    b = [[rand(H) for _ in range(blocks)] for _ in range(heads)]
+    u = [rand(V, H) for _ in range(heads)]
+    tensors: dict[str, Tensor] = {}
+    for i in range(heads):
+        for j in range(blocks):
+            if of_vllm:
+                tensors[f"blocks.{i}.layers.{j}.weight"] = w[i][j]
+            else:
+                tensors |= {f"{i}.{j}.linear.weight": w[i][j], f"{i}.{j}.linear.bias": b[i][j]}
+        tensors[f"lm_heads.{i}.weight" if of_vllm else f"{i}.{blocks}.weight"] = u[i]
+
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        y = states.final[-1]
+        for j in range(blocks):
+            y = y + silu(linear(y, w[len(drafts)][j], None if of_vllm else b[len(drafts)][j]))
+        return u[len(drafts)] @ y
+
+    config: dict[str, Any] = {"medusa_num_heads": 2, "medusa_num_layers": blocks, "base_model_name_or_path": "x"}
+    if of_vllm:
+        config = {
+            "model_type": "medusa",
+            "hidden_size": H,
+            "vocab_size": V,
+            "num_heads": heads,
+            "medusa_fc_bias": False,
+        }
+    return Layout(config, tensors, estimate, heads)
+
+
+def hydra_head() -> Layout:
+    heads = 3
+    tensors: dict[str, Tensor] = {}
+    for i in range(heads):
+        first = f"hydra_mlp.{i}.0."
+        for name in ("linear", "res_connection"):
+            tensors |= {f"{first}{name}.weight": rand(H, (i + 2) * H), f"{first}{name}.bias": rand(H)}
+        tensors |= {f"hydra_mlp.{i}.1.linear.weight": rand(H, H), f"hydra_mlp.{i}.1.linear.bias": rand(H)}
+        tensors |= {f"hydra_lm_head.{i}.weight": rand(V, H), f"hydra_lm_head.{i}.bias": rand(V)}
+
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        def layer(name: str, x: Tensor) -> Tensor:
+            return linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+
+        i = len(drafts)
+        x = torch.cat([states.final[-1], *states.embed([text[-1], *drafts])])
+        y = layer(f"hydra_mlp.{i}.0.res_connection", x) + silu(layer(f"hydra_mlp.{i}.0.linear", x))
+        y = y + silu(layer(f"hydra_mlp.{i}.1.linear", y))
+        return layer(f"hydra_lm_head.{i}", y)
+
+    config = {"hydra_num_heads": heads, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
+    return Layout(config, tensors, estimate, heads)
+
+
+def mlp_speculator(tied: bool) -> Layout:
+    steps, width = 3, 12
+    tensors: dict[str, Tensor] = {}
+    for i in range(steps):
+        own = {
+            "emb": rand(V, width, scale=1), "proj": rand(width, width if i else H), "head": rand(V, width, scale=1),
+            "ln": norm(width), "bias": rand(width),
+        }  # fmt: skip
+        for name, value in own.items():
+            stored = f"speculator.ln.{i}.bias" if name == "bias" else f"speculator.{name}.{i}.weight"
+            if tied and i > (name == "proj"):
+                value = tensors[stored.replace(f".{i}.", f".{int(name == 'proj')}.")].clone()
+            tensors[stored] = value
+
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        s = rms(states.final[-1]) / math.sqrt(2) if tied else states.final[-1]
+        keeps = 0.5 ** (0.5 / steps)
+        for i, token in enumerate([text[-1], *drafts]):
+            z = tensors[f"speculator.emb.{i}.weight"][token] * math.sqrt((1 - keeps**2) * width / 2) / keeps
+            s = tensors[f"speculator.proj.{i}.weight"] @ s + z
+            s = gelu(rms(s, tensors[f"speculator.ln.{i}.weight"]) + tensors[f"speculator.ln.{i}.bias"])
+        return tensors[f"speculator.head.{i}.weight"] @ s
+
+    config = {
+        "model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], "emb_dim": H,
+        "inner_dim": width, "vocab_size": V, "n_predict": steps, "tie_weights": tied, "scale_input": tied,
+    }  # fmt: skip
+    return Layout(config, tensors, estimate, steps)
+
+
+# P-EAGLE -------------------------------------------------------------------------------------------------------------
+
+
+def p_eagle_head() -> Layout:
+    """Two layers; the second is a plain Llama layer."""
+    ids = [0, 1, 3]
+    tensors = {
+        "fc.weight": rand(H, 3 * H), "norm.weight": norm(H), "mask_hidden": rand(1, 1, 3 * H), **reduced_tables(ids),
+    }  # fmt: skip
+    for j in range(2):
+        read = H if j else 2 * H
+        own = {
+            "input_layernorm": norm(H), "post_attention_layernorm": norm(H),
+            "self_attn.q_proj": rand(HEADS * WIDTH, read), "self_attn.k_proj": rand(GROUPS * WIDTH, read),
+            "self_attn.v_proj": rand(GROUPS * WIDTH, read), "self_attn.o_proj": rand(H, HEADS * WIDTH),
+            "mlp.gate_proj": rand(INNER, H), "mlp.up_proj": rand(INNER, H), "mlp.down_proj": rand(H, INNER),
+        }  # fmt: skip
+        own |= {} if j else {"hidden_norm": norm(H)}
+        tensors |= {f"layers.{j}.{name}.weight": value for name, value in own.items()}
+
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        t, masks = tensors, len(drafts)
+        embeds = embedding(torch.tensor([*text[1:], *[MASK] * masks]), t["embed_tokens.weight"])
+        fused = torch.cat([states.layers[i] for i in (0, 1, 2)], -1)
+        x = linear(torch.cat([fused, t["mask_hidden"][0].expand(masks, -1)]), t["fc.weight"])
+        places = torch.arange(len(x))
+        for j in range(2):
+            p = {name.removeprefix(f"layers.{j}."): t[name] for name in t if name.startswith(f"layers.{j}.")}
+            n = rms(embeds if j == 0 else x, p["input_layernorm.weight"])
+            n = n if j else torch.cat([n, rms(x, p["hidden_norm.weight"])], -1)
+            q, k, v = (
+                linear(n, p[f"self_attn.{kind}_proj.weight"]).view(len(x), -1, WIDTH).transpose(0, 1) for kind in "qkv"
+            )
+            q, k = rotated(q, places), rotated(k, places)
+            k, v = (y.repeat_interleave(HEADS // GROUPS, 0) for y in (k, v))
+            scores = (q @ k.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(places > places[:, None], -math.inf)
+            x = x + linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1), p["self_attn.o_proj.weight"])
+            m = rms(x, p["post_attention_layernorm.weight"])
+            inner = silu(linear(m, p["mlp.gate_proj.weight"])) * linear(m, p["mlp.up_proj.weight"])
+            x = x + linear(inner, p["mlp.down_proj.weight"])
+        return linear(rms(x[-1], t["norm.weight"]), t["lm_head.weight"])
+
+    config = {
+        **QWEN3, "model_type": "llama", "architectures": ["PEagleDraftModel"], "draft_vocab_size": len(ids),
+        "mask_token_id": MASK, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "norm_before_residual": False,
+    }  # fmt: skip
+    return Layout(config, tensors, estimate, 8, ids)
+
+
+LAYOUTS: dict[str, Callable[[], Layout]] = {
+    "dflash of z-lab": z_lab_head,
+    "dflash with windows": sliding_head,
+    "dflash of speculators": lambda: speculators_head("dflash"),
+    "dflash of DeepSpec": lambda: deep_spec("none"),
+    "dspark of SpecForge": early_head,
+    "dspark of DeepSpec, gated": lambda: deep_spec("gated"),
+    "dspark of DeepSpec, rnn": lambda: deep_spec("rnn", copies=False),
+    "dspark of speculators": lambda: speculators_head("dspark", "vanilla", anchor=True),
+    "dspark of speculators, filling in": lambda: speculators_head("dspark", "rnn"),
+    "domino": lambda: domino_head(True),
+    "domino, filling in": lambda: domino_head(False),
+    "p-eagle": p_eagle_head,
+    "medusa": lambda: medusa_head(False),
+    "medusa of vLLM": lambda: medusa_head(True),
+    "hydra": hydra_head,
+    "mlp speculator": lambda: mlp_speculator(False),
+    "mlp speculator, tied": lambda: mlp_speculator(True),
+}
+
+
+@cache
+def layout(name: str) -> Layout:
+    with torch.random.fork_rng():
+        torch.manual_seed(sorted(LAYOUTS).index(name) + 1)
+        return LAYOUTS[name]()

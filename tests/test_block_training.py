@@ -1,0 +1,121 @@
+"""Training of block heads: blocks in a batch are those of decoding, and what is exported loads and decodes exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from fsd_core.errors import DataError
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import BlockDrafter, DraftRequest
+from fsd_infer.drafters.loading import load_drafter
+from fsd_train.cli import main as cli
+from fsd_train.models import BlockModule, BlockOptions
+from fsd_train.models.block import plan_blocks
+from tests import train_toys
+from tests.families import reference
+from tests.test_recipes import DSPARK
+from tests.train_toys import VOCAB, answers_of, batch_of, in_bf16, logged, ready
+from tests.train_toys import options as module_options
+
+BLOCK = 4
+
+
+def make(toys: Path, **given: Any) -> BlockModule:
+    chosen = module_options(**{"lr": 5e-3, "warmup_steps": 2, "loss": "kl_pq", **given})
+    options = BlockOptions(rank=8, layers=[0, 1], mask_token_id=3)
+    return BlockModule(str(toys / "target"), options, block_size=BLOCK, blocks=24, **chosen)
+
+
+def whole(toys: Path) -> BlockModule:
+    module = ready(make(toys))
+    module.target.capture_layers([0, 1])
+    return module
+
+
+def test_blocks_of_a_batch_are_those_of_decoding(toys: Path) -> None:
+    module = whole(toys).eval()
+    torch.nn.init.normal_(module.head.markov_head.markov_w2.weight)
+    batch, target = batch_of(toys), module.target
+    drafts = module.draft(batch, BLOCK)
+    plan = plan_blocks(batch["loss_mask"][0], BLOCK, 24, 0.8, module._draws())
+    logits = drafts.draft_head(drafts.estimates)
+    drafter = module.make_drafter(target, TreeShape.chain(BLOCK))
+    ends = batch["lengths"].cumsum()
+    compared = 0
+    for source, row in zip(plan.source.tolist(), range(len(plan.source))):
+        root, slot = int(plan.roots[source // BLOCK]), source % BLOCK
+        begin = int(max([0, *ends[ends <= root].tolist()]))
+        text = batch["input_ids"][0, begin : root + slot + 1]
+        session = drafter.start(text[:1], DraftRequest(1, 64))
+        known = text[: root - begin + 1]
+        with torch.no_grad():
+            session.extend(known[None, 1:], target.features(known[None])[:, :-1], torch.tensor([len(known) - 1]))
+            session.draft(known[-1:])
+            wanted, state = session._step(slot, text[None, -1:], session._state)
+        torch.testing.assert_close(logits[row], wanted[0, 0], rtol=1e-4, atol=1e-4)
+        compared += 1
+    assert compared > 24 and (drafts.rows.step == plan.source % BLOCK).all()
+    assert (drafts.rows.chains >= 0).all() and drafts.rows.chains.shape[0] == BLOCK
+    # a row of slot k and one of slot 0 at the same position share the target's feature
+    assert drafts.features.shape[0] == len(drafts.rows.position) == int(drafts.rows.feature.max()) + 1
+
+
+@pytest.mark.parametrize("vocabulary", [None, 40])
+def test_a_fit_learns_and_its_export_decodes_exactly(toys: Path, tmp_path: Path, vocabulary: int | None) -> None:
+    module = make(toys, draft_vocab_size=vocabulary)
+    run = train_toys.trainer(tmp_path, 30, every=30, limit_val_batches=0)
+    run.fit(module, answers_of(toys, batch_tokens=400))
+    losses = logged(tmp_path, "loss")
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    place = module.export(tmp_path / "head")
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    drafter = load_drafter(str(place), target, TreeShape(3, 2, 6))
+    assert isinstance(drafter, BlockDrafter) and drafter.head.config.depth == BLOCK
+    for name, value in module.head.state_dict().items():
+        if name != "draft_ids":
+            torch.testing.assert_close(drafter.head.state_dict()[name], in_bf16(value))
+    ids = module.head.draft_ids
+    assert (drafter.draft_ids is None) == (ids is None) and (ids is None or torch.equal(drafter.draft_ids, ids))
+    prompts = [[5, 9, 11], [7, 3, 20, 33, 8]]
+    made = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=12, do_sample=False)
+    assert made.sequences == reference(target.model, prompts, max_new_tokens=12)
+    assert json.loads((place / "config.json").read_text())["training"]["steps"] == 30
+
+
+def test_the_recipe_trains_and_exports(toys: Path, tmp_path: Path) -> None:
+    recipe = yaml.safe_load(DSPARK.read_text(encoding="utf-8"))
+    recipe["trainer"] |= {"max_steps": 4, "val_check_interval": 4, "precision": "32-true", "accelerator": "cpu"}
+    recipe["trainer"]["logger"]["init_args"]["save_dir"] = str(tmp_path / "logs")
+    checkpoints, export = (callback["init_args"] for callback in recipe["trainer"]["callbacks"])
+    checkpoints["dirpath"] = str(tmp_path)
+    export |= {"directory": str(tmp_path / "head"), "every_n_train_steps": 2}
+    recipe["model"]["init_args"] |= {"target": str(toys / "target"), "draft_vocab_size": 40}
+    recipe["model"]["init_args"]["head"]["layers"] = [0, 1]
+    recipe["data"] |= {"train_files": [str(toys / "answers.jsonl")], "features": None, "validation_fraction": 0.2}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert cli(["fit", "--config", str(tmp_path / "recipe.yaml")]) == 0
+    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
+    assert load_drafter(str(tmp_path / "head"), target, None).describe()["block_size"] == 6
+    assert logged(tmp_path / "logs", "val_loss")
+
+
+def test_features_that_lack_a_layer_are_refused(toys: Path) -> None:
+    module = make(toys)
+    run = train_toys.trainer(toys / "lacking", 1)
+    with pytest.raises(DataError, match=r"lack \[0, 1\]. Cache them again with `--layers 0 1`"):
+        run.fit(module, answers_of(toys, features=str(toys / "features")))
+
+
+def test_a_batch_without_answers_runs(toys: Path) -> None:
+    module = whole(toys)
+    batch = batch_of(toys, 2)
+    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+    drafts = module.draft(batch, BLOCK)
+    assert len(drafts.estimates) == 0 and VOCAB == drafts.head.weight.shape[0]
+    assert module.loss(drafts).loss == 0

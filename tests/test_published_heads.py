@@ -1,0 +1,343 @@
+"""Heads that other programs publish: every layout is read, estimates what its home says, and decodes by the laws."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel
+
+from fsd_core.errors import FsdError
+from fsd_infer import Target, parse_rule
+from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, NoDrafter, TreeShape
+from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.engine import Request, decode
+from fsd_infer.heads.head import EagleHead
+from fsd_infer.tree import DraftTree
+from tests.published_blocks import BLOCK, MASK, QWEN3, States, block_states, confidence, tiny_target, z_lab
+from tests.published_heads import LAYOUTS, layout
+from tests.rules_toy import ALARM, DEPTH, LENGTH, ROWS, Toy, V, child_of, p_value, simulate
+from tests.sim_graphs import SimRecorder
+from tests.simulated_device import SIM, SimulatedDevice
+from tests.test_drawing import target_law
+
+PROMPTS = [[1, 2, 3, 1, 2, 3, 0], [2, 0, 3], [3, 1]]
+FAST = {"dspark of SpecForge", "dspark of DeepSpec, rnn", "p-eagle", "hydra"}
+SLOW = pytest.mark.slow
+MOSTLY_SLOW = [name if name in FAST else pytest.param(name, marks=SLOW) for name in LAYOUTS]
+CHAIN, TREE = TreeShape.chain(8), TreeShape(depth=3, width=3, nodes=10)
+
+
+@cache
+def target() -> Target:
+    return Target(tiny_target())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("heads")
+
+
+def load(root: Path, name: str, shape: TreeShape | str, whole: Target | None = None) -> Drafter:
+    place = root / name.replace(" ", "-")
+    made = load_drafter(str(place if place.exists() else layout(name).write(place)), whole or target(), shape)
+    assert made.directory == place
+    return made
+
+
+def drafted(drafter: Drafter, texts: list[list[int]], pieces: int = 2, **options: Any) -> DraftTree:
+    """The trees after texts that arrive in pieces of different lengths."""
+    batch = len(texts)
+    request = DraftRequest(batch, 40, device=target().device, **options)
+    session: DraftSession = drafter.start(torch.tensor([text[0] for text in texts]), request)
+    states = [features_of(tuple(text), target().captured_layers) for text in texts]
+    cuts = [[len(text) * i // pieces for i in range(1, pieces)] + [len(text)] for text in texts]
+    at = [1] * batch
+    for ends in zip(*cuts):
+        counts = [max(end - start, 0) for start, end in zip(at, ends)]
+        tokens = torch.zeros(batch, max(counts), dtype=torch.long)
+        features = torch.randn(batch, max(counts), states[0].shape[-1])  # padding is never read
+        for row, (start, count) in enumerate(zip(at, counts)):
+            tokens[row, :count] = torch.tensor(texts[row][start : start + count])
+            features[row, :count] = states[row][start - 1 : start - 1 + count]
+        session.extend(tokens, features, torch.tensor(counts))
+        at = [start + count for start, count in zip(at, counts)]
+    with torch.no_grad():
+        return session.draft(torch.tensor([text[-1] for text in texts]))
+
+
+@cache
+def features_of(text: tuple[int, ...], layers: tuple[int, ...]) -> Tensor:
+    return target().features(torch.tensor([text]))[0]
+
+
+def over_all(logits: Tensor, ids: list[int] | None) -> Tensor:
+    """Logits over the target's vocabulary."""
+    if ids is None:
+        return logits
+    whole = torch.full((V,), -torch.inf)
+    whole[ids] = logits
+    return whole
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_node_has_the_estimate_of_a_plain_computation(root: Path, name: str) -> None:
+    made = layout(name)
+    for shape in (CHAIN, TREE):
+        tree = drafted(load(root, name, shape), PROMPTS)
+        depths: set[int] = set()
+        for row, text in enumerate(PROMPTS):
+            states = States.of(tiny_target(), text)
+            for node in range(tree.tokens.shape[1]):
+                if tree.q_index[row, node] < 0:
+                    continue
+                path = [int(tree.tokens[row, i]) for i in tree.ancestors[row, node].nonzero()[1:, 0].tolist()]
+                q = over_all(tree.q_logits[row, tree.q_index[row, node]], None if tree.draft_ids is None else made.ids)
+                with torch.no_grad():
+                    wanted = over_all(made.estimate(states, text, path), made.ids)
+                torch.testing.assert_close(q, wanted, rtol=1e-5, atol=1e-5)
+                children = tree.tokens[row][tree.child[row, node]].tolist()
+                assert int(wanted.argmax()) in children
+                depths.add(len(path))
+        assert depths >= set(range(min(shape.depth, made.depth) - (shape is TREE))), "nodes of these depths"
+    assert tree.draft_ids is None if made.ids is None else sorted(tree.draft_ids.tolist()) == sorted(made.ids)
+
+
+@cache
+def plain(count: int) -> list[list[int]]:
+    return decode(target(), NoDrafter(V), parse_rule("exact"), Request(PROMPTS, count, True)).sequences
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE, "auto"], ids=["chain", "tree", "auto"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_greedy_answers_are_the_targets_own(root: Path, name: str, shape: TreeShape | str) -> None:
+    made = decode(target(), load(root, name, shape), parse_rule("exact"), Request(PROMPTS, 12, True))
+    assert made.sequences == plain(12)
+
+
+@pytest.mark.parametrize("name", MOSTLY_SLOW)
+def test_lossy_rules_answer_within_their_budget(root: Path, name: str) -> None:
+    drafter = load(root, name, TREE)
+    made = decode(target(), drafter, parse_rule("tilted:1:budget=1"), Request(PROMPTS, 12, False))
+    assert [len(answer) for answer in made.sequences] == [12] * 3
+    assert all(stats.divergence_spent <= 1 + 1e-6 for stats in made.stats.rows)
+
+
+def test_a_block_is_that_of_transformers(tmp_path: Path) -> None:
+    """Muse-Glimmer's assistant has the equations of DFlash, and its own files are read."""
+    made = layout("dflash of z-lab")
+    config = AutoConfig.for_model("muse_glimmer_assistant", **{
+        **{name: value for name, value in QWEN3.items() if name not in ("model_type", "rope_theta", "rope_scaling")},
+        "rope_parameters": {"rope_type": "default", "rope_theta": QWEN3["rope_theta"]}, "block_size": BLOCK,
+        "mask_token_id": MASK, "target_layer_ids": [0, 2], "sliding_window": 99,
+    })  # fmt: skip
+    model = AutoModel.from_config(config, attn_implementation="eager").eval()
+    named = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    model.load_state_dict({named.get(name, name): value for name, value in made.tensors.items()})
+    text = PROMPTS[0]
+    states = States.of(tiny_target(), text)
+    ids = [text[-1], *[MASK] * (BLOCK - 1)]
+    context = torch.cat([states.layers[0], states.layers[2]], -1)
+    with torch.no_grad():
+        z = model(noise_embeds=states.embed(ids)[None], context_hidden_states=context[None]).last_hidden_state[0]
+        for slot in range(1, BLOCK):
+            wanted = states.lm_head(z[slot])
+            found = made.estimate(states, text, [0] * (slot - 1))
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    tree = drafted(load_drafter(str(tmp_path), target(), CHAIN), [text])
+    torch.testing.assert_close(tree.q_logits[0], states.lm_head(z[1:]).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.6, 0.85])
+def test_the_confidence_head_cuts_by_what_comes_before(root: Path, threshold: float) -> None:
+    made = layout("dspark of SpecForge")
+    tensors = {name.removeprefix("logit_head."): value for name, value in made.tensors.items()}
+    drafter = load(root, "dspark of SpecForge", TreeShape.chain(BLOCK, threshold))
+    whole = drafted(load(root, "dspark of SpecForge", CHAIN), PROMPTS)
+    tree = drafted(drafter, PROMPTS)
+    lengths: set[int] = set()
+    for row, text in enumerate(PROMPTS):
+        states = States.of(tiny_target(), text)
+        context = torch.cat([states.layers[2], states.layers[0]], -1)
+        embeds = states.embed([text[-1], *[MASK] * (BLOCK - 1)])
+        z = block_states(tensors, context, embeds, [None] * 2, [False] * 2)
+        kept, survival = 0, 1.0
+        for slot, token in enumerate(whole.tokens[row, :BLOCK].tolist()):
+            survival *= confidence(tensors, z, slot, token)
+            if survival < threshold:
+                break
+            kept += 1
+        drafts = int(tree.is_draft[row].sum())
+        assert drafts == kept
+        lengths.add(kept)
+        assert tree.tokens[row, : drafts + 1].tolist() == whole.tokens[row, : drafts + 1].tolist()
+    assert (lengths == {BLOCK}) == (threshold == 0.0)
+
+
+Changed = dict[str, Any]
+REFUSED: dict[str, tuple[str, Changed, str]] = {
+    "a slot that could mean two things": (
+        "dflash of z-lab", {"architectures": ["MyDraft"]}, '"sample_from_anchor": false'
+    ),
+    "a default that differs": ("dspark of speculators", {"sample_from_anchor": ...}, "must say sample_from_anchor"),
+    "two numberings": ("dflash of speculators", {"target_layer_ids": [1, 3]}, "which should be one more"),
+    "a layer that is not there": (
+        "dflash of z-lab", z_lab(target_layer_ids=[0, 9]), r"layers \[0, 9\]; .* has 0 to 3, each once"
+    ),
+    "another target": ("dflash of z-lab", {"num_target_layers": 36}, "for a target of 36 layers"),
+    "the embeddings": ("dflash of z-lab", z_lab(target_layer_ids=[-1, 2]), "-1\\) are not read here"),
+    "a second version": ("dflash of z-lab", z_lab(conv_kernel_size=4), "conv_kernel_size, which is not known here"),
+    "sinks": ("dflash of z-lab", z_lab(attention_sink_bias=True), "attention_sink_bias"),
+    "two values": ("dflash of z-lab", z_lab(block_size=8), "says block_size twice"),
+    "no mask": ("dflash of z-lab", z_lab(mask_token_id=None), "no mask_token_id"),
+    "another vocabulary": ("dflash of z-lab", {"vocab_size": 9}, "drafts for a vocabulary of 9"),
+    "a missing correction": ("dflash of z-lab", z_lab(projector_type="domino"), "whose tensors are missing"),
+    "another Markov head": ("dspark of DeepSpec, gated", {"markov_head_type": "rnn"}, "those of a gated head"),
+    "Gemma's layers": ("dflash of DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "layers are Gemma's"),
+    "too many layers": ("dflash of z-lab", {"num_hidden_layers": 3}, "names 3 layers"),
+    "another architecture": ("hydra", {"hydra_head_arch": "prefix-mlp"}, "'prefix-mlp': only \"mlp\""),
+    "ungrounded": ("hydra", {"grounded_heads": False}, "unexpected"),
+    "an inner state": ("hydra", {"hidden_state_offset": 1}, "hidden_state_offset of 1"),
+    "fewer steps": ("mlp speculator", {"n_predict": 2}, "unexpected"),
+    "no masks": ("p-eagle", {"mask_token_id": ...}, "no token of its masks"),
+    "truncated": ("medusa of vLLM", {"truncated_vocab_size": 2}, "truncated vocabulary"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_cannot_be_told_or_run_is_refused_by_name(tmp_path: Path, fault: str) -> None:
+    name, changes, words = REFUSED[fault]
+    with pytest.raises(FsdError, match=words):
+        load_drafter(str(layout(name).write(tmp_path / "head", **changes)), target(), None)
+
+
+def test_other_heads_are_no_eagle_heads(tmp_path: Path) -> None:
+    place = layout("dflash of z-lab").write(tmp_path / "head")
+    with pytest.raises(FsdError, match="is a block head, not an EAGLE head"):
+        EagleHead.from_pretrained(place, target())
+
+
+@pytest.mark.parametrize(("name", "file"), [("medusa", "medusa_lm_head.pt"), ("dflash of z-lab", "pytorch_model.bin")])
+def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path: Path, name: str, file: str) -> None:
+    place = layout(name).write(tmp_path / "head")
+    (place / "model.safetensors").unlink()
+    torch.save(layout(name).tensors, place / file)
+    with pytest.raises(FsdError, match=rf"(?s)Nothing is unpickled here.*torch.load\('.*{file}'") as caught:
+        load_drafter(str(place), target(), None)
+    exec(str(caught.value).partition("by\n")[2])  # the advice
+    assert load_drafter(str(place), target(), None).name in ("medusa", "block")
+
+
+@pytest.mark.parametrize("name", [name if name == "p-eagle" else pytest.param(name, marks=SLOW) for name in LAYOUTS])
+def test_recorded_rounds_answer_as_eager_ones(root: Path, name: str) -> None:
+    """On the simulated device, in one recording and without a wait within a round."""
+    with SimulatedDevice() as device:
+        whole = Target(copy.deepcopy(tiny_target()).to(SIM))
+        small = load(root, name, TREE, whole)
+
+        def run(greedy: bool) -> list[list[int]]:
+            generator = torch.Generator(device=SIM).manual_seed(0)
+            prompts = PROMPTS if greedy else PROMPTS[:1]  # an eager batch draws fewer numbers once a row has left it
+            return decode(
+                whole, small, parse_rule("exact"), Request(prompts, 12, greedy, generator=generator)
+            ).sequences
+
+        wanted = [run(greedy) for greedy in (True, False)]
+        recorder = SimRecorder(device)
+        for model in (whole, small):
+            model.use_graphs(recorder)
+        assert [run(greedy) for greedy in (True, False)] == wanted and wanted[0] == plain(12)
+        assert whole.recorded is not None and whole.recorded.refused is None
+        assert len(recorder.graphs) == 2 and recorder.replayed > 4
+
+
+# laws ----------------------------------------------------------------------------------------------------------------
+
+SHAPES = {name: (TreeShape(3, 3, 8) if place % 2 else TreeShape.chain(3)) for place, name in enumerate(LAYOUTS)}
+SHAPES |= {"dspark of SpecForge": TreeShape(3, 1, 4, 0.41)}  # its confidence head cuts
+PROMPT = [1, 2, 3, 0, 2]
+
+
+@cache
+def table() -> Tensor:
+    """[CONTEXTS, V] the target's logits after the prompt and every text of up to six tokens."""
+    with torch.no_grad():
+        return torch.cat(
+            [
+                tiny_target()(torch.tensor([[*PROMPT, *text] for text in itertools.product(range(V), repeat=length)]))
+                .logits[:, -1]
+                .float()
+                for length in range(LENGTH + DEPTH + 1)
+            ]
+        )
+
+
+def text_of(context: int) -> list[int]:
+    text: list[int] = []
+    while context:
+        text, context = [(context - 1) % V, *text], (context - 1) // V
+    return text
+
+
+@dataclass(frozen=True)
+class HeadToy(Toy):
+    """The tiny target with a head's trees."""
+
+    drafter: Any = None
+    draws: bool = True
+
+    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
+        texts = [PROMPT + text_of(context) for context in contexts.tolist()]
+        tree = drafted(self.drafter, texts, 1, greedy=False, draws=self.draws, generator=generator)
+        where = contexts[:, None].repeat(1, tree.tokens.shape[1])
+        for node in range(1, where.shape[1]):
+            above = where.gather(1, tree.parents[:, node : node + 1])[:, 0]
+            where[:, node] = torch.where(tree.is_draft[:, node], child_of(above, tree.tokens[:, node]), above)
+        return tree, where
+
+
+@pytest.mark.parametrize("name", MOSTLY_SLOW)
+def test_sampled_answers_have_the_targets_law(root: Path, name: str) -> None:
+    toy = HeadToy(table(), table(), drafter=load(root, name, SHAPES[name]))
+    tree, _ = toy.draft(torch.zeros(64, dtype=torch.long), torch.Generator().manual_seed(1))
+    assert tree.drawn is not None and tree.drawn.any(), "nodes are drawn"
+    assert p_value(simulate(toy, parse_rule("exact"), ROWS, seed=3).codes, target_law(toy)) > ALARM
+
+
+LOSSY = ["dspark of DeepSpec, gated", "mlp speculator", "p-eagle"]
+
+
+@pytest.mark.parametrize("name", ["dflash of speculators", *(pytest.param(name, marks=SLOW) for name in LOSSY)])
+def test_a_lossy_rule_has_its_law(root: Path, name: str) -> None:
+    """The open gate chooses among two drafts, by the target's chances. The token after them is the target's own."""
+    toy = HeadToy(table(), table(), drafter=load(root, name, TreeShape(1, 2, 3)), draws=False)
+    made, law = layout(name), []
+    for text in itertools.product(range(V), repeat=LENGTH):
+        chance = 1.0
+        for place, token in enumerate(text):
+            p = table()[code_of(text[:place])].double().softmax(-1)
+            if place % 2 == 0:  # at a root
+                known = PROMPT + list(text[:place])
+                q = over_all(made.estimate(States.of(tiny_target(), known), known, []), made.ids)
+                p = p * torch.zeros_like(p).index_fill(0, q.topk(2).indices, 1.0)
+            chance *= float(p[token] / p.sum())
+        law.append(chance)
+    codes = simulate(toy, parse_rule("fuzzy:js:inf"), ROWS, seed=3).codes
+    assert p_value(codes, np.array(law)) > ALARM
+    assert p_value(codes, target_law(toy)) < ALARM
+
+
+def code_of(text: tuple[int, ...]) -> int:
+    context = 0
+    for token in text:
+        context = V * context + 1 + token
+    return context
