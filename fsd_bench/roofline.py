@@ -7,6 +7,7 @@ A real program is slower: launches, waits and kernels below the peak take an :cl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,13 @@ HARDWARE = (
     Hardware("L4", 24e9, 0.3e12, 121e12, "NVIDIA L4 data sheet; half the TFLOPS given with sparsity"),
     Hardware("RTX 4090", 24e9, 1.008e12, 165.2e12, "NVIDIA Ada GPU architecture white paper, appendix A"),
 )
+
+
+def peak_of(device: str) -> float | None:
+    """Return the bf16 peak of a device by the name that its driver gives, or None if it is not in the table."""
+    # boards of the same chip with other clocks have a word more
+    named = (hardware for hardware in HARDWARE if re.search(rf"\b{hardware.name}\b(?! (?:PCIe|NVL|D\b))", device))
+    return next((hardware.peak for hardware in named), None)
 
 
 @dataclass(frozen=True)

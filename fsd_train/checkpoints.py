@@ -135,3 +135,16 @@ def source_of(trainer: Trainer | None) -> str:
 def callbacks_of(trainer: Any, kind: type[_Callback]) -> list[_Callback]:
     """Return the trainer's callbacks of a kind; a connector sets them, which type checkers do not see."""
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]
+
+
+def count_for(checkpoint: dict[str, Any], before: int, now: int) -> None:
+    """Convert a checkpoint's counts of batches per device, in place, from ``before`` devices to ``now``.
+
+    Lightning reads them after the module has loaded the checkpoint. A loader's state moves only its rows.
+    """
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    for counts in (progress.get("current", {}), progress.get("total", {})):
+        more = counts.get("ready", 0) * before // now - counts.get("ready", 0)
+        for name in ("ready", "started", "processed", "completed"):  # the last batch may be unfinished
+            if name in counts:
+                counts[name] += more

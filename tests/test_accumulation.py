@@ -102,6 +102,18 @@ def test_the_last_step_of_an_epoch_may_have_fewer_batches(rows: Path, tmp_path: 
     same(keep.found, whole)
 
 
+def test_an_epoch_that_is_limited_may_end_within_a_step(rows: Path, tmp_path: Path) -> None:
+    """Three of four batches, two per step: the second step's gradient is that of the third batch alone."""
+    found = []
+    for batches, steps in ((2, 2), (1, 3)):
+        keep = Gradients()
+        data = answers_of(rows, validation_fraction=0.0, batch_tokens=ROWS * LENGTH // 4)
+        fixed = {"accumulate_grad_batches": batches, "limit_val_batches": 0, "limit_train_batches": 3, "logger": False}
+        train_toys.trainer(tmp_path / str(steps), steps, keep, **fixed).fit(head(rows, "fsd", {}, lr=0.0), data)
+        found.append(keep.found)
+    same(*found)
+
+
 def _rank(rank: int, port: int, rows: Path, out: Path) -> None:
     sys.stdout = sys.stderr = open(out / f"rank{rank}.log", "w", buffering=1)
     join_group(rank, port, NODE_RANK=0)

@@ -150,9 +150,13 @@ def test_the_code_on_the_page_of_extensions_runs(repo_root: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == page.count("```python") >= 4
     tried = """
+import torch
 from fsd_core.divergence import divergence
 from fsd_infer.rules import parse_rule
+from tests.loss_toys import build_loss, make_batch
 from tests.tree_rounds import assert_same, chain_round, tree_round
+losses = [build_loss(*each)(make_batch().batch()).loss for each in (("missed", {"weight": 2.0}), ("tv", {}))]
+torch.testing.assert_close(losses[0], 2 * losses[1])
 for greedy in (True, False):
     for round in (tree_round(0, greedy=greedy), chain_round(0, greedy=greedy)):
         lengths = [parse_rule(spec)(round).accepted.sum() for spec in ("near-best:0.1", "near-best:0.5", "exact")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,11 @@ def test_all_readings_of_a_mask_agree(name: str) -> None:
 def test_flex_attention_sees_the_same(name: str) -> None:
     """What CUDA runs, interpreted; one of its kernels needs the hardware."""
     mask, window, expected = MASKS[name]
+    mask = replace(mask)  # that no tensor of it is made before its function is traced
     torch.manual_seed(0)
     query, key = torch.randn(1, 4, mask.shape[0], 8), torch.randn(1, 2, mask.shape[1], 8)
-    found = packed_attention(torch.nn.Module(), query, key, key, mask, sliding_window=window)[0].transpose(1, 2)
     flexed = flex_attention(query, key, key, block_mask=mask.block_mask(window), enable_gqa=True)
+    found = packed_attention(torch.nn.Module(), query, key, key, mask, sliding_window=window)[0].transpose(1, 2)
     repeated = key.repeat_interleave(2, 1)
     plain = torch.nn.functional.scaled_dot_product_attention(query, repeated, repeated, expected)
     torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
@@ -155,7 +157,7 @@ def check_packed(module: Any, toys: Path, monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(loss, alone, atol=1e-6, rtol=2e-5)
     torch.testing.assert_close(gradients, expected, atol=2e-6, rtol=2e-4)
     assert any(float(value.abs().max()) > 1e-4 for value in gradients.values())
-    monkeypatch.setattr("fsd_train.packed.reads_packed_rows", lambda read, model: False)
+    monkeypatch.setattr("fsd_train.packed.reading.reads_packed_rows", lambda read, model: False)
     padded, expected = summed(module, [dict(collate(items, 190))])
     torch.testing.assert_close(padded, loss, atol=1e-6, rtol=2e-5)
     torch.testing.assert_close(gradients, expected, atol=2e-6, rtol=2e-4)
@@ -188,6 +190,20 @@ def test_losses_and_gradients_of_a_small_lm(
             if "lora_B" in name:
                 torch.nn.init.normal_(value, std=0.1)
     check_packed(module, toys, monkeypatch)
+
+
+@pytest.mark.parametrize(("error", "alike"), [(0.0, True), (1e-3, True), (0.2, False)])
+def test_a_trial_of_packed_rows_sees_past_huge_values(error: float, alike: bool) -> None:
+    """Many models have dimensions whose values are a thousand times those of others."""
+    model = tiny_model("llama")
+    usual = torch.randn(1, 64, 16, generator=torch.Generator().manual_seed(0))
+    usual[..., 3] *= 3000
+
+    def read(ids: Tensor, packing: Any = None, **inputs: Any) -> Tensor:
+        wrong = 0.0 if packing is None else error
+        return usual[:, ids[0]] * (1 + wrong * torch.randn(1, ids.shape[1], 16))
+
+    assert reads_packed_rows(read, model) == alike
 
 
 def test_a_model_gets_its_own_attention_back() -> None:

@@ -36,7 +36,7 @@ class Books:
     def __init__(self, target: Target, request: Request, limits: Sequence[int]) -> None:
         self.request, self.records = request, [RowRecord() for _ in request.prompts]
         kept = target.prefixes
-        if kept is not None and kept.gives_back and request.generator is not None:
+        if kept is not None and request.generator is not None:
             kept = None  # a seeded answer comes again, to its last bit
         self.prefixes = PrefixSession(kept, target.captured_layers, request.cache_keys)
         self.timer = PhaseTimer(target.device, reports=request.on_round is not None or bool(request.callbacks))

@@ -45,6 +45,7 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.hidden_norm = copy.deepcopy(layer.input_layernorm)
+        self._cache_argument = cache_argument(type(self.self_attn))
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(self.self_attn, name)
             wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
@@ -53,7 +54,7 @@ class Eagle3Layer(nn.Module):
     def forward(self, embeds: Tensor, x: Tensor, cache: Any = None, **others: Any) -> Tensor:
         """Map embeds and x [B, M, H] to [B, M, H]; the cache and ``others`` are arguments of the attention."""
         x, attended = self.attended(embeds, x)
-        x = x + self.self_attn(attended, **{cache_argument(type(self.self_attn)): cache}, **others)[0]
+        x = x + self.self_attn(attended, **{self._cache_argument: cache}, **others)[0]
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def attended(self, embeds: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +138,7 @@ def run_layers(
 ) -> Tensor:
     """Run x [B, M, H] through decoder layers, with the rotary ``angles`` of ``positions`` [B, M]."""
     for layer in layers:
-        given = {cache_argument(type(layer)): cache}
+        given = {} if cache is None else {cache_argument(type(layer)): cache}
         x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles, **given)
         x = x[0] if isinstance(x, tuple) else x
     return x

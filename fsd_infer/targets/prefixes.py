@@ -61,14 +61,9 @@ class PrefixCache:
     Args:
         max_bytes: of all keys, values and features, on the target's device.
 
-    Attributes:
-        gives_back: whether answers may read what is kept.
-
     Raises:
         FsdError: ``max_bytes`` is no positive whole number.
     """
-
-    gives_back = True
 
     def __init__(self, max_bytes: int) -> None:
         if not is_whole(max_bytes, 1):

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
+from fsd_bench.roofline import peak_of
 from fsd_train.data.packs import on_host
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,9 @@ class TokenRate(Callback):
 
     - ``tokens_per_s``: supervised (answer) tokens per second of all devices;
     - ``padding``: share of the batches' tokens that are padding;
-    - ``gpu_gb``: the most memory that the device has held, with CUDA.
+    - ``gpu_gb``: the most memory that the device has held, with CUDA;
+    - ``mfu``: useful operations per second (:mod:`fsd_train.models.work`) as a share of the device's bf16 peak, if
+      :data:`fsd_bench.roofline.HARDWARE` has it.
 
     A batch's time is the median, so validations, exports and checkpoints between batches do not count.
 
@@ -172,9 +175,13 @@ class TokenRate(Callback):
 
     def __init__(self, window: int = 20) -> None:
         self.window = window
-        self._answers = self._padding = self._tokens = 0
-        self._seconds: list[float] = []
+        self._reset()
         self._start: float | None = None
+
+    def _reset(self) -> None:
+        self._answers = self._padding = self._tokens = 0
+        self._operations = 0.0
+        self._seconds: list[float] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._start is None:
@@ -190,14 +197,19 @@ class TokenRate(Callback):
         self._answers += int(mask.sum())
         self._tokens += mask.numel()
         self._padding += sum(batch["lengths"].tolist()[len(batch["ids"]) :])
+        peak = _peak(pl_module.device)
+        operations: Any = getattr(pl_module, "operations", None)
+        if peak is not None and operations is not None:
+            self._operations += sum(operations(batch).values())
         if len(self._seconds) >= self.window:
-            rate = self._answers / self.window * trainer.world_size / max(statistics.median(self._seconds), 1e-9)
-            pl_module.log("tokens_per_s", rate, prog_bar=True)
+            seconds = self.window * max(statistics.median(self._seconds), 1e-9)
+            pl_module.log("tokens_per_s", self._answers * trainer.world_size / seconds, prog_bar=True)
             pl_module.log("padding", self._padding / self._tokens, prog_bar=True)
             if pl_module.device.type == "cuda":
                 pl_module.log("gpu_gb", torch.cuda.max_memory_allocated(pl_module.device) / 1e9, prog_bar=True)
-            self._answers = self._padding = self._tokens = 0
-            self._seconds = []
+            if peak is not None and self._operations:
+                pl_module.log("mfu", self._operations / seconds / peak, prog_bar=True)
+            self._reset()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.pause()
@@ -205,3 +217,8 @@ class TokenRate(Callback):
     def pause(self) -> None:
         """Exclude the time until the next batch begins."""
         self._start = None
+
+
+def _peak(device: torch.device) -> float | None:
+    """Return the bf16 operations per second that a device's data sheet gives, or None if it is not known."""
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

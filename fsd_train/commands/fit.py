@@ -21,6 +21,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import disable_possible_user_warnings
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fsd_core.console import one_line
@@ -38,12 +39,10 @@ log = logging.getLogger(__name__)
 
 MOST_SAID = 800  # characters shown of a library's message
 HEAD = ("--model", "fsd_train.models.EagleModule")  # class of a model section without class_path
-# beginnings of messages of Lightning that ask for no action
+# beginnings of Lightning's messages that ask for no action and have no setting and no category of their own
 _IDLE_WARNINGS = (
-    "`isinstance(treespec, LeafSpec)`", "Checkpoint directory", "The 'train_dataloader' does not have many",
-    "The 'val_dataloader' does not have many", "The number of training batches", "LightningCLI's args parameter",
+    "`isinstance(treespec, LeafSpec)`", "Checkpoint directory", "LightningCLI's args parameter",
     "Experiment logs directory", "Total length of `list` across ranks is zero", "The dirpath has changed",
-    "Precision bf16-mixed is not supported by the model summary", "There is a wandb run already",
 )  # fmt: skip
 
 
@@ -123,7 +122,7 @@ class _Reader(TrainCLI):
 
 def main(argv: Sequence[str]) -> int:
     """Run `fit` or `validate`, the first argument."""
-    with _command_line(argv), quiet():
+    with quiet():
         cli = configured(argv[1:])
         with run_errors():
             if argv[0] == "fit":
@@ -243,7 +242,7 @@ def head_module(path: str | Path) -> EagleModule:
 def _read(path: str | Path) -> TrainCLI:
     argv = ["--config", str(path)]
     try:
-        with _command_line(["fit", *argv]), quiet():
+        with quiet():
             return configured(argv, _Reader)
     except FsdError as error:
         if str(path) in str(error):
@@ -321,17 +320,6 @@ def raise_ours(error: Exception, otherwise: FsdError | None) -> NoReturn:
 
 
 @contextmanager
-def _command_line(argv: Sequence[str]) -> Iterator[None]:
-    """Set sys.argv within the context, because Lightning starts other ranks with it."""
-    before = sys.argv
-    sys.argv = [before[0], *argv]
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-@contextmanager
 def quiet() -> Iterator[None]:
     """Print our log lines plainly and warnings on one line; hide Lightning's notices."""
     ours, handler = logging.getLogger("fsd_train"), logging.StreamHandler()
@@ -349,6 +337,7 @@ def quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             warnings.filterwarnings("ignore", message=".*JsonargparseDeprecationWarning")
+            disable_possible_user_warnings()
             for beginning in _IDLE_WARNINGS:
                 warnings.filterwarnings("ignore", message=re.escape(beginning))
             warnings.showwarning = show

@@ -67,6 +67,12 @@ class AnswersDataset(Dataset[Item]):
         self._ids = [torch.as_tensor(ids, dtype=torch.int32) for _, ids, _ in rows]
         self._masks = [torch.as_tensor(mask, dtype=torch.bool) for _, _, mask in rows]
         self._supervised: dict[int, Tensor] = {}
+        self.recorded: FeatureStore | None = None  # features of some rows, see fsd_train.data.recording
+
+    @property
+    def texts(self) -> list[Tensor]:
+        """The token ids of all sequences."""
+        return self._ids
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -76,6 +82,8 @@ class AnswersDataset(Dataset[Item]):
         item: Item = {"index": index, "id": self.row_ids[index], "input_ids": ids, "loss_mask": mask}
         if self.store is not None:
             item["features"] = self.store.get(sequence_key(ids))
+        elif self.recorded is not None and sequence_key(ids) in self.recorded:
+            item["features"] = self.recorded.get(sequence_key(ids))
         return item
 
     def supervised(self, index: int) -> Tensor:

@@ -127,9 +127,10 @@ class LocalBackend:
         options = {"max_new_tokens": self.max_new_tokens, **drawn}
         request, _ = prepare(target, [job.prompt_ids for job in batch], None, options)
         request.generator = torch.Generator(target.device).manual_seed(seed)
+        request.callbacks = [] if self.recorder is None else [self.recorder.of(request.prompts)]
         answers = decode(target, drafter, self.rule, request)
         if self.recorder is not None:
-            self.recorder.save([[*job.prompt_ids, *ids] for job, ids in zip(batch, answers.sequences, strict=True)])
+            self.recorder.save(answers.sequences)
         return [
             Answer(job, self.tokenizer.decode(ids, skip_special_tokens=True), ids, row.finish_reason)
             for job, ids, row in zip(batch, answers.sequences, answers.stats.rows)

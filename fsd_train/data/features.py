@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tqdm import tqdm
 
 from fsd_core.errors import DataError
 from fsd_core.files import open_safetensors, read_json, replacing, write_json
-from fsd_infer.targets.prefixes import Prefix
+from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.targets.target import Target
 from fsd_train.data.sampler import PackingSampler
 from fsd_train.packed import TextMask, read_packed
@@ -37,6 +36,7 @@ VERSION = 2
 _WEIGHTS = "weights_sha256"  # in the header's target
 _CHECKSUM = "sha256"  # in a shard's metadata
 _AGAIN = "Delete it, and run `fsd-train cache-features` again."
+SHARD_TOKENS = 65536
 _DISK_RESERVE = 256 * 2**20  # bytes to keep free
 _Texts = Mapping[str, Sequence[int] | Tensor]  # token ids by key
 
@@ -66,7 +66,14 @@ class FeatureStore:
         self._whole: set[Path] = set()  # checked shards, which data workers inherit
         self._open: dict[Path, dict[str, Any]] = {}
         self._pid = os.getpid()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Find shards that were written since. Raises DataError for a damaged one."""
+        known = set(self._shards.values())
         for path in _shard_files(self.directory):
+            if path in known:
+                continue
             with open_safetensors(path, _AGAIN, DataError) as file:
                 for key in file.keys():
                     self._shards[key], self._lengths[key] = path, file.get_slice(key).get_shape()[0]
@@ -122,7 +129,7 @@ def cache_features(
     sequences: Sequence[Sequence[int] | Tensor],
     directory: str | Path,
     *,
-    shard_tokens: int = 65536,
+    shard_tokens: int = SHARD_TOKENS,
     batch_tokens: int = 2048,
     max_tokens: int | None = None,
     progress: bool = True,
@@ -142,7 +149,7 @@ def cache_features(
         DataError: the cache has another target or other layers, or the disk lacks space.
     """
     directory = Path(directory)
-    held = _opened(directory, target)
+    held = open_cache(directory, target)
     todo: dict[str, Sequence[int] | Tensor] = {}
     total = held.tokens
     for ids in sequences:
@@ -164,7 +171,7 @@ def cache_features(
     return FeatureStore(directory)
 
 
-def _opened(directory: Path, target: Target) -> FeatureStore:
+def open_cache(directory: Path, target: Target) -> FeatureStore:
     """Open or create a cache. Raises DataError if it has another target or other layers."""
     directory.mkdir(parents=True, exist_ok=True)
     header, layers = directory / "index.json", list(target.captured_layers)
@@ -180,15 +187,14 @@ def _opened(directory: Path, target: Target) -> FeatureStore:
     return held
 
 
-class FeatureRecorder:
-    """Recorder of features while the target answers, which saves a second pass over the answers.
+class FeatureRecorder(Callback):
+    """Keeps the features that the target makes while it answers, which saves a second pass over the answers.
 
-    It takes the place of a prefix cache (:mod:`fsd_infer.targets.prefixes`) that finds nothing and receives every
-    finished text. The target never reads a text's last token, whose features no loss needs; they repeat the previous
-    token's.
+    It is a callback of each request, see :meth:`of`. The target never reads a text's last token, whose features no loss
+    needs; they repeat the previous token's.
 
     Args:
-        target: the target whose ``prefixes`` it replaces.
+        target: the target that answers.
         directory: directory of the cache; :func:`cache_features` can complete it after a killed run.
 
     Raises:
@@ -196,33 +202,36 @@ class FeatureRecorder:
     """
 
     def __init__(self, target: Target, directory: str | Path) -> None:
-        self.target, self.directory = target, Path(directory)
-        self._held = _opened(self.directory, target)
-        self._read: list[Prefix] = []
-        target.prefixes = self  # type: ignore[assignment]
+        self.directory = Path(directory)
+        self._held = open_cache(self.directory, target)
+        self._prompts: Sequence[Sequence[int]] = ()
+        self._read: dict[int, list[Tensor]] = {}
 
-    gives_back = False
+    def of(self, prompts: Sequence[Sequence[int]]) -> FeatureRecorder:
+        """Begin a request with these prompts, and return the callback for it."""
+        self._prompts, self._read = prompts, {}
+        return self
 
-    def find(self, prompt: Sequence[int], key: Hashable) -> None:
-        return None
+    def on_round(self, report: RoundReport) -> None:
+        counts = (report.verdict.accepted + 1).tolist()
+        if report.phase == "prefill":
+            counts = [len(self._prompts[number]) for number in report.numbers]
+        for number, features, count in zip(report.numbers, report.tensors.features, counts, strict=True):
+            self._read.setdefault(number, []).append(features[:count].clone())
 
-    def store(self, text: Prefix) -> None:
-        self._read.append(replace(text, states={}))
-
-    def save(self, texts: Sequence[Sequence[int]]) -> None:
-        """Write one shard with those whole texts whose features were stored since the last call."""
-        found = {tuple(text.tokens.tolist()): text.features for text in self._read}
-        self._read = []
+    def save(self, answers: Sequence[Sequence[int]]) -> None:
+        """Write one shard with the texts of the request, given its answers in the prompts' order."""
         rows: dict[str, Tensor] = {}
-        for ids in texts:
-            features = found.get(tuple(ids[:-1]), found.get(tuple(ids)))
-            if features is not None and sequence_key(ids) not in self._held:
+        for number, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
+            ids = [*prompt, *answer]
+            if sequence_key(ids) not in self._held:
+                features = torch.cat(self._read[number])[: len(ids)]  # the last round may read beyond the answer's end
                 last = features[-1:].expand(len(ids) - len(features), -1)
                 rows[sequence_key(ids)] = torch.cat([features, last]).to(torch.bfloat16).cpu()
-        if not rows:
-            return
-        check_disk(self.directory, sum(row.nbytes for row in rows.values()))
-        _save_shard(self.directory, rows)
+        self._read = {}
+        if rows:
+            check_disk(self.directory, sum(row.nbytes for row in rows.values()))
+            save_shard(self.directory, rows)
 
 
 def _write_shard(target: Target, texts: _Texts, directory: Path, batch_tokens: int, bar: Any) -> None:
@@ -235,10 +244,10 @@ def _write_shard(target: Target, texts: _Texts, directory: Path, batch_tokens: i
         parts = out[0].to(torch.bfloat16).cpu().split(mask.lengths)
         rows.update({keys[row]: made.clone() for row, made in zip(batch, parts, strict=True)})
         bar.update(sum(mask.lengths))
-    _save_shard(directory, rows)
+    save_shard(directory, rows)
 
 
-def _save_shard(directory: Path, rows: Mapping[str, Tensor]) -> None:
+def save_shard(directory: Path, rows: Mapping[str, Tensor]) -> None:
     """Write the features [M, F] of whole sequences by key; deleted damaged shards leave gaps in the numbers."""
     numbers = [int(path.stem.removeprefix("shard-")) for path in _shard_files(directory)]
     path = directory / f"shard-{1 + max(numbers, default=-1):05d}.safetensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,13 @@ from fsd_core.errors import DataError
 from fsd_core.text.control import set_control_tokens
 from fsd_core.text.row_check import LISTING, RowCheck
 from fsd_infer.targets.loading import load_tokenizer
+from fsd_infer.targets.target import Target
 from fsd_train import MAX_LENGTH
 from fsd_train.checkpoints import check_order
 from fsd_train.data.answers import AnswersDataset, Item, conclude, read_answers
 from fsd_train.data.features import FeatureStore
 from fsd_train.data.packs import collate, keep_on_host
+from fsd_train.data.recording import FeatureWriter
 from fsd_train.data.sampler import PackingSampler, ResumableLoader
 from fsd_train.types import HeldOut, Length, NonNegativeInt, PositiveInt, Seed
 
@@ -45,6 +48,8 @@ class AnswersDataModule(LightningDataModule):
         allow_control_tokens: names of special tokens in messages become the tokens; by default they are text.
         features: directory of `fsd-train cache-features`; rows without cached features are skipped. None: the target
             runs in every step.
+        record_features: directory in which features are kept as training makes them. The first epoch runs the target,
+            later ones read it where all rows of a batch are there. For one device; excludes ``features``.
         num_workers: processes that collate (default: some with CUDA, none on a CPU).
         pin_memory: use pinned memory for asynchronous copies (default: with CUDA).
         seed: seed of the order of batches.
@@ -67,6 +72,7 @@ class AnswersDataModule(LightningDataModule):
         tokenizer: str | None = None,
         allow_control_tokens: bool = False,
         features: str | None = None,
+        record_features: str | None = None,
         num_workers: NonNegativeInt | None = None,
         pin_memory: bool | None = None,
         seed: Seed = 0,
@@ -80,7 +86,10 @@ class AnswersDataModule(LightningDataModule):
         self.batch_tokens, self.validation_batch_tokens = batch_tokens, validation_batch_tokens or batch_tokens
         self.tokenizer_name, self.allow_control_tokens = tokenizer, allow_control_tokens
         self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
-        self.features = features
+        self.features, self.record_features = features, record_features
+        if features is not None and record_features is not None:
+            raise DataError("features reads a cache and record_features makes one. Unset one of them.")
+        self.writer: FeatureWriter | None = None
         self.row_check = RowCheck(strict)
         self.feature_store: FeatureStore | None = None
         self.train_set: AnswersDataset | None = None
@@ -156,6 +165,27 @@ class AnswersDataModule(LightningDataModule):
         self.validation_set = self.validation_set.within(vocab_size, self.row_check)
         self._conclude()
 
+    def begin_recording(self, target: Target) -> None:
+        """Keep the features that this target makes from now on, if ``record_features`` says so.
+
+        Raises DataError with several devices, and as :class:`.FeatureWriter`.
+        """
+        if self.record_features is None or self.trainer is None or not self.trainer.training:
+            return
+        if self.trainer.world_size > 1:
+            raise DataError("record_features is for one device. Run `fsd-train cache-features`, and set data.features.")
+        assert self.train_set is not None, "setup() has not run"
+        self.writer = FeatureWriter(target, self.record_features, self.train_set.texts)
+        self.train_set.recorded = self.writer.store
+
+    def _renew(self) -> None:
+        if self.writer is not None:
+            self.writer.flush()
+
+    def teardown(self, stage: str) -> None:
+        """Write what is recorded."""
+        self._renew()
+
     def answer_counts(self, vocab_size: int) -> Tensor:
         """Count each id in the training answers: [V]. Leaves out rows as :meth:`check`."""
         self._keep_within(vocab_size)
@@ -190,6 +220,9 @@ class AnswersDataModule(LightningDataModule):
         sampler = PackingSampler(rows.lengths, tokens, self.seed, shuffle, rank=rank, replicas=replicas)
         return ResumableLoader(
             rows, sampler, lambda: int(getattr(trainer, "accumulate_grad_batches", 1)),
+            lambda: float(getattr(trainer, "num_training_batches", math.inf)),
+            self._renew if shuffle else lambda: None,
             collate_fn=partial(collate, size=tokens), num_workers=workers,
-            pin_memory=on_cuda if self.pin_memory is None else self.pin_memory, persistent_workers=workers > 0,
+            pin_memory=on_cuda if self.pin_memory is None else self.pin_memory,
+            persistent_workers=workers > 0 and self.record_features is None,  # or they miss what is recorded
         )  # fmt: skip

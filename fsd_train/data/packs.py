@@ -47,7 +47,7 @@ def collate(items: Sequence[Mapping[str, Any]], size: int = 0) -> Batch:
         "lengths": np.array([*lengths, *pieces]),
         "ids": [item.get("id", "") for item in items],
     }
-    if "features" in items[0]:
+    if all("features" in item for item in items):
         batch["features"] = pad(torch.cat([item["features"] for item in items]), (0, 0, 0, padding))[None]
     return batch
 

@@ -83,10 +83,13 @@ class PackingSampler(Sampler[list[int]]):
         size = math.ceil(len(batches) / self.replicas)
         return [batches[i % len(batches)] for i in range(self.rank, size * self.replicas, self.replicas)]
 
-    def of_step(self, batch: int, accumulate: int) -> list[list[int]]:
-        """Return the batches of all replicas in the optimizer step of this replica's batch number ``batch``."""
+    def of_step(self, batch: int, accumulate: int, limit: float = math.inf) -> list[list[int]]:
+        """Return the batches of all replicas in the optimizer step of this replica's batch number ``batch``.
+
+        The last step of an epoch may have fewer batches, also where Trainer ends epochs after ``limit`` batches.
+        """
         batches, first = self._all(), batch // accumulate * accumulate
-        last = min(first + accumulate, len(self))  # the last step of an epoch may have fewer
+        last = int(min(first + accumulate, len(self), max(limit, batch + 1)))
         return [batches[i % len(batches)] for i in range(first * self.replicas, last * self.replicas)]
 
     @property
@@ -194,19 +197,28 @@ class ResumableLoader(DataLoader[Any]):
         dataset: dataset indexed by the sampler's batches, with a method ``supervised``.
         sampler: the order.
         accumulate: returns the number of batches per optimizer step.
+        limit: returns the number of batches after which Trainer ends an epoch.
+        renew: called at the begin of each pass.
         options: options of DataLoader.
     """
 
     def __init__(
-        self, dataset: Any, sampler: PackingSampler, accumulate: Callable[[], int] = lambda: 1, **options: Any
+        self,
+        dataset: Any,
+        sampler: PackingSampler,
+        accumulate: Callable[[], int] = lambda: 1,
+        limit: Callable[[], float] = lambda: math.inf,
+        renew: Callable[[], None] = lambda: None,
+        **options: Any,
     ) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
-        self.order, self._accumulate = sampler, accumulate
+        self.order, self._accumulate, self._limit, self._renew = sampler, accumulate, limit, renew
         self._given = 0  # batches of the epoch so far, those before a resume included
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # a generator, since Trainer asks for the iterator before it sets the epoch
         self._given = self.order.skip
+        self._renew()
         for batch in super().__iter__():
             self._given += 1
             if self.order.shuffle:
@@ -219,7 +231,7 @@ class ResumableLoader(DataLoader[Any]):
         """Return the supervised rows by chain step in the optimizer step of a batch, divided by its usual batches."""
         accumulate = self._accumulate()
         dataset: Any = self.dataset
-        rows = [index for batch in self.order.of_step(number, accumulate) for index in batch]
+        rows = [index for batch in self.order.of_step(number, accumulate, self._limit()) for index in batch]
         counts = np.sum([dataset.supervised(index) for index in rows], axis=0)
         return np.asarray(counts / (accumulate * self.order.replicas))  # Trainer divides by these in any case
 

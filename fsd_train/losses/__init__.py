@@ -22,8 +22,10 @@ from fsd_train.losses.eagle import EagleLoss
 from fsd_train.losses.fsd import FsdLoss
 from fsd_train.losses.lk import LKLoss
 from fsd_train.losses.mix import MixLoss, Part
+from fsd_train.losses.one_row import OneRowLoss, row_loss
 
 __all__ = [
     "LOSSES", "AdaSpecLoss", "DivergenceLoss", "DraftBatch", "EagleLoss", "FsdLoss", "LKLoss", "LMHead", "Loss",
-    "LossOutput", "MixLoss", "Part", "Schedule", "as_loss", "has_feature_term", "reference_of",
+    "LossOutput", "MixLoss", "OneRowLoss", "Part", "Schedule", "as_loss", "has_feature_term", "reference_of",
+    "row_loss",
 ]  # fmt: skip

@@ -86,7 +86,8 @@ class Rows:
     """The supervised rows of a batch: R drafts, each of one chain step at one of N positions, sorted by position.
 
     A row at position i predicts token i+2 from the estimate of feature i+1 (:mod:`fsd_train.models.unroll` defines the
-    indexing). Every position has a row of step 0.
+    indexing). Every position has a row of step 0. Rows and positions of weight 0 fill the slots of
+    :attr:`DraftBatch.compiled`; losses leave them out.
 
     Attributes:
         position: [N] index i in the packed row, ascending.
@@ -112,10 +113,19 @@ class Rows:
     chain_total: Tensor
 
     def to(self, device: torch.device) -> Rows:
-        """Copy to a device without waiting for it."""
-        names = (*("position", "feature", "step", "weight", "chains", "stands_for"), "total", "chain_total")
-        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
+        """Copy to a device without waiting for it: integers in one transfer, other numbers in another."""
+        moved: dict[str, Any] = {}
+        for names in (("position", "feature", "step", "chains"), ("weight", "stands_for", "total", "chain_total")):
+            values = [getattr(self, name) for name in names]
+            flat = to_device(torch.cat([value.flatten() for value in values]), device)
+            parts = flat.split([value.numel() for value in values])
+            moved |= {name: part.view(value.shape) for name, part, value in zip(names, parts, values, strict=True)}
         return replace(self, **moved)
+
+    @property
+    def taken(self) -> Tensor:
+        """[R] bool, False for rows that only fill slots."""
+        return self.weight > 0
 
     def sum_by_step(self, values: Tensor) -> Tensor:
         """Sum values [R] over the rows of each step: [S]."""
@@ -136,6 +146,8 @@ class DraftBatch:
         reference: [R, H] estimates of a frozen reference drafter on the same inputs, or None.
         progress: completed share of the run, 0 to 1; 1 outside training, where schedules have ended.
         step: completed optimizer steps.
+        compiled: whether functions of rows are compiled. Then every position has a row of each step, and the number of
+            positions and of chains is one of few.
     """
 
     estimates: Tensor
@@ -147,6 +159,7 @@ class DraftBatch:
     reference: Tensor | None = None
     progress: float = 1.0
     step: float = math.inf
+    compiled: bool = False
 
     @property
     def weights(self) -> Tensor:

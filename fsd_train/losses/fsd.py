@@ -73,6 +73,7 @@ class FsdLoss(Loss):
         if not self.thresholds or not all(value >= 0 for value in self.thresholds):
             raise DataError(f"fsd: threshold is {self.threshold}; give one or more numbers of at least 0.")
         self._distance = divergence_rows(self.divergence)
+        self._function = RowFunction(self._rows, count=3)
 
     def _rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Return D, e and the anchor's KL: [3, n]."""
@@ -90,7 +91,7 @@ class FsdLoss(Loss):
 
     def __call__(self, batch: DraftBatch) -> LossOutput:
         rows, chains = batch.rows, batch.rows.chains
-        values, agree = chunked_rows(RowFunction(self._rows, count=3), batch, self.chunk_size)
+        values, agree = chunked_rows(self._function, batch, self.chunk_size)
         distance, passed = values[0][chains], values[1][chains]  # [S, C] each
         parts = {"acceptance": batch_mean(values[1], rows), "kl_pq_loss": batch_mean(values[2], rows)}
         loss = self.anchor * weighted_mean(values[2], rows)
@@ -100,5 +101,6 @@ class FsdLoss(Loss):
             tiny = torch.finfo(lengths.dtype).tiny
             chances = (lengths / len(chains)).clamp_min(tiny).log() * rows.stands_for
             loss = loss - chances.sum() / (rows.chain_total.clamp_min(TINY) * len(self.thresholds))
-            parts[f"soft_tau_{threshold:g}"] = 1 + lengths.detach().mean()
+            chains_of = rows.stands_for / rows.stands_for.sum().clamp_min(TINY)  # 0 where a slot is free
+            parts[f"soft_tau_{threshold:g}"] = 1 + (lengths.detach() * chains_of).sum()
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))

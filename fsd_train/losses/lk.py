@@ -23,6 +23,10 @@ def _kl_and_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.stack([_kl_pq(log_p, log_q), log_overlap(log_p, log_q).exp()])
 
 
+_LOG = RowFunction(_log_acceptance)
+_ADAPTIVE = RowFunction(_kl_and_acceptance, count=2)
+
+
 @LOSSES.register("lk")
 @dataclass(eq=False)
 class LKLoss(Loss):
@@ -52,7 +56,7 @@ class LKLoss(Loss):
     def __call__(self, batch: DraftBatch) -> LossOutput:
         share = batch.weights / batch.rows.total.clamp_min(TINY)  # [R], sums to 1 over an optimizer step's batches
         if self.form == "log":
-            values, agree = chunked_rows(RowFunction(_log_acceptance), batch, self.chunk_size)
+            values, agree = chunked_rows(_LOG, batch, self.chunk_size)
             log_alpha = values[0]
             alpha = log_alpha.exp()
             if self.level == "step":
@@ -60,7 +64,7 @@ class LKLoss(Loss):
             loss = -(log_alpha * share).sum()
             parts = {}
         else:
-            values, agree = chunked_rows(RowFunction(_kl_and_acceptance, count=2), batch, self.chunk_size)
+            values, agree = chunked_rows(_ADAPTIVE, batch, self.chunk_size)
             kl, alpha = values
             rate = alpha.detach()
             mix = (-self.eta * (rate if self.level == "row" else _per_step(rate, batch))).exp()

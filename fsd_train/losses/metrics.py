@@ -98,7 +98,7 @@ class StepMean(Metric):
 
     def update(self, values: Tensor, step: Tensor) -> None:
         """Add values [R] (bool for a share) with their steps [R]."""
-        values = values.double()
+        values = values.to(self.total.dtype)  # DeepSpeed casts a module's metrics, too
         self.total.index_add_(0, step, values)
         self.rows.index_add_(0, step, torch.ones_like(values))
 

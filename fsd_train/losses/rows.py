@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from fsd_train.losses.base import TINY, DraftBatch
 # A block has chunk_size/LIVE rows. At the peak 6 to 18 tensors of its size are alive: logits, log-probabilities and
 # tensors saved by autograd. Together they stay below the size of 1.3·chunk_size rows.
 LIVE = 14
+BACKEND = "inductor"  # of torch.compile
+SHAPES = 64  # most kernels of one function
 _PART = 4096  # rows of an LM head's gradient that are computed at a time
 Distributions = Callable[[Tensor, Tensor], Tensor]
 
@@ -45,10 +48,32 @@ class RowFunction:
     of_p: bool = False
     live: int = LIVE
 
+    @cached_property
+    def compiled(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """:meth:`of_logits`, compiled for each shape."""
+        return torch.compile(self.of_logits, dynamic=False, backend=BACKEND)
+
+    def of_logits(self, target: Tensor, at: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values [K, n], and whether both have the same most likely token [n].
+
+        Args:
+            target: [m, Vd] logits of p at m positions.
+            at: [n] position of each row.
+            logits: [n, Vd] logits of q; differentiable.
+        """
+        p = (target.softmax(-1) if self.of_p else target.log_softmax(-1)).index_select(0, at)
+        values = self.values(p, logits.log_softmax(-1))
+        return values, logits.detach().argmax(-1) == target.argmax(-1).index_select(0, at)
+
 
 def default_chunk_size(device: str, vocabulary: int) -> int:
     """Return 1024 rows on a CPU, so that blocks fit its caches; elsewhere rows for 1 GiB of logits, at most 8192."""
     return 1024 if device == "cpu" else max(1024, min(8192, 2**28 // vocabulary))
+
+
+def many_shapes() -> AbstractContextManager[Any]:
+    """Let torch.compile make kernels for more than its usual eight shapes of a function."""
+    return torch._dynamo.config.patch(recompile_limit=SHAPES)
 
 
 @dataclass(frozen=True)
@@ -76,6 +101,19 @@ def blocks(ends: Sequence[int], size: int) -> list[Block]:
             pieces.append(Block(slice(first, position), slice(ends[first], ends[position])))
             first = position
     return pieces
+
+
+def equal_blocks(ends: Sequence[int], size: int) -> list[Block]:
+    """Divide rows in fixed slots (:attr:`.DraftBatch.compiled`) into blocks of the same shape.
+
+    Args:
+        ends: multiples of the rows of a position.
+        size: most rows of a block with more than one position.
+    """
+    positions, each = len(ends) - 1, max(ends[1], 1)
+    count = next(n for n in range(min(max(size // each, 1), positions), 0, -1) if positions % n == 0)
+    starts = range(0, positions, count)
+    return [Block(slice(at, at + count), slice(at * each, (at + count) * each)) for at in starts]
 
 
 def grouped(pieces: Sequence[Block], size: int) -> list[list[Block]]:
@@ -160,13 +198,15 @@ def _sweep(
             slopes = head.weight.new_empty(rows.stop - rows.start, len(head.weight)) if trained else None
             for block in group:
                 here = block.rows
-                p, logits, agree[here] = _distributions(batch, function, block)
-                values[:, here], slope = _values(function, p, logits, None if weights is None else weights[:, here])
+                known = None if weights is None else weights[:, here]
+                values[:, here], slope, logits, agree[here] = (_compiled if batch.compiled else _plain)(
+                    function, batch, block, known
+                )
                 if slope is not None and slopes is None:
                     grad[here] = head.grad_hidden(logits, slope).to(grad.dtype)
                 elif slope is not None and slopes is not None:
                     slopes[here.start - rows.start : here.stop - rows.start] = head.grad_products(logits, slope)
-                del p, logits, slope  # or they live on beside the next block's
+                del logits, slope  # or they live on beside the next block's
             if grad_weight is not None and slopes is not None:
                 grad[rows] = (slopes @ head.weight).to(grad.dtype)
                 inputs = estimates[rows].to(slopes.dtype)
@@ -175,8 +215,8 @@ def _sweep(
     return values, agree, [grad] if grad_weight is None else [grad, grad_weight.to(head.weight.dtype)]
 
 
-def _distributions(batch: DraftBatch, function: RowFunction, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p (or p) and q's logits [n, Vd] at a block's rows, and whether their most likely entries agree [n].
+def _logits(batch: DraftBatch, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p's logits [m, Vd] at a block's positions, the position [n] of its rows, and q's logits [n, Vd] there.
 
     If both share an LM head, one product computes them, because a block has too few positions for full speed.
     """
@@ -189,13 +229,41 @@ def _distributions(batch: DraftBatch, function: RowFunction, block: Block) -> tu
         draft = draft.clone()  # a view would keep the target's logits alive
     else:
         target, draft = batch.head(features), batch.draft_head(estimates).detach()
-    at = batch.rows.feature[block.rows] - block.positions.start
-    p = (target.softmax(-1) if function.of_p else target.log_softmax(-1)).index_select(0, at)
-    return p, draft, draft.argmax(-1) == target.argmax(-1).index_select(0, at)
+    return target, batch.rows.feature[block.rows] - block.positions.start, draft
+
+
+_Found = tuple[Tensor, Tensor | None, Tensor, Tensor]
+
+
+def _plain(function: RowFunction, batch: DraftBatch, block: Block, weights: Tensor | None) -> _Found:
+    """Evaluate a block.
+
+    Args:
+        function, batch, block: what and where.
+        weights: [K, n] weights of the values in the loss; None: compute no gradient.
+
+    Returns:
+        (values [K, n], the logits' gradient [n, Vd] of the weighted sum or None, q's logits [n, Vd], agreement [n])
+    """
+    target, at, logits = _logits(batch, block)
+    agree = logits.argmax(-1) == target.argmax(-1).index_select(0, at)
+    p = target.softmax(-1) if function.of_p else target.log_softmax(-1)
+    del target
+    return *_values(function, p.index_select(0, at), logits, weights), logits, agree
+
+
+def _compiled(function: RowFunction, batch: DraftBatch, block: Block, weights: Tensor | None) -> _Found:
+    """As :func:`_plain`, in one kernel or a few."""
+    target, at, logits = _logits(batch, block)
+    leaf = logits.requires_grad_(weights is not None)
+    with torch.set_grad_enabled(weights is not None), many_shapes():
+        values, agree = function.compiled(target, at, leaf)
+    slope = None if weights is None else torch.autograd.grad(values, leaf, weights)[0]
+    return values.detach(), slope, logits.detach(), agree
 
 
 def _values(function: RowFunction, p: Tensor, logits: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return a block's values [K, n] and, given weights [K, n], the logits' gradient [n, Vd] of the weighted sum."""
+    """Return a block's values [K, n] and gradient as :func:`_plain`, given p (or log p) [n, Vd] and q's logits."""
     if weights is None:
         return function.values(p, logits.log_softmax(-1)), None
     if function.slope is not None:
@@ -242,11 +310,12 @@ def _apply(
     if chunk_size is None:
         chunk_size = default_chunk_size(batch.estimates.device.type, len(batch.head.weight))
     own = None if batch.own_head is None else batch.own_head.weight
+    divided = equal_blocks if batch.compiled else blocks
     if own is None:
-        groups = [[block] for block in blocks(batch.rows.ends, max(1, chunk_size // function.live))]
+        groups = [[block] for block in divided(batch.rows.ends, max(1, chunk_size // function.live))]
     else:  # a quarter of the memory for the gradients of a group
         size = chunk_size * 4 // own.element_size()
-        groups = grouped(blocks(batch.rows.ends, max(1, chunk_size * 3 // 4 // function.live)), size // 4)
+        groups = grouped(divided(batch.rows.ends, max(1, chunk_size * 3 // 4 // function.live)), size // 4)
     values, agree, total = _RowValues.apply(batch.estimates, own, share, batch, function, groups)
     return values, agree, total
 

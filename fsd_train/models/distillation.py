@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,17 @@ from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import check_target, check_weights, source_of, target_record
 from fsd_train.data.features import FeatureStore
+from fsd_train.data.packs import on_host
+from fsd_train.data.recording import FeatureWriter
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
 from fsd_train.losses.base import Rows
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
+from fsd_train.models.compiled import CompiledLayers
 from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
-from fsd_train.packed import TextMask, read_packed
+from fsd_train.models.work import Operations
+from fsd_train.packed import TextMask, read_packed, reads_packed_rows
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
 PRECISIONS = ("bf16-mixed", "16-mixed", "32-true")
@@ -60,6 +66,8 @@ class DistillationModule(RunModule, ABC):
         eval_rules: acceptance rules whose gates and expected acceptance length are logged in validation (see
             :class:`fsd_train.losses.metrics.ValidationMetrics`); default "exact" and "fuzzy:js:0.3".
         seed: seed of initial weights and all draws.
+        compile: compile decoder layers and losses with torch.compile, for rows in a fixed number of slots
+            (:mod:`fsd_train.models.compiled`). None: with CUDA on one device or with ddp, where nothing speaks against.
         target_kwargs: keywords of :func:`fsd_infer.targets.loading.load_target`: ``quantization_config`` with its
             ``quant_method``, ``revision``, ``subfolder`` ...
 
@@ -84,13 +92,15 @@ class DistillationModule(RunModule, ABC):
         eval_steps: EvalSteps = 4,
         eval_rules: list[str] | None = None,
         seed: Seed = 0,
+        compile: bool | None = None,
         target_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         if not target:
             raise DataError("target is empty: give a built-in name, a directory or a hub id.")
         self.target_name, self.target_kwargs, self.seed = target, dict(target_kwargs or {}), seed
-        self.unroll_steps, self.step_decay = unroll_steps, step_decay
+        self.unroll_steps, self.step_decay, self.compile_option = unroll_steps, step_decay, compile
+        self._compiled_layers = CompiledLayers()
         self.loss = as_loss(loss)
         self.depths = max(unroll_steps, eval_steps)
         told_apart = self.depths if self.steps_differ else 1
@@ -113,6 +123,10 @@ class DistillationModule(RunModule, ABC):
 
         A batch without any runs as well, with zero gradients, because other ranks may wait for this one's weights.
         """
+
+    @abstractmethod
+    def operations(self, batch: dict[str, Any]) -> Operations:
+        """Return the floating-point operations of a training batch (:mod:`fsd_train.models.work`)."""
 
     def _answer_counts(self, option: str) -> Tensor:
         """Count each id in the training answers: [V]. Raises DataError, which names the option, if it is impossible."""
@@ -184,9 +198,12 @@ class DistillationModule(RunModule, ABC):
                 f"trainer.precision is {self.trainer.precision}, but weights are trained in fp32. Choose "
                 f"{', '.join(PRECISIONS)}."
             )
+        self._check_compile()
         self.configure_model()
         if hasattr(self._datamodule, "check"):
             self._datamodule.check(self.target.vocab_size, self.target.max_positions)
+        if hasattr(self._datamodule, "begin_recording"):
+            self._datamodule.begin_recording(self.target)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -199,6 +216,32 @@ class DistillationModule(RunModule, ABC):
         if trainer is None or not trainer.strategy.restore_checkpoint_after_setup:
             check_weights(self, checkpoint, source_of(trainer))
         super().on_load_checkpoint(checkpoint)
+
+    # compiling -----------------------------------------------------------------------------------------------------
+
+    @property
+    def compiles(self) -> bool:
+        """Whether this batch's rows fill slots, and layers and losses run compiled: in training, if that is chosen."""
+        if not self.training or self.compile_option is False:
+            return False
+        return bool(self.compile_option) or (self.device.type == "cuda" and self._uncompilable() is None)
+
+    def _uncompilable(self) -> str | None:
+        """Return the setting that excludes compiled steps, or None."""
+        strategy = "" if self._attached is None else type(self.trainer.strategy).__name__
+        if strategy and "SingleDevice" not in strategy and "DDP" not in strategy:
+            return f"trainer.strategy is {strategy}, which gathers weights within layers: use one device or ddp"
+        return None
+
+    def _check_compile(self) -> None:
+        """Raise DataError if compiled steps are demanded where they are impossible."""
+        reason = self._uncompilable() if self.compile_option else None
+        if reason is not None:
+            raise DataError(f"model.compile is true, but {reason}. Set model.compile to false.")
+
+    def _compiled(self, layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Let these layers run compiled within the context if the step does."""
+        return self._compiled_layers(layers) if self.compiles else nullcontext()
 
     # steps ---------------------------------------------------------------------------------------------------------
 
@@ -222,7 +265,17 @@ class DistillationModule(RunModule, ABC):
                 "a batch has no cached features, and the target was loaded without its layers. Set data.features to "
                 "null, or cache the features of all rows."
             )
-        return read_packed(self.target.features, self.target.model, batch["input_ids"], text)
+        target = self.target
+        layers: Sequence[nn.Module] = ()
+        if self.compiles and not self.target_kwargs and reads_packed_rows(target.features, target.model):
+            layers = target.layers(range(int(target.config.num_hidden_layers)))
+        with self._compiled(layers):
+            features = read_packed(target.features, target.model, batch["input_ids"], text)
+        writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
+        if writer is not None and self.training:
+            texts = on_host(batch, "input_ids")[0].split(batch["lengths"].tolist())
+            writer.add(texts[: len(batch["ids"])], features)
+        return features
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         drafts = self.draft(batch, self.unroll_steps)
@@ -236,8 +289,8 @@ class DistillationModule(RunModule, ABC):
         seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks, agreeing rows, counted rows
         seen[0], seen[1] = out.loss.detach(), 1
         if out.agreement is not None:
-            agree = out.agreement.float()
-            each = (rows.sum_by_step(agree), rows.sum_by_step(torch.ones_like(agree)))
+            taken = rows.taken
+            each = (rows.sum_by_step((out.agreement & taken).float()), rows.sum_by_step(taken.float()))
             seen[2:] = torch.cat([values[:steps] for values in each])
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if not self._alone and (self.global_step + 1) % every == 0:

@@ -25,6 +25,7 @@ from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.start import choose, choose_draft_ids, continue_from, initialise_from
 from fsd_train.models.unroll import Plan, plan_chains, unroll
+from fsd_train.models.work import Operations, head_operations
 from fsd_train.packed import TextMask
 from fsd_train.types import NonNegativeFloat, PositiveInt, Share
 
@@ -94,6 +95,13 @@ class EagleModule(DistillationModule):
             if self.initial_head:
                 self._continue(self.initial_head)
 
+    def _uncompilable(self) -> str | None:
+        if self.chain_share < 1:  # slots for all chains would undo its gain
+            return f"model.chain_share is {self.chain_share:g}, which leaves out rows of most positions: set it to 1"
+        if self.context_ids:
+            return "model.context_ids changes the draft vocabulary with every batch: set it to false"
+        return super()._uncompilable()
+
     def _check(self, config: EagleConfig) -> None:
         """Raise DataError if a training option does not apply to a head of this layout."""
         if config.layout != "eagle3":
@@ -162,7 +170,8 @@ class EagleModule(DistillationModule):
         share = self.chain_share if self.training else 1.0
         generator = self._generator() if share < 1.0 else None
         counts = batch.get("supervised") if self.training else None
-        plan = plan_chains(on_host(batch, "loss_mask")[0], steps, self.step_decay, share, generator, counts)
+        slots = self.compiles
+        plan = plan_chains(on_host(batch, "loss_mask")[0], steps, self.step_decay, share, generator, counts, slots)
         rows, text = plan.rows.to(self.device), self._text(batch)
         raw = self._features(batch, text)  # [1, M, F]
         inputs = self._inputs(self.head, raw)
@@ -177,7 +186,11 @@ class EagleModule(DistillationModule):
             feature_scale=self.head.feature_scale,
             own_head=self._own_head(),
             reference=self._reference_estimates(embeds, raw, text, plan),
+            compiled=slots,
         )
+
+    def operations(self, batch: dict[str, Any]) -> Operations:
+        return head_operations(self, batch, self.unroll_steps)
 
     def _inputs(self, head: EagleHead, features: Tensor) -> Tensor:
         """Return those of the target's features [1, M, F] that a head reads, in the precision of the weights."""
@@ -196,7 +209,8 @@ class EagleModule(DistillationModule):
 
     def _estimates(self, head: EagleHead, embeds: Tensor, inputs: Tensor, text: TextMask, plan: Plan) -> Tensor:
         """Return the inputs of the LM head at the rows of a plan, [R, H]."""
-        outputs = unroll(head, embeds, inputs, text, len(plan.rows.chains), plan.roots)
+        with self._compiled(head.layers):
+            outputs = unroll(head, embeds, inputs, text, len(plan.rows.chains), plan.roots)
         return head.readout(torch.cat(outputs, dim=1)[0].index_select(0, to_device(plan.source, self.device)))
 
     def _own_head(self) -> LMHead | None:

@@ -28,7 +28,8 @@ from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.small_lm import LogitsHead, SmallLM
 from fsd_train.models.start import choose_draft_ids
 from fsd_train.models.unroll import plan_positions
-from fsd_train.packed import TextMask, read_packed
+from fsd_train.models.work import Operations, lm_operations
+from fsd_train.packed import TextMask, read_packed, reads_packed_rows
 from fsd_train.types import PositiveFloat, PositiveInt, ShareOrNone
 
 
@@ -114,6 +115,8 @@ class LMModule(DistillationModule):
         """Build the model. Raises DataError if the rows hold ids that the drafter's embedding lacks."""
         if self.lora is not None and self._attached and callbacks_of(self._attached, WeightAveraging):
             raise DataError("weight averaging does not support lora. Omit the callback or model.lora.")
+        if self.on_policy and getattr(self._datamodule, "record_features", None) is not None:
+            raise DataError("record_features keeps features of fixed answers, but on_policy samples others. Unset one.")
         super().setup(stage)
         embedded = int(self.head.causal_lm.get_input_embeddings().weight.shape[0])
         data = self._datamodule
@@ -152,17 +155,27 @@ class LMModule(DistillationModule):
         if self.training:
             batch = self.maybe_on_policy(batch)
         counts = batch.get("supervised") if self.training else None
-        rows = plan_positions(on_host(batch, "loss_mask")[0], steps, self.step_decay, counts).to(self.device)
+        slots = self.compiles
+        rows = plan_positions(on_host(batch, "loss_mask")[0], steps, self.step_decay, counts, slots).to(self.device)
         ids, text = batch["input_ids"], self._text(batch)
         features = self._features(batch, text)[0, :, : self.target.hidden_size]  # [M, H]
         places = rows.position + 1  # either model predicts token i+2 there: one position after a head's input
         return DraftBatch(
-            estimates=self.head(ids, text, places),  # [N, Vd]
+            estimates=self._logits(ids, text, places),  # [N, Vd]
             features=features.index_select(0, places),  # [N, H]
             rows=rows,
             head=self.lm_head(),
             reference=self._reference_logits(ids, text, places),
+            compiled=slots,
         )
+
+    def operations(self, batch: dict[str, Any]) -> Operations:
+        return lm_operations(self, batch)
+
+    def _logits(self, ids: Tensor, text: TextMask, places: Tensor) -> Tensor:
+        with self._compiled(self.head.layers if reads_packed_rows(self.head.hidden, self.head.causal_lm) else ()):
+            logits: Tensor = self.head(ids, text, places)
+        return logits
 
     @torch.no_grad()
     def _reference_logits(self, ids: Tensor, text: TextMask, places: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsd_core.errors import DataError
 from fsd_train.callbacks.safety import CheckResume, StopOnNonFinite
-from fsd_train.checkpoints import callbacks_of
+from fsd_train.checkpoints import callbacks_of, count_for
 from fsd_train.models.optim import WarmupCosine
 
 
@@ -48,7 +48,6 @@ class RunModule(LightningModule):
         super().__init__()
         self.optimizer_of, self.scheduler_of = optimizer, lr_scheduler
         self._batches = 0  # training batches begun, those before a resume included
-        self._replicas = 0  # devices of the resumed run
 
     @property
     def _attached(self) -> Trainer | None:
@@ -118,19 +117,6 @@ class RunModule(LightningModule):
         """The completed share of the run, 0 to 1."""
         return self._passed(self.global_step)
 
-    def on_train_start(self) -> None:
-        """Convert counts of batches per device if a run resumes on another number of devices."""
-        before, now = self._replicas, self.trainer.world_size
-        if before in (0, now):
-            return
-        # Lightning has no other way to set the position in an epoch; a loader's state moves only its rows
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        for count in (progress.current, progress.total):
-            more = count.ready * before // now - count.ready
-            for name in ("ready", "started", "processed", "completed"):  # the last batch may be unfinished
-                setattr(count, name, getattr(count, name) + more)
-        self._batches = self._batches * before // now
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._batches += 1
 
@@ -155,4 +141,8 @@ class RunModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         begun = checkpoint.get("batches", {"begun": 0, "replicas": 0})
-        self._batches, self._replicas = begun["begun"], begun["replicas"]
+        before, now = begun["replicas"], 1 if self._attached is None else self.trainer.world_size
+        self._batches = begun["begun"]
+        if before not in (0, now):
+            self._batches = self._batches * before // now
+            count_for(checkpoint, before, now)

@@ -20,7 +20,7 @@ from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import check_same_vocabulary
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.masks import max_positions
-from fsd_infer.targets.target import Target
+from fsd_infer.targets.target import Target, layer_list
 from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
 from fsd_train.packed import TextMask, read_packed, reads_packed_rows
@@ -104,6 +104,11 @@ class SmallLM(nn.Module):
     def causal_lm(self) -> Any:
         """The transformers model, with adapter layers inside."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers."""
+        return list(layer_list(self.causal_lm.get_decoder(), int(self.config.num_hidden_layers)) or ())
 
     @property
     def max_positions(self) -> int | None:

@@ -28,11 +28,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from fsd_core.tensors import to_device
 from fsd_infer.heads.head import EagleHead
 from fsd_train.losses.base import Rows
+from fsd_train.models.compiled import fixed
 from fsd_train.packed import TextMask, attending
 
 
@@ -97,16 +97,16 @@ def unroll(
         S tensors: [1, M, H] of step 0, then [1, K, H] per step s, of chain k at position roots[k] + s. Outputs at
         positions beyond their conversation are undefined.
     """
-    cache = DynamicCache() if steps > 1 else None
+    text = text if steps == 1 else text.begin()
     with attending(head):
-        outputs = [head(embeds, features, text.positions, attention_mask=text, cache=cache)]  # [1, M, H]
+        outputs = [head(embeds, features, text.positions, attention_mask=text)]  # [1, M, H]
         if steps == 1:
             return outputs
         at = to_device(roots, embeds.device)  # [K]
         source, positions = outputs[0].index_select(1, at), text.positions.index_select(1, at)
         for step in range(1, steps):
             here = embeds.index_select(1, (at + step).clamp_max(embeds.shape[1] - 1))  # [1, K, E]
-            source = head(here, source, positions + step, attention_mask=text.chains(roots, step), cache=cache)
+            source = head(here, source, positions + step, attention_mask=text.chains(roots, step, at))
             outputs.append(source)  # [1, K, H]
     return outputs
 
@@ -117,7 +117,7 @@ class Plan:
 
     Attributes:
         roots: [K] of :func:`chain_roots`; empty with one step.
-        source: [R] index of each row's output in the concatenated outputs of :func:`unroll`.
+        source: [R] index of each row's output in the concatenated outputs of :func:`unroll`; 0 where a slot is free.
         rows: the rows.
     """
 
@@ -133,6 +133,7 @@ def plan_chains(
     share: float = 1.0,
     generator: torch.Generator | None = None,
     supervised_rows: np.ndarray | None = None,
+    slots: bool = False,
 ) -> Plan:
     """Plan the chains of a batch and their rows.
 
@@ -144,6 +145,7 @@ def plan_chains(
         generator: generator of their choice.
         supervised_rows: rows by chain step that the batch's optimizer step has per batch
             (:class:`fsd_train.data.sampler.ResumableLoader`). None: the batch's own.
+        slots: whether rows, positions and chains fill fixed numbers of slots (:attr:`.DraftBatch.compiled`).
     """
     wanted = supervised(loss_mask, steps)
     length, later = wanted.shape[1], torch.arange(1, steps)[:, None]  # steps beyond 0: [S-1, 1]
@@ -151,6 +153,9 @@ def plan_chains(
     roots, stands_for = torch.zeros(0, dtype=torch.long), torch.zeros(0)
     if steps > 1:
         roots, stands_for = chain_roots(wanted, share, generator)
+    if slots and steps > 1:
+        count = fixed(len(roots), length)
+        roots, stands_for = _filled(roots, count, length - 1), _filled(stands_for, count, 0)
     at = (roots + later).clamp_max(length - 1)  # [S-1, K]
     there = wanted[later, at] & (roots + later < length) & (stands_for > 0)
     # by position and step: index of the output or -1, and its weight
@@ -160,24 +165,35 @@ def plan_chains(
     place = at[step, chain]
     source[place, step + 1] = length + step * len(roots) + chain
     weight[place, step + 1] = stands_for[chain] * decay ** (step + 1)
-    place, step = (source >= 0).nonzero().unbind(1)
-    row = torch.zeros_like(source)
-    row[place, step] = torch.arange(len(place))
-    whole = there.all(0)
-    starts, represented = (position, torch.ones(len(position))) if steps == 1 else (roots[whole], stands_for[whole])
+    if slots:  # the row's last two places are never supervised at step 0
+        position = _filled(position, fixed(len(position), length), max(length - 2, 0))
+    source, weight = source[position], weight[position]  # [N, S]
+    taken = (source >= 0) | slots
+    feature, step = taken.nonzero().unbind(1)  # [R] each
+    row = taken.flatten().cumsum(0).view_as(taken) - 1  # the rows' numbers
+    starts, represented = (position, weight[:, 0]) if steps == 1 else (roots, stands_for * there.all(0))
+    if not slots:
+        starts, represented = starts[represented > 0], represented[represented > 0]
+    # [S, C] place among the N of each step of a chain; a free slot has any
+    at = torch.searchsorted(position, starts + torch.arange(steps)[:, None]).clamp_max(len(position) - 1)
     total, chain_total = totals(wanted.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
     planned = Rows(
         position,
-        feature=torch.searchsorted(position, place),
+        feature=feature,
         step=step,
-        weight=weight[place, step],
-        chains=torch.stack([row[starts + number, number] for number in range(steps)]),
+        weight=weight[taken],
+        chains=row[at, torch.arange(steps)[:, None]],
         stands_for=represented,
-        ends=[0, *(source[position] >= 0).sum(1).cumsum(0).tolist()],
+        ends=[0, *taken.sum(1).cumsum(0).tolist()],
         total=total,
         chain_total=chain_total,
     )
-    return Plan(roots, source[place, step], planned)
+    return Plan(roots, source[taken].clamp_min(0), planned)
+
+
+def _filled(values: Tensor, count: int, value: float) -> Tensor:
+    """Append ``value`` to values [n] up to ``count``."""
+    return torch.nn.functional.pad(values, (0, count - len(values)), value=value)
 
 
 def totals(counts: Tensor | np.ndarray, steps: int, decay: float) -> tuple[Tensor, Tensor]:
@@ -187,7 +203,7 @@ def totals(counts: Tensor | np.ndarray, steps: int, decay: float) -> tuple[Tenso
 
 
 def plan_positions(
-    loss_mask: Tensor, steps: int, decay: float = 1.0, supervised_rows: np.ndarray | None = None
+    loss_mask: Tensor, steps: int, decay: float = 1.0, supervised_rows: np.ndarray | None = None, slots: bool = False
 ) -> Rows:
     """Return the rows for a drafter whose drafts do not depend on the step: one per position, with summed weights.
 
@@ -195,6 +211,8 @@ def plan_positions(
     """
     wanted = supervised(loss_mask, steps)
     position = wanted[0].nonzero().squeeze(1)
+    if slots:
+        position = _filled(position, fixed(len(position), wanted.shape[1]), max(wanted.shape[1] - 2, 0))
     counted = wanted[:, position]  # [S, N]
     weight = (counted * decay ** torch.arange(steps)[:, None]).sum(0).float()
     following = torch.arange(len(position)) + torch.arange(steps)[:, None]
@@ -202,7 +220,8 @@ def plan_positions(
     whole = (following < len(position)) & (position[inside] == position + torch.arange(steps)[:, None])
     whole &= counted.gather(1, inside)
     zeros, numbers = torch.zeros_like(position), torch.arange(len(position))
-    chains, ends = inside[:, whole.all(0)], list(range(len(position) + 1))
+    represented, ends = whole.all(0).float(), list(range(len(position) + 1))
+    if not slots:
+        inside, represented = inside[:, represented > 0], represented[represented > 0]
     total, chain_total = totals(counted.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
-    stands_for = torch.ones(chains.shape[1])
-    return Rows(position, numbers, zeros, weight, chains, stands_for, ends, total, chain_total)
+    return Rows(position, numbers, zeros, weight, inside, represented, ends, total, chain_total)

@@ -1,0 +1,204 @@
+"""Milliseconds of a training step at a real target's shape, with random weights, by part; tokens per second and MFU.
+
+    python -m benchmarks.train_step --json benchmarks/results/train-step.json
+    python -m benchmarks.train_step --shape llama-3.1-8b --device cpu --layers 1 --tokens 256 --steps 1
+
+Batches are packed rows of random ids, of answers and prompts as long as those of chats. A head of layout eagle3 with
+one layer is trained as the recipe of Llama-3.1-8B does it. Whole steps are timed first, then steps whose parts wait for
+the device:
+
+=========  =============================================================================================================
+target     the forward of the frozen target
+head       the head's steps, forwards
+loss       values and gradients on estimates and LM head
+backward   the head's steps, backwards
+optimizer  AdamW
+=========  =============================================================================================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks.recorded import parser_of, record_main
+from fsd_bench.planned import planned_target
+from fsd_bench.roofline import peak_of
+from fsd_core.tables import table
+from fsd_infer import Target
+from fsd_train.data.packs import collate, keep_on_host
+from fsd_train.models import EagleModule, HeadOptions
+from fsd_train.models.work import real_tokens
+
+PROMPT, ANSWER = 140, 110  # mean tokens of a conversation's prompt and answer
+DRAFTED, UNROLLED = 32000, 5  # as in recipes/llama-3.1-8b.yaml
+PARTS = ("target", "head", "loss", "backward", "optimizer")
+
+
+class Bench:
+    """A head in training beside a target of random weights.
+
+    Args:
+        shape: as :func:`.planned_target` takes it.
+        device: on which both are.
+        layers: of the target; None: the shape's own.
+        tokens: of a packed row.
+        compile: as of the module.
+    """
+
+    def __init__(self, shape: str, device: str, layers: int | None, tokens: int, compile: bool | None) -> None:
+        self.device, self.tokens = torch.device(device), tokens
+        changes = {} if layers is None else {"num_hidden_layers": layers}
+        config = planned_target(shape, changes).config
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        drafted = DRAFTED if config.vocab_size > 2 * DRAFTED else None
+        fused = sorted({min(2, config.num_hidden_layers - 1), config.num_hidden_layers // 2})
+        self.module = EagleModule(
+            shape, HeadOptions(layout="eagle3", fused_layers=fused), draft_vocab_size=drafted, loss="kl_pq",
+            unroll_steps=UNROLLED, step_decay=0.8, compile=compile,
+        )  # fmt: skip
+        self.module._frozen.target = Target(model, name=shape)
+        self.module.target.capture_layers(fused)
+        self.module.configure_model()
+        self.module.to(self.device)
+        self.optimizer = torch.optim.AdamW(self.module.head.parameters(), lr=1e-4)
+        self._spent: dict[str, float] | None = None
+
+    def batch(self, seed: int) -> dict[str, Any]:
+        """Return a packed row of random conversations."""
+        random, items, left = torch.Generator().manual_seed(seed), list[dict[str, Any]](), self.tokens
+        longest = min(self.tokens, self.module.target.max_positions or self.tokens)
+        while left > 8:
+            prompt, answer = (int(mean * (0.5 + torch.rand((), generator=random))) for mean in (PROMPT, ANSWER))
+            length = min(prompt + answer, left, longest)
+            mask = (torch.arange(length) >= min(prompt, length // 2)).long()
+            ids = torch.randint(self.module.target.vocab_size, (length,), generator=random)
+            items.append({"input_ids": ids, "loss_mask": mask})
+            left -= length
+        batch = keep_on_host(collate(items, self.tokens))
+        return {**batch, **{name: batch[name].to(self.device) for name in ("input_ids", "loss_mask")}}
+
+    def step(self, batch: dict[str, Any]) -> None:
+        """Train one step, as a Trainer does it."""
+        half = self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+            with self._part("head"):  # the target's forward is within
+                drafts = self.module.draft(batch, UNROLLED)
+            with self._part("loss"):
+                loss = self.module.loss(drafts).loss
+        with self._part("backward"):
+            loss.backward()
+        with self._part("optimizer"):
+            torch.nn.utils.clip_grad_norm_(self.module.head.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, batches: Sequence[dict[str, Any]]) -> float:
+        """Return the seconds of a step that waits for nothing between steps."""
+        self.sync()
+        start = time.perf_counter()
+        for batch in batches:
+            self.step(batch)
+        self.sync()
+        return (time.perf_counter() - start) / len(batches)
+
+    def by_part(self, batch: dict[str, Any]) -> dict[str, float]:
+        """Return the seconds of a step's parts, each of which waits for the device."""
+        self._spent, target = dict.fromkeys(PARTS, 0.0), self.module.target
+        read: Callable[..., Tensor] = target.features
+
+        def timed(*args: Any, **options: Any) -> Tensor:
+            with self._part("target"):
+                return read(*args, **options)
+
+        vars(target)["features"] = timed
+        try:
+            self.step(batch)
+        finally:
+            del vars(target)["features"]
+        spent, self._spent = self._spent, None
+        spent["head"] -= spent["target"]
+        return spent
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        if self._spent is None:
+            yield
+            return
+        self.sync()
+        start = time.perf_counter()
+        yield
+        self.sync()
+        self._spent[name] += time.perf_counter() - start
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure a step; return a part of the record."""
+    compile = {"auto": None, "on": True, "off": False}[args.compile]
+    bench = Bench(args.shape, args.device, args.layers or None, args.tokens, compile)
+    batches = [bench.batch(seed) for seed in range(args.steps)]
+    for batch in batches:  # kernels are made, and all shapes met
+        bench.step(batch)
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = bench.seconds(batches)
+    parts = [bench.by_part(batch) for batch in batches]
+    operations = {name: [] for name in ("target", "drafter", "logits")}  # type: dict[str, list[float]]
+    for batch in batches:
+        for name, value in bench.module.operations(batch).items():
+            operations[name].append(value)
+    tera = {name: sum(values) / len(values) / 1e12 for name, values in operations.items()}
+    real = sum(map(real_tokens, batches)) / len(batches)
+    name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu"
+    peak = peak_of(name)
+    return {
+        "device": name, "compiled": bench.module.compiles, "ms": 1e3 * seconds, "tokens_per_s": real / seconds,
+        "fill": real / args.tokens, "mfu": None if peak is None else sum(tera.values()) * 1e12 / seconds / peak,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if bench.device.type == "cuda" else None,
+        "teraflop": tera, "parts_ms": {part: 1e3 * median(each[part] for each in parts) for part in PARTS},
+    }  # fmt: skip
+
+
+def report(record: dict[str, Any]) -> str:
+    """Return tables of the step and of its parts."""
+    facts = {
+        "device": record["device"], "compiled": "yes" if record["compiled"] else "no", "step": f"{record['ms']:.1f} ms",
+        "tokens per second": f"{record['tokens_per_s']:.0f}", "fill": f"{record['fill']:.3f}",
+        "operations": " + ".join(f"{value:.2f} ({name})" for name, value in record["teraflop"].items()) + " TFLOP",
+        "MFU": "unknown" if record["mfu"] is None else f"{record['mfu']:.1%}",
+        "peak memory": "unknown" if record["peak_gb"] is None else f"{record['peak_gb']:.1f} GB",
+    }  # fmt: skip
+    parts = [[name, f"{ms:.1f}"] for name, ms in record["parts_ms"].items()]
+    return table(["what", "measured"], [[*each] for each in facts.items()]) + "\n\n" + table(["part", "ms"], parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = parser_of(
+        "benchmarks.train_step", __doc__, shape=("llama-3.1-8b", "name of a shape, or a directory with a config.json"),
+        device=(device, "cuda or cpu"), layers=(0, "layers of the target, for a smaller machine; 0: all"),
+        tokens=(8192, "tokens of a packed row"), steps=(5, "timed steps, each of another batch"),
+        compile=("auto", "model.compile: auto, on or off"), json=None,
+    )  # fmt: skip
+    return record_main("benchmarks.train_step", parser, measure, report, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Features that are kept on disk while training makes them: the first epoch runs the target, later ones read.
+
+A thread writes them, so no step waits for the disk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from fsd_core.errors import FsdError
+from fsd_infer.targets.target import Target
+from fsd_train.data.features import (
+    SHARD_TOKENS,
+    FeatureStore,
+    check_disk,
+    open_cache,
+    save_shard,
+    sequence_key,
+    token_bytes,
+)
+
+_Row = tuple[str, Tensor]
+
+
+class FeatureWriter:
+    """Writes the features of conversations to a cache, shard by shard, in a thread.
+
+    Args:
+        target: the target that makes them.
+        directory: of the cache, which is continued if it exists.
+        texts: token ids of the conversations that may come, to check the disk.
+
+    Attributes:
+        store: read access to what is on disk, as of the last :meth:`flush`.
+
+    Raises:
+        DataError: the cache has another target or other layers, or the disk lacks space.
+    """
+
+    def __init__(self, target: Target, directory: str | Path, texts: Sequence[Tensor]) -> None:
+        self.directory = Path(directory)
+        self.store: FeatureStore = open_cache(self.directory, target)
+        missing = sum(len(ids) for ids in texts if sequence_key(ids) not in self.store)
+        check_disk(self.directory, missing * token_bytes(target))
+        self._seen: set[str] = set()
+        self._queue: SimpleQueue[list[_Row] | threading.Event] = SimpleQueue()
+        self._failure: Exception | None = None
+        threading.Thread(target=self._write, daemon=True, name="features").start()
+
+    def add(self, texts: Sequence[Tensor], features: Tensor) -> None:
+        """Keep the features [1, M, F] of a packed row that begins with these conversations.
+
+        Raises what stopped the thread, for example a full disk.
+        """
+        if self._failure is not None:
+            raise self._failure
+        parts = features[0].detach().split([*map(len, texts), features.shape[1] - sum(map(len, texts))])
+        rows = [(sequence_key(ids), part) for ids, part in zip(texts, parts, strict=False)]
+        rows = [(key, part) for key, part in rows if key not in self.store and key not in self._seen]
+        self._seen |= {key for key, _ in rows}
+        if rows:
+            self._queue.put([(key, part.to(torch.bfloat16, copy=True)) for key, part in rows])
+
+    def flush(self) -> None:
+        """Write what has come so far, and find it on disk. Raises as :meth:`add`."""
+        done = threading.Event()
+        self._queue.put(done)
+        done.wait()
+        if self._failure is not None:
+            raise self._failure
+        self.store.refresh()
+
+    def _write(self) -> None:
+        """Write shards, in the thread."""
+        held: dict[str, Tensor] = {}
+        while True:
+            found = self._queue.get()
+            try:
+                if isinstance(found, list) and self._failure is None:
+                    held |= {key: part.cpu() for key, part in found}  # waits for the device, here alone
+                full = sum(map(len, held.values())) >= SHARD_TOKENS
+                if held and (full or isinstance(found, threading.Event)):
+                    save_shard(self.directory, held)
+                    held = {}
+            except (OSError, FsdError, RuntimeError) as error:
+                self._failure, held = error, {}
+            if isinstance(found, threading.Event):
+                found.set()

@@ -1,0 +1,143 @@
+"""Attention within a packed row, as an attention function of transformers.
+
+With CUDA it runs FlexAttention, elsewhere torch's scaled_dot_product_attention span by span.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.flex_attention import flex_attention_forward
+
+from fsd_train.packed.masks import PackedMask
+
+NAME = "fsd_packed"  # of the attention function, in transformers' configs
+SMALL = 2**18  # queries times keys, up to which a span counts as small
+ROUND = 32  # numbers of queries and keys are padded to multiples, where products are compiled for each size
+FLEX_HEAD = 16  # least width of an attention head that its kernels take
+
+
+@torch.compiler.disable  # FlexAttention is compiled by itself; the rest depends on each row's conversations
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packing: PackedMask | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend within a :class:`PackedMask`; an attention function of transformers under the name :data:`NAME`.
+
+    Args:
+        module: the attention module.
+        query, key, value: [1, heads, Q or K, D]; keys and values may have fewer heads. With ``earlier`` in the mask,
+            those of earlier steps come before these.
+        attention_mask: the mask; a model that makes masks itself gets it as ``packing``.
+        dropout: of attention probabilities.
+        scaling: of the scores; None: 1/√D.
+        sliding_window: positions that a query sees; None: all.
+        packing: see ``attention_mask``.
+        softcap: soft cap of the scores.
+        s_aux: [heads] scores of attention sinks.
+        others: of transformers.
+
+    Returns:
+        (outputs [1, Q, heads, D], None)
+    """
+    mask = attention_mask if packing is None else packing
+    assert isinstance(mask, PackedMask), "the model did not hand the mask on"
+    steps = ([key], [value]) if mask.earlier is None else mask.earlier.joined(module, key, value)
+    if query.is_cuda and query.shape[-1] >= FLEX_HEAD:
+        key, value = map(_joined, steps)
+        return flex_attention_forward(
+            module, query, key, value, mask.block_mask(sliding_window), scaling, softcap, s_aux, dropout=dropout
+        )[0], None
+    return _by_span(mask, query, steps, sliding_window, dropout, scaling, softcap, s_aux), None
+
+
+def _by_span(
+    mask: PackedMask, query: Tensor, steps: tuple[list[Tensor], list[Tensor]], window: int | None, dropout: float,
+    scaling: float | None, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attend span by span; keys and values of ``steps`` by step: [1, Q, heads, D]."""
+    outputs, size = [], _size_step(query, steps[0][0], steps[1][0])
+    pieces = mask.pieces if len(steps[0]) > 1 else [[size for step in mask.pieces for size in step]]
+    # split, since the gradient of a slice is as large as the whole
+    keys, values = (
+        [piece for step, sizes in zip(each, pieces, strict=True) for piece in step.split(sizes, dim=2)]
+        for each in steps
+    )
+    parts = query.split([span.queries.stop - span.queries.start for span in mask.spans], dim=2)
+    for q, span, visible in zip(parts, mask.spans, mask.span_masks(window), strict=True):
+        k, v = (_rounded(_joined([each[number] for number in span.pieces]), size) for each in (keys, values))
+        count, q = q.shape[2], _rounded(q, size)
+        if visible is not None:  # added queries see all, which no output reads
+            visible = pad(visible, (0, k.shape[2] - visible.shape[1]))
+            visible = pad(visible, (0, 0, 0, q.shape[2] - count), value=True)
+        if softcap is None and sinks is None and not _is_small(q, k):
+            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+            causal = visible is None
+            out = scaled_dot_product_attention(q, k, v, visible, dropout, is_causal=causal, scale=scaling)
+        else:
+            out = _plain_attention(q, k, v, visible, dropout, scaling, softcap, sinks)
+        outputs.append(out[:, :, :count])
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+def _size_step(*tensors: Tensor) -> int:
+    """Return what numbers of queries and keys are multiples of: :data:`ROUND` in half precision on a CPU.
+
+    There, torch compiles a product for each new size, which takes longer than the product itself. Under autocast some
+    of the tensors are in fp32, and the products in half precision.
+    """
+    half = tensors[0].device.type == "cpu" and any(each.dtype != torch.float32 for each in tensors)
+    return ROUND if half else 1
+
+
+def _rounded(values: Tensor, size: int) -> Tensor:
+    """Pad [1, heads, Q or K, D] to a multiple of ``size`` queries or keys."""
+    return values if size == 1 else pad(values, (0, 0, 0, -values.shape[2] % size))
+
+
+def _is_small(query: Tensor, key: Tensor) -> bool:
+    """Whether plain products are faster: on a CPU torch's function takes twice as long backwards for such spans."""
+    return query.device.type == "cpu" and query.requires_grad and query.shape[2] * key.shape[2] <= SMALL
+
+
+def _plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, dropout: float, scaling: float | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention of a few products, which also has a soft cap and sinks: [1, heads, Q, D]."""
+    if visible is None:
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    bias = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill(~visible, -torch.inf)
+    shared = query.shape[1] // key.shape[1]  # query heads of a key's head, one below the other in the products
+    bias = bias.repeat(shared, 1).expand(key.shape[1], -1, -1)
+    rows = (query * (query.shape[-1] ** -0.5 if scaling is None else scaling)).reshape(*bias.shape[:2], -1)
+    if softcap is None:
+        scores = torch.baddbmm(bias, rows, key[0].mT)  # [key's heads, shared * Q, K]
+    else:
+        scores = softcap * torch.tanh(rows @ key[0].mT / softcap) + bias
+    if sinks is not None:
+        each = sinks.to(scores.dtype).reshape(len(scores), shared, 1, 1).expand(-1, -1, query.shape[2], -1)
+        scores = torch.cat([scores, each.reshape(*scores.shape[:2], 1)], dim=-1)
+    chances = scores.softmax(-1, dtype=scores.dtype)[..., : key.shape[2]]
+    return (torch.dropout(chances, dropout, train=dropout > 0) @ value[0]).reshape(query.shape)
+
+
+AttentionInterface.register(NAME, packed_attention)

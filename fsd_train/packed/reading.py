@@ -1,0 +1,100 @@
+"""Running a transformers model over a packed row, or over padded ones if its attention takes none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from fsd_infer.recurrent.mixers import recurrent_layers
+from fsd_train.packed.attention import NAME
+from fsd_train.packed.masks import TextMask
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 0.05  # relative; rounding in bf16 stays below 0.02, a token of another conversation changes more than 0.2
+_VERDICT = "_fsd_reads_packed_rows"  # attribute of a model
+
+
+@contextmanager
+def attending(model: nn.Module) -> Iterator[None]:
+    """Let a model's layers attend by :func:`packed_attention` within the context."""
+    found: list[Any] = [getattr(part, "config", None) for part in model.modules()]
+    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation = NAME
+        yield
+    finally:
+        for config, kind in before:
+            config._attn_implementation = kind
+
+
+def read_packed(read: Callable[..., Tensor], model: nn.Module, ids: Tensor, text: TextMask) -> Tensor:
+    """Run a model over a packed row: in one forward, or, if its attention takes no packed rows, in padded rows.
+
+    Args:
+        read: runs ``model`` over ids [B, M], with more inputs of its forward; returns [B, M, X].
+        model: a transformers model.
+        ids: [1, M].
+        text: the row's mask.
+
+    Returns:
+        [1, M, X]
+    """
+    if reads_packed_rows(read, model):
+        with attending(model):
+            return read(ids, position_ids=text.positions, packing=text)
+    return _read_rows(read, ids, text.lengths)
+
+
+def _read_rows(read: Callable[..., Tensor], ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Run a model over the conversations of a packed row, right-padded, in batches of no more tokens than the row."""
+    texts = ids[0].split(list(lengths))
+    order = sorted(range(len(texts)), key=lengths.__getitem__)
+    found: dict[int, Tensor] = {}
+    while order:
+        longest = lengths[order[-1]]
+        count = max(1, ids.shape[1] // longest)
+        chosen, order = order[-count:], order[:-count]
+        outputs = read(pad_sequence([texts[place] for place in chosen], batch_first=True))
+        found |= {place: out[: lengths[place]] for place, out in zip(chosen, outputs, strict=True)}
+    return torch.cat([found[place] for place in range(len(texts))])[None]
+
+
+@torch.no_grad()
+def reads_packed_rows(read: Callable[..., Tensor], model: nn.Module) -> bool:
+    """Return whether a packed row gives a model's outputs of its conversations; found by trial, and said if not."""
+    if _VERDICT not in vars(model):
+        device = next(model.parameters()).device
+        was_training = model.training
+        model.eval()
+        text, ids = TextMask((3, 4), device), torch.arange(7, device=device)[None]
+        try:
+            with attending(model):
+                packed = read(ids, position_ids=text.positions, packing=text)
+            apart = torch.cat([read(part) for part in ids.split([3, 4], dim=1)], dim=1)
+            alike = packed.shape == apart.shape and _distance(packed, apart) < TOLERANCE
+            alike = alike and not recurrent_layers(model)  # whose states run on from text to text
+        except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, KeyError):
+            alike = False
+        model.train(was_training)
+        vars(model)[_VERDICT] = alike
+        if not alike:
+            log.warning("%s cannot read packed rows. It reads padded ones, which take longer.", type(model).__name__)
+    return bool(vars(model)[_VERDICT])
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error of a token: a mean over dimensions, each by its own scale and at most 1.
+
+    So a dimension of huge values, as many models have, hides no errors in others.
+    """
+    scale = expected.abs().mean(dim=(0, 1)).clamp_min(torch.finfo(expected.dtype).tiny)
+    return float(((found - expected).abs() / scale).clamp_max(1.0).mean(-1).max())

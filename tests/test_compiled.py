@@ -1,0 +1,155 @@
+"""Rows in fixed slots, and compiled layers and losses: the same values, parts and gradients, and few shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from fsd_core.errors import DataError
+from fsd_train.data import collate
+from fsd_train.models import DistillationModule, LMModule
+from fsd_train.models.compiled import fixed
+from tests.loss_toys import VARIANTS
+from tests.test_packed import HEADS
+from tests.train_toys import answers_of, eagle_module, ready, save_toy_target
+
+ROW = 190
+Step = tuple[dict[str, torch.Tensor], list[tuple[int, ...]]]
+
+
+def packs(toys: Path, *groups: range) -> list[dict[str, Any]]:
+    data = answers_of(toys)
+    data.setup()
+    rows = data.train_set
+    assert rows is not None
+    return [dict(collate([rows[place] for place in places], ROW)) for places in groups]
+
+
+def step_of(module: DistillationModule, batch: dict[str, Any], compiled: bool) -> Step:
+    """(loss, parts, agreement and gradients of a batch by name, sizes of its rows)."""
+    module.compile_option = compiled
+    drafts = module.draft(batch, module.unroll_steps)
+    out = module.loss(drafts)
+    module.zero_grad()
+    out.loss.backward()
+    rows = drafts.rows
+    assert drafts.compiled == compiled and out.agreement is not None
+    found = {f"gradient {name}": each.grad for name, each in module.named_parameters() if each.grad is not None}
+    agree = rows.sum_by_step((out.agreement & rows.taken).float())
+    found |= {"loss": out.loss.detach(), "agreement": agree, **out.parts}
+    return found, [tuple(each.shape) for each in (drafts.estimates, drafts.features, rows.chains)]
+
+
+def same_with_slots(module: Any, toys: Path) -> None:
+    """Two batches, one of a single conversation."""
+    shapes = set()
+    for batch in packs(toys, range(6), range(8, 9)):
+        (found, sizes), (expected, _) = (step_of(module, batch, compiled) for compiled in (True, False))
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-4)
+        shapes.add(str(sizes))
+    assert any(float(value.abs().max()) > 1e-4 for name, value in expected.items() if name.startswith("gradient"))
+    assert len(shapes) == 2
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots alone."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+@pytest.mark.parametrize(("loss", "args", "head"), [(*each, HEADS[n % 3]) for n, each in enumerate(VARIANTS)], ids=str)
+def test_slots_change_nothing_of_a_head(
+    loss: str, args: dict[str, Any], head: dict[str, Any], toys: Path, uncompiled: None
+) -> None:
+    if "layout" in head["head"] and loss == "eagle":
+        args = {"w_feature": 0.0}
+    module = ready(eagle_module(toys, loss=loss, loss_args=args or None, unroll_steps=3, step_decay=0.7, **head))
+    if head["head"].get("fused_layers"):
+        module.target.capture_layers(head["head"]["fused_layers"])
+    same_with_slots(module, toys)
+
+
+def test_slots_change_no_choice_of_tokens(toys: Path, tmp_path: Path, uncompiled: None) -> None:
+    ready(eagle_module(toys, seed=3)).export(tmp_path / "reference")
+    chosen = {"loss": "adaspec", "loss_args": {"reference": str(tmp_path / "reference"), "keep": 0.3}}
+    same_with_slots(ready(eagle_module(toys, unroll_steps=3, **chosen)), toys)
+
+
+@pytest.mark.parametrize("loss", ["kl_pq", "fsd"])
+def test_slots_change_nothing_of_a_small_lm(loss: str, toys: Path, tmp_path: Path, uncompiled: None) -> None:
+    drafter = save_toy_target(tmp_path / "small", seed=1)
+    same_with_slots(ready(LMModule(str(toys / "target"), str(drafter), loss=loss, unroll_steps=2)), toys)
+
+
+SLOW = pytest.mark.slow  # inductor compiles C++ here
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("eagle3", "eager"), pytest.param("eagle3", "inductor", marks=SLOW), pytest.param("lm", "inductor", marks=SLOW)],
+)
+def test_compiled_steps_are_those_of_torch(
+    kind: str, backend: str, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the second batch, in another order, needs no further graph."""
+    monkeypatch.setattr("fsd_train.losses.rows.BACKEND", backend)
+    torch._dynamo.reset()
+    if kind == "lm":
+        module = LMModule(str(toys / "target"), str(save_toy_target(tmp_path / "small", seed=1)))
+    else:
+        module = eagle_module(toys, loss="fsd", unroll_steps=3, **HEADS[1])
+    module = ready(module)
+    module.target.capture_layers(HEADS[1]["head"]["fused_layers"])
+    counters.clear()
+    graphs = []
+    for batch in packs(toys, range(6), range(5, -1, -1)):
+        (found, _), (expected, _) = (step_of(module, batch, compiled) for compiled in (True, False))
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-4)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[1]
+
+
+def test_numbers_of_slots_are_eighths_of_a_row() -> None:
+    assert [fixed(count, 190) for count in (0, 1, 24, 25, 190)] == [24, 24, 24, 48, 192]
+    assert {fixed(count, 8192) for count in range(8193)} == {1024 * n for n in range(1, 9)}
+    assert fixed(1, 1500) == 256, "whole blocks of attention"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"chain_share": 0.5}, "chain_share is 0.5"), ({"context_ids": True, "draft_vocab_size": 40}, "context_ids")],
+    ids=str,
+)
+def test_settings_that_exclude_compiled_steps(options: dict[str, Any], says: str, toys: Path) -> None:
+    module = eagle_module(toys, compile=True, **options)
+    with pytest.raises(DataError, match=f"model.compile is true, but model.{says}"):
+        module.setup("fit")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("loss", ["kl_pq", "fsd"])
+def test_compiled_steps_on_cuda(loss: str, half: bool, toys: Path) -> None:
+    """The default there. They have the values of plain steps, and wait for nothing."""
+    device = torch.device("cuda")
+    module = ready(eagle_module(toys, loss=loss, unroll_steps=3, **HEADS[1]))
+    module.target.capture_layers(HEADS[1]["head"]["fused_layers"])
+    module.to(device)
+    module.target.model.to(device)
+    assert module.compiles
+    batch: Any = answers_of(toys).on_before_batch_transfer(packs(toys, range(6))[0], 0)
+    batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    with torch.autocast("cuda", torch.bfloat16, enabled=half):
+        (found, _), (expected, _) = (step_of(module, batch, compiled) for compiled in (True, False))
+        step_of(module, batch, True)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            module.loss(module.draft(batch, module.unroll_steps)).loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    del found["agreement"], expected["agreement"]  # ties
+    torch.testing.assert_close(found, expected, atol=3e-2 if half else 1e-4, rtol=5e-2 if half else 1e-3)
