@@ -9,6 +9,7 @@ from fsd_infer.drafters.lm import LMDrafter
 from fsd_infer.drafters.medusa import MedusaDrafter
 from fsd_infer.drafters.memory import LookupDrafter, MemoryDrafter
 from fsd_infer.drafters.mlp_speculator import MLPSpeculatorDrafter
+from fsd_infer.drafters.mtp import MtpDrafter
 from fsd_infer.drafters.p_eagle import ParallelEagleDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
 from fsd_infer.drafters.shape import TreeShape
@@ -27,6 +28,7 @@ __all__ = [
     "MLPSpeculatorDrafter",
     "MedusaDrafter",
     "MemoryDrafter",
+    "MtpDrafter",
     "NoDrafter",
     "ParallelEagleDrafter",
     "RecycleDrafter",

@@ -18,6 +18,7 @@ from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import LMDrafter, load_lm
+from fsd_infer.drafters.mtp import drafts_by_default
 from fsd_infer.drafters.shape import AUTO, TreeShape, default_shape, of_device
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
@@ -31,7 +32,8 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
 
             ================  ===================================================================================
             "shipped"         the draft head shipped with a built-in target
-            None              "shipped", or "lookup+recycle" if no head is shipped
+            "mtp"             the MTP layer of the target's own checkpoint (:mod:`fsd_infer.drafters.mtp`)
+            None              "shipped"; "mtp" if no head is shipped; "lookup+recycle" if there is no MTP layer
             "none"            plain decoding
             "memory"          continuations of the text's last tokens in it or in earlier texts
                               (:class:`MemoryDrafter`); "memory:FILE" adds a corpus; benchmarks clear it between
@@ -63,11 +65,16 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     if isinstance(drafter, Drafter):
         made, chosen = drafter, tree == AUTO
     else:
-        default = "lookup+recycle" if shipped_drafter(target.name) is None else "shipped"
-        name = default if drafter is None else usable_name(drafter, "drafter")
+        name = _default(target) if drafter is None else usable_name(drafter, "drafter")
         made = _load(name, target, None if isinstance(tree, str) else tree)
         chosen = tree == AUTO or tree is None and target.device.type == "cpu"
     return choose_trees(made, target) if chosen and main_of(made) is not None else made
+
+
+def _default(target: Target) -> str:
+    if shipped_drafter(target.name) is not None:
+        return "shipped"
+    return "mtp" if drafts_by_default(target) else "lookup+recycle"
 
 
 def main_of(drafter: Drafter) -> TreeDrafter | FreeDrafter | None:

@@ -100,9 +100,19 @@ def check_size(source: str, config: PretrainedConfig, trust_remote_code: bool) -
         )
 
 
+def is_mtp_name(name: str, layers: int) -> bool:
+    """Whether a tensor of a checkpoint belongs to an MTP layer, which follows the ``layers`` of the model."""
+    if re.search(r"(^|\.)mtp(_\w+)?\.", name):
+        return True
+    found = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= layers
+
+
 def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
     """Raise ModelLoadError if weights are missing or of other sizes; warn of weights that the model does not have."""
     missing, unused = (sorted(info[name]) for name in ("missing_keys", "unexpected_keys"))
+    layers = len(getattr(model.get_decoder(), "layers", ()))
+    unused = [name for name in unused if not (layers and is_mtp_name(name, layers))]  # fsd_infer.drafters.mtp has them
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise ModelLoadError(
             f"{source}: {name} has the shape {list(stored)}, but {type(model).__name__} needs {list(wanted)}. Check "
