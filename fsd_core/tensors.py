@@ -39,6 +39,25 @@ def on_host(*tensors: Tensor) -> list[Tensor]:
     return list(packed(*tensors).cpu().split([tensor.shape[1] for tensor in tensors], dim=1))
 
 
+class Transfer:
+    """A tensor on its way to the host, behind what is launched so far and beside what is launched later."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._arrived: torch.Event | None = None
+        if values.device.type not in _UNPINNED:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.Event(values.device)
+            self._arrived.record(torch.accelerator.current_stream(values.device))
+
+    def wait(self) -> Tensor:
+        """Return the tensor on the CPU. Syncs with the device as far as it was when the transfer began."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.cpu()
+
+
 def packed(*tensors: Tensor) -> Tensor:
     """Return tensors [B, N] of one device, each with its own N, as one [B, sum], in the device's widest type."""
     return torch.cat([tensor.to(wide(tensor.device)) for tensor in tensors], dim=1)

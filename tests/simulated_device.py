@@ -68,7 +68,7 @@ def is_registered() -> bool:
 
 
 SIM = torch.device("privateuseone", 0)  # called "sim" once it is registered
-_Generator = torch.Generator
+_Generator, _Event, _stream = torch.Generator, torch.Event, torch.accelerator.current_stream
 
 
 class SimTensor(Tensor):
@@ -124,6 +124,23 @@ class SimGenerator(torch.Generator):
         self.made[self._cdata] = self  # type: ignore[attr-defined]
 
 
+class SimEvent:
+    """In place of torch.Event: a place in the order of launches, until which transfers to pinned memory arrive."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device, self.until = device, 0
+
+    def record(self, stream: None) -> None:
+        self.until = len(self.device.transfers)
+
+    def synchronize(self) -> None:
+        self.device.waited("synchronize")
+        for place in range(self.until):
+            into, value = self.device.transfers[place]
+            into.copy_(value)
+            self.device.transfers[place] = into, into  # once
+
+
 class Wait(NamedTuple):
     """A wait of the host for the device: which operation, and which line of ours asked."""
 
@@ -147,6 +164,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.waits: list[Wait] = []
         self.launches = 0
         self.graph: Any = None
+        self.transfers: list[tuple[Tensor, Tensor]] = []  # to pinned memory: where to, and what
         self._pinned: dict[int, Tensor] = {}  # by address, kept so that none is given twice
 
     def __enter__(self) -> SimulatedDevice:
@@ -154,12 +172,15 @@ class SimulatedDevice(TorchDispatchMode):
         self._lifts = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes it on the CPU, then copies
         torch.Generator = SimGenerator  # type: ignore[assignment, misc]
+        torch.Event = lambda device: SimEvent(self) if device.type == SIM.type else _Event(device)  # type: ignore
+        torch.accelerator.current_stream = lambda device: None if device.type == SIM.type else _stream(device)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.Generator = _Generator  # type: ignore[misc]
+        torch.Generator, torch.Event = _Generator, _Event  # type: ignore[misc]
+        torch.accelerator.current_stream = _stream
         torch._C._set_only_lift_cpu_tensors(self._lifts)
 
     def waited(self, op: Any) -> None:
@@ -193,6 +214,12 @@ class SimulatedDevice(TorchDispatchMode):
         if packet is aten._pin_memory:
             copy = args[0].clone()
             return self._pinned.setdefault(copy.data_ptr(), copy)
+        if kwargs.get("pin_memory") and not on_sim:
+            memory = func(*args, **{**kwargs, "pin_memory": False})
+            return self._pinned.setdefault(memory.data_ptr(), memory)
+        if packet is aten.copy_ and not on_sim and isinstance(args[1], SimTensor) and _unblocked(args, kwargs):
+            self.transfers.append((args[0], args[1].value.clone()))
+            return args[0].fill_(torch.nan if args[0].is_floating_point() else 0)  # until it has arrived
         plain_args, plain_kwargs = _mapped(_plain, args), {name: _mapped(_plain, x) for name, x in kwargs.items()}
         out = func(*plain_args, **plain_kwargs)
         if self.graph is not None and on_sim:
@@ -231,9 +258,11 @@ class SimulatedDevice(TorchDispatchMode):
         source = args[1] if into else args[0]
         if isinstance(source, SimTensor) is on_sim or not source.numel():
             return
-        unblocked = kwargs.get("non_blocking") or into and args[2:] == (True,)
+        unblocked = _unblocked(args, kwargs) if into else kwargs.get("non_blocking")
         pinned = source.data_ptr() in self._pinned
         if unblocked and not on_sim:
+            if into and args[0].data_ptr() in self._pinned:
+                return
             raise RuntimeError(f"{func}: nothing here tells when this copy to the host is done")
         if not unblocked or not pinned and source.nbytes > STAGED:
             self.waited(func)
@@ -249,6 +278,11 @@ class SimulatedDevice(TorchDispatchMode):
         elif isinstance(args[0], SimTensor) and any(not isinstance(x, SimTensor) for x in indices):
             self.waited(func)  # indices on the CPU are copied
         return [x for x in host if not any(x is index for index in indices)] if isinstance(args[0], SimTensor) else host
+
+
+def _unblocked(args: Any, kwargs: Any) -> bool:
+    """Of aten.copy_."""
+    return bool(kwargs.get("non_blocking")) or args[2:] == (True,)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsd_infer import parse_rule
 from fsd_infer.drafters import Drafter
+from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine import Outcome, Request, decode, loop
 from fsd_infer.engine.capture import Recorded
 from fsd_infer.targets.target import Target
@@ -48,14 +49,16 @@ def test_recorded_rounds_answer_as_eager_ones(
     kind: str, rule: str, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request of the same plan records nothing more. A round launches at most six operations besides its graph, and
-    the host reads once, after it.
+    the host reads once, after it, and after the next one is launched.
     """
     whole, small = target(SIM), drafter(kind, SIM)
     spent: list[tuple[int, int]] = []
+    launched: list[int] = []
     report = loop.report
 
     def noted(*given: Any) -> Any:
         spent.append((device.launches, len(device.waits)))
+        launched.append(recorder.replayed - replayed)
         return report(*given)
 
     host = KINDS.get(kind, ROUND) == SETTLING  # its trees are padded, so other numbers are drawn
@@ -72,7 +75,7 @@ def test_recorded_rounds_answer_as_eager_ones(
             made = len(recorder.graphs)
             assert first.sequences == wanted and made > 0 and recorder.replayed > 0
             monkeypatch.setattr(loop, "report", noted)
-            spent.clear()
+            spent.clear(), launched.clear()
             replayed = recorder.replayed
             assert run(kind, rule, greedy).sequences == wanted
         finally:
@@ -82,8 +85,60 @@ def test_recorded_rounds_answer_as_eager_ones(
         rounds = len(spent) - 1
         assert [waits - spent[0][1] for _, waits in spent] == list(range(len(spent)))
         if not host:
-            assert len(recorder.graphs) == made == 1 and recorder.replayed - replayed == rounds
+            assert len(recorder.graphs) == made == 1 and recorder.replayed - replayed == rounds + 1  # the last one lags
+            assert launched == [0, *range(2, rounds + 2)]  # rounds that were launched when each report was read
             assert all(after[0] - before[0] <= 6 for before, after in zip(spent[1:], spent[2:]))
+
+
+@pytest.mark.parametrize("kind", ["none", "eagle3-own", "lm"])
+def test_what_a_stopped_answer_emits_in_its_extra_round_is_left_out(kind: str, device: SimulatedDevice) -> None:
+    """The rows stop in different rounds, by a token, a streamer, or their limit, and others go on beside them."""
+    whole, small = target(SIM), drafter(kind, SIM)
+    full = run(kind, "exact", True, CPU).sequences
+    heard: list[list[int]] = []
+
+    def answers(where: torch.device) -> Outcome:
+        heard[:] = [[] for _ in PROMPTS]
+
+        def on_tokens(row: int, tokens: list[int]) -> bool:
+            heard[row] += tokens
+            return row == 1 and len(heard[1]) >= 5
+
+        ends = frozenset(full[0][4:5])
+        request = Request(PROMPTS, 3 * NEW, True, eos_token_ids=ends, on_tokens=on_tokens)
+        return decode(target(where), drafter(kind, where), parse_rule("exact"), request)
+
+    wanted = answers(CPU)
+    for model in models_of(whole, small):
+        model.use_graphs(SimRecorder(device))
+    try:
+        made = answers(SIM)
+    finally:
+        for model in models_of(whole, small):
+            model.use_graphs(None)
+    assert made.sequences == wanted.sequences == heard and len(made.sequences[0]) < 3 * NEW
+    assert [row.finish_reason for row in made.stats.rows] == [row.finish_reason for row in wanted.stats.rows]
+    assert [row.target_forwards for row in made.stats.rows] == [row.target_forwards for row in wanted.stats.rows]
+
+
+@pytest.mark.parametrize("kind", ["eagle3-own", "lookup"])
+def test_batches_of_one_bucket_share_a_recording(kind: str, device: SimulatedDevice) -> None:
+    """And so does a reshaped drafter of the same tree, as `rule="calibrated"` makes one for every request."""
+    texts = [[7, 8], [1, 2, 3, 1, 2, 3, 4], [9, 9, 2], [4, 5, 6], [5]]
+    whole, small = target(SIM), drafter(kind, SIM)
+    wanted = decode(target(CPU), drafter(kind, CPU), parse_rule("tilted"), Request(texts, 3 * NEW)).sequences
+    recorder = SimRecorder(device)
+    for model in models_of(whole, small):
+        model.use_graphs(recorder)
+    try:
+        for count in (5, 6, 5, 8, 7):
+            used = small.reshaped(small.shape) if isinstance(small, TreeDrafter) else small
+            made = decode(whole, used, parse_rule("tilted"), Request((texts * 2)[:count], 3 * NEW))
+            assert made.sequences == (wanted * 2)[:count] and len(made.records) == len(made.stats.rows) == count
+        assert len(recorder.graphs) == 1 and whole.recorded is not None and len(whole.recorded.slots) == 1
+    finally:
+        for model in models_of(whole, small):
+            model.use_graphs(None)
 
 
 def models_of(whole: Target, small: Drafter) -> list[Any]:

@@ -8,7 +8,7 @@ the session and asks it for trees.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,6 +211,11 @@ class Drafter(ABC):
     def proposers(self) -> tuple[str, ...]:
         """Names of the drafters that propose nodes, in the order of :attr:`DraftTree.proposers`."""
         return (self.name,)
+
+    @property
+    def plan(self) -> Hashable:
+        """What fixes the shapes and the weights of its rounds; drafters of equal plans share recordings."""
+        return self
 
     @property
     def samples(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -68,6 +69,10 @@ class GraftedDrafter(Drafter):
     @property
     def parts(self) -> tuple[Drafter, Drafter]:
         return self.main, self.side
+
+    @property
+    def plan(self) -> Hashable:
+        return type(self), self.main.plan, self.side.plan, self.nodes
 
     @property
     def proposers(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -77,6 +77,10 @@ class TreeDrafter(Drafter):
     @property
     def max_depth(self) -> int:
         return min(self.shape.depth, self.max_nodes - 1)
+
+    @property
+    def plan(self) -> Hashable:
+        return type(self), self.model, self.shape, self.auto
 
     @property
     def prior(self) -> Prior:

@@ -30,11 +30,14 @@ class Books:
 
     Attributes:
         records: of all answers.
+        prompts: [B] of the request, and of rows that fill a bucket.
         prefixes: what the prefix cache knows of the prompts.
+        lags: whether the host reads a round after it has launched the next one. Otherwise somebody needs it earlier.
     """
 
     def __init__(self, target: Target, request: Request, limits: Sequence[int]) -> None:
         self.request, self.records = request, [RowRecord() for _ in request.prompts]
+        self.prompts = request.prompts
         kept = target.prefixes
         if kept is not None and request.generator is not None:
             kept = None  # a seeded answer comes again, to its last bit
@@ -48,10 +51,12 @@ class Books:
     def begin(self, state: DecodeState, drafter: Drafter, cache_bytes: int) -> None:
         """Take the state of the batch, and tell the callbacks."""
         self.state, self.drafter, self.cache_bytes = state, drafter, cache_bytes
-        self.rules: list[Rule] = list(state.rules)
+        self.rules: list[Rule] = state.rules[: len(state.numbers)]
         self.callbacks += self.request.callbacks  # which may end rows, before the tree's choice counts those that go on
         self.callbacks += [] if state.auto is None else [TreeUpdate(state.auto)]
         state.lap = self.on_phase
+        looks = any(callback.reads_tensors for callback in self.callbacks)
+        self.lags = state.live is not None and state.session.is_fixed and not looks
         for callback in self.callbacks:
             callback.on_start(state)
 
@@ -59,6 +64,10 @@ class Books:
         """Return the tokens before each row's root, on the CPU, as ``generate`` would pass them to processors."""
         texts, records = self.request.texts, self.records
         return [torch.tensor([*texts[at], *records[at].tokens][:-1]) for at in self.state.numbers]
+
+    def finished(self, numbers: Sequence[int]) -> list[int]:
+        """Return the places of rows whose answers have ended."""
+        return [place for place, number in enumerate(numbers) if self.records[number].finish_reason is not None]
 
     def on_phase(self, phase: str) -> None:
         for callback in self.callbacks:

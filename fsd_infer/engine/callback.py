@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Watches a request. Methods are called in the decoding thread, and their exceptions end the request."""
+    """Watches a request. Methods are called in the decoding thread, and their exceptions end the request.
+
+    Attributes:
+        reads_tensors: whether it looks at the tensors of a round or of the state. If no callback does, a GPU runs the
+            next round meanwhile, which writes over them.
+    """
+
+    reads_tensors = True
 
     def on_start(self, state: DecodeState) -> None:
         """Take the state of the batch, before the prompts are read."""

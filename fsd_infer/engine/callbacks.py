@@ -38,6 +38,8 @@ class Stopping(Callback):
         limits: most tokens of each answer.
     """
 
+    reads_tensors = False
+
     def __init__(self, request: Request, records: Sequence[RowRecord], limits: Sequence[int]) -> None:
         self.request, self.records, self.limits = request, records, limits
 
@@ -77,6 +79,7 @@ class PhaseTimer(Callback):
         prefill_seconds: until all rows had their first token, by the host's clock.
     """
 
+    reads_tensors = False
     prefill_seconds = 0.0
 
     def __init__(self, device: torch.device, reports: bool) -> None:
@@ -108,6 +111,8 @@ class Recorder(Callback):
         timer: of the request.
     """
 
+    reads_tensors = False
+
     def __init__(self, records: Sequence[RowRecord], timer: PhaseTimer) -> None:
         self.records, self.timer = records, timer
 
@@ -126,6 +131,7 @@ class Streaming(Callback):
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.reads_tensors = request.on_round is not None
 
     def on_round(self, report: RoundReport) -> None:
         on_round, on_tokens = self.request.on_round, self.request.on_tokens

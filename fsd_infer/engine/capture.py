@@ -1,7 +1,8 @@
 """Whole rounds recorded as CUDA graphs: draft, verify, rule, commit and the drafter's reading become one launch.
 
 A recording fixes shapes and addresses. So the state of a request outlives it, and a later request of the same plan
-takes its place in the same tensors. Finished rows are masked until the whole batch is finished. A drafter that works on
+takes its place in the same tensors. A batch fills a bucket of 1, 2, 4, 8 or 16 rows, of which those that it lacks, and
+those that have finished, are masked until the whole batch is finished. A drafter that works on
 the host cuts the round: it drafts and reads before and after the launch, which settles the copy of its tree.
 
 Some rounds run eagerly: with logits processors that look at the text or hold tensors, and where a rule asks a drafter
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import packed
+from fsd_core.tensors import packed, to_device
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.engine.report import columns_of
 from fsd_infer.engine.round import RoundTensors, advance, decode_round, settle
@@ -29,6 +30,12 @@ from fsd_infer.tree import DraftTree
 
 log = logging.getLogger(__name__)
 MOST = 64  # states that are kept, and recordings of each
+BUCKETS = (1, 2, 4, 8, 16)  # rows of recordings
+
+
+def bucket(count: int) -> int:
+    """Return the rows of the recording that a batch of ``count`` texts uses; beyond the largest bucket, as many."""
+    return next((rows for rows in BUCKETS if rows >= count), count)
 
 
 @dataclass
@@ -84,15 +91,17 @@ class Recorded:
             self.generator.set_state(generator.get_state())
         return self.generator
 
-    def placed(self, state: DecodeState, plan: Hashable) -> DecodeState:
+    def placed(self, state: DecodeState, count: int, plan: Hashable) -> DecodeState:
         """Return the state that takes a new request's place: that of an earlier request of the same plan, if any.
 
         Args:
-            state: of the new request.
+            state: of the new request, whose rows fill a bucket.
+            count: rows of the request; the others emit nothing.
             plan: what fixes its rounds, besides its own shapes.
         """
-        state.live = torch.ones(len(state.numbers), dtype=torch.bool, device=self.device)
-        key = plan, len(state.numbers), state.greedy, state.measures, state.budget is None
+        rows = len(state.rules)
+        state.live = to_device(torch.arange(rows) < count, self.device)
+        key = plan, rows, state.greedy, state.measures, state.budget is None
         self.current = self.slots.pop(key, None) or Slot(state)
         self.slots[key] = self.current  # the last one used
         while len(self.slots) > MOST:

@@ -2,6 +2,9 @@
 
 :mod:`fsd_infer.engine.round` is the algorithm. The target encapsulates the model family, the drafter proposes, and the
 rule accepts. Each batch row has its own text length and accepted length; nothing is padded on the left.
+
+Where rounds are recorded the host lags one behind: it launches a round before it reads the one before, and keeps the
+books meanwhile. A row that a stop has ended runs along once more, and what it emits there is left out.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.books import Books
 from fsd_infer.engine.capture import Recorded
 from fsd_infer.engine.prefill import prefill, start
-from fsd_infer.engine.report import report_of
+from fsd_infer.engine.report import Reading
 from fsd_infer.engine.request import Request
-from fsd_infer.engine.round import RoundTensors, decode_round
+from fsd_infer.engine.round import decode_round
 from fsd_infer.engine.stats import Outcome
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
@@ -35,23 +38,28 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
         state, recorded = books.state, Recorded.of(target)
         run = decode_round if recorded is None else recorded.run
         try:
-            report(books, "prefill", prefill(state, books))
+            report(books, Reading("prefill", state.numbers, prefill(state, books)))
+            behind: Reading | None = None  # the round before, which the host reads while the device runs the next
             while state.numbers:
                 team.fit()
                 books.on_phase("start")
-                report(books, "round", run(state))
+                reading: Reading | None = Reading("round", state.numbers, run(state))
+                if books.lags:
+                    reading, behind = behind, reading
+                if reading is not None:
+                    report(books, reading)
             return books.outcome()
         finally:
             state.forget()  # recordings keep the state, but need not keep the request
 
 
-def report(books: Books, phase: str, tensors: RoundTensors) -> None:
+def report(books: Books, reading: Reading) -> None:
     """Read a round on the host, teach the drafters that learn there, and tell the callbacks."""
-    state = books.state
-    made, facts = report_of(phase, state.numbers, tensors)
+    state, phase = books.state, reading.phase
+    made, facts = reading.report(books.finished(reading.numbers))
     texts = made.emitted
     if phase == "prefill":
-        texts = [[*prompt[1:], *new] for prompt, new in zip(books.request.prompts, texts, strict=True)]
+        texts = [[*prompt[1:], *new] for prompt, new in zip(books.prompts, texts, strict=True)]
     state.session.learn(facts, made.verdict)
     state.session.append(texts)
     books.on_phase("prefill" if phase == "prefill" else "report")

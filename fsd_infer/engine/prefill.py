@@ -13,7 +13,7 @@ from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.estimates import LawKind
 from fsd_infer.engine.books import Books
-from fsd_infer.engine.capture import Recorded, signature
+from fsd_infer.engine.capture import Recorded, bucket, signature
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
@@ -36,23 +36,27 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     processors, books = TreeProcessors(request.processors, count), Books(target, request, limits)
     markers = markers_of(rules, target.tokenizer)
     tilt = sum(rule.tilt(request.greedy) for rule in rules) / count
-    plain, drafter = drafter, drafter.for_law(tilt)
+    drafter = drafter.for_law(tilt)
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
     capacity = longest + drafter.max_nodes
     # the drafter pads rows to the one that emitted most: its texts exceed the longest by up to a tree's depth
     reach = longest + 1 + drafter.max_depth
     recorded = _recorded(target, drafter, processors)
-    generator = request.generator
+    generator, keys, rows = request.generator, request.cache_keys, count
     if recorded is not None:
+        rows = bucket(count)
+        keys = None if keys is None else [*keys, *[""] * (rows - count)]
+        rules, limits = rules + rules[:1] * (rows - count), limits + [1] * (rows - count)
         reach = capacity = target.slots(capacity)
         generator = recorded.drawing(generator)
-    cache_bytes = target.cache_bytes(count, capacity) + drafter.cache_bytes(count, reach)
+    prompts = books.prompts = [*prompts, *[prompts[0][:1]] * (rows - count)]
+    cache_bytes = target.cache_bytes(rows, capacity) + drafter.cache_bytes(rows, reach)
     held = target.held_bytes + drafter.held_bytes
-    check_caches(cache_bytes, count, capacity, device, request.max_cache_bytes, held)
+    check_caches(cache_bytes, rows, capacity, device, request.max_cache_bytes, held)
     auto = _auto_tree(target, drafter, rules, request, tilt)
     drafted = DraftRequest(
-        count, reach, request.greedy, processors.of_drafts if processors else None, generator, device, tilt,
-        auto, request.cache_keys, draws=not request.greedy and all(rule.draws_trees for rule in rules),
+        rows, reach, request.greedy, processors.of_drafts if processors else None, generator, device, tilt,
+        auto, keys, draws=not request.greedy and all(rule.draws_trees for rule in rules),
         seeded=request.generator is not None,
         longest=longest,
     )  # fmt: skip
@@ -63,20 +67,21 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         generator=generator,
         rules=rules,
         numbers=list(range(count)),
-        cache=target.new_cache(count, capacity),
+        cache=target.new_cache(rows, capacity),
         session=drafter.start(torch.tensor([prompt[0] for prompt in prompts]), drafted),
         lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
         roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
-        texts=Texts([()] * count, prompts, device, markers, width=capacity + drafter.max_nodes + 1),
+        texts=Texts([()] * rows, prompts, device, markers, width=capacity + drafter.max_nodes + 1),
+        ends=to_device(torch.tensor([len(prompt) + limit for prompt, limit in zip(prompts, limits)]), device),
         budget=nats_of(rules, device),
-        overspent=torch.zeros(count, device=device),
+        overspent=torch.zeros(rows, device=device),
         measures=request.measure_log_likelihood,
         history=books.history,
         most_nodes=drafter.max_nodes,
         auto=auto,
     )
     if recorded is not None:
-        state = recorded.placed(state, (plain, tuple(rules), capacity, signature(processors), tilt))
+        state = recorded.placed(state, count, (drafter.plan, tuple(rules), capacity, signature(processors), tilt))
     books.begin(state, drafter, cache_bytes)
     return books
 
@@ -102,9 +107,9 @@ def _auto_tree(
 
 def prefill(state: DecodeState, books: Books) -> RoundTensors:
     """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
-    prompts = books.request.prompts
+    prompts, real = books.prompts, books.request.prompts
     tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
-    features, logits = read_prompts(state.target, state.cache, tokens, lengths, books.prefixes.known(prompts))
+    features, logits = read_prompts(state.target, state.cache, tokens, lengths, books.prefixes.known(real))
     made = accept(state, DraftTree.root_only(state.roots, logits.shape[-1]), logits, features[:, :1])
     # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token
     tokens = to_device(tokens, state.device)

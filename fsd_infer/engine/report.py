@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from fsd_core.tensors import on_host
+from fsd_core.tensors import Transfer, packed
 from fsd_infer.engine.round import RoundTensors
 from fsd_infer.rules.verification import Emission, Verdict
 
@@ -61,19 +62,37 @@ def columns_of(made: RoundTensors) -> dict[str, Tensor]:
     return {**made.verdict.columns(), **log_p, **facts}
 
 
-def report_of(phase: str, numbers: Sequence[int], made: RoundTensors) -> tuple[RoundReport, list[Tensor]]:
-    """Read a round on the host; return its report, and the facts for drafters on the CPU. Syncs with the device.
+class Reading:
+    """A round on its way to the host, in one transfer that begins behind the launches of the round.
 
-    Raises:
-        NonFiniteLogitsError, FsdError: as :func:`.check_faults`.
+    Args:
+        phase: as of the report.
+        numbers: [B] number of each row in the request, as the round had them.
+        made: the round.
     """
-    columns = columns_of(made)
-    if made.packed is None:
-        read = on_host(*columns.values())
-    else:
-        read = made.packed.cpu().split([column.shape[1] for column in columns.values()], 1)
-    columns = dict(zip(columns, read, strict=True))
-    verdict = Verdict.of_columns(columns, made.verdict.allowed)
-    log_p = columns["log_p"].tolist() if "log_p" in columns else None
-    report = RoundReport(phase, list(numbers), verdict.emissions(log_p), verdict, made)
-    return report, [column for name, column in columns.items() if name.startswith(_FACT)]
+
+    def __init__(self, phase: str, numbers: Sequence[int], made: RoundTensors) -> None:
+        self.phase, self.numbers, self.made = phase, list(numbers), made
+        self._columns, self._transfer = columns_of(made), None
+        if made.tree.tokens.device.type != "cpu":
+            self._transfer = Transfer(packed(*self._columns.values()) if made.packed is None else made.packed)
+
+    def report(self, finished: Sequence[int] = ()) -> tuple[RoundReport, list[Tensor]]:
+        """Return the report, and the facts for drafters on the CPU. Syncs with the device.
+
+        Args:
+            finished: rows that had finished when the round began, and which it is to leave out.
+
+        Raises:
+            NonFiniteLogitsError, FsdError: as :func:`.check_faults`.
+        """
+        columns, made = self._columns, self.made
+        if self._transfer is not None:
+            read = self._transfer.wait().split([column.shape[1] for column in columns.values()], 1)
+            columns = dict(zip(columns, read, strict=True))
+        verdict = Verdict.of_columns(columns, made.verdict.allowed)
+        if finished:
+            verdict.accepted[torch.tensor(finished)] = -1
+        log_p = columns["log_p"].tolist() if "log_p" in columns else None
+        report = RoundReport(self.phase, self.numbers, verdict.emissions(log_p), verdict, made)
+        return report, [column for name, column in columns.items() if name.startswith(_FACT)]

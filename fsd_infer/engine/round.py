@@ -105,8 +105,9 @@ def accept(state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor
             copies=(lambda n: state.session.copies(tree, n)) if state.session.remembers else None,
         ),
     )
-    if state.live is not None:  # finished rows emit nothing
-        verdict.accepted = verdict.accepted.masked_fill(~state.live, -1)
+    if state.live is not None:  # finished rows emit nothing; the host may not know yet which are as long as they may be
+        goes_on = state.live & (state.texts.lengths < state.ends)
+        verdict.accepted = verdict.accepted.masked_fill(~goes_on, -1)
     spent = verdict.spent.sum(1)
     if verdict.allowed is not None:
         state.overspent += spent.float() - verdict.allowed

@@ -19,7 +19,7 @@ from fsd_infer.targets.target import Target
 
 @dataclass
 class DecodeState:
-    """The unfinished rows of a batch, B of them.
+    """The unfinished rows of a batch, B of them. The rows of a bucket that no text fills come last.
 
     Attributes:
         target: the model that verifies.
@@ -27,12 +27,13 @@ class DecodeState:
         greedy: temperature 0.
         generator: of all draws; None: torch's global one.
         rules: [B] the rule of each row.
-        numbers: [B] number of each row in the request.
+        numbers: [≤ B] number of each row in the request.
         cache: the target's keys and values.
         session: the drafter's state.
         lengths: [B] tokens that the target has read; the texts are longer by one, the root.
         roots: [B] the last token of each text.
         texts: prompts and answers.
+        ends: [B] tokens of each text when its answer is as long as it may be.
         budget: [B] nats that each row may still spend; None: no rule has a budget.
         overspent: [B] nats beyond the allowance of learned prices, see :class:`~fsd_infer.rules.Verification`.
         measures: whether to measure the log-likelihood of emitted tokens.
@@ -54,6 +55,7 @@ class DecodeState:
     lengths: Tensor
     roots: Tensor
     texts: Texts
+    ends: Tensor
     budget: Tensor | None
     overspent: Tensor
     measures: bool
@@ -75,7 +77,7 @@ class DecodeState:
     def keep(self, rows: Sequence[int]) -> None:
         """Drop or mask all other rows of the batch. ``rows`` ascend."""
         if self.live is not None:
-            live = torch.zeros(len(self.numbers), dtype=torch.bool)
+            live = torch.zeros(len(self.rules), dtype=torch.bool)
             live[rows] = True
             self.live.copy_(to_device(live, self.device))
         elif rows:
@@ -90,12 +92,12 @@ class DecodeState:
     def tensors(self) -> list[Tensor]:
         """Return what a round changes in place, without the drafter's, and without keys and values."""
         budget = [] if self.budget is None else [self.budget]
-        return [self.lengths, self.roots, self.overspent, *budget, *self.texts.tensors]
+        return [self.lengths, self.roots, self.overspent, self.ends, *budget, *self.texts.tensors]
 
     def restart(self, fresh: DecodeState) -> DecodeState:
         """Take over the texts of a new request of the same plan, in the same tensors; return this state."""
-        assert self.live is not None
-        self.live.fill_(True)
+        assert self.live is not None and fresh.live is not None
+        self.live.copy_(fresh.live)
         old, new = self.tensors(), fresh.tensors()
         if self.session.is_fixed:
             self.session.restart()
@@ -113,7 +115,7 @@ class DecodeState:
         kept = to_device(index, self.device)
         self.rules, self.numbers = [self.rules[row] for row in rows], [self.numbers[row] for row in rows]
         self.lengths, self.roots, self.overspent = self.lengths[kept], self.roots[kept], self.overspent[kept]
-        self.budget = None if self.budget is None else self.budget[kept]
+        self.ends, self.budget = self.ends[kept], None if self.budget is None else self.budget[kept]
         self.texts.select(kept)
         self.cache.select(index)
         self.session.select(index)

@@ -70,7 +70,7 @@ def read_prompts(
     Returns:
         Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
     """
-    known = known or [None] * len(tokens)
+    known = [*(known or []), *[None] * (len(tokens) - len(known or []))]  # a bucket's rows may exceed the prompts
     if any(known) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
         read = [_read(target, cache.row(row), prompt, known[row]) for row, prompt in enumerate(prompts)]
