@@ -13,7 +13,6 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from fsd_core.errors import FsdError
 from fsd_infer.targets.target import Target
 from fsd_train.data.features import (
     SHARD_TOKENS,
@@ -88,7 +87,7 @@ class FeatureWriter:
                 if held and (full or isinstance(found, threading.Event)):
                     save_shard(self.directory, held)
                     held = {}
-            except (OSError, FsdError, RuntimeError) as error:
+            except Exception as error:  # whatever it is, flush() must not wait for ever
                 self._failure, held = error, {}
             if isinstance(found, threading.Event):
                 found.set()

@@ -169,6 +169,9 @@ class BlockModule(DistillationModule):
 
     # steps ---------------------------------------------------------------------------------------------------------
 
+    def _uncompilable(self) -> str | None:
+        return "the rows of a block head fill no slots of a fixed number"
+
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Run blocks of a batch and return the supervised rows."""
         plan = plan_blocks(on_host(batch, "loss_mask")[0], self.block_size, self.blocks, self.step_decay, self._draws())

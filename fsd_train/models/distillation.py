@@ -124,9 +124,9 @@ class DistillationModule(RunModule, ABC):
         A batch without any runs as well, with zero gradients, because other ranks may wait for this one's weights.
         """
 
-    @abstractmethod
     def operations(self, batch: dict[str, Any]) -> Operations:
-        """Return the floating-point operations of a training batch (:mod:`fsd_train.models.work`)."""
+        """Return the floating-point operations of a training batch (:mod:`fsd_train.models.work`); {}: not counted."""
+        return {}
 
     def _answer_counts(self, option: str) -> Tensor:
         """Count each id in the training answers: [V]. Raises DataError, which names the option, if it is impossible."""
