@@ -42,7 +42,7 @@ def serve_checkout(words: Sequence[str]) -> None:
         def answer(prompts: list[list[int]], new: int, temperature: float, seed: int) -> dict[str, Any]:
             options = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
             start = time.perf_counter()
-            out = decoder.generate(prompts, rule, max_new_tokens=new, seed=seed, **options)
+            out = decoder.generate(prompts, rule=rule, max_new_tokens=new, seed=seed, **options)
             seconds = time.perf_counter() - start
             answers = [
                 {

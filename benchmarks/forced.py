@@ -114,7 +114,7 @@ def force(decoder: FuzzyDecoder, prompt: str, score: Callable[[str], float], mos
     found: list[dict[str, Any]] = []
     watch = Watch(lambda seen: found.extend(deviations(seen)), 0.0, most, torch.Generator().manual_seed(0), {})
     options = decoding(0.0, most)
-    made = decoder.generate([prompt], callbacks=[watch], seed=0, chat=True, **options)
+    made = decoder.generate([prompt], callbacks=[watch], seed=0, apply_chat_template=True, **options)
     ids, answer = decoder.encode(prompt, True), made.sequences[0]
     for each in found:
         each["at"] = each["place"] - len(ids)

@@ -140,7 +140,7 @@ def compare(
     assert bool((ours.isfinite() == logits.isfinite()).all()), "the two draft over different tokens"
     drafter = EagleDrafter(own, loaded, TreeShape(drafted, 1, drafted + 1), context_ids=False)
     generation = FuzzyDecoder(loaded, drafter).generate(
-        [list(ids) for ids in prompts], max_new_tokens=new, do_sample=False, chat=False
+        [list(ids) for ids in prompts], max_new_tokens=new, do_sample=False, apply_chat_template=False
     )
     rounds = [run for record in generation.records for run in runs_of(record.sources)]
     shares = accepted_shares(rounds, drafted)

@@ -42,13 +42,13 @@ def serve(checkout: str, target: str, prompts: str, threads: str) -> None:
     texts = [text for text in texts if len(text) < 500]  # a turn's seconds do not bound the prefill
 
     def rate(rule: str, block: int, seconds: float) -> float:
-        decoder.generate(texts[0], "exact", drafter=drafters["plain"], max_new_tokens=16, do_sample=False)
+        decoder.generate(texts[0], drafter=drafters["plain"], max_new_tokens=16, do_sample=False)
         tokens, spent, end = 0, 0.0, time.monotonic() + seconds
         for number in range(2):
             made = decoder.generate(
-                texts[(17 * (2 * block + number)) % len(texts)], "exact" if rule == "plain" else rule,
+                texts[(17 * (2 * block + number)) % len(texts)], rule="exact" if rule == "plain" else rule,
                 drafter=drafters.get(rule), max_new_tokens=48, do_sample=False,
-                on_tokens=lambda *_: time.monotonic() > end,
+                max_time=max(end - time.monotonic(), 0.001),
             )  # fmt: skip
             tokens += made.stats.rows[0].new_tokens - 1
             spent += made.stats.seconds - made.stats.prefill_seconds

@@ -261,7 +261,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         probe = Probe(args.temperature, [int(width) for width in args.branches.split(",")], generator)
         with patch("fsd_infer.engine.loop.decode_round", probe):
             decoder.generate(
-                prompt, "exact", temperature=args.temperature, seed=args.seed + number_, do_sample=True,
+                prompt, temperature=args.temperature, seed=args.seed + number_, do_sample=True,
                 max_new_tokens=args.max_new_tokens,
             )  # fmt: skip
         for into, found in ((nodes, probe.nodes), (trees, probe.trees)):

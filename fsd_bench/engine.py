@@ -13,6 +13,7 @@ from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.estimates import Trees
 from fsd_infer.engine.beams import BeamOptions
+from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.rules import Rule
 
 
@@ -51,15 +52,15 @@ class EngineMethod(Method):
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
         self.drafter.forget()  # a repeated prompt must not be answered from memory
         if self.beams > 1:
-            options = {**options, "num_beams": self.beams, "beam_options": self.beam_options}
+            options = {**options, "num_beams": self.beams, "beams": self.beam_options}
         rounds: list[list[int]] = [[] for _ in prompts]  # tokens that each one gives to the answer
         if self.beams == 1:
-            options = {**options, "on_tokens": lambda row, tokens: rounds[row].append(len(tokens))}
+            options = {**options, "callbacks": [Streaming(lambda row, tokens: rounds[row].append(len(tokens)))]}
         if self.seeded:
             options = {**options, "seed": seed}
         torch.manual_seed(seed)
         start = time.perf_counter()
-        generation = self.decoder.generate(prompts, self.rule, drafter=self.drafter, **options)
+        generation = self.decoder.generate(prompts, rule=self.rule, drafter=self.drafter, **options)
         seconds = time.perf_counter() - start
         stats = generation.stats
         self.drafted = self.drafted or stats.drafter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from fsd_bench.prompts import Encoder
 from fsd_core.errors import FsdError
-from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.decoder import FuzzyDecoder, RuntimeConfig, retired
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.targets.loading import load_config, load_target, load_tokenizer, parse_device, parse_dtype
 from fsd_infer.targets.masks import max_positions
@@ -20,6 +20,7 @@ from fsd_infer.targets.target import Target
 
 # options that count something
 COUNTS = ("limit", "every", "max_new_tokens", "repeat", "repeats", "batch_size", "threads", "isolate")
+FORMER = {"pack", "expand", "quantize", "cuda_graphs"}  # options that older records have
 
 
 @dataclass(kw_only=True)
@@ -31,17 +32,17 @@ class ModelOptions:
     dtype: str = "bf16"
     device: str | None = None
     tree: TreeShape | str | None = None
-    cuda_graphs: bool | None = None
-    expand: bool = False
-    quantize: bool = True
     target_kwargs: dict[str, Any] | None = None
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the options in a record's JSON values. Absent ones take their default, unknown ones are left out."""
-        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        tree = known.get("tree")
-        return cls(**{**known, "tree": TreeShape(**tree) if isinstance(tree, dict) else tree})
+        known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
+        tree, former = known.get("tree"), {name: values[name] for name in FORMER & values.keys()}
+        runtime = known.get("runtime", retired.runtime_options(former, warn=False))
+        made = {"tree": TreeShape(**tree) if isinstance(tree, dict) else tree, "runtime": RuntimeConfig(**runtime)}
+        return cls(**{**known, **made})
 
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
@@ -55,12 +56,11 @@ class ModelOptions:
             if not 0 <= value < math.inf:
                 raise FsdError(f"temperature must be 0 or above and finite, got {value}.")
 
-    def load(self, drafter: str | None, pack: bool = True) -> FuzzyDecoder:
-        """Load the target and the drafter of this name."""
+    def load(self, drafter: str | None, **changes: Any) -> FuzzyDecoder:
+        """Load the target and the drafter of this name; ``changes`` are fields of the :class:`.RuntimeConfig`."""
         return FuzzyDecoder.from_pretrained(
             self.target, drafter, dtype=parse_dtype(self.dtype), device=self.device, tree=self.tree,
-            cuda_graphs=self.cuda_graphs, expand=self.expand, quantize=self.quantize, pack=pack,
-            **(self.target_kwargs or {}),
+            config=replace(self.runtime, **changes), **(self.target_kwargs or {}),
         )  # fmt: skip
 
 

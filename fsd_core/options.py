@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,6 +84,18 @@ def gibibytes_or_none(text: str) -> int | None:
     return gibibytes(text) if real_number(text) else None
 
 
+class Former(argparse.Action):
+    """A former name of an option with a value. It works until release 0.2, with a warning."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        names = {True: f"--{self.dest}", False: f"--no-{self.dest}"}
+        now = names.get(self.const, f"--{self.dest.replace('_', '-')} {self.const}")
+        print(f"warning: {option_string} works until fsd-toolkit 0.2: write {now}.", file=sys.stderr)
+        setattr(namespace, self.dest, self.const)
+
+
 TARGET_KWARGS: dict[str, Any] = {
     "type": json_object,
     "metavar": "JSON",
@@ -112,15 +125,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "help": "shape of the draft tree, and the chance below which drafting stops; auto: chosen each round from what "
         "earlier rounds took and accepted, with a seed from the text alone (default: auto on a CPU, else a shape)",
     },
-    "--no-quantize": {"action": "store_true", "help": "keep a head's weights in bf16 on a CPU instead of fp8"},
-    "--expand": {
-        "action": "store_true",
-        "help": "expand a GGUF file's or a built-in target's weights to bf16 on a CPU",
+    "--weights": {
+        "choices": ("auto", "packed", "expanded", "plain"), "default": "auto",
+        "help": "of the target: as the device's backend computes fastest (auto), expanded to bf16 from GGUF or a "
+        "built-in target, or with torch's own layers (plain)",
     },
-    "--cuda-graphs": {
+    "--draft-weights": {
+        "choices": ("fp8", "plain"), "default": "fp8", "help": "of a head, with our CPU kernels: in fp8, or as loaded"
+    },
+    "--capture": {
         "action": argparse.BooleanOptionalAction,
         "help": "record rounds as CUDA graphs and replay them (default: on a GPU)",
     },
+    "--expand": {"action": Former, "nargs": 0, "dest": "weights", "const": "expanded", "help": argparse.SUPPRESS},
+    "--no-quantize": {
+        "action": Former, "nargs": 0, "dest": "draft_weights", "const": "plain", "help": argparse.SUPPRESS
+    },
+    "--cuda-graphs": {"action": Former, "nargs": 0, "dest": "capture", "const": True, "help": argparse.SUPPRESS},
+    "--no-cuda-graphs": {"action": Former, "nargs": 0, "dest": "capture", "const": False, "help": argparse.SUPPRESS},
     "--threads": {"type": thread_count, "metavar": "N", "help": "CPU threads (default: torch's)"},
 }  # fmt: skip
 SHARED: dict[str, dict[str, Any]] = {

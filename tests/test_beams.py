@@ -221,7 +221,7 @@ class Unknown(Drafter):
         (dict(rule="fuzzy:js:0.3"), "rule 'fuzzy' has no meaning with num_beams > 1"),
         (dict(streamer=type("Shown", (), {"put": print, "end": lambda self: None})()), "beams change places"),
         (dict(drafter=Unknown()), "drafter 'unknown' cannot draft for beams"),
-        (dict(num_beams=1, beam_options=BeamOptions()), "beam_options are for beams"),
+        (dict(num_beams=1, beam_options=BeamOptions()), "beams are options of beam search"),
         (dict(beam_options=BeamOptions(join_every=4)), "but beam search keeps transformers' beams: sample"),
         (dict(beam_options=BeamOptions(confidence=0.5), do_sample=True), "nothing is drafted: leave it out"),
         (

@@ -13,6 +13,7 @@ from fsd_infer import parse_rule
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine import Outcome, Request, decode, loop
+from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.engine.capture import Recorded
 from fsd_infer.targets.target import Target
 from tests.families import tiny_model
@@ -105,7 +106,7 @@ def test_what_a_stopped_answer_emits_in_its_extra_round_is_left_out(kind: str, d
             return row == 1 and len(heard[1]) >= 5
 
         ends = frozenset(full[0][4:5])
-        request = Request(PROMPTS, 3 * NEW, True, eos_token_ids=ends, on_tokens=on_tokens)
+        request = Request(PROMPTS, 3 * NEW, True, eos_token_ids=ends, callbacks=[Streaming(on_tokens)])
         return decode(target(where), drafter(kind, where), parse_rule("exact"), request)
 
     wanted = answers(CPU)

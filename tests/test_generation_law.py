@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from transformers import GenerationConfig
 
 from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.cli.commands import request_options
+from fsd_infer.cli.commands import fuzzy_config
 from fsd_infer.decoder.requests import prepare
 from fsd_infer.serving.app import make_app
 from fsd_train.data.backends import LocalBackend, RegenerationRequest
@@ -98,12 +98,13 @@ def test_no_top_k_unless_it_is_asked_for(plain: FuzzyDecoder) -> None:
 
 def test_further_options_on_the_command_line() -> None:
     args = argparse.Namespace(temperature=0.0, max_new_tokens=4, num_beams=1, beam_options=None, top_p=None, top_k=None)
-    args.options = {"repetition_penalty": 1.3}
-    assert request_options(args)["repetition_penalty"] == 1.3
+    args.options, args.rule, args.seed, args.raw = {"repetition_penalty": 1.3}, "exact", None, False
+    args.schema, args.regex, args.max_cache_gib = None, None, None
+    assert fuzzy_config(args).repetition_penalty == 1.3
     for wrong, words in (
         ({"do_sample": True}, "use --temperature"),
         ({"no_such": 1}, "unknown option 'no_such'"),
     ):
         args.options = wrong
         with pytest.raises(FsdError, match=words):
-            request_options(args)
+            fuzzy_config(args)

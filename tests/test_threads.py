@@ -133,7 +133,7 @@ def test_keys_share_nothing() -> None:
     prompt = list(range(3, 40))
 
     def known(keys: list[str] | None) -> int:
-        made = decoder.generate([prompt], max_new_tokens=4, temperature=0, cache_keys=keys)
+        made = decoder.generate([prompt], max_new_tokens=4, temperature=0, users=keys)
         answers.append(made.sequences)
         return made.stats.known_tokens
 
@@ -141,5 +141,5 @@ def test_keys_share_nothing() -> None:
     assert [known(keys) for keys in (["me"], ["you"], None)] == [0, 0, 0]
     assert min(known(keys) for keys in (["me"], ["you"], None)) == len(prompt) - 1
     assert all(answer == answers[0] for answer in answers)
-    with pytest.raises(FsdError, match="cache_keys is a list of texts"):
+    with pytest.raises(FsdError, match="users is a list of texts"):
         known(["me", "you"])

@@ -334,7 +334,7 @@ def check(turns: Sequence[Comparison], name: str, promise: Promise, seed: int = 
 
 def _home(options: SweepOptions) -> tuple[Path, Target]:
     """Return the drafter's directory and its target. Raises FsdError without a directory."""
-    decoder = options.load(options.drafter, pack=False)
+    decoder = options.load(options.drafter, weights="plain")
     if decoder.drafter.directory is None:
         raise FsdError(f"drafter {decoder.drafter.name} has no directory to write a setting to: use a head or a model.")
     check_calibrated(decoder.drafter.directory)

@@ -21,7 +21,6 @@ from fsd_core.registry import MOST_SEED, read_float, read_int
 from fsd_core.text.conversations import check_messages
 from fsd_core.text.templates import turns_for
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.loading import parse_device, parse_dtype
@@ -70,7 +69,7 @@ class FsdLM(TemplateLM):
         if device == HARNESS_DEVICE and not torch.cuda.is_available():
             device = None
         self.decoder = FuzzyDecoder.from_pretrained(
-            target, drafter, dtype=parse_dtype(dtype), device=parse_device(device), tree=parse_tree(tree)
+            target, drafter, dtype=parse_dtype(dtype), device=parse_device(device), tree=tree
         )
         self.tokenizer = self.decoder.tokenizer
         if self.tokenizer is None:
@@ -223,7 +222,7 @@ class FsdLM(TemplateLM):
         stops = [Until(self.tokenizer, until, max(map(len, ids)))] if until else None
         start = time.perf_counter()
         generation = self.decoder.generate(
-            ids, self.rule, seed=self.seed + self._batches, stopping_criteria=stops, **options
+            ids, rule=self.rule, seed=self.seed + self._batches, stopping_criteria=stops, **options
         )
         self._batches += 1
         self.seconds += time.perf_counter() - start

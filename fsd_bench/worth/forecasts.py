@@ -206,12 +206,17 @@ def forecast(
     temperatures = dict.fromkeys([*YARDSTICKS, *heats.values()], 0.0)
     exact = next(iter(replays))  # from whose rounds come the facts about decoding
     watch = Watch(replays[exact].add, temperature, max_new_tokens, torch.Generator().manual_seed(seed), temperatures)
-    options = {"drafter": deep, "callbacks": [watch], "chat": chat, **decoding(temperature, max_new_tokens)}
+    options = {
+        "drafter": deep,
+        "callbacks": [watch],
+        "apply_chat_template": chat,
+        **decoding(temperature, max_new_tokens),
+    }
     drafts, emitted, rounds, rest, length = Drafts(), 0, 0, 0.0, 0
     jobs = [(rule, number) for rule in replays for number in range(len(prompts))]
     for rule, number in tqdm(jobs, desc="worth", unit="answer", disable=not progress):
         watch.seen, prompt = replays[rule].add, prompts[number]
-        stats = decoder.generate([prompt], rule, seed=seed + number, **options).stats
+        stats = decoder.generate([prompt], rule=rule, seed=seed + number, **options).stats
         if rule != exact:
             continue
         drafts.merge(stats.drafts.regrets())

@@ -15,12 +15,15 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsd_core.console import needed
 from fsd_core.errors import DataError, FsdError
 from fsd_core.files import jsonable, writable, write_text
-from fsd_core.options import set_threads
+from fsd_core.options import picked, set_threads
+
+if TYPE_CHECKING:
+    from fsd_infer.decoder import FuzzyConfig
 
 LONGEST_PROMPT = 2**27  # characters: a device or a pipe may never end
 
@@ -30,11 +33,9 @@ def generate(args: argparse.Namespace) -> int:
     from fsd_core.text.conversations import check_text
     from fsd_core.text.encoding import need_tokenizer
     from fsd_infer.decoder import FuzzyDecoder
-    from fsd_infer.rules import parse_rule
+    from fsd_infer.engine.callbacks import Streaming
 
-    rule = args.rule if args.rule == "calibrated" else parse_rule(args.rule)  # the decoder finds the calibrated one
-    options = request_options(args)
-    guide = _guide(args)
+    config = fuzzy_config(args)
     models = _decoder_options(args)
     page = None if args.html is None else writable(args.html, "--html")
     prompt = check_text(read_text(args.prompt_file) if args.prompt is None else args.prompt, "the prompt")
@@ -49,21 +50,11 @@ def generate(args: argparse.Namespace) -> int:
     if page is not None:
         from fsd_infer.serving.page import PageTrace
 
-        ids = decoder.encode(prompt, False if args.raw else None)
+        ids = decoder.encode(prompt, config.apply_chat_template)
         trace = PageTrace(need_tokenizer(decoder.tokenizer, decoder.target.name), ids, decoder.drafter.proposers)
     live = _live_tokens(args, decoder)
-    out = decoder.generate(
-        prompt,
-        rule,
-        callbacks=[] if live is None else [live],
-        seed=args.seed,
-        streamer=streamer,
-        on_round=None if trace is None else lambda row, round: trace.add(round),
-        chat=False if args.raw else None,
-        max_cache_bytes=args.max_cache_gib,
-        guide=guide,
-        **options,
-    )
+    watching = [] if trace is None else [Streaming(on_round=lambda row, round: trace.add(round))]
+    out = decoder.generate(prompt, config, streamer=streamer, callbacks=[*watching, *([] if live is None else [live])])
     if live is not None:
         live.end()
     _show(args, decoder, out, streamed=streamer is not None or live is not None)
@@ -112,36 +103,31 @@ def _decoder_options(args: argparse.Namespace) -> dict[str, Any]:
     from fsd_infer.targets.loading import parse_device, parse_dtype
 
     options = {**model_options(args), "dtype": parse_dtype(args.dtype), "device": parse_device(args.device)}
+    options["config"] = options.pop("runtime")
     return options | (options.pop("target_kwargs") or {})
 
 
-def request_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return keywords of ``FuzzyDecoder.generate``. Raises FsdError for options that exclude each other."""
+def fuzzy_config(args: argparse.Namespace) -> FuzzyConfig:
+    """Return what the options ask for. Raises FsdError for options that exclude each other or cannot be."""
+    from fsd_infer.decoder import FuzzyConfig
+
     if not 0 <= args.temperature < math.inf:
         raise FsdError(f"--temperature must be 0 or above and finite, got {args.temperature}.")
-    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, **_further(args.options or {})}
-    if args.num_beams > 1:
-        for option in ("stream", "show_accepted", "html"):
-            if getattr(args, option, None):
-                raise FsdError(f"--{option.replace('_', '-')} shows one answer as it grows: leave --num-beams out.")
-        options["num_beams"] = args.num_beams
-        if args.beam_options is not None:
-            from fsd_infer.engine.beams import BeamOptions
-
-            options["beam_options"] = BeamOptions.parse(args.beam_options)
-    elif args.beam_options is not None:
+    if args.num_beams == 1 and args.beam_options is not None:
         raise FsdError("--beam-options needs beams: add --num-beams, or leave it out.")
-    if args.temperature == 0:
-        for option in ("top_p", "top_k"):
-            if getattr(args, option) is not None:
-                raise FsdError(f"--{option.replace('_', '-')} has no effect at temperature 0: add --temperature.")
-        return {**options, "temperature": 0}
-    options |= {"do_sample": True, "temperature": args.temperature}
-    if args.top_p is not None:
-        if not 0 < args.top_p <= 1:
-            raise FsdError(f"--top-p must be above 0 and at most 1, got {args.top_p}.")
-        options["top_p"] = args.top_p
-    return options if args.top_k is None else {**options, "top_k": args.top_k}
+    for option in ("stream", "show_accepted", "html") if args.num_beams > 1 else ():
+        if getattr(args, option):
+            raise FsdError(f"--{option.replace('_', '-')} shows one answer as it grows: leave --num-beams out.")
+    for option in ("top_p", "top_k"):
+        if args.temperature == 0 and getattr(args, option) is not None:
+            raise FsdError(f"--{option.replace('_', '-')} has no effect at temperature 0: add --temperature.")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise FsdError(f"--top-p must be above 0 and at most 1, got {args.top_p}.")
+    return FuzzyConfig(
+        rule=args.rule, seed=args.seed, apply_chat_template=False if args.raw else None, guide=_guide(args),
+        max_cache_bytes=args.max_cache_gib, beams=args.beam_options, num_beams=args.num_beams,
+        **picked(args, "max_new_tokens temperature top_p top_k"), **_further(args.options or {}),
+    )  # fmt: skip
 
 
 def _further(options: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,23 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Pre
 from typing_extensions import Unpack
 
 from fsd_core.errors import FsdError, ModelLoadError
-from fsd_core.registry import is_whole
-from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
+from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.backends.choose import choose
+from fsd_infer.decoder import retired
+from fsd_infer.decoder.config import FuzzyOptions, RuntimeConfig, request_config, runtime_config
+from fsd_infer.decoder.prompts import Prompt, PromptEncoder, listed
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.engine.beams import BeamOptions
+from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.engine.callback import Callback
-from fsd_infer.engine.request import Round
 from fsd_infer.engine.stats import Outcome
 from fsd_infer.heads.formats import head_kind
 from fsd_infer.request.guide import Guide, GuideProcessor
-from fsd_infer.request.options import GenerateOptions, shaping
-from fsd_infer.rules import RuleLike
+from fsd_infer.request.options import shaping
 from fsd_infer.targets.adapters import put_beside
 from fsd_infer.targets.loading import parse_device
 from fsd_infer.targets.prefixes import PrefixCache
@@ -37,11 +37,10 @@ from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import id_list
 
 log = logging.getLogger(__name__)
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 @dataclass
-class Generation(Outcome):
+class GenerateOutput(Outcome):
     """The result of :meth:`FuzzyDecoder.generate`.
 
     Attributes:
@@ -64,7 +63,7 @@ class Generation(Outcome):
         """Return what a person looks for; ``stats`` and ``records`` have the rest."""
         shown = self.texts if any(self.texts) else self.sequences
         tokens, rate = self.stats.new_tokens, self.stats.tokens_per_second
-        return f"Generation({shown!r:.400}, {tokens} tokens, tau {self.stats.tau:.2f}, {rate:.1f} tok/s)"
+        return f"GenerateOutput({shown!r:.400}, {tokens} tokens, tau {self.stats.tau:.2f}, {rate:.1f} tok/s)"
 
 
 class FuzzyDecoder:
@@ -73,16 +72,16 @@ class FuzzyDecoder:
     Args:
         target: the wrapped model.
         drafter: made for this target.
-        quantize: quantise the weights of draft heads, see :meth:`from_pretrained`.
+        config: how the models run.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, quantize: bool = True) -> None:
+    def __init__(self, target: Target, drafter: Drafter, config: RuntimeConfig | None = None, **former: Any) -> None:
+        self.config = runtime_config(config, retired.runtime_options(former))[0]
         self.target = target
         self.drafter = drafter
-        self.quantize = quantize
         self.backend = choose(target.device)
         self._recorder: Recorder | None = None
-        self._said_raw = False  # that there is no chat template
+        self._prompts = PromptEncoder(target)
 
     @classmethod
     def from_pretrained(
@@ -92,12 +91,8 @@ class FuzzyDecoder:
         tokenizer: Any = None,
         *,
         tree: TreeShape | str | None = None,
-        pack: bool | None = None,
-        expand: bool = False,
-        quantize: bool = True,
-        cuda_graphs: bool | None = None,
-        prefix_cache_bytes: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
+        config: RuntimeConfig | None = None,
         **model_kwargs: Any,
     ) -> FuzzyDecoder:
         """Load a target and a drafter.
@@ -108,24 +103,15 @@ class FuzzyDecoder:
             drafter: see :func:`load_drafter` (default: the head of a built-in target, else "lookup+recycle"). A
                 tokenizer here is the target's, as in transformers' pipelines.
             tokenizer: of a model in memory, which otherwise decodes token ids only (default for others: their own).
-            tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU, chooses a tree in each
-                round from the drafter's scores and earlier rounds' costs and acceptances (see
-                :mod:`fsd_infer.drafters.auto`). With a ``seed`` it depends on the text alone.
-            pack: on a CPU, fuse operations of the decoder blocks and, in bf16, replace the linear layers' weights by
-                packed ones; :meth:`restore` undoes it. Quantised layers stay. Default: True, but False for a
-                model in memory, whose packed weights would be copies.
-            expand: expand a GGUF file's quantised weights, also a built-in target's, to bf16. By default our CPU
-                kernels use the quantised weights: a forward reads less, and no weight is rounded.
-            quantize: with our CPU kernels, store a head's weights in fp8 with a scale per output (see
-                :meth:`.Packed.quantize`). The target's weights stay, so `exact` stays exact.
-            cuda_graphs: see :meth:`use_graphs` (default: True on CUDA). False is for debugging.
-            prefix_cache_bytes: size of a cache for prompts that start like an earlier prompt and its answer (see
-                :mod:`fsd_infer.targets.prefixes`). None: no cache.
+            tree: shape of the drafter's trees, as in :class:`.FuzzyConfig`. "auto", the default on a CPU, chooses a
+                tree in each round from the drafter's scores and earlier rounds' costs and acceptances
+                (:mod:`fsd_infer.drafters.auto`). With a ``seed`` it depends on the text alone.
             adapters: directories of LoRA adapters by name, from which each request may choose one. They stay beside the
                 weights, so forwards take longer than with a merged adapter.
-            model_kwargs: arguments of :func:`.load_target`, such as ``dtype`` (of target and drafter; default: bf16),
-                ``device`` (default: CUDA if available), ``quantization_config``, ``token`` or ``revision``. Not allowed
-                for a model in memory.
+            config: how the models run.
+            model_kwargs: fields of the config, which win; and arguments of :func:`.load_target`, such as ``dtype`` (of
+                target and drafter; default: bf16), ``device`` (default: CUDA if available), ``quantization_config``,
+                ``token`` or ``revision``. The latter are not allowed for a model in memory.
 
         Raises:
             ModelLoadError: the target or an adapter cannot be loaded.
@@ -134,33 +120,18 @@ class FuzzyDecoder:
         """
         if isinstance(drafter, PreTrainedTokenizerBase):  # transformers' order
             drafter, tokenizer = None, drafter if tokenizer is None else tokenizer
-        _check_objects(target, tokenizer)
-        named = isinstance(target, (str, Path))
-        prefixes = None if prefix_cache_bytes is None else PrefixCache(prefix_cache_bytes)
-        if named:
-            _refuse_head(Path(str(target)))
-            reads = None if expand or pack is False else choose(parse_device(model_kwargs.get("device"))).reads_blocks
-            wrapped = Target.from_pretrained(str(target), reads_blocks=reads, **model_kwargs)
-            wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
-        elif model_kwargs:
-            raise ModelLoadError(f"{', '.join(model_kwargs)}: for loading, but the target is in memory already.")
-        else:
-            wrapped = Target.of(target, tokenizer)
-        wrapped.prefixes = prefixes
+        config, model_kwargs = runtime_config(config, retired.runtime_options(model_kwargs))
+        named, tree = isinstance(target, (str, Path)), parse_tree(tree)
+        wrapped = _wrapped(target, tokenizer, config, model_kwargs)
         if adapters:
             put_beside(wrapped.model, adapters)
-        decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), quantize)
-        if named if pack is None else pack:
+        decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), config)
+        if config.packs(named):
             decoder.prepare(release=named)
-        if decoder.backend.capture if cuda_graphs is None else cuda_graphs:
+        if decoder.backend.capture if config.capture is None else config.capture:
             decoder.use_graphs()
-        decoder.drafter = decoder.load_drafter(drafter, tree, pack=pack is not False)
-        if left_out := shaping(getattr(wrapped.model, "generation_config", None)):
-            listed = ", ".join(f"{name}={value!r:.60}" for name, value in left_out.items())
-            log.warning(
-                "the generation config of %s sets %s. Answers follow the target's own law without these, unless a "
-                "request names them.", wrapped.name, listed,
-            )  # fmt: skip
+        decoder.drafter = decoder.load_drafter(drafter, tree)
+        _say_what_is_left_out(wrapped)
         return decoder
 
     def use_graphs(self, recorder: Recorder | None = None) -> None:
@@ -183,13 +154,11 @@ class FuzzyDecoder:
             self.target.use_graphs(self._recorder)
             self.drafter.use_graphs(self._recorder)
 
-    def load_drafter(
-        self, drafter: str | Path | Drafter | None, tree: TreeShape | str | None = None, *, pack: bool = True
-    ) -> Drafter:
+    def load_drafter(self, drafter: str | Path | Drafter | None, tree: TreeShape | str | None = None) -> Drafter:
         """Load another drafter for this target; arguments and errors as for :meth:`from_pretrained`."""
         with self.target.lock:  # a head may add layers to the target's features
-            loaded = load_drafter(drafter, self.target, tree)
-            if pack:  # the caller may use its object elsewhere
+            loaded = load_drafter(drafter, self.target, parse_tree(tree))
+            if self.config.weights != "plain":  # the caller may use its object elsewhere
                 self._prepare_drafter(loaded, release=not isinstance(drafter, Drafter))
             if self._recorder is not None:
                 loaded.use_graphs(self._recorder)
@@ -208,7 +177,7 @@ class FuzzyDecoder:
 
     def _prepare_drafter(self, drafter: Drafter, release: bool) -> None:
         for module in drafter.modules():
-            narrow = release and self.quantize and not isinstance(module, GenerationMixin)
+            narrow = release and self.config.draft_weights == "fp8" and not isinstance(module, GenerationMixin)
             self.backend.prepare(module, release, weights="fp8" if narrow else None)
         for owner in drafter.stack_owners():
             owner.stack = self.backend.stack_for(owner)
@@ -226,48 +195,16 @@ class FuzzyDecoder:
     def tokenizer(self) -> Any:
         return self.target.tokenizer
 
-    def encode(self, prompt: Prompt, chat: bool | None = None) -> list[int]:
+    def encode(self, prompt: Prompt, apply_chat_template: bool | None = None, **former: Any) -> list[int]:
         """Return the token ids of one prompt.
 
         Args:
             prompt: text, chat messages, or ids (returned unchanged).
-            chat: wrap text in the chat template (default: if the tokenizer has one).
+            apply_chat_template: wrap text in the chat template (default: if the tokenizer has one).
+            former: ``chat``, its former name.
         """
-        if isinstance(prompt, str):
-            return self._encode_text(prompt, chat)
-        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
-            raise FsdError(f"a prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}.")
-        items = list(prompt)
-        if not items:
-            raise FsdError("the prompt is empty: give at least one token.")
-        if isinstance(items[0], Mapping):
-            tokenizer = need_tokenizer(self.target.tokenizer, self.target.name)
-            return encode_chat(tokenizer, items, blank=True)  # type: ignore[arg-type]
-        size = self.target.vocab_size
-        for token in items:
-            if not is_whole(token, 0, size - 1):
-                raise FsdError(
-                    f"a prompt's token ids are whole numbers from 0 to {size - 1}, got {token!r}: "
-                    "encode it with the target's own tokenizer."
-                )
-        return [int(token) for token in items]  # type: ignore[call-overload]
-
-    def _encode_text(self, text: str, chat: bool | None) -> list[int]:
-        tokenizer = need_tokenizer(self.target.tokenizer, self.target.name)
-        if not text:
-            raise FsdError("the prompt is empty: give some text.")
-        if chat or (chat is None and tokenizer.chat_template):
-            return encode_chat(tokenizer, [{"role": "user", "content": text}], blank=True)
-        if chat is None and not self._said_raw:
-            self._said_raw = True
-            log.warning(
-                "%s has no chat template: it continues prompts as they are (chat=False, or --raw, if you mean that).",
-                self.target.name,
-            )
-        ids = encode_text(tokenizer, text)
-        if not ids:
-            raise FsdError("the prompt encodes to no tokens: give some text.")
-        return ids
+        options = {"apply_chat_template": apply_chat_template, **retired.request_options(None, (), former)[2]}
+        return self._prompts.encode(prompt, **options)
 
     def check_guide(self, guide: Guide) -> None:
         """Compile a guide before a request follows it. Raises FsdError if answers of this target cannot begin."""
@@ -286,57 +223,24 @@ class FuzzyDecoder:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] | Tensor,
-        rule: RuleLike = "exact",
-        *,
         generation_config: GenerationConfig | None = None,
-        drafter: Drafter | None = None,
-        adapter: str | None = None,
-        seed: int | None = None,
+        *,
         streamer: Any = None,
-        on_tokens: Callable[[int, list[int]], object] | None = None,
-        on_round: Callable[[int, Round], object] | None = None,
-        ends: Callable[[int, int], str | None] | None = None,
         callbacks: Sequence[Callback] = (),
-        chat: bool | None = None,
-        measure_log_likelihood: bool = False,
-        max_cache_bytes: int | None = None,
-        cache_keys: Sequence[str] | None = None,
-        beam_options: BeamOptions | None = None,
-        schema: Mapping[str, Any] | str | None = None,
-        guide: Guide | None = None,
-        **overrides: Unpack[GenerateOptions],
-    ) -> Generation:
+        drafter: Drafter | None = None,
+        **overrides: Unpack[FuzzyOptions],
+    ) -> GenerateOutput:
         """Decode one prompt or a batch of prompts of any lengths.
 
         Args:
             prompts: text, messages or ids; or a list of these; or a tensor of ids [T] or [B, T], or what a tokenizer
                 returns. Padding is left out as in transformers: where the mask is 0, or a tensor has the padding token.
-            rule: a rule or its text, ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``; or a list of them, one per
-                prompt; or "calibrated" for the setting of `fsd-bench calibrate` at the request's temperature.
-            generation_config: as in transformers. By default answers follow the target's own law: of the model's
-                configuration only special tokens and lengths count, and transformers' top_k of 50 does not. Pass the
-                model's configuration to decode by it.
-            drafter: another drafter for this call.
-            adapter: the adapter to decode with, one of ``adapters`` of :meth:`from_pretrained`, or "none" for the base
-                (default: the model's active adapter).
-            seed: of the draws above temperature 0 (default: torch's global generator). A seed makes answers
-                reproducible: trees then do not depend on measured times.
+            generation_config: a :class:`.FuzzyConfig`, which lists what can be asked, or transformers' own.
             streamer: a transformers streamer (one prompt only).
-            on_tokens: called with (prompt's index, new tokens) when tokens are final. If the callback returns a true
-                value, that answer stops.
-            on_round: called with (prompt's index, a :class:`.Round`) before ``on_tokens``.
-            ends: called with (prompt's index, token) for each token, before the other callbacks. It returns why the
-                answer ends with this token, "stop" or "length", or None.
-            callbacks: that watch the request, see :class:`.Callback`; called after the functions above.
-            chat: see :meth:`encode`.
-            measure_log_likelihood: record the target's mean log-probability of the answer.
-            max_cache_bytes: refuse a request whose KV caches take more (default: the free memory).
-            cache_keys: one per prompt; only prompts with the same key share the prefix cache.
-            beam_options: with ``num_beams`` > 1, how beams are drafted.
-            schema: JSON schema of the answers, short for ``guide=Guide.json_schema(schema)``.
-            guide: a constraint on the answers, see :class:`.Guide`. The rule then applies to the masked target.
-            overrides: ``max_new_tokens`` (default: 128), ``temperature`` (above 0: answers are sampled), ``num_beams``
-                ... as in transformers.
+            callbacks: that watch the request, see :class:`.Callback`.
+            drafter: another drafter for this call.
+            overrides: fields of the configuration for this call, and ``logits_processor``, ``stopping_criteria`` and
+                ``prefix_allowed_tokens_fn`` as in transformers.
 
         Raises:
             UnknownNameError: unknown rule or divergence.
@@ -345,33 +249,68 @@ class FuzzyDecoder:
             CacheMemoryError: KV caches that exceed the free or allowed memory; nothing is allocated then.
             NonFiniteLogitsError: the model's logits are NaN or all -inf.
         """
-        with ending(streamer), self.target.lock, self.target.adapted(adapter):
-            config = generation_config or self.target.model.generation_config
-            drafter = self.drafter if drafter is None else drafter
-            pad, eos = (overrides.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id"))
-            closing = frozenset(id_list("eos_token_id", eos))
-            padding = pad if isinstance(pad, int) and pad not in closing else None
-            ids = [self.encode(prompt, chat) for prompt in _as_list(prompts, padding)]
-            if schema is not None and guide is not None:
-                raise FsdError("schema is short for a guide: give one of the two.")
-            guide = guide if schema is None else Guide.json_schema(schema)
-            followed = None if guide is None else self._follow(guide, ids, closing)
-            if followed is not None:
-                overrides["logits_processor"] = [*(overrides.get("logits_processor") or []), followed]
-                beams = overrides.get("num_beams") or getattr(generation_config, "num_beams", None) or 1
-                if isinstance(drafter, Drafter) and beams == 1:
-                    drafter = ForcedDrafter(drafter, followed.forced, followed.vocab_size)
-            request, config = prepare(self.target, ids, generation_config, overrides)
-            request.on_tokens, request.on_round, request.ends = on_tokens, on_round, ends
-            request.cache_keys, request.callbacks = cache_keys, callbacks
-            request.measure_log_likelihood, request.max_cache_bytes = measure_log_likelihood, max_cache_bytes
-            options: dict[str, Any] = dict(streamer=streamer, seed=seed, beam_options=beam_options)
-            outcome = decode_request(self.target, drafter, rule, request, config, **options)
-            if followed is not None:
-                followed.check(outcome.sequences)
-            tokenizer = self.target.tokenizer
-            texts = [tokenizer.decode(s, skip_special_tokens=True) if tokenizer else "" for s in outcome.sequences]
-        return Generation(**vars(outcome), texts=texts)
+        given, callbacks, options = retired.request_options(generation_config, callbacks, dict(overrides))
+        with ending(streamer):
+            config, options = request_config(given, options)
+            with self.target.lock, self.target.adapted(config.adapter):
+                padding, eos = self._special_tokens(given, options)
+                ids = [self.encode(prompt, config.apply_chat_template) for prompt in listed(prompts, padding)]
+                drafter, guide = self.drafter if drafter is None else drafter, Guide.of(config.guide)
+                followed = None if guide is None else self._follow(guide, ids, eos)
+                if followed is not None:
+                    options["logits_processor"] = [*(options.get("logits_processor") or []), followed]
+                    drafter = _forced(drafter, followed, options.get("num_beams") or getattr(given, "num_beams", None))
+                request, complete = prepare(self.target, ids, given, options)
+                request.callbacks = callbacks
+                outcome = decode_request(self.target, drafter, config, request, complete, streamer)
+                if followed is not None:
+                    followed.check(outcome.sequences)
+                tokenizer = self.target.tokenizer
+                texts = [tokenizer.decode(s, skip_special_tokens=True) if tokenizer else "" for s in outcome.sequences]
+        return GenerateOutput(**vars(outcome), texts=texts)
+
+    def _special_tokens(
+        self, given: GenerationConfig | None, options: Mapping[str, Any]
+    ) -> tuple[int | None, frozenset[int]]:
+        """Return the padding token of a request, unless it ends answers too, and the tokens that end them."""
+        config = given or self.target.model.generation_config
+        pad, eos = (options.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id"))
+        ends = frozenset(id_list("eos_token_id", eos))
+        return pad if isinstance(pad, int) and pad not in ends else None, ends
+
+
+def _forced(drafter: Drafter, followed: GuideProcessor, beams: int | None) -> Drafter:
+    """Return a drafter that also drafts what the guide forces, where beams do not compete."""
+    if not isinstance(drafter, Drafter) or (beams or 1) > 1:
+        return drafter
+    return ForcedDrafter(drafter, followed.forced, followed.vocab_size)
+
+
+def _wrapped(target: Any, tokenizer: Any, config: RuntimeConfig, model_kwargs: dict[str, Any]) -> Target:
+    """Return the target of a name or of a model in memory. Raises ModelLoadError."""
+    _check_objects(target, tokenizer)
+    if isinstance(target, (str, Path)):
+        _refuse_head(Path(str(target)))
+        keeps_blocks = config.weights in ("auto", "packed")
+        reads = choose(parse_device(model_kwargs.get("device"))).reads_blocks if keeps_blocks else None
+        wrapped = Target.from_pretrained(str(target), reads_blocks=reads, **model_kwargs)
+        wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
+    elif model_kwargs:
+        raise ModelLoadError(f"{', '.join(model_kwargs)}: for loading, but the target is in memory already.")
+    else:
+        wrapped = Target.of(target, tokenizer)
+    size = config.prefix_cache_bytes
+    wrapped.prefixes = None if size is None else PrefixCache(size)
+    return wrapped
+
+
+def _say_what_is_left_out(target: Target) -> None:
+    if left_out := shaping(getattr(target.model, "generation_config", None)):
+        names = ", ".join(f"{name}={value!r:.60}" for name, value in left_out.items())
+        log.warning(
+            "the generation config of %s sets %s. Answers follow the target's own law without these, unless a "
+            "request names them.", target.name, names,
+        )  # fmt: skip
 
 
 def _check_objects(target: Any, tokenizer: Any) -> None:
@@ -387,29 +326,3 @@ def _refuse_head(directory: Path) -> None:
         raise ModelLoadError(
             f"{directory} is a draft head, not a target: give it as drafter, beside the model that it was trained for."
         )
-
-
-def _as_list(prompts: Any, padding: int | None) -> list[Any]:
-    """Return a list of prompts, given one prompt or many."""
-    if isinstance(prompts, Mapping) and "input_ids" in prompts:
-        return _unpadded(prompts["input_ids"], prompts.get("attention_mask"), None)
-    if isinstance(prompts, Tensor):
-        if prompts.dim() not in (1, 2):
-            raise FsdError(f"a tensor of prompts is [T] or [B, T], got {list(prompts.shape)}.")
-        return _unpadded(prompts, None, padding)
-    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-        return [prompts]
-    items = list(prompts)
-    if items and (isinstance(items[0], Mapping) or not isinstance(items[0], (str, bytes, Iterable))):
-        return [items]
-    return items
-
-
-def _unpadded(ids: Any, mask: Any, padding: int | None) -> list[list[int]]:
-    """Return the rows of ids [T] or [B, T], tensors or lists, where the mask is 1, or else the padding token is not."""
-    rows, masks = (value.tolist() if hasattr(value, "tolist") else value for value in (ids, mask))
-    if not rows or not isinstance(rows[0], list):
-        rows, masks = [rows], None if masks is None else [masks]
-    if masks is None:
-        masks = [[token != padding for token in row] for row in rows]
-    return [[token for token, kept in zip(row, of_row) if kept] for row, of_row in zip(rows, masks)]

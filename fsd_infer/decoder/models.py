@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from fsd_core.options import picked
+from fsd_infer.decoder.config import RuntimeConfig
 from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.targets.builtin import shipped_drafter
 
@@ -16,5 +17,6 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.memory is not None:
         main = drafter or ("recycle" if shipped_drafter(args.target) is None else "shipped")
         drafter = f"{main.removesuffix('+memory')}+memory:{args.memory}"
-    options = picked(args, "target dtype device cuda_graphs expand target_kwargs")
-    return {**options, "drafter": drafter, "tree": parse_tree(args.tree), "quantize": not args.no_quantize}
+    runtime = RuntimeConfig(**picked(args, "weights draft_weights capture"))
+    options = picked(args, "target dtype device target_kwargs")
+    return {**options, "drafter": drafter, "tree": parse_tree(args.tree), "runtime": runtime}

@@ -7,7 +7,8 @@ prepared options to its ``custom_generate``, :func:`generate`. Both then call :f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
@@ -21,16 +22,19 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fsd_core.errors import FsdError, ModelLoadError, shortened
-from fsd_core.registry import is_whole
 from fsd_core.tensors import lists
 from fsd_core.text.conversations import check_text
 from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.backends.choose import choose
+from fsd_infer.decoder import retired
 from fsd_infer.decoder.calibrated import CALIBRATED, calibrated
-from fsd_infer.drafters import Drafter
-from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.decoder.config import OWN, FuzzyConfig, request_config
+from fsd_infer.drafters import Drafter, TreeShape
+from fsd_infer.drafters.loading import load_drafter, with_tree
 from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.engine.beams import BeamOptions, decode_beams
+from fsd_infer.engine.callback import Callback
+from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.request.options import (
     check_config,
     check_inputs,
@@ -40,11 +44,9 @@ from fsd_infer.request.options import (
     split_options,
     with_defaults,
 )
-from fsd_infer.rules import RuleLike, parse_rules
+from fsd_infer.rules import Rule, RuleLike, parse_rules
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import left_pad, left_padded, pad_id
-
-OnTokens = Callable[[int, list[int]], object]
 
 
 def generate(
@@ -54,17 +56,22 @@ def generate(
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
     drafter: str | Path | Drafter | None = None,
-    rule: RuleLike = "exact",
-    seed: int | None = None,
     stream_to: Any = None,
+    callbacks: Sequence[Callback] = (),
+    rule: RuleLike | None = None,
+    tree: TreeShape | str | None = None,
+    seed: int | None = None,
     max_cache_bytes: int | None = None,
+    beams: BeamOptions | Mapping[str, Any] | str | None = None,
     beam_options: BeamOptions | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode speculatively: ``model.generate(ids, custom_generate=fsd_infer.generate, drafter=..., rule=...)``.
 
-    Threads that share a model take turns, request by request. ``generate`` does not pass its ``streamer`` and
-    ``assistant_model`` to custom loops: use ``stream_to`` and ``drafter`` instead.
+    Threads that share a model take turns, request by request. ``generate`` finds a custom loop's options in its
+    signature, so five fields of :class:`.FuzzyConfig` are listed here; a FuzzyConfig as ``generation_config`` holds
+    them, too. ``generate`` does not pass on its ``streamer`` and ``assistant_model``: use ``stream_to`` and
+    ``drafter``.
 
     Args:
         model: the target.
@@ -75,11 +82,10 @@ def generate(
         generation_config: as ``generate`` prepares it.
         drafter: see :func:`load_drafter`; None: the shipped head of a built-in target. A name is loaded on every call,
             so pass a Drafter object in a loop.
-        rule: a rule, its name, a list with one per prompt, or "calibrated"; see ``FuzzyDecoder.generate``.
-        seed: of the draws above temperature 0.
         stream_to: a streamer. It receives the prompt, every token, and ``end()``, also after an error.
-        max_cache_bytes: refuse a request whose KV caches take more (default: the free memory).
-        beam_options: with ``num_beams`` > 1, how beams are drafted.
+        callbacks: that watch the request, see :class:`.Callback`.
+        rule: see :class:`.FuzzyConfig`, as for ``tree``, ``seed``, ``max_cache_bytes`` and ``beams``.
+        beam_options: former name of ``beams``.
         model_kwargs: other arguments of ``generate``.
 
     Returns:
@@ -91,23 +97,41 @@ def generate(
             :func:`fsd_infer.engine.decode`.
     """
     assert generation_config is not None
+    named = dict(rule=rule, tree=tree, seed=seed, max_cache_bytes=max_cache_bytes, beams=beams)
+    given = {name: value for name, value in {**named, "beam_options": beam_options}.items() if value is not None}
+    config, _ = request_config(generation_config, retired.request_options(None, (), given)[2])
     with ending(stream_to), (target := target_of(model)).lock:
-        check_config(generation_config, model.generation_config)
-        kept = check_inputs(input_ids, model_kwargs)
-        beams = generation_config.num_beams or 1  # generate repeats each prompt per beam
-        texts, kept = lists(input_ids[::beams], kept[::beams])
-        prompts = [[token for token, keep in zip(*row) if keep] for row in zip(texts, kept)]
-        request = request_of(prompts, texts, generation_config, logits_processor, stopping_criteria)
-        request.max_cache_bytes, drafter = max_cache_bytes, load_drafter(drafter, target)
-        options: dict[str, Any] = dict(streamer=stream_to, seed=seed, beam_options=beam_options)
-        outcome = decode_request(target, drafter, rule, request, generation_config, **options)
-    longest = max(len(sequence) for sequence in outcome.sequences)
-    pad = pad_id(generation_config)
+        request = _prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        request.callbacks, drafter = callbacks, load_drafter(drafter, target)
+        outcome = decode_request(target, drafter, config, request, generation_config, stream_to)
+    return _output(input_ids, outcome, generation_config)
+
+
+def _prepared(
+    model: Any,
+    input_ids: Tensor,
+    processors: LogitsProcessorList | None,
+    criteria: StoppingCriteriaList | None,
+    config: GenerationConfig,
+    model_inputs: Mapping[str, Any],
+) -> Request:
+    """Return a request from what ``generate`` passes to a custom loop."""
+    check_config(config, model.generation_config)
+    kept = check_inputs(input_ids, model_inputs)
+    beams = config.num_beams or 1  # generate repeats each prompt per beam
+    texts, kept = lists(input_ids[::beams], kept[::beams])
+    prompts = [[token for token, keep in zip(*row) if keep] for row in zip(texts, kept)]
+    return request_of(prompts, texts, config, processors, criteria)
+
+
+def _output(input_ids: Tensor, outcome: Outcome, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
+    """Return prompts [B, T] and answers as ``generate`` does."""
+    longest, pad = max(len(sequence) for sequence in outcome.sequences), pad_id(config)
     answers = [sequence + [pad] * (longest - len(sequence)) for sequence in outcome.sequences]
     if outcome.scores is not None:  # generate repeated each prompt per beam
         input_ids = input_ids[torch.arange(len(answers), device=input_ids.device) * len(input_ids) // len(answers)]
     sequences = torch.cat([input_ids, input_ids.new_tensor(answers)], dim=1)
-    if not generation_config.return_dict_in_generate:
+    if not config.return_dict_in_generate:
         return sequences
     output = GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
     output["stats"] = outcome.stats
@@ -145,7 +169,7 @@ def prepare(
     if given is not None and not isinstance(given, GenerationConfig):
         raise FsdError(f"generation_config is a GenerationConfig, got {type(given).__name__}.")
     model = target.model
-    fields, processing, stopping = split_options(overrides)
+    fields, processing, stopping = split_options(overrides, OWN)
     asked = _set({} if given is None else vars(given)) | _set(fields)
     own = _set(vars(model.generation_config))
     stated = {name: own[name] for name in own.keys() & {"max_length", "max_new_tokens"}} | asked
@@ -153,7 +177,12 @@ def prepare(
     fields = with_defaults(fields, stated)
     asked, length = asked | _set(fields), max(map(len, prompts))
     stated |= asked
+    named = ", ".join([*fields, *([] if given is None else ["generation_config"])]) or "of the model's own config"
     try:
+        if given is not None:  # transformers warns of keywords beside a configuration
+            given = copy.deepcopy(given)
+            given.update(**_set(fields))
+            fields = {name: None for name, value in fields.items() if value is None}
         config: GenerationConfig = model._prepare_generation_config(given, **fields)[0]
         only_stated(config, asked)
         check_config(config, model.generation_config)
@@ -172,7 +201,6 @@ def prepare(
     except FsdError:
         raise
     except Exception as error:
-        named = ", ".join([*fields, *([] if given is None else ["generation_config"])]) or "of the model's own config"
         raise FsdError(f"transformers refuses these options ({named}): {shortened(error)}") from error
     if (config.num_beams or 1) == 1:
         prompts = [prompt for prompt in prompts for _ in range(config.num_return_sequences or 1)]
@@ -224,17 +252,20 @@ def request_of(
 def decode_request(
     target: Target,
     drafter: Drafter,
-    rule: RuleLike,
+    config: FuzzyConfig,
     request: Request,
-    config: GenerationConfig,
-    *,
+    complete: GenerationConfig,
     streamer: Any = None,
-    seed: int | None = None,
-    beam_options: BeamOptions | None = None,
 ) -> Outcome:
-    """Decode a request with its configuration; the caller ends the streamer. Options: see ``FuzzyDecoder.generate``.
+    """Decode a prepared request; the caller ends the streamer.
 
-    The request has ``cache_keys`` per prompt; its answers get them here.
+    Args:
+        target: to decode with; a drafter that was loaded for this model brings the target that it reads.
+        drafter: of the request.
+        config: the request's own fields.
+        request: with callbacks, if any.
+        complete: all fields of transformers', as prepared.
+        streamer: of the one answer.
 
     Raises:
         FsdError: an invalid argument; and as :func:`fsd_infer.engine.decode`.
@@ -244,32 +275,47 @@ def decode_request(
     target, model = drafter.target or target, target.model
     if target.model is not model:
         raise ModelLoadError("the drafter was made for another model object than the one that generates.")
-    if request.max_cache_bytes is not None and not is_whole(request.max_cache_bytes):
-        raise FsdError(f"max_cache_bytes is a whole number of bytes, got {request.max_cache_bytes!r:.60}.")
-    if config.do_sample and seed is None and target.is_sharded:
+    if complete.do_sample and config.seed is None and target.is_sharded:
         raise FsdError("the target is sharded over processes: give all of them one seed, so that they draw the same.")
-    if isinstance(rule, str) and rule == CALIBRATED:
-        temperature = config.temperature if config.do_sample else 0.0
-        rule, drafter = calibrated(drafter, target, 1.0 if temperature is None else temperature)
-    rules = parse_rules(rule)
-    beams, answers = config.num_beams or 1, config.num_return_sequences or 1
-    if beams > 1 and (request.on_round is not None or request.callbacks):
-        raise FsdError("on_round and callbacks do not work with beams: leave num_beams out, or these.")
-    if beams == 1 and beam_options is not None:
-        raise FsdError("beam_options are for beams: set num_beams to more than 1, or leave them out.")
-    if streamer is not None and len(request.prompts) > 1:
-        raise FsdError("a streamer shows one answer: pass one prompt.")
+    rules, drafter = _rules(config, complete, target, drafter)
+    beams, answers = complete.num_beams or 1, complete.num_return_sequences or 1
+    _check_watchers(config, request, beams, streamer)
     request = replace(
         request,
-        generator=_generator(seed, target.device),
-        on_tokens=request.on_tokens if streamer is None else _streamed(streamer, request.on_tokens),
-        cache_keys=_per_answer(request.cache_keys, answers if beams == 1 else 1, len(request.prompts)),
+        generator=None if config.seed is None else torch.Generator(device=target.device).manual_seed(config.seed),
+        callbacks=[*([] if streamer is None else [_streamed(streamer)]), *request.callbacks],
+        cache_keys=_per_answer(config.users, answers if beams == 1 else 1, len(request.prompts)),
+        measure_log_likelihood=config.measure_log_likelihood,
+        max_cache_bytes=config.max_cache_bytes,
     )
     if beams > 1:
-        return decode_beams(target, drafter, rules, request, config, beam_options)
+        return decode_beams(target, drafter, rules, request, complete, BeamOptions.of(config.beams))
     if streamer is not None:
         streamer.put(torch.tensor(request.padded_prompts or request.prompts))
     return decode(target, drafter, rules[0] if len(rules) == 1 else [r for r in rules for _ in range(answers)], request)
+
+
+def _rules(
+    config: FuzzyConfig, complete: GenerationConfig, target: Target, drafter: Drafter
+) -> tuple[list[Rule], Drafter]:
+    """Return the rules of a request, and the drafter with its trees."""
+    if config.rule != CALIBRATED:
+        return parse_rules(config.rule), with_tree(drafter, config.tree)
+    if config.tree is not None:
+        raise FsdError("rule 'calibrated' brings a tree with it: leave tree out, or name a rule.")
+    temperature = complete.temperature if complete.do_sample else 0.0
+    rule, drafter = calibrated(drafter, target, 1.0 if temperature is None else temperature)
+    return [rule], drafter
+
+
+def _check_watchers(config: FuzzyConfig, request: Request, beams: int, streamer: Any) -> None:
+    """Raise FsdError for what needs one text that grows, or beams that compete, where there is none."""
+    if beams > 1 and streamer is not None:
+        raise FsdError("a streamer shows one growing answer, but beams change places: leave it out, or num_beams=1.")
+    if beams == 1 and config.beams is not None:
+        raise FsdError("beams are options of beam search: set num_beams to more than 1, or leave them out.")
+    if streamer is not None and len(request.prompts) > 1:
+        raise FsdError("a streamer shows one answer: pass one prompt.")
 
 
 def _per_answer(keys: Sequence[str] | None, answers: int, count: int) -> list[str] | None:
@@ -277,19 +323,18 @@ def _per_answer(keys: Sequence[str] | None, answers: int, count: int) -> list[st
     if keys is None:
         return None
     if isinstance(keys, str) or len(keys) * answers != count or not all(isinstance(key, str) for key in keys):
-        raise FsdError("cache_keys is a list of texts, one per prompt.")
+        raise FsdError("users is a list of texts, one per prompt.")
     return [key for key in keys for _ in range(answers)]
 
 
-def _streamed(streamer: Any, on_tokens: OnTokens | None) -> OnTokens:
-    """Return an ``on_tokens`` that also passes the tokens to a streamer, one by one."""
+def _streamed(streamer: Any) -> Streaming:
+    """Return the callback that passes the tokens to a streamer, one by one."""
 
-    def tell(row: int, tokens: list[int]) -> object:
+    def put(row: int, tokens: list[int]) -> None:
         for token in tokens:
             streamer.put(torch.tensor([token]))
-        return on_tokens is not None and on_tokens(row, tokens)
 
-    return tell
+    return Streaming(put)
 
 
 @contextmanager
@@ -319,12 +364,3 @@ def _check_stop_strings(config: GenerationConfig, target: Target) -> None:
     for text in texts:
         check_text(text, "stop_strings")
     need_tokenizer(target.tokenizer, target.name)
-
-
-def _generator(seed: int | None, device: torch.device) -> torch.Generator | None:
-    """Return a generator with that seed; None without one."""
-    if seed is None:
-        return None
-    if not is_whole(seed, -(2**63), 2**64 - 1):
-        raise FsdError(f"seed must be a whole number of at most 64 bits, got {seed!r}.")
-    return torch.Generator(device=device).manual_seed(seed)

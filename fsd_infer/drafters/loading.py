@@ -19,7 +19,7 @@ from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.drafters.mtp import drafts_by_default
-from fsd_infer.drafters.shape import AUTO, TreeShape, default_shape, of_device
+from fsd_infer.drafters.shape import AUTO, TreeShape, default_shape, of_device, parse_tree
 from fsd_infer.drafters.translated import lm_drafter
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
@@ -51,9 +51,9 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
                               (:mod:`fsd_infer.drafters.itself`)
             ================  ===================================================================================
         target: the model to draft for.
-        tree: shape of the trees of a head or small LM, or "auto", which chooses them round by round
-            (:mod:`fsd_infer.drafters.auto`). None: "auto" on a CPU, a shape elsewhere. "lookup" and merged trees have
-            as many nodes as this shape (default: as a head's trees on this device).
+        tree: shape of the trees of a head or small LM, also as text such as "5,6,16"; or "auto", which chooses them
+            round by round (:mod:`fsd_infer.drafters.auto`). None: "auto" on a CPU, a shape elsewhere. "lookup" and
+            merged trees have as many nodes as this shape (default: as a head's trees on this device).
 
     Raises:
         FsdError: a malformed name or tree.
@@ -62,8 +62,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         CheckpointError: a damaged file, or a head for another target.
         VocabularyMismatchError: a small LM whose vocabulary has hardly a token of the target's.
     """
-    if isinstance(tree, str) and tree != AUTO:
-        raise FsdError(f'tree must be a TreeShape or "{AUTO}", got {tree!r}.')
+    tree = parse_tree(tree)
     if isinstance(drafter, Drafter):
         made, chosen = drafter, tree == AUTO
     else:
@@ -111,6 +110,23 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
             part.side.nodes = max(part.side.nodes, min(part.side.most_chosen, largest.nodes))
         part.nodes, part = largest.nodes, part.main
     return drafter
+
+
+def with_tree(drafter: Drafter, tree: TreeShape | str | None) -> Drafter:
+    """Return a drafter with the trees of one request; both share their weights. None: the drafter's own.
+
+    Raises:
+        FsdError: the drafter has no trees that a request can shape.
+    """
+    shape = parse_tree(tree)
+    if shape is None or (shape == AUTO and drafter.auto is not None):
+        return drafter
+    if not isinstance(shape, TreeShape) or not isinstance(drafter, TreeDrafter):
+        raise FsdError(
+            f"a request cannot give drafter {drafter.name!r} the tree {tree!r}: load it with this tree, "
+            "from_pretrained(..., tree=...) or --tree."
+        )
+    return drafter.reshaped(shape)
 
 
 def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:

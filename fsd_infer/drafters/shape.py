@@ -124,9 +124,13 @@ LARGEST = {"cpu": TreeShape(depth=12, width=6, nodes=48), "cuda": TreeShape(dept
 LARGEST_OF_LM = {**LARGEST, "cpu": TreeShape(depth=16, width=4, nodes=24)}
 
 
-def parse_tree(text: str | None) -> TreeShape | str | None:
-    """Return None and "auto" unchanged, and any other text as a shape. Raises FsdError for a malformed one."""
-    return text if text in (None, AUTO) else TreeShape.parse(text)
+def parse_tree(tree: TreeShape | str | None) -> TreeShape | str | None:
+    """Return a shape, None and "auto" unchanged, and any other text as a shape. Raises FsdError for what is none."""
+    if tree is None or tree == AUTO or isinstance(tree, TreeShape):
+        return tree
+    if not isinstance(tree, str):
+        raise FsdError(f"a tree is a TreeShape or text such as 5,6,16, got {type(tree).__name__}.")
+    return TreeShape.parse(tree)
 
 
 def of_device(defaults: Mapping[str, T], device: torch.device) -> T:

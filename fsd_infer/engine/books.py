@@ -10,7 +10,7 @@ from torch import Tensor
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.shape import AUTO
 from fsd_infer.engine.callback import Callback
-from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, Recorder, Stopping, Streaming, TreeUpdate
+from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, Recorder, Stopping, TreeUpdate
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.state import DecodeState
@@ -42,9 +42,9 @@ class Books:
         if kept is not None and request.generator is not None:
             kept = None  # a seeded answer comes again, to its last bit
         self.prefixes = PrefixSession(kept, target.captured_layers, request.cache_keys, target.angles.fixed)
-        self.timer = PhaseTimer(target.device, reports=request.on_round is not None or bool(request.callbacks))
+        self.timer = PhaseTimer(target.device, reports=any(one.reads_tensors for one in request.callbacks))
         self.callbacks: list[Callback] = [
-            Stopping(request, self.records, limits), self.timer, Recorder(self.records, self.timer), Streaming(request)
+            Stopping(request, self.records, limits), self.timer, Recorder(self.records, self.timer)
         ]  # fmt: skip
         self.callbacks += [] if kept is None else [Prefixes(self.prefixes, request.prompts)]
 

@@ -15,14 +15,22 @@ class Callback:
     """Watches a request. Methods are called in the decoding thread, and their exceptions end the request.
 
     Attributes:
-        reads_tensors: whether it looks at the tensors of a round or of the state. If no callback does, a GPU runs the
-            next round meanwhile, which writes over them.
+        reads_tensors: whether it looks at the tensors of a round or of the state, or at its seconds. If no callback
+            does, a GPU runs the next round meanwhile, which writes over the tensors, and nobody times the rounds.
     """
 
     reads_tensors = True
 
     def on_start(self, state: DecodeState) -> None:
         """Take the state of the batch, before the prompts are read."""
+
+    def on_token(self, row: int, token: int) -> str | None:
+        """Take a token of an answer, before :meth:`on_round`; ``row`` is the answer's number in the request.
+
+        Returns:
+            why the answer ends with this token, "stop" or "length"; None: it goes on.
+        """
+        return None
 
     def on_phase(self, phase: str) -> None:
         """Take the end of a phase: "prefill", "start" of a round, and those that :func:`.decode_round` names."""

@@ -1,13 +1,13 @@
 """The loop's own callbacks, in the order in which they hear of a round.
 
 :class:`Stopping` ends answers, :class:`PhaseTimer` times the phases, :class:`Recorder` keeps the records,
-:class:`Streaming` calls the functions of the request, and :class:`Prefixes` keeps texts. A caller's callbacks follow,
-and then :class:`TreeUpdate` teaches the choice of trees.
+:class:`Prefixes` keeps texts, a caller's callbacks follow, :class:`Streaming` among them, and then :class:`TreeUpdate`
+teaches the choice of trees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ _PHASES = {"advance": "draft"}  # in whose seconds a phase is counted
 
 
 class Stopping(Callback):
-    """Ends answers at EOS tokens, by the request's criteria and ``ends``, and at their limits of length.
+    """Ends answers at EOS tokens, by the request's criteria and callbacks, and at their limits of length.
 
     Args:
         request: see there.
@@ -60,7 +60,8 @@ class Stopping(Callback):
         request, answer = self.request, [*self.records[number].tokens]
         for token in new:
             answer.append(token)
-            reason = None if request.ends is None else request.ends(number, token)
+            asked = [callback.on_token(number, token) for callback in request.callbacks]
+            reason = next((one for one in asked if one is not None), None)
             if token in request.eos_token_ids:
                 reason = "stop"
             elif reason is None and request.criteria:
@@ -127,21 +128,28 @@ class Recorder(Callback):
 
 
 class Streaming(Callback):
-    """Calls the request's ``on_round`` and ``on_tokens``, row by row."""
+    """Calls functions with what each answer has grown by.
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.reads_tensors = request.on_round is not None
+    Args:
+        on_tokens: called with (the answer's number in the request, new tokens) when tokens are final. If it returns a
+            true value, that answer stops.
+        on_round: called with (the answer's number, a :class:`.Round`) before ``on_tokens``.
+    """
+
+    def __init__(
+        self,
+        on_tokens: Callable[[int, list[int]], object] | None = None,
+        on_round: Callable[[int, Round], object] | None = None,
+    ) -> None:
+        self._on_tokens, self._on_round = on_tokens, on_round
+        self.reads_tensors = on_round is not None
 
     def on_round(self, report: RoundReport) -> None:
-        on_round, on_tokens = self.request.on_round, self.request.on_tokens
-        if on_round is None and on_tokens is None:
-            return
         for place in report.rows:
             number = report.numbers[place]
-            if on_round is not None:
-                on_round(number, Round.of(report, place))
-            if on_tokens is not None and on_tokens(number, report.tokens[place]):
+            if self._on_round is not None:
+                self._on_round(number, Round.of(report, place))
+            if self._on_tokens is not None and self._on_tokens(number, report.tokens[place]):
                 report.ended.setdefault(place, "stop")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,16 +77,11 @@ class Request:
         criteria: prepared stopping criteria other than EOS and length. They receive the text alone; ``scores`` is None.
         eos_token_ids: tokens that end an answer.
         generator: of the draws; None: torch's global generator.
-        on_round: called with (row, round) before ``on_tokens``.
-        on_tokens: called with (row, tokens) when tokens are final. If the callback returns a true value, that row
-            stops.
-        ends: called with (row, token) for each token of an answer, before the round's other callbacks. It returns why
-            the answer ends with this token, "stop" or "length", or None.
         padded_prompts: the prompts for processors and criteria, left-padded; None: without padding.
         measure_log_likelihood: record the target's log-probability of each emitted token.
         cache_keys: per prompt, its key in the prefix cache; None: one key for all.
         max_cache_bytes: most bytes of the KV caches; None: the free memory.
-        callbacks: see :class:`.Callback`; called after the functions above.
+        callbacks: that watch it, see :class:`.Callback`.
     """
 
     prompts: list[list[int]]
@@ -96,9 +91,6 @@ class Request:
     criteria: StoppingCriteriaList | None = None
     eos_token_ids: frozenset[int] = frozenset()
     generator: torch.Generator | None = None
-    on_round: Callable[[int, Round], object] | None = None
-    on_tokens: Callable[[int, list[int]], object] | None = None
-    ends: Callable[[int, int], str | None] | None = None
     padded_prompts: list[list[int]] | None = None
     measure_log_likelihood: bool = False
     cache_keys: Sequence[str] | None = None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError, shortened
 from fsd_core.files import STRICT_JSON
+from fsd_core.registry import did_you_mean
 from fsd_core.tensors import to_device
 from fsd_infer.request.grammar_child import TOO_DEEP
 from fsd_infer.request.grammars import compiled, reason, serialised
@@ -54,6 +55,23 @@ class Guide:
         except (TypeError, ValueError) as error:
             raise FsdError(f"the schema is no JSON: {shortened(error)}.") from error
         return cls._checked("grammar_from_json_schema", text, "schema", json.dumps(COMPACT))
+
+    @classmethod
+    def of(cls, value: Guide | Mapping[str, Any] | None) -> Guide | None:
+        """Return a guide, None unchanged, given as a Guide or as ``{"json": schema}``, ``{"regex": pattern}`` or
+        ``{"grammar": text}``. Raises FsdError for others.
+        """
+        if value is None or isinstance(value, Guide):
+            return value
+        makers: dict[Any, Any] = {"json": cls.json_schema, "regex": cls.regex, "grammar": cls.lark, "llguidance": cls}
+        if not isinstance(value, Mapping) or len(value) != 1:
+            raise FsdError('a guide is a Guide, or one of {"json": ...}, {"regex": ...} and {"grammar": ...}.')
+        ((name, text),) = value.items()
+        if name not in makers:
+            hint = did_you_mean(name, makers)
+            raise FsdError(f"unknown kind of guide {name!r}.{hint} Known: {', '.join(list(makers)[:3])}.")
+        made: Guide = makers[name](text)
+        return made
 
     @classmethod
     def json_object(cls) -> Guide:

@@ -183,8 +183,14 @@ def _defaults(config: GenerationConfig) -> dict[str, Any]:
     return dict(getattr(config, "_get_default_generation_params", dict)())
 
 
-def split_options(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+def split_options(
+    overrides: Mapping[str, Any], others: Iterable[str] = ()
+) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """Split keyword arguments into fields of the configuration, processors' arguments, and stopping criteria.
+
+    Args:
+        overrides: keyword arguments.
+        others: names that the caller has taken out, for the error about an unknown one.
 
     Raises:
         FsdError: an unknown argument, or a malformed one.
@@ -193,18 +199,18 @@ def split_options(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     for name in overrides.keys() - known:
         if name in _INSTEAD:
             raise refusal(name, overrides[name])
-        hint = did_you_mean(name, known)
-        raise FsdError(f"unknown option {name!r}.{hint} Options are those of transformers' GenerationConfig.")
-    others = {name: overrides.get(name) for name in _ARGUMENTS}
+        hint = did_you_mean(name, [*known, *others])
+        raise FsdError(f"unknown option {name!r}.{hint} Options are those of FuzzyConfig, transformers' among them.")
+    further = {name: overrides.get(name) for name in _ARGUMENTS}
     for name in _LISTS:
-        found = others[name]
+        found = further[name]
         if found is not None and not (isinstance(found, (list, tuple)) and all(map(callable, found))):
             raise FsdError(f"{name} must be a list of callables, got {found!r:.60}.")
     # fields may hold ids as tensors
     fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in overrides.items() if k not in _ARGUMENTS}
     if fields.get("temperature") == 0:  # transformers refuses 0, which means greedy
         fields.update(do_sample=False, temperature=None)
-    return fields, others, others.pop("stopping_criteria") or []
+    return fields, further, further.pop("stopping_criteria") or []
 
 
 def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ To write a rule, subclass :class:`LossyRule` and return a :class:`Law` of a roun
 docs/extending.md.
 """
 
-from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules
+from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules, rule_text
 from fsd_infer.rules.evidence import Contexts, Evidence
 from fsd_infer.rules.exact import Exact
 from fsd_infer.rules.fuzzy import DraftOnly, Fuzzy, FuzzyStrict, RandomGate
@@ -68,4 +68,5 @@ __all__ = [
     "parameter",
     "parse_rule",
     "parse_rules",
+    "rule_text",
 ]

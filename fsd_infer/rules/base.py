@@ -263,6 +263,16 @@ def parse_rule(rule: str | Rule) -> Rule:
     return rule_class(**values)
 
 
+def rule_text(rule: Rule) -> str:
+    """Return the text that :func:`parse_rule` reads as this rule; parameters with default values are left out."""
+    parts = [rule.name]
+    for name, of_class in parameters_of(type(rule)).items():
+        value = getattr(rule, name)
+        if value != of_class.default:
+            parts.append(f"{name}={getattr(value, 'value', value)}")  # an enum's value
+    return ":".join(parts)
+
+
 def parse_rules(rules: RuleLike) -> list[Rule]:
     """Return one rule, or one per prompt. Raises as :func:`parse_rule`."""
     if isinstance(rules, (str, Rule)) or not isinstance(rules, Sequence):

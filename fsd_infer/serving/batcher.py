@@ -17,6 +17,7 @@ from torch import Tensor
 from fsd_core.errors import FsdError
 from fsd_core.text.pieces import Piece, Pieces
 from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.engine.request import Round
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.request.guide import Guide
@@ -177,6 +178,21 @@ class ServedRequest:
                 self.tell("", self)
 
 
+class _Served(Streaming):
+    """Shows each job what its answer has grown by, and asks it where the answer ends."""
+
+    def __init__(self, batch: Sequence[ServedRequest]) -> None:
+        self.batch = batch
+        watched = any(job.on_round is not None or job.alternatives is not None for job in batch)
+        super().__init__(self._show, (lambda row, round: batch[row].watch(round)) if watched else None)
+
+    def on_token(self, row: int, token: int) -> str | None:
+        return self.batch[row].ends(token)
+
+    def _show(self, row: int, tokens: list[int]) -> bool:
+        return self.batch[row].show(self.batch[row].answer.text)
+
+
 class Batcher:
     """A queue of jobs, and the thread that decodes them.
 
@@ -255,20 +271,17 @@ class Batcher:
 
     def _decode(self, batch: list[ServedRequest]) -> None:
         tokenizer, penalties = self.decoder.tokenizer, batch[0].penalties
-        watched = any(job.on_round is not None or job.alternatives is not None for job in batch)
         start = max(len(job.prompt) for job in batch)  # processors see prompts padded to the longest
         for job in batch:
             job.begin(tokenizer)
         try:
             found = self.decoder.generate(
                 [job.prompt for job in batch],
-                [job.rule for job in batch],
+                rule=[job.rule for job in batch],
                 max_new_tokens=max(job.max_new_tokens for job in batch),
-                ends=lambda row, token: batch[row].ends(token),
-                on_tokens=lambda row, ids: batch[row].show(batch[row].answer.text),
-                on_round=(lambda row, round: batch[row].watch(round)) if watched else None,
+                callbacks=[_Served(batch)],
                 guide=batch[0].guide,
-                cache_keys=[job.user for job in batch],
+                users=[job.user for job in batch],
                 logits_processor=[Adjust(penalties, start)] if penalties else None,
                 **batch[0].sampling,
             )

@@ -117,7 +117,7 @@ def _for_template(asked: ChatAsked) -> list[dict[str, Any]]:
 def _encode(decoder: FuzzyDecoder, asked: Completion, in_template: bool | None) -> list[int]:
     """Token ids of the request's prompt."""
     if isinstance(asked, CompletionAsked):
-        return decoder.encode(asked.prompt, chat=in_template)
+        return decoder.encode(asked.prompt, apply_chat_template=in_template)
     if asked.offered:
         _format(decoder, asked)  # an unknown format is the request's fault, not the template's
     options = {"tools": _for_template(asked)} if asked.offered else None

@@ -152,7 +152,7 @@ class DecodedTau(Curves):
         values = {}
         for rule in self.rules:
             with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-                answers = decoder.generate(prompts, rule, seed=self.seed, chat=False, **options)
+                answers = decoder.generate(prompts, rule=rule, seed=self.seed, **options)
             stats = answers.stats
             values[f"decoded_tau/{rule}"] = stats.tau
             values[f"decoded_gate_open/{rule}"] = stats.gate_open_fraction

@@ -209,7 +209,7 @@ class Doctor:
         """
         asked = [row.prompt() for row in self.rows[:prompts]]
         drafter = EagleDrafter(self.head, self.target, TreeShape(STEPS, 1, STEPS + 1), context_ids=False)
-        made = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, do_sample=False, chat=False)
+        made = FuzzyDecoder(self.target, drafter).generate(asked, max_new_tokens=tokens, temperature=0)
         accepted = accepted_shares([run for record in made.records for run in runs_of(record.sources)], STEPS)
         says = "accepted by position: " + " ".join(f"{share:.0%}" for share in accepted)
         mistakes = Finding("drafts", None, drafts_text(made.stats.drafts.summary()))

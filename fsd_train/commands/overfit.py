@@ -89,7 +89,7 @@ def _answered(
             while messages[-1]["role"] == "assistant":  # a row of answers: its prompt is wanted
                 messages = messages[:-1]
             prompt = encode_chat(target.tokenizer, messages, options=template_options(values))
-        answer = decoder.generate([prompt], max_new_tokens=tokens, do_sample=False, chat=False).sequences[0]
+        answer = decoder.generate([prompt], max_new_tokens=tokens, temperature=0).sequences[0]
         if len(answer) >= LEAST:
             return prompt, answer, {**values, "messages": messages, "prompt_ids": prompt, "response_ids": answer}
     raise DataError(

@@ -47,7 +47,7 @@ def decode_beams(
         target: the target.
         drafter: of a kind that :func:`proposer_of` knows.
         rules: `exact` for every prompt.
-        request: see there; ``on_round`` has no meaning with beams.
+        request: see there; without callbacks.
         config: with ``num_beams``, ``num_return_sequences``, ``length_penalty`` and ``early_stopping``.
         options: how beams are drafted.
 

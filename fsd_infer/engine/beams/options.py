@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from fsd_core.errors import FsdError
-from fsd_core.registry import read_float, read_int
+from fsd_core.registry import did_you_mean, read_float, read_int
 from fsd_infer.drafters.base import Drafter, NoDrafter
 from fsd_infer.drafters.shape import of_device
 from fsd_infer.engine import Request
@@ -61,6 +61,21 @@ class BeamOptions:
             raise FsdError("min_width bounds a dynamic width: set confidence as well, or leave it out.")
 
     @classmethod
+    def of(cls, value: BeamOptions | Mapping[str, Any] | str | None) -> BeamOptions | None:
+        """Return options, None unchanged, given in any form that ``beams`` takes. Raises FsdError for others."""
+        if value is None or isinstance(value, BeamOptions):
+            return value
+        if isinstance(value, str):
+            return cls.parse(value)
+        if not isinstance(value, Mapping):
+            raise FsdError(f'beams are written "depth=4,spread=2" or as a mapping, got {type(value).__name__}.')
+        known = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise FsdError(f"unknown beam option {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+        return cls(**value)
+
+    @classmethod
     def parse(cls, text: str) -> BeamOptions:
         """Parse "depth=4,spread=2", or "depth=4:spread=2" within a list. Raises FsdError for other text."""
         known = {field.name: read_float if "float" in str(field.type) else read_int for field in fields(cls)}
@@ -104,14 +119,14 @@ def filled(options: BeamOptions, request: Request, beams: int, drafter: Drafter,
 
 
 def check_beam_request(rules: Sequence[Rule], request: Request) -> None:
-    """Raise FsdError for a rule other than `exact`, a streamer, or log-likelihoods of processed logits."""
+    """Raise FsdError for a rule other than `exact`, callbacks, or log-likelihoods of processed logits."""
     if lossy := [rule for rule in rules if not isinstance(rule, Exact)]:
         raise FsdError(
             f"rule {lossy[0].describe()['rule']!r} has no meaning with num_beams > 1: a rule decides which tokens of "
             "one text are accepted, but beams compete. Use rule exact, or num_beams=1."
         )
-    if request.on_tokens is not None or request.ends is not None:
-        raise FsdError("a streamer shows one growing answer, but beams change places: leave it out, or num_beams=1.")
+    if request.callbacks:
+        raise FsdError("callbacks do not work with beams, which change places: leave num_beams out, or these.")
     if request.measure_log_likelihood and request.processors:
         raise FsdError(
             "with num_beams > 1 and logits processors the answers' scores are no log-likelihoods: leave "

@@ -1,0 +1,78 @@
+"""Former names of options. They work until release 0.2, with one warning each, and then this file goes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fsd_core.errors import FsdError
+from fsd_infer.engine.callback import Callback
+from fsd_infer.engine.callbacks import Streaming
+from fsd_infer.rules import Rule
+
+_RENAMED = {"chat": "apply_chat_template", "cache_keys": "users", "beam_options": "beams"}
+_FUNCTIONS = ("on_tokens", "on_round", "ends")
+_said: set[str] = set()
+
+
+def say(old: str, new: str) -> None:
+    """Warn, once, that a name is a former one."""
+    if old not in _said:
+        _said.add(old)
+        warnings.warn(f"{old} works until fsd-toolkit 0.2: {new}.", FutureWarning, stacklevel=4)
+
+
+def request_options(
+    config: Any, callbacks: Sequence[Callback], options: dict[str, Any]
+) -> tuple[Any, Sequence[Callback], dict[str, Any]]:
+    """Return the arguments of ``generate`` with former names translated."""
+    made = dict(options)
+    if isinstance(config, (str, Rule, list, tuple)):
+        say("a rule as second argument", "give it by name, rule=...")
+        config, made["rule"] = None, config
+    for old, new in _RENAMED.items():
+        if old in made:
+            say(old, f"it is now {new}")
+            made[new] = made.pop(old)
+    if "schema" in made:
+        say("schema", 'it is now guide={"json": schema}')
+        schema = made.pop("schema")
+        if schema is not None and made.get("guide") is not None:
+            raise FsdError("schema is short for a guide: give one of the two.")
+        made |= {} if schema is None else {"guide": {"json": schema}}
+    functions = {name: made.pop(name) for name in _FUNCTIONS if name in made}
+    for name in functions:
+        say(name, "watch the request with a Callback, see fsd_infer.engine.callbacks.Streaming")
+    if any(function is not None for function in functions.values()):
+        callbacks = [_Functions(**functions), *callbacks]
+    return config, callbacks, made
+
+
+def runtime_options(options: dict[str, Any], warn: bool = True) -> dict[str, Any]:
+    """Return the keywords of ``from_pretrained``, or options of a record, with former names translated."""
+    made = dict(options)
+    tell = say if warn else lambda old, new: None
+    if "pack" in made or "expand" in made:
+        pack, expand = made.pop("pack", None), made.pop("expand", False)
+        weights = "expanded" if expand and pack is not False else {None: "auto", True: "packed", False: "plain"}[pack]
+        tell("pack and expand", f'write weights="{weights}"')
+        made["weights"] = weights
+    if "quantize" in made:
+        made["draft_weights"] = "fp8" if made.pop("quantize") else "plain"
+        tell("quantize", f'write draft_weights="{made["draft_weights"]}"')
+    if "cuda_graphs" in made:
+        tell("cuda_graphs", "it is now capture")
+        made["capture"] = made.pop("cuda_graphs")
+    return made
+
+
+class _Functions(Streaming):
+    """The functions that ``generate`` took before it took callbacks."""
+
+    def __init__(self, ends: Callable[[int, int], str | None] | None = None, **functions: Any) -> None:
+        super().__init__(**functions)
+        self._ends = ends
+
+    def on_token(self, row: int, token: int) -> str | None:
+        return None if self._ends is None else self._ends(row, token)

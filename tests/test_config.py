@@ -1,0 +1,255 @@
+"""FuzzyConfig and RuntimeConfig: what they hold, save and refuse, and the former names of their fields."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import fsd_infer
+from fsd_core.errors import FsdError
+from fsd_core.options import add_models
+from fsd_infer import FuzzyConfig, FuzzyDecoder, RuntimeConfig, Target, TreeShape
+from fsd_infer.decoder import retired
+from fsd_infer.drafters import NoDrafter
+from fsd_infer.engine.beams import BeamOptions
+from fsd_infer.engine.callback import Callback
+from fsd_infer.engine.callbacks import Streaming
+from fsd_infer.rules import RULES, Fuzzy, Tilted, parse_rule, rule_text
+from tests.families import tiny_head, tiny_model
+
+PROMPT = list(range(3, 20))
+
+
+@pytest.fixture(scope="module")
+def decoder() -> FuzzyDecoder:
+    target = Target(tiny_model("llama"))
+    return FuzzyDecoder(target, tiny_head(target, TreeShape(3, 2, 6)))
+
+
+@pytest.fixture
+def unsaid() -> Iterator[None]:
+    """Former names warn as if for the first time."""
+    before = set(retired._said)
+    retired._said.clear()
+    yield
+    retired._said |= before
+
+
+def test_the_public_surface() -> None:
+    generate, load = FuzzyDecoder.generate, FuzzyDecoder.from_pretrained
+    assert len(inspect.signature(generate).parameters) - 1 == 6
+    assert len(inspect.signature(load).parameters) == 7
+    assert len(fsd_infer.__all__) == 12 and all(hasattr(fsd_infer, name) for name in fsd_infer.__all__)
+
+
+def test_every_field_is_documented() -> None:
+    for kind, names in ((FuzzyConfig, FuzzyConfig.own()), (RuntimeConfig, RuntimeConfig().to_dict())):
+        text = inspect.getdoc(kind) or ""
+        assert all(f"\n    {name}: " in text for name in names), kind
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["exact", "fuzzy:js:0.3", "fuzzy:top_k_js:20:0.3", "tilted", "tilted:1:budget=2:novel=3", "exact:draw=false"],
+)
+def test_rules_as_text(rule: str) -> None:
+    assert parse_rule(rule_text(parse_rule(rule))) == parse_rule(rule)
+    assert rule_text(parse_rule("exact")) == "exact"
+
+
+def test_a_request_is_saved_and_loaded(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{}")
+    config = FuzzyConfig(
+        rule=[Fuzzy("js", threshold=0.3), "exact"], tree=TreeShape(5, 6, 16, 0.3), seed=7, users=["a", "b"],
+        guide={"json": {"type": "object"}}, beams=BeamOptions(depth=2), temperature=0.5, top_p=0.9, max_new_tokens=9,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    assert (tmp_path / "generation_config.json").read_text() == "{}", "a model's own configuration stays"
+    written = json.loads((tmp_path / "fuzzy_config.json").read_text())
+    assert written.keys() - {"transformers_version"} == {
+        "rule", "tree", "seed", "users", "guide", "beams", "temperature", "top_p", "max_new_tokens", "do_sample"
+    }  # fmt: skip
+    assert written["rule"] == ["fuzzy:threshold=0.3", "exact"] and written["tree"] == "5,6,16,0.3"
+    loaded = FuzzyConfig.from_pretrained(tmp_path, max_new_tokens=4)
+    assert loaded.max_new_tokens == 4 and loaded.seed == 7 and loaded.do_sample
+    loaded.max_new_tokens = 9
+    assert loaded == config
+    with pytest.raises(FsdError, match=r"has no fuzzy_config\.json"):
+        FuzzyConfig.from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "fuzzy_config.json").write_text('{"rul": "exact"}')
+    with pytest.raises(
+        FsdError, match=r"fuzzy_config\.json: unknown option of FuzzyConfig 'rul'\. Did you mean 'rule'"
+    ):
+        FuzzyConfig.from_pretrained(tmp_path)
+
+
+def test_a_runtime_is_saved_and_loaded(tmp_path: Path) -> None:
+    config = RuntimeConfig(weights="expanded", draft_weights="plain", capture=False, prefix_cache_bytes=1 << 20)
+    config.save_pretrained(tmp_path / "new")
+    assert RuntimeConfig.from_pretrained(tmp_path / "new") == config
+    assert RuntimeConfig.from_pretrained(tmp_path / "new", capture=None).capture is None
+    (tmp_path / "new" / "runtime_config.json").write_text('{"weight": "auto"}')
+    with pytest.raises(FsdError, match="'weight'. Did you mean 'weights'"):
+        RuntimeConfig.from_pretrained(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ruel": "exact"}, "unknown option of FuzzyConfig 'ruel'. Did you mean 'rule'?"),
+        ({"temprature": 1.0}, "Did you mean 'temperature'?"),
+        ({"rule": "fuzy:js:0.3"}, "Did you mean 'fuzzy'?"),
+        ({"tree": "5,6"}, "a tree is written depth,width,nodes"),
+        ({"tree": 5}, "a tree is a TreeShape or text"),
+        ({"beams": {"dept": 4}}, "unknown beam option 'dept'. Did you mean 'depth'?"),
+        ({"beams": 4}, "beams are written"),
+        ({"seed": 2**70}, "at most 64 bits"),
+        ({"seed": True}, "seed must be a whole number"),
+        ({"max_cache_bytes": 1.5}, "whole number of bytes"),
+    ],
+)
+def test_values_that_cannot_be(fields: dict[str, Any], message: str, decoder: FuzzyDecoder) -> None:
+    with pytest.raises(FsdError) as error:
+        FuzzyConfig(**fields)
+    assert message in str(error.value)
+    with pytest.raises(FsdError) as error:
+        decoder.generate(PROMPT, max_new_tokens=2, **fields)
+    assert message.removeprefix("unknown option of FuzzyConfig 'ruel'. ") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": "plane"}, "weights is one of auto, packed, expanded, plain, got 'plane'. Did you mean 'plain'?"),
+        ({"draft_weights": "bf16"}, "draft_weights is one of fp8, plain"),
+        ({"capture": "yes"}, "capture is one of None, True, False"),
+        ({"prefix_cache_bytes": 0}, "at least 1"),
+    ],
+)
+def test_runtimes_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(FsdError) as error:
+        RuntimeConfig(**fields)
+    assert message in str(error.value)
+
+
+def test_config_and_keywords_are_the_same_request(decoder: FuzzyDecoder) -> None:
+    fields: dict[str, Any] = {"rule": "tilted", "tree": "2,1,3", "seed": 3, "temperature": 0.9, "max_new_tokens": 12}
+    wanted = decoder.generate(PROMPT, **fields)
+    config = FuzzyConfig(**fields)
+    found = decoder.generate(PROMPT, config)
+    assert found.sequences == wanted.sequences and found.stats.rule == wanted.stats.rule == Tilted().describe()
+    assert found.stats.drafter["nodes"] == 3 and decoder.drafter.describe()["nodes"] == 6  # type: ignore[index]
+    assert decoder.generate(PROMPT, config, max_new_tokens=5).sequences == [wanted.sequences[0][:5]]
+    assert config.max_new_tokens == 12, "overrides are for one call"
+    plain = GenerationConfig(do_sample=False, max_new_tokens=12)
+    assert (
+        decoder.generate(PROMPT, plain).sequences == decoder.generate(PROMPT, FuzzyConfig(max_new_tokens=12)).sequences
+    )
+    ids = torch.tensor([PROMPT])
+    for options in ({"generation_config": FuzzyConfig(**fields, top_k=0)}, fields | {"do_sample": True, "top_k": 0}):
+        made = decoder.target.model.generate(
+            ids, custom_generate=fsd_infer.generate, drafter=decoder.drafter, **options
+        )
+        assert made[0, len(PROMPT) :].tolist() == wanted.sequences[0]
+
+
+def test_a_tree_that_a_request_cannot_have(decoder: FuzzyDecoder) -> None:
+    with pytest.raises(FsdError, match="load it with this tree"):
+        decoder.generate(PROMPT, tree="2,1,3", drafter=NoDrafter(decoder.target.vocab_size))
+    with pytest.raises(FsdError, match="rule 'calibrated' brings a tree"):
+        decoder.generate(PROMPT, rule="calibrated", tree="2,1,3")
+
+
+class Ending(Callback):
+    """Ends the first answer with its third token."""
+
+    def __init__(self) -> None:
+        self.counts = [0, 0]
+
+    def on_token(self, row: int, token: int) -> str | None:
+        self.counts[row] += 1
+        return "stop" if row == 0 and self.counts[0] == 3 else None
+
+
+def test_a_callback_ends_an_answer(decoder: FuzzyDecoder) -> None:
+    made = decoder.generate([PROMPT, PROMPT], callbacks=[Ending()], max_new_tokens=9, eos_token_id=[])
+    assert [len(answer) for answer in made.sequences] == [3, 9]
+    assert [row.finish_reason for row in made.stats.rows] == ["stop", "length"]
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ({"chat": False}, {"apply_chat_template": False}),
+        ({"cache_keys": ["a"]}, {"users": ["a"]}),
+        ({"beam_options": BeamOptions(depth=1), "num_beams": 2}, {"beams": "depth=1", "num_beams": 2}),
+        ({"on_tokens": lambda row, tokens: True}, {"callbacks": [Streaming(lambda row, tokens: True)]}),
+        ({"ends": lambda row, token: "stop"}, {"max_new_tokens": 1}),
+        ({"on_round": lambda row, round: None}, {}),
+    ],
+)
+def test_former_names_of_a_request(
+    former: dict[str, Any], now: dict[str, Any], decoder: FuzzyDecoder, unsaid: None
+) -> None:
+    common: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": []}
+    with pytest.warns(FutureWarning, match=next(iter(former))) as said:
+        made = decoder.generate([PROMPT], **{**common, **former})
+    assert len(said) == 1 and said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert made.sequences == decoder.generate([PROMPT], **{**common, **now}).sequences
+        decoder.generate([PROMPT], **{**common, **former})  # said once
+
+
+def test_a_rule_as_second_argument(decoder: FuzzyDecoder, unsaid: None) -> None:
+    with pytest.warns(FutureWarning, match="rule=") as said:
+        made = decoder.generate(PROMPT, "tilted", max_new_tokens=4)  # type: ignore[arg-type]
+    assert len(said) == 1 and made.stats.rule == Tilted().describe()
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ({"pack": False}, {"weights": "plain"}),
+        ({"pack": True}, {"weights": "packed"}),
+        ({"pack": None, "expand": True}, {"weights": "expanded"}),
+        ({"pack": False, "expand": True}, {"weights": "plain"}),
+        ({"quantize": False}, {"draft_weights": "plain"}),
+        ({"cuda_graphs": False}, {"capture": False}),
+    ],
+)
+def test_former_names_of_a_runtime(former: dict[str, Any], now: dict[str, Any], unsaid: None) -> None:
+    model = tiny_model("llama")
+    with pytest.warns(FutureWarning) as said:
+        made = FuzzyDecoder.from_pretrained(model, "none", **former)
+    assert len(said) == 1 and made.config == RuntimeConfig(**now)
+
+
+def test_names_that_moved() -> None:
+    for module, names in fsd_infer._MOVED_FROM_HERE.items():
+        for name in names:
+            vars(fsd_infer).pop(name, None)
+            with pytest.warns(FutureWarning, match=f"{name} is now in {module}"):
+                getattr(fsd_infer, name)
+    assert set(RULES) and fsd_infer.Generation is fsd_infer.GenerateOutput
+    with pytest.raises(AttributeError):
+        fsd_infer.Nothing  # noqa: B018
+
+
+def test_former_options_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_models(parser)
+    args = parser.parse_args(["--expand", "--no-quantize", "--no-cuda-graphs"])
+    assert (args.weights, args.draft_weights, args.capture) == ("expanded", "plain", False)
+    assert "--no-cuda-graphs works until fsd-toolkit 0.2: write --no-capture." in capsys.readouterr().err
+    assert "--expand" not in parser.format_help() and parser.parse_args([]).capture is None
