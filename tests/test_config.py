@@ -68,7 +68,7 @@ def test_rules_as_text(rule: str) -> None:
 def test_a_request_is_saved_and_loaded(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{}")
     config = FuzzyConfig(
-        rule=[Fuzzy("js", threshold=0.3), "exact"], tree=TreeShape(5, 6, 16, 0.3), seed=7, users=["a", "b"],
+        rule=[Fuzzy("js", threshold=0.4), "exact"], tree=TreeShape(5, 6, 16, 0.3), seed=7, users=["a", "b"],
         guide={"json": {"type": "object"}}, beams=BeamOptions(depth=2), temperature=0.5, top_p=0.9, max_new_tokens=9,
     )  # fmt: skip
     config.save_pretrained(tmp_path)
@@ -77,7 +77,7 @@ def test_a_request_is_saved_and_loaded(tmp_path: Path) -> None:
     assert written.keys() - {"transformers_version"} == {
         "rule", "tree", "seed", "users", "guide", "beams", "temperature", "top_p", "max_new_tokens", "do_sample"
     }  # fmt: skip
-    assert written["rule"] == ["fuzzy:threshold=0.3", "exact"] and written["tree"] == "5,6,16,0.3"
+    assert written["rule"] == ["fuzzy:threshold=0.4", "exact"] and written["tree"] == "5,6,16,0.3"
     loaded = FuzzyConfig.from_pretrained(tmp_path, max_new_tokens=4)
     assert loaded.max_new_tokens == 4 and loaded.seed == 7 and loaded.do_sample
     loaded.max_new_tokens = 9
