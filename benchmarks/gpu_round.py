@@ -42,8 +42,9 @@ from fsd_bench.estimate import head_on_paper, planned_head, weights_read
 from fsd_bench.planned import planned_target
 from fsd_core.errors import FsdError
 from fsd_core.tables import table
-from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, TreeShape
+from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.device.cache import SlotCache
+from fsd_infer.drafters import EagleDrafter, NoDrafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
 
 TREES = ((3, 1, 4), (5, 1, 6), (5, 4, 16), (6, 4, 24), (6, 10, 60))

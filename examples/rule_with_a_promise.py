@@ -18,5 +18,7 @@ promise = "--at-most-nats 4"  # in any answer; with scored prompts --at-most-sco
 command = f"calibrate --target {TARGET} --drafter {head} --prompts {PROMPTS} {promise} --rules tilted:2 "
 if fsd_bench((command + f"--max-new-tokens 12 --confidence 0.5 --output {out / 'calibration'}").split()):
     sys.exit("the calibration failed")
-made = FuzzyDecoder.from_pretrained(TARGET, str(head)).generate("Why is the sky blue?", "calibrated", temperature=0)
+made = FuzzyDecoder.from_pretrained(TARGET, str(head)).generate(
+    "Why is the sky blue?", rule="calibrated", temperature=0
+)
 print(f"rule {made.stats.rule}: {made.stats.tau:.2f} tokens per target forward")

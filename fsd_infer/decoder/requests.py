@@ -8,7 +8,7 @@ prepared options to its ``custom_generate``, :func:`generate`. Both then call :f
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
@@ -175,8 +175,7 @@ def prepare(
     stated = {name: own[name] for name in own.keys() & {"max_length", "max_new_tokens"}} | asked
     check_numbers(stated)
     fields = with_defaults(fields, stated)
-    asked, length = asked | _set(fields), max(map(len, prompts))
-    stated |= asked
+    asked = asked | _set(fields)
     named = ", ".join([*fields, *([] if given is None else ["generation_config"])]) or "of the model's own config"
     try:
         if given is not None:  # transformers warns of keywords beside a configuration
@@ -187,25 +186,38 @@ def prepare(
         only_stated(config, asked)
         check_config(config, model.generation_config)
         _check_stop_strings(config, target)
-        model._prepare_special_tokens(config, True, device=target.device, batch_size=len(prompts))
-        config = model._prepare_generated_length(
-            config, "max_length" not in stated, "min_length" not in stated, "input_ids", length, inputs_tensor=None
-        )
-        model._validate_generated_length(config, length, "max_length" not in stated)
-        pad = pad_id(config)
-        ids, mask = left_pad(prompts, pad, target.device) if reads_prompts(config) else (None, None)
-        processors = model._get_logits_processor(
-            config, length, ids, device=target.device, model_kwargs={"attention_mask": mask}, **processing
-        )
-        criteria = model._get_stopping_criteria(config, stopping, target.tokenizer)
+        return _with_lengths(target, prompts, config, stated.keys() | asked.keys(), processing, stopping), config
     except FsdError:
         raise
     except Exception as error:
         raise FsdError(f"transformers refuses these options ({named}): {shortened(error)}") from error
+
+
+def _with_lengths(
+    target: Target,
+    prompts: list[list[int]],
+    config: GenerationConfig,
+    stated: Collection[str],
+    processing: Mapping[str, Any],
+    stopping: list[Any],
+) -> Request:
+    """Fill in a configuration's special tokens and lengths for these prompts, and make its processors and criteria."""
+    model, device, length = target.model, target.device, max(map(len, prompts))
+    model._prepare_special_tokens(config, True, device=device, batch_size=len(prompts))
+    model._prepare_generated_length(
+        config, "max_length" not in stated, "min_length" not in stated, "input_ids", length, inputs_tensor=None
+    )
+    model._validate_generated_length(config, length, "max_length" not in stated)
+    pad = pad_id(config)
+    ids, mask = left_pad(prompts, pad, device) if reads_prompts(config) else (None, None)
+    processors = model._get_logits_processor(
+        config, length, ids, device=device, model_kwargs={"attention_mask": mask}, **processing
+    )
+    criteria = model._get_stopping_criteria(config, stopping, target.tokenizer)
     if (config.num_beams or 1) == 1:
         prompts = [prompt for prompt in prompts for _ in range(config.num_return_sequences or 1)]
     padded = left_padded(prompts, pad) if any(len(prompt) < length for prompt in prompts) else None
-    return request_of(prompts, padded, config, processors, criteria), config
+    return request_of(prompts, padded, config, processors, criteria)
 
 
 def _set(fields: Mapping[str, Any]) -> dict[str, Any]:

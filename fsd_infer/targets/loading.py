@@ -263,27 +263,22 @@ def load_target(
     places = model_kwargs.get("device_map")
     if isinstance(places, str) and places not in _MAPS:
         model_kwargs["device_map"] = str(parse_device(places))
-    place, adapter = parse_device(device), adapter_of(name_or_dir)
+    place, attention = parse_device(device), attn_implementation
     keep = parse_dtype(dtype) == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
-    model: Any
-    tokenizer: PreTrainedTokenizerBase | None
     gguf = gguf_of(name_or_dir, keep, progress)
     if gguf is not None:
         if model_kwargs:
             names = ", ".join(model_kwargs)
             raise ModelLoadError(f"{name_or_dir} is a GGUF file, which {names} cannot be used with: leave them out.")
-        from fsd_infer.targets.gguf import load_gguf  # GGUF's library is imported by those who need it
-
-        with explained(name_or_dir):
-            model, tokenizer = load_gguf(gguf, parse_dtype(dtype), attn_implementation, reads_blocks if keep else None)
+        model, tokenizer = _from_gguf(name_or_dir, gguf, parse_dtype(dtype), attention, reads_blocks if keep else None)
         if tokenizer is not None:
             set_control_tokens(tokenizer, allow_control_tokens)
-        model.requires_grad_(False).eval()
         return model if keep else model.to(place), tokenizer
+    adapter = adapter_of(name_or_dir)
     source, where = _located(name_or_dir, model_kwargs, progress)
     where |= {"trust_remote_code": trust_remote_code, "revision": where.get("revision", "main")}
     options = {name: value for name, value in model_kwargs.items() if name not in HUB_OPTIONS}
-    options |= {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
+    options |= {"dtype": parse_dtype(dtype), "attn_implementation": attention}
     load = explained(name_or_dir, source)(_load)
     model, tokenizer, quantised = load_whole(
         source, lambda: load(source, where, options, place, allow_control_tokens, adapter), **where
@@ -293,6 +288,17 @@ def load_target(
         add_adapter(model, adapter, merge=not quantised)
     placed = "device_map" in options or "tp_plan" in options
     return model.eval() if placed else model.eval().to(place), tokenizer
+
+
+def _from_gguf(
+    name: str | os.PathLike[str], file: Path, dtype: torch.dtype, attention: str | None, reads: ReadsBlocks | None
+) -> tuple[Any, Any]:
+    """Return model and tokenizer of a GGUF file, whose library is imported by those who need it."""
+    from fsd_infer.targets.gguf import load_gguf
+
+    with explained(name):
+        model, tokenizer = load_gguf(file, dtype, attention, reads)
+    return model.requires_grad_(False).eval(), tokenizer
 
 
 def _load(
