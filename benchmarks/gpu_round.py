@@ -155,7 +155,7 @@ def kernels(place: Place) -> Rows:
 
 @torch.inference_mode()
 def forwards(place: Place) -> Rows:
-    decoder = FuzzyDecoder.from_pretrained(place.model(), NoDrafter(place.config.vocab_size), pack=True)
+    decoder = FuzzyDecoder.from_pretrained(place.model(), NoDrafter(place.config.vocab_size), weights="packed")
     target, found = decoder.target, Rows()
     cache = SlotCache(target.cache_config, 1, place.prompt + 160)
     lengths = torch.tensor([place.prompt + 88], device=place.device)
@@ -195,7 +195,7 @@ def decoded(place: Place, decoder: FuzzyDecoder, rule: str = "exact", batch: int
 def loaded(place: Place, tree: tuple[int, int, int] | None = None, graphs: bool | None = None) -> FuzzyDecoder:
     """A decoder of the random target, with a random EAGLE-3 head where there is a tree."""
     vocabulary = place.config.vocab_size
-    decoder = FuzzyDecoder.from_pretrained(place.model(), NoDrafter(vocabulary), pack=True, cuda_graphs=graphs)
+    decoder = FuzzyDecoder.from_pretrained(place.model(), NoDrafter(vocabulary), weights="packed", capture=graphs)
     if tree is not None:
         decoder.drafter = decoder.load_drafter(drafter_of(place, decoder, tree))
     return decoder

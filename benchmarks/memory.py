@@ -197,7 +197,7 @@ def turns(decoder: Any, row: dict[str, Any], tokens: int) -> Iterator[tuple[list
         messages.append({"role": "user", "content": text})
         ids, options = decoder.encode(messages), dict(sampling)
         if "schema" in row:
-            options["schema"] = row["schema"]
+            options["guide"] = {"json": row["schema"]}
         if "forced" in row:
             options["logits_processor"] = [forced(decoder, ids, row["forced"])]
         start = time.perf_counter()
