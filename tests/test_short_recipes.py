@@ -57,7 +57,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"head": {"layuot": "fsd"}}}, "there is no model.head.layuot. Did you mean 'layout'?"),
     ({"model": {"class_path": "fsd_train.models.LMModule", "init_args": {"draftr": "x"}}}, "mean 'drafter'?"),
     ({"model": {"learning_rate": 3}}, "there is no model.learning_rate: here it is model.optimizer.init_args.lr."),
-    ({"tp_size": 2}, "there is no tp_size: here it is trainer.strategy: fsdp"),
+    ({"tp_size": 2}, "there is no tp_size: here it is trainer.strategy: fsdp, which shards the target; there is no"),
 ]
 
 
@@ -97,6 +97,12 @@ def test_it_is_named_before_anything_heavy_is_imported(tmp_path: Path) -> None:
         [sys.executable, "-c", code, written(tmp_path, {"modl": {}})], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and "there is no modl. Did you mean 'model'?" in done.stderr, done.stderr
+
+
+def test_a_target_in_tensor_parallel_is_refused() -> None:
+    """Its ranks would sum the activations of different batches."""
+    with pytest.raises(FsdError, match="training has no tensor parallelism. trainer.strategy fsdp shards the target"):
+        EagleModule("smollm2-135m", target_kwargs={"tp_plan": "auto"})
 
 
 def read(*words: str) -> tuple[dict[str, Any], dict[str, Any]]:
