@@ -360,6 +360,7 @@ class Target(CachedModel):
 
 
 def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:
-    """Return the list of a decoder's ``count`` layers, or None."""
-    lists = (part for part in decoder.modules() if isinstance(part, nn.ModuleList))
+    """Return the list of a decoder's ``count`` layers, or None. A decoder may hold what sees images, too."""
+    own: Any = getattr(decoder, "layers", None)
+    lists = (part for part in (own, *decoder.modules()) if isinstance(part, nn.ModuleList))
     return next((layers for layers in lists if len(layers) == count), None)
