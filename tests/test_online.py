@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.estimates import KNOTS, PRIORS, AutoMemory, Curve, Kind, LawKind, Prior
@@ -247,17 +247,20 @@ def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
     assert decoder.generate(tiny_prompts((7,)), **options).sequences == first
 
 
-def test_the_law_stays_the_targets_whatever_the_clock_says() -> None:
+@pytest.mark.parametrize("rule", ["exact", "exact:block=true"])
+def test_the_law_stays_the_targets_whatever_the_clock_says(rule: str) -> None:
     """Test the third token of sampled answers against enumeration over a vocabulary of eight.
 
-    The length of a small LM's chain depends on a clock, on earlier acceptances and on its own draws.
+    The size of a small LM's tree, and the length of its chain, depend on a clock, on earlier acceptances and on draws.
     """
     target, prompt = Target(tiny_model("llama", scale=2.0, vocab_size=8)), [1, 2, 3, 4, 5, 6, 7]
-    drafter = choose_trees(drafter_of("lm", target), target)
+    small = LMDrafter(Target(tiny_model("llama", seed=3, scale=2.0, vocab_size=8)), target)
+    drafter = choose_trees(small, target)
+    assert drafter.auto is not None
     drafter.auto.clock, drafter.auto.prior = Adversary(), CHEAP
-    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.7, "top_k": 0}
+    options: dict[str, Any] = {"rule": rule, "max_new_tokens": 3, "do_sample": True, "temperature": 0.7, "top_k": 0}
     seen, nodes = torch.zeros(8, dtype=torch.float64), set[int]()
-    for seed in range(30):
+    for seed in range(20):
         torch.manual_seed(seed)  # a request with a seed of its own reads no clock
         answers = FuzzyDecoder(target, drafter).generate([prompt] * 40, **options)
         seen += torch.bincount(torch.tensor([answer[2] for answer in answers.sequences]), minlength=8)

@@ -23,11 +23,12 @@ draws are independent of all that. So, given the past, a round emits by the rule
 so does the whole text. Timing can change *which* draws give which token. A request with a seed therefore reads no clock
 and learns nothing, and its answer repeats.
 
-**Chains sampled from q** (a small LM at temperature > 0) are chosen in length only. Whether a draft x is drawn depends
-on the drafts before it, on the draws of other rows and on the past. It never depends on x, and every drawn draft is
-verified. So, given the context and all earlier draws, one of two cases holds. Either x ~ q, and the rule's test of x
-gives its law. Or no x is drawn, and the target's own token has the same law. Hence the mixture has it too. Dropping
-drafts with a small q(x) would break this: the test would see likely x only, and the law would shift towards them.
+**Chains drawn from q** (``exact:block=true``) are chosen in length only. Whether a draft x is drawn depends on the
+drafts before it, on the draws of other rows and on the past. It never depends on x, and every drawn draft is verified.
+So, given the context and all earlier draws, one of two cases holds. Either x ~ q, and the rule's test of x gives its
+law. Or no x is drawn, and the target's own token has the same law. Hence the mixture has it too. Dropping drafts with a
+small q(x) would break this: the test would see likely x only, and the law would shift towards them. Trees with drawn
+nodes keep to the same principle (:mod:`fsd_infer.drafters.drawing`).
 """
 
 from __future__ import annotations
