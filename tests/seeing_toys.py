@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from fsd_infer import FuzzyDecoder
+from fsd_infer.targets.processors import without_others
 from tests.text_toys import tiny_tokenizer
 
 SIDE, PATCH = 16, 4  # of a toy's images and their patches, in pixels
 MARKS = dict(
     image_token="<image>", video_token="<video>", boi_token="<img>", eoi_token="</img>",
-    vision_start_token="<img>", vision_end_token="</img>",
+    vision_start_token="<img>", vision_end_token="</img>", start_image_token="<img>", end_image_token="</img>",
+    context_image_token="<image>", audio_token="<audio>", boa_token="<sound>", eoa_token="</sound>",
 )  # fmt: skip
-IMAGE, VIDEO, START, END, VOCAB = 300, 301, 302, 303, 304
+IMAGE, VIDEO, START, END, VOCAB = 300, 301, 302, 303, 320
 
 _TEXT: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -118,16 +123,89 @@ def seeing_model(family: str, seed: int = 0, scale: float = 4.0) -> Any:
     return model
 
 
-def seeing_tokenizer() -> Any:
-    """The tiny tokenizer with the marks of images."""
+def _template(mark: str) -> str:
+    return (
+        "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' }}"
+        "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
+        "{% if p['type'] == 'image' %}{{ '" + mark + "' }}{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}"
+        "{{ '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+    )
+
+
+def seeing_tokenizer(family: str = "llava") -> Any:
+    """The tiny tokenizer with the marks of images, and a chat template that writes them."""
     plain = tiny_tokenizer()
     named = {name: plain.special_tokens_map[name] for name in ("eos_token", "bos_token", "pad_token")}
-    return PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, **named, extra_special_tokens=MARKS)
+    made = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, **named, extra_special_tokens=MARKS)
+    mark = "<img>" if family == "gemma3" else "<img><image></img>" if "qwen" in family or "glm" in family else "<image>"
+    made.chat_template = _template(mark)
+    return made
+
+
+_SQUARE = {"height": SIDE, "width": SIDE}
+_QWEN_EYES: dict[str, Any] = dict(
+    patch_size=PATCH, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
+)
+# by family: module and class of the processor and of what it makes of images, with their options
+PROCESSORS: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", "Gemma3", dict(image_seq_length=4), "gemma3.Gemma3", dict(size=_SQUARE)),
+    "qwen2_vl": ("qwen2_vl", "Qwen2VL", {}, "qwen2_vl.Qwen2VL", _QWEN_EYES),
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VL", {}, "qwen2_vl.Qwen2VL", _QWEN_EYES),
+    "qwen3_vl": ("qwen3_vl", "Qwen3VL", {}, "qwen2_vl.Qwen2VL", _QWEN_EYES),
+    "qwen3_5": ("qwen3_vl", "Qwen3VL", {}, "qwen2_vl.Qwen2VL", _QWEN_EYES),
+    "glm4v": ("glm4v", "Glm4v", {}, "glm4v.Glm4v", _QWEN_EYES),
+    "smolvlm": ("idefics3", "Idefics3", dict(image_seq_len=4), "idefics3.Idefics3", dict(
+        size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}, do_image_splitting=False,
+    )),
+    "llava": ("llava", "Llava", dict(
+        patch_size=PATCH, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    ), "clip.CLIP", dict(size={"shortest_edge": SIDE}, crop_size=_SQUARE)),
+    "llava_next": ("llava_next", "LlavaNext", dict(
+        patch_size=PATCH, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    ), "llava_next.LlavaNext", dict(size={"shortest_edge": SIDE}, crop_size=_SQUARE, image_grid_pinpoints=_PINS)),
+    "llava_onevision": ("llava_onevision", "LlavaOnevision", dict(
+        num_image_tokens=16, vision_feature_select_strategy="full"
+    ), "llava_onevision.LlavaOnevision", dict(size=_SQUARE, image_grid_pinpoints=_PINS)),
+    "mistral3": ("pixtral", "Pixtral", dict(
+        patch_size=PATCH, spatial_merge_size=2, image_token="<image>", image_break_token="<img>",
+        image_end_token="</img>",
+    ), "pixtral.Pixtral", dict(size={"longest_edge": SIDE}, patch_size={"height": 2 * PATCH, "width": 2 * PATCH})),
+    "internvl": ("internvl", "InternVL", dict(image_seq_length=4), "got_ocr2.GotOcr2", dict(
+        size=_SQUARE, crop_to_patches=False
+    )),
+    "paligemma": ("paligemma", "PaliGemma", {}, "siglip.Siglip", dict(size=_SQUARE, image_seq_length=16)),
+    "gemma4": ("gemma4", "Gemma4", dict(image_seq_length=4), "gemma4.Gemma4", dict(
+        patch_size=PATCH, pooling_kernel_size=2, max_soft_tokens=70
+    )),
+}  # fmt: skip
+PROCESSORS["idefics3"] = PROCESSORS["smolvlm"]
+
+
+def seeing_processor(family: str, tokenizer: Any) -> Any:
+    """A processor of the family's own classes, without what reads videos and sounds."""
+    module, name, options, eyes, sizes = PROCESSORS[family]
+    folder, _, eye = eyes.partition(".")
+    models = "transformers.models"
+    made = getattr(import_module(f"{models}.{folder}.image_processing_pil_{folder}"), f"{eye}ImageProcessorPil")
+    kind = without_others(getattr(import_module(f"{models}.{module}.processing_{module}"), f"{name}Processor"))
+    return kind(image_processor=made(**sizes), tokenizer=tokenizer, chat_template=tokenizer.chat_template, **options)
+
+
+def an_image(seed: int = 0, width: int = SIDE, height: int = SIDE) -> Image.Image:
+    """Random pixels."""
+    pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def seeing_decoder(family: str, **options: Any) -> FuzzyDecoder:
+    """A decoder of a tiny model in memory, with its processor."""
+    processor = seeing_processor(family, seeing_tokenizer(family))
+    return FuzzyDecoder.from_pretrained(seeing_model(family), "lookup", processor, **options)
 
 
 def save_seeing(directory: Path, family: str) -> Any:
     """Save a tiny model with its tokenizer; return the model."""
     model = seeing_model(family)
     model.save_pretrained(directory)
-    seeing_tokenizer().save_pretrained(directory)
+    seeing_tokenizer(family).save_pretrained(directory)
     return model

@@ -152,7 +152,7 @@ def _resolve_base(adapter: Path, progress: bool) -> str:
 
 def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
     """Load a target's config alone; names, options of the hub and errors as in :func:`load_target`."""
-    source, options = _located(name_or_dir, hub)
+    source, options = located(name_or_dir, hub)
 
     @explained(name_or_dir, source)
     def load() -> PretrainedConfig:
@@ -169,12 +169,12 @@ def load_tokenizer(
     name_or_dir: str | os.PathLike[str], *, allow_control_tokens: bool = False, **hub: Any
 ) -> PreTrainedTokenizerBase | None:
     """Load a target's tokenizer alone, as :func:`load_target` does; None for a local directory without one."""
-    source, options = _located(name_or_dir, hub)
+    source, options = located(name_or_dir, hub)
     load = explained(name_or_dir, source)(_tokenizer)
     return load_whole(source, lambda: load(source, allow_control_tokens, **options), **options)
 
 
-def _located(
+def located(
     name_or_dir: str | os.PathLike[str], given: dict[str, Any], progress: bool = True
 ) -> tuple[str, dict[str, Any]]:
     """Return what transformers loads, and the ``given`` keywords that say where it lies."""
@@ -278,7 +278,7 @@ def load_target(
             set_control_tokens(tokenizer, allow_control_tokens)
         model.requires_grad_(False).eval()
         return model if keep else model.to(place), tokenizer
-    source, where = _located(name_or_dir, model_kwargs, progress)
+    source, where = located(name_or_dir, model_kwargs, progress)
     where |= {"trust_remote_code": trust_remote_code, "revision": where.get("revision", "main")}
     options = {name: value for name, value in model_kwargs.items() if name not in HUB_OPTIONS}
     options |= {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
