@@ -42,6 +42,7 @@ class Drawing:
 
     Attributes:
         scores: [B, E, Vd] of each depth, the distributions from which children are drawn.
+        fixed: [B, E, w] of each depth, the entries of the fixed children; -1: none.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Drawing:
     ) -> None:
         self.process, self.generator, self.left, self.least = process, generator, nodes, math.log(least)
         self.scores: list[Tensor] = []
+        self.fixed: list[Tensor] = []
         self._reserved: Tensor | None = None  # [B, n] expanded nodes that will be verified
         self._left: Tensor | None = None  # [B] places that are not reserved
 
@@ -76,6 +78,7 @@ class Drawing:
         draws = self._reserve((reach + passes >= self.least) & (rest > LEAST_REST), sees)
         outside = scores.scatter(-1, entries, scores.gather(-1, entries).masked_fill(fixed, -math.inf))
         self.scores.append(outside)
+        self.fixed.append(entries.masked_fill(~fixed, -1))
         drawn = torch.zeros_like(fixed)
         drawn[..., -1] = draws
         entries = torch.where(drawn, self._drawn(outside, draws)[..., None], entries)

@@ -247,7 +247,8 @@ class TreeSession(DraftSession):
         )
         if self._drawing is not None:
             tree.q_scores = torch.cat(self._drawing.scores, 1)
-            tree.drawn = None if self.request.draws is Draws.CHAIN else torch.cat(drawn, 1)
+            if isinstance(self._drawing, Drawing):
+                tree.drawn, tree.fixed = torch.cat(drawn, 1), torch.cat(self._drawing.fixed, 1)
         return tree
 
     def _frontier(self, log_q: Tensor, sums: Tensor, drawn: Tensor | None) -> Tensor | None:
