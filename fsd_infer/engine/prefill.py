@@ -17,7 +17,7 @@ from fsd_infer.engine.capture import Recorded, bucket, signature
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
-from fsd_infer.request.processors import TreeProcessors
+from fsd_infer.request.processors import TreeProcessors, temperature_of
 from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts, read_text
 from fsd_infer.rules import Rule, Texts
 from fsd_infer.rules.base import nats_of
@@ -61,6 +61,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         auto, keys, draws=draws,
         seeded=request.generator is not None,
         longest=longest,
+        temperature=0.0 if request.greedy else temperature_of(request.processors),
     )  # fmt: skip
     state = DecodeState(
         target=target,
