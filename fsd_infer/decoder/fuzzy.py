@@ -16,6 +16,7 @@ from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.registry import is_whole
 from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.backends.choose import choose
+from fsd_infer.decoder.calibrated import with_quality
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
@@ -288,6 +289,7 @@ class FuzzyDecoder:
         prompts: Prompt | Sequence[Prompt] | Tensor,
         rule: RuleLike = "exact",
         *,
+        quality: float | None = None,
         generation_config: GenerationConfig | None = None,
         drafter: Drafter | None = None,
         adapter: str | None = None,
@@ -313,6 +315,8 @@ class FuzzyDecoder:
                 returns. Padding is left out as in transformers: where the mask is 0, or a tensor has the padding token.
             rule: a rule or its text, ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``; or a list of them, one per
                 prompt; or "calibrated" for the setting of `fsd-bench calibrate` at the request's temperature.
+            quality: in place of a rule, the share of exact's score that answers keep, above 0: 1 is exact, below 1 the
+                fastest rule that the drafter's calibration file certifies for it. Short for ``"quality:0.95"``.
             generation_config: as in transformers. By default answers follow the target's own law: of the model's
                 configuration only special tokens and lengths count, and transformers' top_k of 50 does not. Pass the
                 model's configuration to decode by it.
@@ -345,6 +349,7 @@ class FuzzyDecoder:
             CacheMemoryError: KV caches that exceed the free or allowed memory; nothing is allocated then.
             NonFiniteLogitsError: the model's logits are NaN or all -inf.
         """
+        rule = with_quality(rule, quality)
         with ending(streamer), self.target.lock, self.target.adapted(adapter):
             config = generation_config or self.target.model.generation_config
             drafter = self.drafter if drafter is None else drafter
