@@ -13,7 +13,7 @@ from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
 from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.texts import Texts, inside, known
+from fsd_infer.rules.texts import Texts, in_sentence, inside, known, known_tokens
 from fsd_infer.rules.verification import Verification
 
 
@@ -260,6 +260,11 @@ class Evidence:
     def answered(self) -> Tensor:
         """Number of the answer's tokens before the one that is drawn at each context."""
         return self.texts.answered[:, None] + self.tree.depths
+
+    @cached_property
+    def in_sentence(self) -> Tensor:
+        """Number of the sentence's tokens before the one that is drawn at each context."""
+        return in_sentence(self.texts, self.tree)
 
     def inside(self, phase: str) -> Tensor:
         """bool; whether the token after the context is in a phase, see :mod:`fsd_infer.rules.texts`."""

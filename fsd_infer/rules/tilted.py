@@ -149,6 +149,8 @@ class Tilted(LossyRule):
         if evidence.greedy:
             copied = ~novel & (regret == 0)  # the target's own choice, whose siblings are never taken
             open = favoured & ~evidence.above(evidence.some(copied)) | copied
+            if (where := self.lossy_at(evidence)) is not None:
+                open = open & (evidence.above(where) | evidence.chance)
             toll = torch.where(evidence.chance, 0.0, self.least_toll)
             value = best_path(tree.ancestors, novel.to(regret.dtype) - price * regret - toll, open) - toll
         else:
