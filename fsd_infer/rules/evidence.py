@@ -13,7 +13,7 @@ from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
 from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.texts import Texts, in_sentence, inside, known, known_tokens
+from fsd_infer.rules.texts import Texts, in_sentence, inside, known
 from fsd_infer.rules.verification import Verification
 
 
