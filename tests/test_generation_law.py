@@ -99,7 +99,7 @@ def test_no_top_k_unless_it_is_asked_for(plain: FuzzyDecoder) -> None:
 def test_further_options_on_the_command_line() -> None:
     args = argparse.Namespace(temperature=0.0, max_new_tokens=4, num_beams=1, beam_options=None, top_p=None, top_k=None)
     args.options, args.rule, args.seed, args.raw = {"repetition_penalty": 1.3}, "exact", None, False
-    args.schema, args.regex, args.max_cache_gib = None, None, None
+    args.quality, args.schema, args.regex, args.max_cache_gib = None, None, None, None
     assert fuzzy_config(args).repetition_penalty == 1.3
     for wrong, words in (
         ({"do_sample": True}, "use --temperature"),

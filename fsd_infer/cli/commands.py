@@ -50,11 +50,12 @@ def generate(args: argparse.Namespace) -> int:
     if page is not None:
         from fsd_infer.serving.page import PageTrace
 
-        ids = decoder.encode(prompt, config.apply_chat_template)
+        ids = decoder.encode(prompt, config.apply_chat_template, args.image or ())
         trace = PageTrace(need_tokenizer(decoder.tokenizer, decoder.target.name), ids, decoder.drafter.proposers)
     live = _live_tokens(args, decoder)
     watching = [] if trace is None else [Streaming(on_round=lambda row, round: trace.add(round))]
-    out = decoder.generate(prompt, config, streamer=streamer, callbacks=[*watching, *([] if live is None else [live])])
+    callbacks = [*watching, *([] if live is None else [live])]
+    out = decoder.generate(prompt, config, images=args.image, streamer=streamer, callbacks=callbacks)
     if live is not None:
         live.end()
     _show(args, decoder, out, streamed=streamer is not None or live is not None)
@@ -124,7 +125,8 @@ def fuzzy_config(args: argparse.Namespace) -> FuzzyConfig:
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise FsdError(f"--top-p must be above 0 and at most 1, got {args.top_p}.")
     return FuzzyConfig(
-        rule=args.rule, seed=args.seed, apply_chat_template=False if args.raw else None, guide=_guide(args),
+        rule=args.rule, quality=args.quality, seed=args.seed, guide=_guide(args),
+        apply_chat_template=False if args.raw else None,
         max_cache_bytes=args.max_cache_gib, beams=args.beam_options, num_beams=args.num_beams,
         **picked(args, "max_new_tokens temperature top_p top_k"), **_further(args.options or {}),
     )  # fmt: skip
@@ -196,13 +198,19 @@ def serve(args: argparse.Namespace) -> int:
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.serving.app import Limits, make_app
     from fsd_infer.serving.gate import checked_key
+    from fsd_infer.serving.jobs import MOST_WITH_IMAGES
     from fsd_infer.serving.listen import serve as serve_app
+    from fsd_infer.targets.sight import placeholders_of
 
     key = checked_key(os.environ.get("FSD_API_KEY", ""))  # before the models load
     set_threads(args.threads)
     options = {**_decoder_options(args), "prefix_cache_bytes": args.prefix_cache_gib}
     decoder = FuzzyDecoder.from_pretrained(**options, adapters=dict(args.adapter or ()))
     limits = Limits(args.max_batch, args.max_queue, args.max_new_tokens, seconds=args.seconds)
+    if placeholders_of(decoder.target.model.config):
+        limits = dataclasses.replace(limits, max_bytes=MOST_WITH_IMAGES, image_folders=tuple(args.image_dir or ()))
+    elif args.image_dir:
+        raise FsdError(f"--image-dir: {decoder.target.name} does not see. Leave it out.")
     app = make_app(decoder, args.rule, limits, key, [args.host, *(args.allow_host or ())])
     serve_app(app, args.host, args.port)
     return 0

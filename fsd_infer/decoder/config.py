@@ -18,18 +18,19 @@ from typing_extensions import Self, Unpack
 from fsd_core.errors import FsdError
 from fsd_core.files import read_json, write_json
 from fsd_core.registry import did_you_mean, is_whole
-from fsd_infer.decoder.calibrated import CALIBRATED
+from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
 from fsd_infer.drafters.shape import TreeShape, parse_tree
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.request.guide import Guide
 from fsd_infer.request.options import GenerateOptions
-from fsd_infer.rules import Rule, RuleLike, parse_rules, rule_text
+from fsd_infer.rules import Rule, RuleLike, parse_rule, rule_text
 
 WEIGHTS = ("auto", "packed", "expanded", "plain")
 DRAFT_WEIGHTS = ("fp8", "plain")
 # the fields that FuzzyConfig adds to transformers' own, and their defaults
 OWN: dict[str, Any] = {
     "rule": "exact",
+    "quality": None,
     "tree": None,
     "seed": None,
     "adapter": None,
@@ -49,6 +50,7 @@ class FuzzyOptions(GenerateOptions, total=False):
     """
 
     rule: RuleLike
+    quality: float | None
     tree: TreeShape | str | None
     seed: int | None
     adapter: str | None
@@ -69,6 +71,8 @@ class FuzzyConfig(GenerationConfig):
     Attributes:
         rule: how drafts are accepted: a rule or its text, ``"fuzzy:js:0.3"``; a list of them, one per prompt; or
             "calibrated" for the setting of `fsd-bench calibrate` at the request's temperature.
+        quality: in place of a rule, the share of exact's score that answers keep, above 0 and at most 1: 1 is exact,
+            below 1 the fastest rule that the drafter's calibration file certifies for it. Short for ``"quality:0.95"``.
         tree: shape of the draft trees, ``"5,6,16"`` (depth, width, nodes) or ``"5,6,16,0.3"`` (and the probability
             below which drafting stops), or a :class:`.TreeShape`. Default: the drafter's own.
         seed: of the draws above temperature 0, a whole number of at most 64 bits (default: torch's global generator).
@@ -94,6 +98,18 @@ class FuzzyConfig(GenerationConfig):
         FsdError: a field that is unknown, or a value of ours that cannot be.
     """
 
+    rule: RuleLike
+    quality: float | None
+    tree: TreeShape | str | None
+    seed: int | None
+    adapter: str | None
+    apply_chat_template: bool | None
+    measure_log_likelihood: bool
+    max_cache_bytes: int | None
+    users: Sequence[str] | None
+    guide: Guide | Mapping[str, Any] | None
+    beams: BeamOptions | Mapping[str, Any] | str | None
+
     def __init__(self, **values: Unpack[FuzzyOptions]) -> None:
         given: dict[str, Any] = dict(values)
         _refuse_unknown(given.keys(), OWN.keys() | vars(GenerationConfig()).keys() | _UNSEEN, "option of FuzzyConfig")
@@ -113,14 +129,19 @@ class FuzzyConfig(GenerationConfig):
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
         """Check the values as transformers does, and ours. Raises FsdError for one of ours that cannot be."""
         super().validate(strict, user_set_attributes)
-        if self.rule != CALIBRATED:
-            parse_rules(self.rule)
+        self.named_rules()
         parse_tree(self.tree)
         BeamOptions.of(self.beams)
         if self.max_cache_bytes is not None and not is_whole(self.max_cache_bytes):
             raise FsdError(f"max_cache_bytes is a whole number of bytes, got {self.max_cache_bytes!r:.60}.")
         if self.seed is not None and not is_whole(self.seed, -(2**63), 2**64 - 1):
             raise FsdError(f"seed must be a whole number of at most 64 bits, got {self.seed!r}.")
+
+    def named_rules(self) -> list[Rule]:
+        """Return the rules that are named, and not chosen by a calibration file. Raises FsdError for unknown ones."""
+        rule = with_quality(self.rule, self.quality)
+        rules = rule if isinstance(rule, (list, tuple)) else [rule]
+        return [parse_rule(one) for one in rules if not str(one).startswith((CALIBRATED, QUALITY))]
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values: rules and trees as text. Ours are left out where they have defaults."""
@@ -130,15 +151,17 @@ class FuzzyConfig(GenerationConfig):
                 del values[name]
         return {name: _plain(value) for name, value in values.items()}
 
-    def save_pretrained(self, save_directory: Any, config_file_name: Any = None, **options: Any) -> None:
+    def save_pretrained(
+        self, save_directory: Any, config_file_name: Any = None, push_to_hub: bool = False, **options: Any
+    ) -> None:
         """Write ``fuzzy_config.json`` to a directory, beside a model's own generation_config.json, which stays.
 
         Raises FsdError: a rule of your own that is not registered, so that its text would not be read.
         """
-        for rule in [] if self.rule == CALIBRATED else parse_rules(self.rule):
-            if parse_rules(rule_text(rule)) != [rule]:
+        for rule in self.named_rules():
+            if parse_rule(rule_text(rule)) != rule:
                 raise FsdError(f"{rule!r} cannot be saved as text: give it parameters that are numbers and texts.")
-        super().save_pretrained(save_directory, config_file_name or "fuzzy_config.json", **options)
+        super().save_pretrained(save_directory, config_file_name or "fuzzy_config.json", push_to_hub, **options)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name: Any, config_file_name: Any = None, **options: Any) -> Self:  # type: ignore[override]
@@ -168,7 +191,7 @@ def request_config(given: GenerationConfig | None, overrides: Mapping[str, Any])
     values = {name: getattr(given, name, default) for name, default in OWN.items()}
     values |= {name: overrides[name] for name in OWN.keys() & overrides.keys()}
     rest = {name: value for name, value in overrides.items() if name not in OWN}
-    return FuzzyConfig(**values), rest  # type: ignore[arg-type]
+    return FuzzyConfig(**values), rest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from typing_extensions import Unpack
 
 from fsd_core.errors import FsdError, ModelLoadError
@@ -17,7 +17,7 @@ from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.backends.choose import choose
 from fsd_infer.decoder import retired
 from fsd_infer.decoder.config import FuzzyOptions, RuntimeConfig, request_config, runtime_config
-from fsd_infer.decoder.prompts import Prompt, PromptEncoder, listed
+from fsd_infer.decoder.prompts import Prompt, PromptEncoder
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
@@ -33,6 +33,7 @@ from fsd_infer.request.options import shaping
 from fsd_infer.targets.adapters import put_beside
 from fsd_infer.targets.loading import parse_device
 from fsd_infer.targets.prefixes import PrefixCache
+from fsd_infer.targets.processors import is_processor
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import id_list
 
@@ -102,7 +103,8 @@ class FuzzyDecoder:
                 peft model in memory, quantised or not, which is set to eval mode and not changed otherwise.
             drafter: see :func:`load_drafter` (default: the head of a built-in target, else "lookup+recycle"). A
                 tokenizer here is the target's, as in transformers' pipelines.
-            tokenizer: of a model in memory, which otherwise decodes token ids only (default for others: their own).
+            tokenizer: of a model in memory, which otherwise decodes token ids only (default for others: their own). Or
+                the processor of a model that sees images.
             tree: shape of the drafter's trees, as in :class:`.FuzzyConfig`. "auto", the default on a CPU, chooses a
                 tree in each round from the drafter's scores and earlier rounds' costs and acceptances
                 (:mod:`fsd_infer.drafters.auto`). With a ``seed`` it depends on the text alone.
@@ -118,7 +120,7 @@ class FuzzyDecoder:
             CheckpointError: files are damaged, or the head belongs to another target.
             VocabularyMismatchError: target and drafter have different vocabularies.
         """
-        if isinstance(drafter, PreTrainedTokenizerBase):  # transformers' order
+        if isinstance(drafter, (PreTrainedTokenizerBase, ProcessorMixin)):  # transformers' order
             drafter, tokenizer = None, drafter if tokenizer is None else tokenizer
         config, model_kwargs = runtime_config(config, retired.runtime_options(model_kwargs))
         named, tree = isinstance(target, (str, Path)), parse_tree(tree)
@@ -195,16 +197,23 @@ class FuzzyDecoder:
     def tokenizer(self) -> Any:
         return self.target.tokenizer
 
-    def encode(self, prompt: Prompt, apply_chat_template: bool | None = None, **former: Any) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        apply_chat_template: bool | None = None,
+        images: Sequence[Any] = (),
+        **former: Any,
+    ) -> list[int]:
         """Return the token ids of one prompt.
 
         Args:
             prompt: text, chat messages, or ids (returned unchanged).
             apply_chat_template: wrap text in the chat template (default: if the tokenizer has one).
+            images: see :meth:`generate`.
             former: ``chat``, its former name.
         """
         options = {"apply_chat_template": apply_chat_template, **retired.request_options(None, (), former)[2]}
-        return self._prompts.encode(prompt, **options)
+        return self._prompts.encode(prompt, images=images, **options)
 
     def check_guide(self, guide: Guide) -> None:
         """Compile a guide before a request follows it. Raises FsdError if answers of this target cannot begin."""
@@ -225,6 +234,7 @@ class FuzzyDecoder:
         prompts: Prompt | Sequence[Prompt] | Tensor,
         generation_config: GenerationConfig | None = None,
         *,
+        images: Any = None,
         streamer: Any = None,
         callbacks: Sequence[Callback] = (),
         drafter: Drafter | None = None,
@@ -236,6 +246,9 @@ class FuzzyDecoder:
             prompts: text, messages or ids; or a list of these; or a tensor of ids [T] or [B, T], or what a tokenizer
                 returns. Padding is left out as in transformers: where the mask is 0, or a tensor has the padding token.
             generation_config: a :class:`.FuzzyConfig`, which lists what can be asked, or transformers' own.
+            images: of a target that sees: paths, data: URLs or PIL images, a list per prompt. They belong to the
+                messages' parts {"type": "image"}, or else come before the last user's text. Parts may name their images
+                themselves, as "image", "url" or "path".
             streamer: a transformers streamer (one prompt only).
             callbacks: that watch the request, see :class:`.Callback`.
             drafter: another drafter for this call.
@@ -254,7 +267,7 @@ class FuzzyDecoder:
             config, options = request_config(given, options)
             with self.target.lock, self.target.adapted(config.adapter):
                 padding, eos = self._special_tokens(given, options)
-                ids = [self.encode(prompt, config.apply_chat_template) for prompt in listed(prompts, padding)]
+                ids, sights = self._prompts.encode_all(prompts, padding, images, config.apply_chat_template)
                 drafter, guide = self.drafter if drafter is None else drafter, Guide.of(config.guide)
                 followed = None if guide is None else self._follow(guide, ids, eos)
                 if followed is not None:
@@ -262,6 +275,8 @@ class FuzzyDecoder:
                     drafter = _forced(drafter, followed, options.get("num_beams") or getattr(given, "num_beams", None))
                 request, complete = prepare(self.target, ids, given, options)
                 request.callbacks = callbacks
+                if any(sights):
+                    request.sights = [sight for sight in sights for _ in range(len(request.prompts) // len(ids))]
                 outcome = decode_request(self.target, drafter, config, request, complete, streamer)
                 if followed is not None:
                     followed.check(outcome.sequences)
@@ -288,6 +303,8 @@ def _forced(drafter: Drafter, followed: GuideProcessor, beams: int | None) -> Dr
 
 def _wrapped(target: Any, tokenizer: Any, config: RuntimeConfig, model_kwargs: dict[str, Any]) -> Target:
     """Return the target of a name or of a model in memory. Raises ModelLoadError."""
+    processor = tokenizer if is_processor(tokenizer) else None
+    tokenizer = tokenizer if processor is None else processor.tokenizer
     _check_objects(target, tokenizer)
     if isinstance(target, (str, Path)):
         _refuse_head(Path(str(target)))
@@ -300,7 +317,7 @@ def _wrapped(target: Any, tokenizer: Any, config: RuntimeConfig, model_kwargs: d
     else:
         wrapped = Target.of(target, tokenizer)
     size = config.prefix_cache_bytes
-    wrapped.prefixes = None if size is None else PrefixCache(size)
+    wrapped.prefixes, wrapped.processor = None if size is None else PrefixCache(size), processor
     return wrapped
 
 

@@ -27,7 +27,7 @@ from fsd_core.text.conversations import check_text
 from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.backends.choose import choose
 from fsd_infer.decoder import retired
-from fsd_infer.decoder.calibrated import CALIBRATED, calibrated
+from fsd_infer.decoder.calibrated import CALIBRATED, calibrated, resolved, with_quality
 from fsd_infer.decoder.config import OWN, FuzzyConfig, request_config
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.drafters.loading import load_drafter, with_tree
@@ -59,6 +59,7 @@ def generate(
     stream_to: Any = None,
     callbacks: Sequence[Callback] = (),
     rule: RuleLike | None = None,
+    quality: float | None = None,
     tree: TreeShape | str | None = None,
     seed: int | None = None,
     max_cache_bytes: int | None = None,
@@ -69,7 +70,7 @@ def generate(
     """Decode speculatively: ``model.generate(ids, custom_generate=fsd_infer.generate, drafter=..., rule=...)``.
 
     Threads that share a model take turns, request by request. ``generate`` finds a custom loop's options in its
-    signature, so five fields of :class:`.FuzzyConfig` are listed here; a FuzzyConfig as ``generation_config`` holds
+    signature, so six fields of :class:`.FuzzyConfig` are listed here; a FuzzyConfig as ``generation_config`` holds
     them, too. ``generate`` does not pass on its ``streamer`` and ``assistant_model``: use ``stream_to`` and
     ``drafter``.
 
@@ -84,7 +85,7 @@ def generate(
             so pass a Drafter object in a loop.
         stream_to: a streamer. It receives the prompt, every token, and ``end()``, also after an error.
         callbacks: that watch the request, see :class:`.Callback`.
-        rule: see :class:`.FuzzyConfig`, as for ``tree``, ``seed``, ``max_cache_bytes`` and ``beams``.
+        rule: see :class:`.FuzzyConfig`, as for ``quality``, ``tree``, ``seed``, ``max_cache_bytes`` and ``beams``.
         beam_options: former name of ``beams``.
         model_kwargs: other arguments of ``generate``.
 
@@ -97,7 +98,7 @@ def generate(
             :func:`fsd_infer.engine.decode`.
     """
     assert generation_config is not None
-    named = dict(rule=rule, tree=tree, seed=seed, max_cache_bytes=max_cache_bytes, beams=beams)
+    named = dict(rule=rule, quality=quality, tree=tree, seed=seed, max_cache_bytes=max_cache_bytes, beams=beams)
     given = {name: value for name, value in {**named, "beam_options": beam_options}.items() if value is not None}
     config, _ = request_config(generation_config, retired.request_options(None, (), given)[2])
     with ending(stream_to), (target := target_of(model)).lock:
@@ -311,13 +312,15 @@ def _rules(
     config: FuzzyConfig, complete: GenerationConfig, target: Target, drafter: Drafter
 ) -> tuple[list[Rule], Drafter]:
     """Return the rules of a request, and the drafter with its trees."""
-    if config.rule != CALIBRATED:
-        return parse_rules(config.rule), with_tree(drafter, config.tree)
+    temperature = complete.temperature if complete.do_sample else 0.0
+    temperature = 1.0 if temperature is None else temperature
+    rule = with_quality(config.rule, config.quality)
+    if rule != CALIBRATED:
+        return parse_rules(resolved(rule, drafter, target, temperature)), with_tree(drafter, config.tree)
     if config.tree is not None:
         raise FsdError("rule 'calibrated' brings a tree with it: leave tree out, or name a rule.")
-    temperature = complete.temperature if complete.do_sample else 0.0
-    rule, drafter = calibrated(drafter, target, 1.0 if temperature is None else temperature)
-    return [rule], drafter
+    made, drafter = calibrated(drafter, target, temperature)
+    return [made], drafter
 
 
 def _check_watchers(config: FuzzyConfig, request: Request, beams: int, streamer: Any) -> None:

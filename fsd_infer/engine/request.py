@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from fsd_infer.rules.verification import Emission
+from fsd_infer.targets.sight import Sight
 
 if TYPE_CHECKING:
     from fsd_infer.engine.callback import Callback
@@ -77,6 +78,7 @@ class Request:
         criteria: prepared stopping criteria other than EOS and length. They receive the text alone; ``scores`` is None.
         eos_token_ids: tokens that end an answer.
         generator: of the draws; None: torch's global generator.
+        sights: per prompt its images, or None; None: no prompt has any.
         padded_prompts: the prompts for processors and criteria, left-padded; None: without padding.
         measure_log_likelihood: record the target's log-probability of each emitted token.
         cache_keys: per prompt, its key in the prefix cache; None: one key for all.
@@ -91,11 +93,18 @@ class Request:
     criteria: StoppingCriteriaList | None = None
     eos_token_ids: frozenset[int] = frozenset()
     generator: torch.Generator | None = None
+    sights: Sequence[Sight | None] | None = None
     padded_prompts: list[list[int]] | None = None
     measure_log_likelihood: bool = False
     cache_keys: Sequence[str] | None = None
     max_cache_bytes: int | None = None
     callbacks: Sequence[Callback] = ()
+
+    @property
+    def named_prompts(self) -> list[list[int]]:
+        """The prompts for the prefix cache, which tells their images apart."""
+        sights = self.sights or [None] * len(self.prompts)
+        return [prompt if sight is None else sight.named(prompt) for prompt, sight in zip(self.prompts, sights)]
 
     @property
     def texts(self) -> list[list[int]]:
