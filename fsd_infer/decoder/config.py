@@ -140,7 +140,7 @@ class FuzzyConfig(GenerationConfig):
     def named_rules(self) -> list[Rule]:
         """Return the rules that are named, and not chosen by a calibration file. Raises FsdError for unknown ones."""
         rule = with_quality(self.rule, self.quality)
-        rules = rule if isinstance(rule, (list, tuple)) else [rule]
+        rules: list[Any] = [rule] if isinstance(rule, (str, Rule)) or not isinstance(rule, Sequence) else list(rule)
         return [parse_rule(one) for one in rules if not str(one).startswith((CALIBRATED, QUALITY))]
 
     def to_dict(self) -> dict[str, Any]:
