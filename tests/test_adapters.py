@@ -26,7 +26,7 @@ from fsd_infer.targets.adapters import (
     merge_adapter,
     read_adapter_config,
 )
-from fsd_infer.targets.loading import _located, load_target, resolve_target
+from fsd_infer.targets.loading import load_target, located, resolve_target
 from fsd_train.models.slim import load_slim
 from tests.families import reference
 from tests.text_toys import save_tiny_chat_target
@@ -190,8 +190,8 @@ def test_the_base_is_of_the_revision_that_an_adapter_names(base: Path, tmp_path:
     directory = save_adapter(tmp_path, AutoModelForCausalLM.from_pretrained(base), "owner/base")
     config = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(json.dumps({**config, "revision": "v2"}))
-    assert _located(str(directory), {}) == ("owner/base", {"revision": "v2"})
-    assert _located(str(directory), {"revision": "v1"}) == ("owner/base", {"revision": "v1"})
+    assert located(str(directory), {}) == ("owner/base", {"revision": "v2"})
+    assert located(str(directory), {"revision": "v1"}) == ("owner/base", {"revision": "v1"})
 
 
 PROMPT = [5, 9, 11, 7]

@@ -122,11 +122,28 @@ class TextPart(RequestFields):
     text: str
 
 
+class ImageUrl(RequestFields):
+    """``image_url`` of a part: a data: URL, or the file: URL of a directory that the server may read."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
+class ImagePart(RequestFields):
+    """A part of a user's content that is an image."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
 class ChatMessage(RequestFields):
     """One of ``messages``. ``refusal`` and ``annotations`` are what answers of OpenAI's carry."""
 
     role: str
-    content: str | Many[TextPart] | None = None
+    content: str | Many[Part] | None = None
     tool_calls: Many[dict[str, Any]] = []
     tool_call_id: str | None = None
     name: str | None = None
@@ -139,12 +156,22 @@ class ChatMessage(RequestFields):
             raise ValueError("messages: name and tool_call_id belong to messages of the role tool. Leave them out.")
         if self.role != "assistant" and self.tool_calls:
             raise ValueError("messages: tool_calls belong to messages of the role assistant. Leave them out.")
+        if self.role != "user" and self.images:
+            raise ValueError("messages: images belong to messages of the role user. Leave them out.")
         return self
 
+    @property
+    def images(self) -> list[ImagePart]:
+        parts = self.content if isinstance(self.content, list) else []
+        return [part for part in parts if isinstance(part, ImagePart)]
+
     def message(self) -> dict[str, Any]:
-        """The turn as chat templates read it."""
-        content = self.content
-        text = content if content is None or isinstance(content, str) else "".join(part.text for part in content)
+        """The turn as chat templates read it; with images its content is a list of parts."""
+        content: Any = self.content
+        if self.images:
+            text: Any = [part.model_dump() for part in content]
+        else:
+            text = content if content is None or isinstance(content, str) else "".join(part.text for part in content)
         more = self.model_dump(include={"tool_calls", "tool_call_id", "name"}, exclude_defaults=True)
         return {"role": self.role, "content": text, **more}
 
@@ -189,6 +216,7 @@ class CompletionRequest(RequestFields):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     rule: str | None = None
+    quality: float | None = Field(None, gt=0, le=1)
     vllm_xargs: VllmArguments = VllmArguments()
 
     @model_validator(mode="before")
@@ -202,6 +230,19 @@ class CompletionRequest(RequestFields):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"the body is no JSON: it holds {value}, or a number that is too large.")
         return values
+
+    @model_validator(mode="after")
+    def _quality_is_instead_of_a_rule(self) -> CompletionRequest:
+        if self.quality is not None and (self.rule or self.vllm_xargs.rule):
+            raise ValueError("quality chooses the rule: leave out quality, or the rule.")
+        return self
+
+    @property
+    def named_rule(self) -> str | None:
+        """The rule that the request names, ``quality:Q`` for a quality; None: the server's."""
+        if self.quality is not None:
+            return f"quality:{self.quality}"
+        return self.rule or self.vllm_xargs.rule
 
     @field_validator("stop")
     @classmethod
