@@ -209,7 +209,8 @@ def calibration_lines(record: dict[str, Any]) -> str:
         parts.append(f"copied 4-grams {copied:+.1f}, repeated {repeated:+.1f} points")
         parts.append("nats {mean:.2f} on average, {most:.2f} at most".format(**facts["nats_per_answer"]))
         lines.append("; ".join(parts))
-    return "\n".join([*lines, f'written to {record["file"]}: rule="calibrated" uses it'])
+    lines += [f"quality {one['quality']:g}: {one['rule']}, {one['speed']:.2f} x speed" for one in record["levels"]]
+    return "\n".join([*lines, f'written to {record["file"]}: rule="calibrated" uses it, quality=Q its levels'])
 
 
 def estimate_text(planned: Planned, exact: TreeShape, lossy: TreeShape) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from dataclasses import replace
@@ -14,7 +15,18 @@ import pytest
 
 from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.cli import main
-from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise, calibrate, certify, check, loss_p_value, split
+from fsd_bench.evidence.calibrate import (
+    NATS,
+    SCORE,
+    SPEED,
+    Promise,
+    calibrate,
+    certify,
+    check,
+    loss_p_value,
+    quality_levels,
+    split,
+)
 from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import SweepOptions, parse_settings
 from fsd_bench.evidence.summary import summarise
@@ -98,6 +110,24 @@ def test_a_list_ends_at_its_first_failure() -> None:
     assert not check(turns, "fuzzy:js:0.2", Promise(NATS, 9.0, copies=0.05))["kept"]
     with pytest.raises(FsdError, match="a bound on copied_4grams must be between 0 and 1"):
         Promise(NATS, 1.0, copies=2.0)
+
+
+def test_a_quality_is_a_promise_of_its_own() -> None:
+    """Exact is always right. Rules of several losses and speeds: each level has the fastest that is certain."""
+    losses = {"fuzzy:js:0.1": 0.0, "fuzzy:js:0.2": 0.03, "fuzzy:js:0.3": 0.07, "fuzzy:js:0.4@8x1x9": 0.0}
+    speeds = {name: 1.2 + 0.2 * place for place, name in enumerate(losses)}
+    settings = parse_settings(["fuzzy:js:0.1/0.2/0.3", "fuzzy:js:0.4@8x1x9"])
+    turns = fake(losses, speeds=speeds)
+    facts = summarise(turns, [setting.name for setting in settings])
+    promise = Promise(NATS, 9.0)
+    found = quality_levels(turns, settings, facts, promise, 0.9)
+    assert [(one["quality"], one["rule"], round(one["speed"], 6)) for one in found] == [
+        (0.99, "fuzzy:js:0.1", 1.2), (0.95, "fuzzy:js:0.2", 1.4), (0.9, "fuzzy:js:0.3", 1.6),
+    ]  # fmt: skip
+    for turn in turns:
+        for run in turn.runs.values():
+            run.answers[0].score = None
+    assert quality_levels(turns, settings, facts, promise, 0.9) == []
 
 
 # from prompts to a stored setting -------------------------------------------------------------------------------------
@@ -196,6 +226,20 @@ def test_the_file_beside_the_drafter(toy: Toy, tmp_path: Path) -> None:
         decoder.generate("the cat", "calibrated", max_new_tokens=2, do_sample=True, temperature=1.0)
     with pytest.raises(FsdError, match="is read beside a drafter's files, but lookup has none"):
         decoder.generate("the cat", "calibrated", drafter=decoder.load_drafter("lookup"), max_new_tokens=2)
+    levels = [{"quality": 0.99, "rule": "fuzzy:js:0.1", "speed": 1.2}, {"quality": 0.9, "rule": "tilted", "speed": 1.4}]
+    write_calibrated(drafter, decoder.target, replace(setting, temperature=0.0, levels=levels))
+    for quality, name in ((1.0, "exact"), (0.995, "exact"), (0.95, "fuzzy"), (0.9, "tilted"), (0.1, "tilted")):
+        made = decoder.generate(["the cat"], quality=quality, max_new_tokens=2)
+        assert made.stats.rule["rule"] == name
+    mixed = decoder.generate(["the cat"] * 2, ["quality:0.9", "exact"], max_new_tokens=2)
+    assert [rule["rule"] for rule in mixed.stats.rule["rows"]] == ["tilted", "exact"]
+    with pytest.raises(FsdError, match="nothing was calibrated for temperature 0.5"):
+        decoder.generate("the cat", quality=0.9, do_sample=True, temperature=0.5, max_new_tokens=2)
+    for quality in (0.0, 1.01, math.nan):
+        with pytest.raises(FsdError, match="quality is above 0 and at most 1"):
+            decoder.generate("the cat", quality=quality, max_new_tokens=2)
+    with pytest.raises(FsdError, match="leave out quality, or the rule 'tilted'"):
+        decoder.generate("the cat", "tilted", quality=0.9, max_new_tokens=2)
     (drafter / FILE).write_text('{"settings": 3}')
     with pytest.raises(CheckpointError, match="expected a list of settings. Delete it"):
         decoder.generate("the cat", "calibrated", max_new_tokens=2)

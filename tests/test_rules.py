@@ -18,6 +18,8 @@ from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.tensors import draw
 from fsd_infer.rules import Exact, Fuzzy, RandomGate, Rule, Texts, TokenOrigin, Verification, parse_rule
 from fsd_infer.rules.fuzzy import _warn_never_opens
+from fsd_infer.rules.texts import in_sentence, sentence_ends
+from fsd_infer.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, take, tree_round, verdict_of
 
 
@@ -222,6 +224,47 @@ def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) 
         assert depth < 2 or (partly.accepted >= exact.accepted).all()
         longer = replace(round, texts=Texts([[1, *row] for row in round.tree.tokens[:, :1].tolist()]))
         assert_same(parse_rule(f"{spec}:settle=2")(longer), free)
+
+
+@pytest.mark.parametrize(("shape", "greedy"), KINDS)
+@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:floor=0:novel=0"])
+def test_a_sentences_first_tokens_are_exact(spec: str, shape: str, greedy: bool) -> None:
+    for seed in range(6):
+        round = any_round(shape, seed, greedy)
+        size, rows, exact = round.scores.shape[-1], len(round.scores), Exact()(round)
+        free = parse_rule(spec)(round)
+        for ends, lead, expected in (([], 3, free), ([], 9, exact), (range(size), 1, exact), (range(size), 0, free)):
+            marks = torch.zeros(size + 1, dtype=torch.bool)
+            marks[list(ends)] = True
+            texts = Texts([[7, 7, 7]] * rows, ends=marks)  # three tokens before the root's choice
+            lossy = parse_rule(f"{spec}:lead={lead}")
+            assert_same(lossy(replace(round, texts=texts)), expected)
+
+
+def test_tokens_of_a_sentence_are_counted_over_text_and_path() -> None:
+    """Pieces of byte-level and other vocabularies. Token 1 ends a sentence: here after two tokens, and at node 3."""
+    pieces = {"a": 0, ".\u010a": 1, "Ġb": 2, "<0x0A>": 3, "ãĢĤ": 4, "?": 5, "▁c": 6}
+    ends = sentence_ends(pieces)
+    assert ends.tolist() == [False, True, False, True, True, True, False, False]
+    assert sentence_ends({}).tolist() == [True]  # nothing is known: exact everywhere
+    parents, tokens = torch.tensor([[0, 0, 0, 1, 3]] * 3), torch.tensor([[2, 0, 2, 1, 6]] * 3)
+    tree = DraftTree(tokens, parents, torch.empty(3, 0, 8), torch.full((3, 5), -1), torch.zeros(3, 5))
+    texts = Texts([[0, 1, 0, 2], [0, 2], [1]], [[1], [6], [6]], ends=ends)
+    assert in_sentence(texts, tree).tolist() == [[2, 3, 3, 0, 1], [3, 4, 4, 0, 1], [0, 1, 1, 0, 1]]
+    with pytest.raises(FsdError, match="no ends of sentences"):
+        in_sentence(Texts([[0]] * 3), tree)
+
+
+def test_a_look_ahead_stops_where_a_sentence_begins() -> None:
+    """tilted counts no deviation that its bound forbids below: the second draft ends a sentence, the third errs."""
+    logits = torch.full((1, 4, 5), -9.0)
+    logits[0, [0, 1, 2, 3], [4, 2, 4, 4]] = 0.0
+    logits[0, [0, 2], [1, 3]] = torch.tensor([-2.0, -0.1])  # 1 - 2.3 + 1 + 1 - 0.4 > 0, but not without the last
+    tree = DraftTree.chain(torch.tensor([[0, 1, 2, 3]]), torch.empty(1, 0, 5), scores=torch.zeros(1, 4))
+    ends = torch.tensor([False, False, True, False, False, False])
+    round = Verification(tree, logits, logits, True, texts=Texts([[0] * 9], ends=ends))
+    assert parse_rule("tilted:1:novel=0:floor=0:toll=0.3")(round).accepted.tolist() == [3]
+    assert parse_rule("tilted:1:novel=0:floor=0:toll=0.3:lead=1")(round).accepted.tolist() == [0]
 
 
 AS_EXACT = [

@@ -40,6 +40,10 @@ NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}
         (asked(guided_regex="a", response_format={"type": "json_object"}), 400, "name one"),
         (asked(top_logprobs=3), 400, "top_logprobs needs logprobs"),
         (asked(logit_bias={"99999999": 1}), 400, "logit_bias: there is no token 99999999"),
+        (asked(quality=1.5), 400, "quality"),
+        (asked(quality=0.9, rule="tilted"), 400, "leave out quality, or the rule"),
+        (asked(quality=0.9), 400, "nothing was calibrated yet"),
+        (asked(rule="quality:x"), 400, "quality is above 0 and at most 1"),
         (asked(model="another"), 404, "model 'another' is not here"),
         ({"max_tokens": 4}, 400, "messages"),
         (asked("the cat " * 400), 400, "tokens, but the model has a context of"),
@@ -116,6 +120,17 @@ def test_every_field_of_the_api_is_honoured_or_refused(client: TestClient, path:
             found = client.post(path, json={**base, **fields})
             assert found.status_code == status, (name, found.text)
             assert status == 200 or name in found.json()["error"]["message"]
+
+
+def test_a_quality_is_shown_in_usage_and_metrics(client: TestClient) -> None:
+    """Without it the server's rule, ``tilted:2``, decodes, and the usage is OpenAI's."""
+    exact = client.post(CHAT, json=asked(rule="exact")).json()
+    found = client.post(CHAT, json=asked(quality=1)).json()
+    assert found["choices"][0]["message"] == exact["choices"][0]["message"]
+    assert found["usage"].items() >= {"quality": 1.0, "rule": {"rule": "exact", "block": False, "draw": True}}.items()
+    assert "quality" not in exact["usage"]
+    metrics = client.get("/metrics").text
+    assert 'fsd_quality_bucket{le="0.99"} 0.0' in metrics and 'fsd_quality_bucket{le="1.0"} 1.0' in metrics
 
 
 NAMES = [*(CompletionAsked.model_fields | ChatAsked.model_fields), *ViewAsked.model_fields, "functions", "schema", ""]

@@ -33,6 +33,7 @@ from fsd_infer.environment import environment
 from fsd_infer.targets.target import Target
 
 SCORE, NATS, SPEED = "score", "nats", "speed"
+QUALITIES = (0.99, 0.98, 0.95, 0.9, 0.8)  # levels of the one-number setting
 RESAMPLES = 4000
 
 
@@ -105,8 +106,8 @@ def calibrate(
         progress: show progress bars.
 
     Returns:
-        The record: ``setting``, ``promise``, ``certified``, ``calibration``, ``verification``, ``candidates``,
-        ``options``, ``environment``, ``file``.
+        The record: ``setting``, ``promise``, ``certified``, ``calibration``, ``verification``, ``levels``,
+        ``candidates``, ``options``, ``environment``, ``file``.
 
     Raises:
         FsdError: invalid options, no candidate that reaches a promised speed, a drafter without a directory, or
@@ -141,6 +142,7 @@ def calibrate(
         "setting": chosen.name,
         "certified": certified,
         **evidence,
+        "levels": quality_levels(turns, settings, facts, promise, confidence, options.seed),
         "candidates": facts,
         "options": options.to_dict(),
         "environment": environment(),
@@ -149,7 +151,7 @@ def calibrate(
     assert not isinstance(tree, str), "options.check() refuses it"
     setting = Calibrated(
         float(options.temperatures[0]), chosen.name.partition("@")[0], tree, asdict(promise),
-        jsonable({**evidence, "prompts": options.to_dict()["prompts"]}),
+        jsonable({**evidence, "prompts": options.to_dict()["prompts"]}), record["levels"],
     )  # fmt: skip
     record["file"] = str(write_calibrated(directory, target, setting))
     write_json(folder / "record.json", jsonable(record), indent=1)
@@ -232,6 +234,27 @@ def certify(
                 break
             passed.append({"setting": setting.name, "p": p})
     return passed
+
+
+def quality_levels(
+    turns: Sequence[Comparison], settings: Sequence[Setting], facts: dict[str, dict[str, Any]], promise: Promise,
+    confidence: float, seed: int = 0,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return by quality the fastest rule that certainly keeps that share of exact's score, see ``Calibrated.levels``.
+
+    Each level is a promise of its own, with the bounds on copies and repeats of ``promise``. Settings with a tree of
+    their own are left out: a server has one tree. A quality whose rule a higher one has already is left out. No levels
+    without scores, or where exact scores nothing.
+    """
+    score, found = float(_scores(turns, EXACT).mean()), list[dict[str, Any]]()
+    for quality in QUALITIES if score > 0 else ():
+        wanted = replace(promise, kind=SCORE, value=(1 - quality) * score)
+        names = {one["setting"] for one in certify(turns, settings, wanted, confidence, seed)}
+        speeds = {one.name: float(facts[one.name]["ratios"]["speed"]["ratio"]) for one in settings if one.tree is None}
+        best = max(names & speeds.keys(), key=lambda name: speeds[name])
+        if best != EXACT and all(level["rule"] != best for level in found):
+            found.append({"quality": quality, "rule": best, "speed": speeds[best]})
+    return found
 
 
 def p_value(turns: Sequence[Comparison], name: str, promise: Promise, seed: int = 0) -> float:

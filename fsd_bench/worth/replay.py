@@ -37,6 +37,7 @@ class RecordedRound:
         answered: tokens of the answer so far, the root included.
         room: tokens that the answer may still have.
         generator: of the replay's draws.
+        ends: of sentences, see :class:`fsd_infer.rules.texts.Texts`.
         children: of each node.
         drawn: a draw from p at every node.
     """
@@ -50,6 +51,7 @@ class RecordedRound:
     answered: int
     room: int
     generator: torch.Generator
+    ends: Tensor | None = None
     children: dict[int, list[int]] = field(init=False)
     drawn: list[int] = field(init=False)
 
@@ -119,7 +121,10 @@ class RecordedRound:
         at = torch.tensor([[*nodes, *[0] * (most - len(nodes))] for nodes in parts], device=narrow.device)
         scores = narrow[at]
         answer, prompt = text[len(text) - self.answered :], text[: len(text) - self.answered]
-        texts = Texts([answer] * len(parts), [prompt] * len(parts), narrow.device)
+        ends = self.ends
+        if ends is not None:
+            ends = ends[torch.tensor([*number, len(ends) - 1], device=ends.device).clamp_max(len(ends) - 1)]
+        texts = Texts([answer] * len(parts), [prompt] * len(parts), narrow.device, ends=ends)
         return Verification(tree, scores, scores, True, texts=texts), kept
 
     def part(self, nodes: Sequence[int]) -> Verification:
@@ -131,7 +136,8 @@ class RecordedRound:
         uniforms = torch.rand(1, len(nodes), 3, generator=self.generator).to(index.device)
         return Verification(
             self.tree.keep(index[None]), logits, scores, self.greedy, uniforms,
-            process_draft=None if self.greedy else self._process, texts=Texts(*self._texts, device=index.device),
+            process_draft=None if self.greedy else self._process,
+            texts=Texts(*self._texts, device=index.device, ends=self.ends),
         )  # fmt: skip
 
     @property

@@ -11,8 +11,10 @@ import torch
 
 from fsd_bench.probe import Probe
 from fsd_bench.worth.replay import RecordedRound
+from fsd_core.tensors import to_device
 from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.engine.state import DecodeState
+from fsd_infer.rules.texts import sentence_ends
 from fsd_infer.targets.target import Target
 
 YARDSTICKS = (0.2, 0.3, 0.5, 0.8)  # temperatures
@@ -45,6 +47,8 @@ class Watch(Callback):
 
     def on_start(self, state: DecodeState) -> None:
         self.device, self.text, self.emitted = state.device, state.texts.tokens[0].tolist()[: int(state.lengths[0])], 0
+        tokenizer = state.target.tokenizer
+        self.ends = None if tokenizer is None else to_device(sentence_ends(tokenizer.get_vocab()), state.device)
 
     def on_phase(self, phase: str) -> None:
         if phase in ("start", "draft"):
@@ -67,7 +71,9 @@ class Watch(Callback):
             scores = logits if greedy else logits.float() / self.temperature
             text, emitted = [*self.text], self.emitted
             self.seen(
-                RecordedRound(tree, logits, scores, greedy, self.temperature, text, emitted, room, self.generator)
+                RecordedRound(
+                    tree, logits, scores, greedy, self.temperature, text, emitted, room, self.generator, self.ends
+                )
             )
             self.steps += tree.max_depth
         self.text += new

@@ -30,9 +30,12 @@ def generate(args: argparse.Namespace) -> int:
     from fsd_core.text.conversations import check_text
     from fsd_core.text.encoding import need_tokenizer
     from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
     from fsd_infer.rules import parse_rule
 
-    rule = args.rule if args.rule == "calibrated" else parse_rule(args.rule)  # the decoder finds the calibrated one
+    rule = with_quality(args.rule, args.quality)
+    if isinstance(rule, str) and rule != CALIBRATED and not rule.startswith(QUALITY):
+        rule = parse_rule(rule)  # the decoder finds the others beside the drafter
     options = request_options(args)
     guide = _guide(args)
     models = _decoder_options(args)

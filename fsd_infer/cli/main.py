@@ -91,6 +91,11 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     add(parser, "--raw", help="continue the text as it is, without the chat template")
     add_models(parser)
     parser.add_argument("--rule", default="exact", help='acceptance rule, such as "fuzzy:js:0.3"; see fsd-infer rules')
+    parser.add_argument(
+        "--quality", type=real_number, metavar="Q",
+        help="in place of a rule: the share of exact's score to keep, at most 1, which is exact; by the drafter's "
+        "calibration file (fsd-bench calibrate)",
+    )  # fmt: skip
     request = parser.add_argument_group("request")
     add(request, "--max-new-tokens", "--temperature")
     request.add_argument(

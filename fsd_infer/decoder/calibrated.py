@@ -1,19 +1,26 @@
-"""The setting behind ``rule="calibrated"``: a rule and a tree beside the drafter, with the promise that they keep."""
+"""Settings beside a drafter, with the promises that they keep: ``rule="calibrated"``, and one number for quality.
+
+A quality is the share of exact's score that answers keep: 1 is exact, ``quality:0.95`` the fastest rule of which
+calibration showed that it keeps 95 %.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsd_core.errors import CheckpointError, FsdError
 from fsd_core.files import read_json, writable, write_json
+from fsd_core.registry import read_float
 from fsd_infer.drafters import Drafter, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
-from fsd_infer.rules import Rule, parse_rule
+from fsd_infer.rules import Exact, Rule, RuleLike, parse_rule
 from fsd_infer.targets.target import Target
 
 CALIBRATED = "calibrated"
+QUALITY = "quality:"  # begins the text of a rule
 FILE = "calibrated.json"
 _ADVICE = "Delete it and calibrate again with `fsd-bench calibrate`."
 
@@ -28,6 +35,7 @@ class Calibrated:
         tree: of the drafter; None for its default.
         promise: {"kind", "value"}.
         evidence: data and results of calibration and verification.
+        levels: by falling quality, {"quality", "rule", "speed"}: the fastest certified rule; speed is times exact's.
     """
 
     temperature: float
@@ -35,6 +43,7 @@ class Calibrated:
     tree: TreeShape | None
     promise: dict[str, Any]
     evidence: dict[str, Any]
+    levels: list[dict[str, Any]] = field(default_factory=list)
 
 
 def check_calibrated(directory: Path) -> None:
@@ -69,17 +78,7 @@ def calibrated(drafter: Drafter, target: Target, temperature: float) -> tuple[Ru
         FsdError: a drafter without a directory, or no setting for this target and temperature.
         CheckpointError: the file is damaged.
     """
-    if drafter.directory is None:
-        raise FsdError(f"rule 'calibrated' is read beside a drafter's files, but {drafter.name} has none: name a rule.")
-    file = drafter.directory / FILE
-    if not file.exists():
-        raise FsdError(f"{file}: nothing was calibrated yet. Run `fsd-bench calibrate`, or name a rule.")
-    entries = [entry for entry in _entries(file) if entry.get("target") == target.weights_digest()]
-    known = [entry["temperature"] for entry in entries]
-    if temperature not in known:
-        there = ", ".join(f"{value:g}" for value in sorted(known)) or "none for this target"
-        raise FsdError(f"{file}: nothing was calibrated for temperature {temperature:g} (there is: {there}).")
-    entry = entries[known.index(temperature)]
+    file, entry = _entry(drafter, target, temperature)
     try:
         rule, tree = parse_rule(entry["rule"]), entry["tree"]
         shape = None if tree is None else TreeShape(**tree)
@@ -88,6 +87,56 @@ def calibrated(drafter: Drafter, target: Target, temperature: float) -> tuple[Ru
     if shape is not None and isinstance(drafter, TreeDrafter):
         drafter = drafter.reshaped(shape)
     return rule, drafter
+
+
+def with_quality(rule: RuleLike, quality: float | None) -> RuleLike:
+    """Return the rule of a request that may name a quality instead. Raises FsdError if it names both."""
+    if quality is None:
+        return rule
+    if rule != "exact":
+        raise FsdError(f"quality chooses the rule: leave out quality, or the rule {rule!r:.60}.")
+    return f"{QUALITY}{quality}"
+
+
+def resolved(rule: RuleLike, drafter: Drafter, target: Target, temperature: float) -> RuleLike:
+    """Return ``rule`` with a rule of the calibration file in place of each ``quality:Q``.
+
+    A file without a rule that keeps the quality gives ``exact``, which keeps every one.
+
+    Raises:
+        FsdError: Q is not above 0 and at most 1, or below 1 as :func:`calibrated`.
+        CheckpointError: the file is damaged.
+    """
+    if isinstance(rule, Sequence) and not isinstance(rule, str):
+        return [parse_rule(resolved(one, drafter, target, temperature)) for one in rule]  # type: ignore[arg-type]
+    if not isinstance(rule, str) or not rule.startswith(QUALITY):
+        return rule
+    quality = read_float(rule.removeprefix(QUALITY))
+    if quality is None or not 0 < quality <= 1:
+        raise FsdError(f"rule {rule!r:.60}: quality is above 0 and at most 1, which is exact.")
+    if quality == 1:
+        return Exact()
+    file, entry = _entry(drafter, target, temperature)
+    try:
+        kept = [level for level in entry.get("levels", []) if level["quality"] >= quality]
+        return parse_rule(max(kept, key=lambda level: level["speed"])["rule"]) if kept else Exact()
+    except (KeyError, TypeError, FsdError) as error:
+        raise CheckpointError(f"{file}: damaged ({error}). {_ADVICE}") from error
+
+
+def _entry(drafter: Drafter, target: Target, temperature: float) -> tuple[Path, dict[str, Any]]:
+    """Return a drafter's file, and its entry for this target and temperature. Raises as :func:`calibrated`."""
+    if drafter.directory is None:
+        raise FsdError(f"calibration is read beside a drafter's files, but {drafter.name} has none: name a rule.")
+    file = drafter.directory / FILE
+    if not file.exists():
+        raise FsdError(f"{file}: nothing was calibrated yet. Run `fsd-bench calibrate`, or name a rule.")
+    entries = [entry for entry in _entries(file) if entry.get("target") == target.weights_digest()]
+    known = [entry["temperature"] for entry in entries]
+    if temperature not in known:
+        there = ", ".join(f"{value:g}" for value in sorted(known)) or "none for this target"
+        raise FsdError(f"{file}: nothing was calibrated for temperature {temperature:g} (there is: {there}).")
+    return file, entries[known.index(temperature)]
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:

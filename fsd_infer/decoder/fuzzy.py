@@ -16,6 +16,7 @@ from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.registry import is_whole
 from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.backends.choose import choose
+from fsd_infer.decoder.calibrated import with_quality
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.decoder.seen import encode_seen, per_prompt, prepared_sight, shows_images
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
@@ -315,6 +316,7 @@ class FuzzyDecoder:
         rule: RuleLike = "exact",
         *,
         images: Any = None,
+        quality: float | None = None,
         generation_config: GenerationConfig | None = None,
         drafter: Drafter | None = None,
         adapter: str | None = None,
@@ -343,6 +345,8 @@ class FuzzyDecoder:
             images: of a target that sees: paths, data: URLs or PIL images, a list per prompt. They belong to the
                 messages' parts {"type": "image"}, or else come before the last user's text. Parts may name their images
                 themselves, as "image", "url" or "path".
+            quality: in place of a rule, the share of exact's score that answers keep, above 0: 1 is exact, below 1 the
+                fastest rule that the drafter's calibration file certifies for it. Short for ``"quality:0.95"``.
             generation_config: as in transformers. By default answers follow the target's own law: of the model's
                 configuration only special tokens and lengths count, and transformers' top_k of 50 does not. Pass the
                 model's configuration to decode by it.
@@ -375,6 +379,7 @@ class FuzzyDecoder:
             CacheMemoryError: KV caches that exceed the free or allowed memory; nothing is allocated then.
             NonFiniteLogitsError: the model's logits are NaN or all -inf.
         """
+        rule = with_quality(rule, quality)
         with ending(streamer), self.target.lock, self.target.adapted(adapter):
             config = generation_config or self.target.model.generation_config
             drafter = self.drafter if drafter is None else drafter

@@ -26,7 +26,7 @@ from fsd_core.tensors import lists
 from fsd_core.text.conversations import check_text
 from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.backends.choose import choose
-from fsd_infer.decoder.calibrated import CALIBRATED, calibrated
+from fsd_infer.decoder.calibrated import CALIBRATED, calibrated, resolved, with_quality
 from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Outcome, Request, decode
@@ -55,6 +55,7 @@ def generate(
     generation_config: GenerationConfig | None = None,
     drafter: str | Path | Drafter | None = None,
     rule: RuleLike = "exact",
+    quality: float | None = None,
     seed: int | None = None,
     stream_to: Any = None,
     max_cache_bytes: int | None = None,
@@ -76,6 +77,7 @@ def generate(
         drafter: see :func:`load_drafter`; None: the shipped head of a built-in target. A name is loaded on every call,
             so pass a Drafter object in a loop.
         rule: a rule, its name, a list with one per prompt, or "calibrated"; see ``FuzzyDecoder.generate``.
+        quality: in place of a rule, see ``FuzzyDecoder.generate``.
         seed: of the draws above temperature 0.
         stream_to: a streamer. It receives the prompt, every token, and ``end()``, also after an error.
         max_cache_bytes: refuse a request whose KV caches take more (default: the free memory).
@@ -91,6 +93,7 @@ def generate(
             :func:`fsd_infer.engine.decode`.
     """
     assert generation_config is not None
+    rule = with_quality(rule, quality)
     with ending(stream_to), (target := target_of(model)).lock:
         check_config(generation_config, model.generation_config)
         kept = check_inputs(input_ids, model_kwargs)
@@ -248,10 +251,11 @@ def decode_request(
         raise FsdError(f"max_cache_bytes is a whole number of bytes, got {request.max_cache_bytes!r:.60}.")
     if config.do_sample and seed is None and target.is_sharded:
         raise FsdError("the target is sharded over processes: give all of them one seed, so that they draw the same.")
+    temperature = config.temperature if config.do_sample else 0.0
+    temperature = 1.0 if temperature is None else temperature
     if isinstance(rule, str) and rule == CALIBRATED:
-        temperature = config.temperature if config.do_sample else 0.0
-        rule, drafter = calibrated(drafter, target, 1.0 if temperature is None else temperature)
-    rules = parse_rules(rule)
+        rule, drafter = calibrated(drafter, target, temperature)
+    rules = parse_rules(resolved(rule, drafter, target, temperature))
     beams, answers = config.num_beams or 1, config.num_return_sequences or 1
     if beams > 1 and (request.on_round is not None or request.callbacks):
         raise FsdError("on_round and callbacks do not work with beams: leave num_beams out, or these.")

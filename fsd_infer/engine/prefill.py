@@ -17,11 +17,11 @@ from fsd_infer.engine.capture import Recorded, bucket, signature
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
-from fsd_infer.request.processors import TreeProcessors
+from fsd_infer.request.processors import TreeProcessors, temperature_of
 from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts, read_text
 from fsd_infer.rules import Rule, Texts
 from fsd_infer.rules.base import nats_of
-from fsd_infer.rules.texts import markers_of
+from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
 
@@ -35,7 +35,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     limits = check_prompts(target, prompts, request.max_new_tokens)
     check_sights(target, request.sights)
     processors, books = TreeProcessors(request.processors, count), Books(target, request, limits)
-    markers = markers_of(rules, target.tokenizer)
+    markers, marks = markers_of(rules, target.tokenizer), ends_of(rules, target.tokenizer, device)
     tilt = sum(rule.tilt(request.greedy) for rule in rules) / count
     drafter = drafter.for_law(tilt)
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
@@ -61,6 +61,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         auto, keys, draws=draws,
         seeded=request.generator is not None,
         longest=longest,
+        temperature=0.0 if request.greedy else temperature_of(request.processors),
     )  # fmt: skip
     state = DecodeState(
         target=target,
@@ -73,7 +74,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         session=drafter.start(torch.tensor([prompt[0] for prompt in prompts]), drafted),
         lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
         roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
-        texts=Texts([()] * rows, prompts, device, markers, width=capacity + drafter.max_nodes + 1),
+        texts=Texts([()] * rows, prompts, device, markers, capacity + drafter.max_nodes + 1, marks),
         ends=to_device(torch.tensor([len(prompt) + limit for prompt, limit in zip(prompts, limits)]), device),
         budget=nats_of(rules, device),
         overspent=torch.zeros(rows, device=device),

@@ -31,7 +31,7 @@ from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
 from fsd_infer.integrations.vllm_step import Chains, SchedulerStep
 from fsd_infer.rules import Exact, LossyRule, Rule, Tilted, parse_rule
-from fsd_infer.rules.texts import NOWHERE, markers
+from fsd_infer.rules.texts import NOWHERE, markers, sentence_ends
 from fsd_infer.rules.tilted import FIRST_PRICE
 
 TESTED = ("0.32",)  # of vLLM
@@ -112,6 +112,7 @@ def no_looser(rule: Rule, most: Rule) -> bool:
             and rule.first_price >= most.first_price
             and rule.least_toll >= most.least_toll
             and rule.settled >= most.settled
+            and rule.leading >= most.leading
             and rule.least_share >= most.least_share
             and (0 < rule.novel <= most.novel or not most.novel)
             and rule.nats <= most.nats
@@ -142,6 +143,7 @@ class FuzzyRules(_Processor):
         self.filled = getattr(speculative, "method", None) in FILLED
         self.vocabulary = _vocabulary(getattr(vllm_config, "model_config", None))
         self.markers: dict[str, tuple[int, int]] = {}  # of the phases that requests name
+        self.ends = to_device(sentence_ends(self.vocabulary), self.device)
         slots = req_states.max_num_reqs
         # kinds are renumbered only when a request is admitted
         self.requests: list[RuleRequest | None] = [None] * slots
@@ -200,7 +202,7 @@ class FuzzyRules(_Processor):
         numbers = np.unique(self.kind_of[ctx.idx_mapping_np]).tolist()
         if numbers in ([], [-1]):
             return logits
-        step = SchedulerStep(ctx, self.states, self.nodes, self.filled, self.markers)
+        step = SchedulerStep(ctx, self.states, self.nodes, self.filled, self.markers, self.ends)
         self._account(step)
         if logits.shape[0] == len(ctx.idx_mapping_np):  # no drafts
             return logits

@@ -27,11 +27,11 @@ class SlotTexts(Texts):
         states: vLLM's ``LogitsProcRequestState``.
         slot: [B] of the requests.
         longest: bound on the lengths of their texts, known without a sync.
-        markers: see :class:`Texts`.
+        markers, ends: see :class:`Texts`.
     """
 
-    def __init__(self, states: Any, slot: Tensor, longest: int, markers: Markers) -> None:
-        self.markers = markers
+    def __init__(self, states: Any, slot: Tensor, longest: int, markers: Markers, ends: Tensor | None) -> None:
+        self.markers, self.ends = markers, ends
         self._states, self._slot, self._longest = states, slot, longest
         self.lengths = states.total_len.gpu[slot].long()
 
@@ -58,6 +58,7 @@ class SchedulerStep:
         filled: vLLM fills up missing drafts with the request's last token. Then trailing drafts equal to that token
             count as missing, so that no rule favours them.
         markers: of phases, see :class:`Texts`.
+        ends: of sentences, see there.
 
     Attributes:
         slot: [B] of the requests.
@@ -66,7 +67,15 @@ class SchedulerStep:
         texts: of the requests.
     """
 
-    def __init__(self, ctx: Any, states: Any, nodes: int, filled: bool, markers: Markers | None = None) -> None:
+    def __init__(
+        self,
+        ctx: Any,
+        states: Any,
+        nodes: int,
+        filled: bool,
+        markers: Markers | None = None,
+        ends: Tensor | None = None,
+    ) -> None:
         self.slot = ctx.idx_mapping.long()
         place = ctx.expanded_local_pos.long()
         self._request = (place == 0).cumsum(0) - 1
@@ -78,7 +87,7 @@ class SchedulerStep:
             behind = other.flip(1).cumsum(1).flip(1) == 0  # only repetitions of the last token from here on
             self.tokens = self.tokens.masked_fill(torch.nn.functional.pad(behind[:, 1:], (1, 0)), -1)
         self.drafted = torch.nn.functional.pad(self.tokens[:, 1:] >= 0, (0, 1))
-        self.texts = SlotTexts(states, self.slot, int(ctx.seq_lens_upper_bound_np.max()), markers or {})
+        self.texts = SlotTexts(states, self.slot, int(ctx.seq_lens_upper_bound_np.max()), markers or {}, ends)
 
     def scores(self, logits: Tensor, temperature: Tensor | None) -> Tensor:
         """Arrange the rows of ``logits`` [R, V] as [B, N, V], divided by ``temperature`` [B]; arbitrary at padding."""

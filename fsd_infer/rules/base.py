@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -51,6 +52,11 @@ class Rule:
     def settled(self) -> int:
         """How many tokens an answer has before a law may differ from p."""
         return getattr(self, "settle", None) or 0
+
+    @property
+    def leading(self) -> int:
+        """How many tokens a sentence has before a law may differ from p."""
+        return getattr(self, "lead", None) or 0
 
     def lossy_at(self, evidence: Evidence) -> Tensor | None:
         """[B, N] bool; contexts outside of which the rule decodes exactly, whatever its law; None for no such bound."""
@@ -103,7 +109,7 @@ class Rule:
     def describe(self) -> dict[str, object]:
         """Return name, parameters and units, for records of runs."""
         values = {name: getattr(self, name) for name in parameters_of(type(self))}
-        for name in ("only_in", "settle"):
+        for name in ("only_in", "settle", "lead"):
             if values.get(name) is None:
                 values.pop(name, None)
         return {"rule": self.name, **values, **({"budget_unit": "nats"} if "budget" in values else {})}
@@ -123,6 +129,8 @@ class LossyRule(Rule):
             and repetitions, which drafters predict best, earn nothing. 0: no such test.
         only_in: emit from p outside this phase of the text (:mod:`fsd_infer.rules.texts`), "think" or "A..B".
         settle: emit the answer's first tokens, as many as this, from p: they decide what the answer will be.
+        lead: emit the first tokens of each sentence and line, as many as this, from p: they decide what is said, and
+            whether the answer ends; later ones mostly how it is said.
         draw: above temperature 0, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). More drafts for fewer
             nats; but on a CPU the dense laws that this takes cost more time than they win.
     """
@@ -131,6 +139,7 @@ class LossyRule(Rule):
     novel: int = parameter(0, low=0, high=MOST_NOVEL, keyword=True)
     only_in: str | None = parameter(None, keyword=True)
     settle: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
+    lead: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
     draw: bool = parameter(False, keyword=True)
 
     def __post_init__(self) -> None:
@@ -145,11 +154,14 @@ class LossyRule(Rule):
         return law if where is None else law.where(where)
 
     def lossy_at(self, evidence: Evidence) -> Tensor | None:
-        where = evidence.answered >= self.settled if self.settled else None
-        if self.only_in is None:
-            return where
-        inside = evidence.inside(self.only_in)
-        return inside if where is None else inside & where
+        bounds = []
+        if self.settled:
+            bounds.append(evidence.answered >= self.settled)
+        if self.leading:
+            bounds.append(evidence.in_sentence >= self.leading)
+        if self.only_in is not None:
+            bounds.append(evidence.inside(self.only_in))
+        return reduce(torch.logical_and, bounds) if bounds else None
 
 
 R = TypeVar("R", bound=type[Rule])

@@ -1,9 +1,11 @@
-"""The texts so far, prompt and answer, as rules see them: known n-grams, and phases.
+"""The texts so far, prompt and answer, as rules see them: known n-grams, phases, and sentences.
 
 A phase is the span between two marker tokens. A rule with ``only_in`` is lossy inside a phase alone. ``think`` names
 the spans between ``<think>`` and ``</think>``, ``OPENING..CLOSING`` any other pair. A token is in a phase if the last
 marker before it, in prompt, answer and draft, is the opening one. So the closing marker is inside, the opening one is
 not.
+
+A sentence ends with a token that has one of ``. ! ? : ;``, their forms in Chinese and Japanese, or a line's end.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from fsd_infer.tree import DraftTree
 _PADDING = -1
 Markers = Mapping[str, tuple[int, int]]  # phase -> opening and closing token
 NOWHERE = (-1, -1)  # markers of a phase that no text has
+# as byte-level vocabularies write them, and as others do: a line's end, then 。！？：；
+_ENDS = (*".!?:;", "\n", "\u010a", "<0x0A>", *"。！？：；", "ãĢĤ", "ï¼ģ", "ï¼Ł", "ï¼ļ", "ï¼Ľ")
 
 
 class Texts:
@@ -33,6 +37,7 @@ class Texts:
         prompts: per row; None for empty ones.
         device: of :attr:`tokens`.
         markers: opening and closing token of the phases that rules name.
+        ends: of sentences, see :func:`sentence_ends`; None if no rule asks.
         width: tokens of a text for which there is room; :meth:`append` also writes padding there.
 
     Attributes:
@@ -46,8 +51,9 @@ class Texts:
         device: torch.device | str = "cpu",
         markers: Markers | None = None,
         width: int = 0,
+        ends: Tensor | None = None,
     ) -> None:
-        self.markers = markers or {}
+        self.markers, self.ends = markers or {}, ends
         prompts = [()] * len(answers) if prompts is None else prompts
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         width = max(max(map(len, texts), default=0), width, 1)
@@ -120,20 +126,30 @@ def known(texts: Texts, tree: DraftTree, n: int) -> Tensor:
     return completes & (tree.depths > 0)
 
 
-def known_tokens(texts: Texts, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, vocab_size: int) -> Tensor:
-    """[R, V] bool; which tokens would complete a known n-gram of text and path after these R nodes."""
-    count = rows.shape[0]
-    known = torch.zeros(count, vocab_size + 1, dtype=torch.bool, device=rows.device)  # last column: misses
+def known_tokens(
+    texts: Texts, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, width: int, columns: Tensor | None = None
+) -> Tensor:
+    """[R, width] bool; which tokens would complete a known n-gram of text and path after these R nodes.
+
+    columns: [V] column of each token, -1 for none; None: its id.
+    """
+    known = torch.zeros(rows.shape[0], width + 1, dtype=torch.bool, device=rows.device)  # last column: misses
+
+    def put(same: Tensor, tokens: Tensor) -> None:
+        if columns is not None:
+            tokens = columns[tokens.clamp_min(0)]
+        known.scatter_(1, torch.where(same & (tokens >= 0), tokens, width), True)
+
     last = last_tokens(texts, tree, n)
     begun, ends = last[rows, nodes, 1:], last[rows]  # [R, n - 1], [R, N, n]
     on_path = tree.ancestors[rows, nodes] & (tree.depths[rows] > 0)  # [R, N]
     same = on_path & (ends[..., :-1] == begun[:, None]).all(-1)
-    known.scatter_(1, torch.where(same, ends[..., -1], vocab_size), True)
+    put(same, ends[..., -1])
     tokens = texts.tokens[rows]
     if tokens.shape[1] >= n:
         windows = tokens.unfold(1, n, 1)  # [R, L - n + 1, n]
         same = (windows[..., :-1] == begun[:, None]).all(-1) & (windows[..., -1] >= 0)
-        known.scatter_(1, torch.where(same, windows[..., -1], vocab_size), True)
+        put(same, windows[..., -1])
     return known[:, :-1]
 
 
@@ -180,3 +196,38 @@ def inside(texts: Texts, tree: DraftTree, opening: int, closing: int) -> Tensor:
     marks = (tree.tokens == token for token in (opening, closing))
     opened, closed = ((tree.ancestors * (depths * mark)[:, None]).amax(-1) for mark in marks)
     return torch.where(torch.maximum(opened, closed) > 0, opened > closed, of_text)
+
+
+def sentence_ends(vocabulary: Mapping[str, int]) -> Tensor:
+    """[V + 1] bool; which tokens of a tokenizer's ``get_vocab()`` end a sentence. The last entry is for other ids.
+
+    Of an empty vocabulary every token does, so that a rule with ``lead`` decodes exactly.
+    """
+    ends = torch.full((max(vocabulary.values(), default=-1) + 2,), not vocabulary)
+    ends[[number for piece, number in vocabulary.items() if any(mark in piece for mark in _ENDS)]] = True
+    return ends
+
+
+def ends_of(rules: Sequence[Any], tokenizer: Any, device: torch.device | str) -> Tensor | None:
+    """Return :func:`sentence_ends` on a device if a rule leads sentences exactly, otherwise None.
+
+    Raises FsdError if there is no tokenizer.
+    """
+    if not any(rule.leading for rule in rules):
+        return None
+    if tokenizer is None:
+        raise FsdError("lead: the target has no tokenizer to look the ends of sentences up. Add its files, or lead=0.")
+    return to_device(sentence_ends(tokenizer.get_vocab()), torch.device(device))
+
+
+def in_sentence(texts: Texts, tree: DraftTree) -> Tensor:
+    """[B, N] tokens of the sentence before the one after each node. Raises FsdError if the texts have no ends."""
+    if texts.ends is None:
+        raise FsdError("lead: the texts know no ends of sentences; pass them to Texts.")
+    ends, text = texts.ends, texts.tokens
+    last = len(ends) - 1
+    places = torch.arange(1, text.shape[1] + 1, device=text.device)
+    ended = (places * (ends[text.clamp(0, last)] & (text >= 0))).amax(1, keepdim=True)
+    marks = tree.ancestors & ends[tree.tokens.clamp(0, last)][:, None] & (tree.depths > 0)[:, None]
+    on_path = (marks * tree.depths[:, None]).amax(-1)
+    return torch.where(on_path > 0, tree.depths - on_path, texts.lengths[:, None] + tree.depths - ended)

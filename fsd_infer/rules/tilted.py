@@ -18,7 +18,8 @@ from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
 from fsd_infer.rules.base import MOST_NOVEL, RULES, LossyRule
-from fsd_infer.rules.evidence import Contexts, Evidence
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
@@ -148,6 +149,8 @@ class Tilted(LossyRule):
         if evidence.greedy:
             copied = ~novel & (regret == 0)  # the target's own choice, whose siblings are never taken
             open = favoured & ~evidence.above(evidence.some(copied)) | copied
+            if (where := self.lossy_at(evidence)) is not None:
+                open = open & (evidence.above(where) | evidence.chance)
             toll = torch.where(evidence.chance, 0.0, self.least_toll)
             value = best_path(tree.ancestors, novel.to(regret.dtype) - price * regret - toll, open) - toll
         else:
@@ -158,10 +161,11 @@ class Tilted(LossyRule):
 
     def _gain(self, at: Contexts) -> Tensor:
         """[R, V] v/price of each token as the draft of a sampled chain, which is worth 1 or 0."""
-        gain = (1 / self.prices(at.evidence))[at.rows].float().repeat(1, at.log_p.shape[1])
+        gain = (1 / self.prices(at.evidence))[at.rows].float()
+        favoured = at.log_p > -math.inf
         if self.least_share:
-            gain.masked_fill_(at.log_p < at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_share), 0.0)
-        return gain.masked_fill_(at.known_tokens(self.novel), 0.0) if self.novel else gain
+            favoured = at.log_p >= at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_share)
+        return torch.where(favoured & ~at.known_tokens(self.novel) if self.novel else favoured, gain, 0.0)
 
     def tilt(self, greedy: bool) -> float:
         return (GREEDY_SHARPNESS if greedy else 1.0) / self.first_price

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -45,11 +45,17 @@ class Metrics:
         self.tokens = Counter("fsd_new_tokens", "Tokens of answers.", registry=self.registry)
         self.forwards = Counter("fsd_target_forwards", "Verifying forwards of the target.", registry=self.registry)
         self.nats = Counter("fsd_divergence_nats", "Nats that lossy rules spent.", registry=self.registry)
+        self.quality = Histogram(
+            "fsd_quality", "Quality that answers were asked for; 1 is exact.",
+            buckets=(0.8, 0.9, 0.95, 0.98, 0.99, 1.0), registry=self.registry,
+        )  # fmt: skip
         waiting = Gauge("fsd_waiting_requests", "Requests in the queue.", registry=self.registry)
         waiting.set_function(lambda: len(batcher.waiting))
 
-    def add(self, stats: RowStats) -> None:
+    def add(self, stats: RowStats, quality: float | None) -> None:
         """Count an answer."""
+        if quality is not None:
+            self.quality.observe(quality)
         self.tokens.inc(stats.new_tokens)
         self.forwards.inc(stats.target_forwards)
         self.nats.inc(stats.divergence_spent)
@@ -185,7 +191,7 @@ class Service:
 
         def tell(index: int, new: Any, done: ServedRequest | None) -> None:
             if done is not None and done.stats is not None:
-                self.metrics.add(done.stats)
+                self.metrics.add(done.stats, done.quality)
             loop.call_soon_threadsafe(news.put_nowait, (index, new, done is not None))
 
         return tell

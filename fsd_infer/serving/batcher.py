@@ -90,6 +90,7 @@ class ServedRequest:
         guide: what the answer must be, the same for a batch.
         user: key of the prefix cache.
         alternatives: number of likeliest tokens in each of :attr:`logprobs`; None: no log-probabilities.
+        quality: that the request named in place of a rule.
         on_round: called in the decoding thread with every round.
         logprobs: of the answer's tokens under the target's own logits, without temperature, bias and penalties.
         ids: tokens of the answer so far.
@@ -114,6 +115,7 @@ class ServedRequest:
     guide: Guide | None = None
     user: str = ""
     alternatives: int | None = None
+    quality: float | None = None
     on_round: Callable[[Round], None] | None = None
     logprobs: list[Logprob] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)

@@ -230,6 +230,7 @@ class CompletionRequest(RequestFields):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     rule: str | None = None
+    quality: float | None = Field(None, gt=0, le=1)
     vllm_xargs: VllmArguments = VllmArguments()
 
     @model_validator(mode="before")
@@ -243,6 +244,19 @@ class CompletionRequest(RequestFields):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"the body is no JSON: it holds {value}, or a number that is too large.")
         return values
+
+    @model_validator(mode="after")
+    def _quality_is_instead_of_a_rule(self) -> CompletionRequest:
+        if self.quality is not None and (self.rule or self.vllm_xargs.rule):
+            raise ValueError("quality chooses the rule: leave out quality, or the rule.")
+        return self
+
+    @property
+    def named_rule(self) -> str | None:
+        """The rule that the request names, ``quality:Q`` for a quality; None: the server's."""
+        if self.quality is not None:
+            return f"quality:{self.quality}"
+        return self.rule or self.vllm_xargs.rule
 
     @field_validator("stop")
     @classmethod

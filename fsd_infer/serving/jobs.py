@@ -12,6 +12,7 @@ from typing import Any
 from fsd_core.errors import FsdError
 from fsd_core.text.encoding import encode_chat
 from fsd_infer.decoder import FuzzyDecoder
+from fsd_infer.decoder.calibrated import resolved
 from fsd_infer.decoder.seen import encode_seen
 from fsd_infer.request.guide import COMPACT, Guide
 from fsd_infer.request.images import Sources
@@ -70,7 +71,7 @@ def make_jobs(
     if room is not None and len(ids) >= room:
         raise FsdError(f"the prompt has {len(ids)} tokens, but the model has a context of {room}. Shorten the prompt.")
     sampling = asked.sampling
-    named = parse_rule(asked.rule or asked.vllm_xargs.rule or rule)
+    named = parse_rule(resolved(asked.named_rule or rule, decoder.drafter, decoder.target, asked.temperature))  # type: ignore[arg-type]
     markers_of([named], decoder.tokenizer)  # its error would fail the whole batch later
     size = decoder.target.vocab_size
     for token in asked.logit_bias:
@@ -94,6 +95,7 @@ def make_jobs(
             penalties=Penalties(asked.presence_penalty, asked.frequency_penalty),
             guide=guide,
             user=asked.user,
+            quality=asked.quality,
             alternatives=asked.logprobs_asked,
         )
         for index in range(asked.n)

@@ -20,6 +20,7 @@ from fsd_infer.engine.request import Round
 from fsd_infer.rules import RULES, TokenOrigin
 
 KNOBS = {  # rule -> its slider's parameter, lower bound, upper bound, first value
+    "quality": ("quality", 0.8, 1.0, 1.0),  # no rule, but what chooses one by the calibration file
     "tilted": ("toll", 0.0, 4.0, 1.0),
     "fuzzy": ("threshold", 0.0, 0.69, 0.3),
     "typical": ("epsilon", 0.0, 1.0, 0.09),
@@ -46,7 +47,7 @@ def server_page(rule: str) -> str:
     """Return the page of a server, which posts to ``view/decode``. ``rule`` is chosen at first."""
     rules = [
         {"name": name, "parameter": dict(zip(("name", "low", "high", "value"), KNOBS[name])) if name in KNOBS else None}
-        for name in sorted(RULES.names())
+        for name in sorted({*RULES.names(), "quality"})
     ]
     return _page({"rules": rules, "rule": rule}, "'self'")
 

@@ -89,7 +89,9 @@ class Reply:
         prompt, answers = len(self.jobs[0].prompt), sum(len(job.ids) for job in self.jobs)
         cached = {"cached_tokens": min(job.cached for job in self.jobs)}  # some answer's prompt read the others
         counts = {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
-        return {**counts, "prompt_tokens_details": cached}
+        asked = self.jobs[0].quality
+        chosen = {} if asked is None else {"quality": asked, "rule": self.jobs[0].rule.describe()}
+        return {**counts, "prompt_tokens_details": cached, **chosen}
 
     def _logprobs(self, index: int, is_over: bool) -> dict[str, Any] | None:
         """The log-probabilities that have not been sent, of tokens whose text is sent."""
