@@ -63,7 +63,7 @@ def without_others(kind: type[ProcessorMixin]) -> Any:
         def get_attributes(cls) -> list[str]:
             return kept
 
-        @wraps(kind.__init__)  # whose signature says what a saved processor holds
+        @wraps(kind.__init__)  # type: ignore[misc]  # its signature says what a saved processor holds
         def __init__(self, *args: Any, **options: Any) -> None:
             missing = {name: None for name in given if name not in kept}
             super().__init__(**missing, **dict(zip(kept, args)), **options)
