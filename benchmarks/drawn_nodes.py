@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.recorded import BUILT_IN, PROMPTS, parser_of, record_main, run_resumed
 from fsd_core.files import read_json
 from fsd_core.tables import number, table
+from fsd_infer.drafters.shape import parse_tree
 
 METHODS = {"likely": "exact:draw=false", "chain": "exact:block=true", "drawn": "exact"}
 _AGAIN = "Delete it to measure again."
@@ -39,6 +40,7 @@ def _run(args: argparse.Namespace, temperature: float, place: Path | None) -> di
     return run_resumed(
         args.prompts, methods, place, target=args.target, drafter=args.drafter, temperature=temperature,
         max_new_tokens=args.max_new_tokens, every=args.every, limit=args.limit, seed=seed,
+        tree=parse_tree(args.tree) if args.tree else None,
     )  # fmt: skip
 
 
@@ -76,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the record. Return 2 after bad input."""
     parser = parser_of(
         "benchmarks.drawn_nodes", __doc__, target=BUILT_IN, drafter=None, prompts=PROMPTS, every=1, limit=240,
-        max_new_tokens=64, temperatures=(["1.0", "0.7", "0.3"], "temperatures"), seed=None, json=None,
+        max_new_tokens=64, tree=("", "shape of trees, chains are as deep (default: chosen round by round)"),
+        temperatures=(["1.0", "0.7", "0.3"], "temperatures"), seed=None, json=None,
     )  # fmt: skip
     return record_main("benchmarks.drawn_nodes", parser, measure, report, argv)
 

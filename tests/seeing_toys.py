@@ -203,9 +203,11 @@ def seeing_decoder(family: str, **options: Any) -> FuzzyDecoder:
     return FuzzyDecoder.from_pretrained(seeing_model(family), "lookup", processor, **options)
 
 
-def save_seeing(directory: Path, family: str) -> Any:
-    """Save a tiny model with its tokenizer; return the model."""
-    model = seeing_model(family)
+def save_seeing(directory: Path, family: str, with_processor: bool = False) -> Any:
+    """Save a tiny model with its tokenizer, or with its processor; return the model."""
+    model, tokenizer = seeing_model(family), seeing_tokenizer(family)
     model.save_pretrained(directory)
-    seeing_tokenizer(family).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    if with_processor:
+        seeing_processor(family, tokenizer).save_pretrained(directory)
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from statistics import mean
@@ -195,6 +196,42 @@ def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
     for _ in range(40):
         curve.learn(-0.5, 1, True, Kind.GRAFTED, accepted=False)
     assert curve.chance(-0.5, 1, True) == of_head and curve.chance(-0.7, 1, True, Kind.GRAFTED) < 0.6 * of_head
+
+
+SIDES = [(0.5, 0.0, 0.25), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0), (2.0, 0.2, 0.25)]
+
+
+@pytest.mark.parametrize(("side_ms", "right", "share"), SIDES)
+def test_a_grafted_drafter_is_asked_where_its_drafts_pay(side_ms: float, right: float, share: float) -> None:
+    """Rounds of 5 ms: 0.5 ms for nothing do not pay, nor 2 ms for a fifth of a token. It is asked again for a copy."""
+    now = 0.0
+    memory = AutoMemory("cpu", clock=lambda: now, prior=PRIORS["blocks"])
+    choice, asked = AutoTree(memory, 1, LawKind(), 48), list[bool]()
+
+    def decode(rounds: int, hits: float) -> float:
+        nonlocal now
+        for number in range(rounds):
+            choice.mark()
+            asked.append(choice.asks_side())
+            if asked[-1]:
+                with choice.timing_side():
+                    now += side_ms / 1e3
+                drafts = tree_of(([0, 1], [0, 0], [0.0, math.log(0.5)]), vocab=2)
+                choice.cover(drafts)
+                choice.keep(replace(drafts, proposers=torch.ones_like(drafts.tokens)))
+            now += 1e-4
+            choice.mark()
+            nodes = choice._nodes or 1
+            now += 5e-3 * (1 + 0.07 * (nodes - 1))
+            choice.mark()
+            now += 1e-4
+            accepted = int(nodes > 1 and int((number + 1) * hits) > int(number * hits))
+            choice.end([[0, accepted]], [accepted], 1)
+        return mean(asked[-rounds // 2 :])
+
+    found = decode(200, right)
+    assert found == 1.0 if share == 1.0 else found <= share
+    assert decode(100, 1.0) > 0.9  # a copy begins
 
 
 # decoding -------------------------------------------------------------------------------------------------------------

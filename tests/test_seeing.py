@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from transformers import CONFIG_MAPPING
 
+from fsd_core.errors import FsdError, ModelLoadError
 from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer.cli.main import main
 from fsd_infer.decoder.seen import encode_seen, shows_images
+from fsd_infer.serving.app import Limits, make_app
+from fsd_infer.targets.kinds import auto_class
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.prefixes import PrefixCache
 from tests.families import drafter_of, reference
@@ -154,3 +163,113 @@ def test_lossy_rules_and_several_answers(family: str) -> None:
     assert lossy.stats.divergence_spent > 0
     drawn = dict(max_new_tokens=6, do_sample=True, num_return_sequences=2, seed=3)
     assert decoder.generate(SHOWN[0], **drawn).sequences == decoder.generate(SHOWN[0], **drawn).sequences
+
+
+AUDIO = ["qwen2_audio", "voxtral", "granite_speech"]
+ENCODERS = ["florence2", "udop", "t5", "bart", "whisper"]
+
+
+@pytest.mark.parametrize("family", [*AUDIO, *ENCODERS, "mllama", "idefics"])
+def test_other_kinds_are_refused_by_name(family: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    with pytest.raises(ModelLoadError, match=re.escape(family)):
+        auto_class(CONFIG_MAPPING[family]())
+
+
+def png(seed: int = 1) -> bytes:
+    file = io.BytesIO()
+    an_image(seed).save(file, "png")
+    return file.getvalue()
+
+
+def data_url(content: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_images_on_the_command_line(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the directory's own processor, of which Qwen's reads videos too, with a package that may be missing."""
+    save_seeing(tmp_path, family, with_processor=True)
+    (tmp_path / "one.png").write_bytes(png())
+    words = ["generate", "--target", str(tmp_path), "--drafter", "lookup", "--dtype", "fp32", "--device", "cpu"]
+    words += ["--max-new-tokens", "12", "--quiet", "--json", "--prompt", "what is it"]
+    assert main([*words, "--image", str(tmp_path / "one.png")]) == 0
+    found = json.loads(capsys.readouterr().out)["tokens"]
+    assert found == expected_of(decoder_of(family), turn(an_image(1), "what is it"))
+    assert main([*words, "--image", str(tmp_path / "two.png")]) == 2
+    assert "there is no image" in capsys.readouterr().err
+
+
+def test_images_behind_the_server(tmp_path: Path) -> None:
+    decoder, folder = decoder_of("qwen2_5_vl"), tmp_path / "images"
+    folder.mkdir()
+    for file in (folder / "one.png", tmp_path / "secret.png"):
+        file.write_bytes(png())
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder / "text.png").write_text("no image")
+    expected = decoder.generate(turn(an_image(1), "what is it"), **LIMITS).text
+    client = TestClient(make_app(decoder, limits=Limits(image_folders=(folder,))))
+
+    def answer(*parts: Any, role: str = "user") -> Any:
+        body = {"messages": [{"role": role, "content": list(parts)}], "max_tokens": 12, "temperature": 0}
+        return client.post("/v1/chat/completions", json=body)
+
+    def shown(url: str, role: str = "user") -> Any:
+        return answer(
+            {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it"}, role=role
+        )
+
+    with client:
+        for url in (data_url(png()), f"file://{folder}/one.png", f"{folder}/one.png"):
+            found = shown(url)
+            assert found.status_code == 200, found.text
+            assert found.json()["choices"][0]["message"]["content"] == expected
+        for url, why in {
+            "https://example.com/one.png": "remote URL", "ftp://example.com/one.png": "remote URL",
+            f"file://{tmp_path}/secret.png": "directories that this server may read",
+            f"file://{folder}/../secret.png": "directories that this server may read",
+            f"file://{folder}/link.png": "directories that this server may read",
+            f"file://{folder}/text.png": "holds no image", f"file://{folder}": "there is no image",
+            data_url(b"no image"): "holds no image", "data:image/png;base64,!": "base64", "data:,x": "base64",
+            data_url(png()[:60]): "holds no image",
+        }.items():  # fmt: skip
+            found = shown(url)
+            assert found.status_code == 400 and why in found.json()["error"]["message"], (url, found.text)
+        assert "role user" in shown(data_url(png()), role="assistant").json()["error"]["message"]
+        audio = answer({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}})
+        assert audio.status_code == 400 and "input_audio" in audio.json()["error"]["message"]
+
+
+def test_what_does_not_fit_is_refused_by_name(toy_decoder: FuzzyDecoder) -> None:
+    decoder, image = decoder_of("qwen2_5_vl"), an_image(1)
+    refused: dict[str, Any] = {
+        "one image for each": lambda: decoder.generate([{"role": "user", "content": [{"type": "image"}]}], **LIMITS),
+        "images more than": lambda: decoder.generate(
+            [{"role": "user", "content": [{"type": "image"}]}], images=[image, image], **LIMITS
+        ),
+        "each prompt's images": lambda: decoder.generate(["a", "b"], images=[image], **LIMITS),
+        "token ids": lambda: decoder.generate([1, 2, 3], images=[image], **LIMITS),
+        "of the type 'video'": lambda: decoder.generate(
+            turn(image) + [{"role": "user", "content": [{"type": "video"}]}]
+        ),
+        "does not see": lambda: toy_decoder.generate("the cat", images=[image], **LIMITS),
+        "PIL image, got int": lambda: decoder.generate("the cat", images=[3], **LIMITS),
+        "user turn": lambda: decoder.generate([{"role": "system", "content": "x"}], images=[image], **LIMITS),
+    }
+    for why, ask in refused.items():
+        with pytest.raises(FsdError, match=re.escape(why)):
+            ask()
+    with pytest.raises(FsdError, match="no processor"):
+        FuzzyDecoder(Target(decoder.target.model, decoder.tokenizer), decoder.drafter).generate("a", images=image)
+
+
+def test_names_of_marks_in_messages_are_text() -> None:
+    """A user who writes the mark of an image shows none."""
+    decoder = decoder_of("smolvlm")  # whose processor looks up characters
+    plain, marked = turn(an_image(1), "what is it"), turn(an_image(1), "what <image> is <|end|> it")
+    counts = [encode_seen(decoder.target, messages)[0].count(IMAGE) for messages in (plain, marked)]
+    assert counts == [4, 4]
+    ids = encode_seen(decoder.target, marked)[0]
+    assert "what <image> is <|end|> it" in decoder.tokenizer.decode(ids)
+    assert decoder.generate("what is it", images=an_image(1), **LIMITS).sequences[0] == expected_of(decoder, plain)

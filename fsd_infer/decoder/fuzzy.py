@@ -84,6 +84,10 @@ class FuzzyDecoder:
         self._recorder: Recorder | None = None
         self._prompts = PromptEncoder(target)
 
+    def __repr__(self) -> str:
+        name = self.target.config.name_or_path or self.target.config.model_type
+        return f"FuzzyDecoder({name!r}, {self.drafter.name}, {self.target.dtype} on {self.target.device})"
+
     @classmethod
     def from_pretrained(
         cls,

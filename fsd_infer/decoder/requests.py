@@ -1,7 +1,7 @@
 """Requests from the arguments of transformers' ``generate``, for ``FuzzyDecoder`` and for the custom loop.
 
 ``FuzzyDecoder.generate`` prepares its options with transformers' own methods (:func:`prepare`). ``generate`` passes
-prepared options to its ``custom_generate``, :func:`generate`. Both then call :func:`request_of` and
+prepared options to its ``custom_generate``, :func:`.custom.generate`. Both then call :func:`request_of` and
 :func:`decode_request`.
 """
 
@@ -12,133 +12,34 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fsd_core.errors import FsdError, ModelLoadError, shortened
-from fsd_core.tensors import lists
 from fsd_core.text.conversations import check_text
 from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.backends.choose import choose
-from fsd_infer.decoder import retired
 from fsd_infer.decoder.calibrated import CALIBRATED, calibrated, resolved, with_quality
-from fsd_infer.decoder.config import OWN, FuzzyConfig, request_config
-from fsd_infer.drafters import Drafter, TreeShape
-from fsd_infer.drafters.loading import load_drafter, with_tree
+from fsd_infer.decoder.config import OWN, FuzzyConfig
+from fsd_infer.drafters import Drafter
+from fsd_infer.drafters.loading import with_tree
 from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.engine.beams import BeamOptions, decode_beams
-from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.request.options import (
     check_config,
-    check_inputs,
     check_numbers,
     only_stated,
     reads_prompts,
     split_options,
     with_defaults,
 )
-from fsd_infer.rules import Rule, RuleLike, parse_rules
+from fsd_infer.rules import Rule, parse_rules
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import left_pad, left_padded, pad_id
-
-
-def generate(
-    model: Any,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList | None = None,
-    stopping_criteria: StoppingCriteriaList | None = None,
-    generation_config: GenerationConfig | None = None,
-    drafter: str | Path | Drafter | None = None,
-    stream_to: Any = None,
-    callbacks: Sequence[Callback] = (),
-    rule: RuleLike | None = None,
-    quality: float | None = None,
-    tree: TreeShape | str | None = None,
-    seed: int | None = None,
-    max_cache_bytes: int | None = None,
-    beams: BeamOptions | Mapping[str, Any] | str | None = None,
-    beam_options: BeamOptions | None = None,
-    **model_kwargs: Any,
-) -> Tensor | GenerateDecoderOnlyOutput:
-    """Decode speculatively: ``model.generate(ids, custom_generate=fsd_infer.generate, drafter=..., rule=...)``.
-
-    Threads that share a model take turns, request by request. ``generate`` finds a custom loop's options in its
-    signature, so six fields of :class:`.FuzzyConfig` are listed here; a FuzzyConfig as ``generation_config`` holds
-    them, too. ``generate`` does not pass on its ``streamer`` and ``assistant_model``: use ``stream_to`` and
-    ``drafter``.
-
-    Args:
-        model: the target.
-        input_ids: [B, T] prompts, as ``generate`` prepares them.
-        logits_processor: as ``generate`` prepares it.
-        stopping_criteria: as ``generate`` prepares them. They receive the text alone; ``scores`` is None. Stop strings
-            need an explicit ``StopStringCriteria``, since ``generate`` does not pass its tokenizer.
-        generation_config: as ``generate`` prepares it.
-        drafter: see :func:`load_drafter`; None: the shipped head of a built-in target. A name is loaded on every call,
-            so pass a Drafter object in a loop.
-        stream_to: a streamer. It receives the prompt, every token, and ``end()``, also after an error.
-        callbacks: that watch the request, see :class:`.Callback`.
-        rule: see :class:`.FuzzyConfig`, as for ``quality``, ``tree``, ``seed``, ``max_cache_bytes`` and ``beams``.
-        beam_options: former name of ``beams``.
-        model_kwargs: other arguments of ``generate``.
-
-    Returns:
-        ids [B, prompt + longest answer], right-padded, as ``generate`` returns them. With ``return_dict_in_generate`` a
-        ``GenerateDecoderOnlyOutput`` with ``stats`` and, with beams, ``sequences_scores``.
-
-    Raises:
-        FsdError: an unsupported argument of ``generate`` or field of the configuration; and as
-            :func:`fsd_infer.engine.decode`.
-    """
-    assert generation_config is not None
-    named = dict(rule=rule, quality=quality, tree=tree, seed=seed, max_cache_bytes=max_cache_bytes, beams=beams)
-    given = {name: value for name, value in {**named, "beam_options": beam_options}.items() if value is not None}
-    config, _ = request_config(generation_config, retired.request_options(None, (), given)[2])
-    with ending(stream_to), (target := target_of(model)).lock:
-        request = _prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-        request.callbacks, drafter = callbacks, load_drafter(drafter, target)
-        outcome = decode_request(target, drafter, config, request, generation_config, stream_to)
-    return _output(input_ids, outcome, generation_config)
-
-
-def _prepared(
-    model: Any,
-    input_ids: Tensor,
-    processors: LogitsProcessorList | None,
-    criteria: StoppingCriteriaList | None,
-    config: GenerationConfig,
-    model_inputs: Mapping[str, Any],
-) -> Request:
-    """Return a request from what ``generate`` passes to a custom loop."""
-    check_config(config, model.generation_config)
-    kept = check_inputs(input_ids, model_inputs)
-    beams = config.num_beams or 1  # generate repeats each prompt per beam
-    texts, kept = lists(input_ids[::beams], kept[::beams])
-    prompts = [[token for token, keep in zip(*row) if keep] for row in zip(texts, kept)]
-    return request_of(prompts, texts, config, processors, criteria)
-
-
-def _output(input_ids: Tensor, outcome: Outcome, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
-    """Return prompts [B, T] and answers as ``generate`` does."""
-    longest, pad = max(len(sequence) for sequence in outcome.sequences), pad_id(config)
-    answers = [sequence + [pad] * (longest - len(sequence)) for sequence in outcome.sequences]
-    if outcome.scores is not None:  # generate repeated each prompt per beam
-        input_ids = input_ids[torch.arange(len(answers), device=input_ids.device) * len(input_ids) // len(answers)]
-    sequences = torch.cat([input_ids, input_ids.new_tensor(answers)], dim=1)
-    if not config.return_dict_in_generate:
-        return sequences
-    output = GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
-    output["stats"] = outcome.stats
-    if outcome.scores is not None:
-        output["sequences_scores"] = torch.tensor(outcome.scores, device=input_ids.device)
-    return output
 
 
 def target_of(model: Any) -> Target:
@@ -170,7 +71,7 @@ def prepare(
     if given is not None and not isinstance(given, GenerationConfig):
         raise FsdError(f"generation_config is a GenerationConfig, got {type(given).__name__}.")
     model = target.model
-    fields, processing, stopping = split_options(overrides, OWN)
+    fields, processing, stopping = split_options(overrides, {*OWN, "drafter", "streamer", "callbacks", "images"})
     asked = _set({} if given is None else vars(given)) | _set(fields)
     own = _set(vars(model.generation_config))
     stated = {name: own[name] for name in own.keys() & {"max_length", "max_new_tokens"}} | asked
@@ -287,7 +188,10 @@ def decode_request(
         raise FsdError(f"drafter is a Drafter, got {type(drafter).__name__}: load_drafter loads one by name.")
     target, model = drafter.target or target, target.model
     if target.model is not model:
-        raise ModelLoadError("the drafter was made for another model object than the one that generates.")
+        raise ModelLoadError(
+            "the drafter was made for another model object than the one that generates: take "
+            "FuzzyDecoder.from_pretrained(model, head, tokenizer).drafter."
+        )
     if complete.do_sample and config.seed is None and target.is_sharded:
         raise FsdError("the target is sharded over processes: give all of them one seed, so that they draw the same.")
     rules, drafter = _rules(config, complete, target, drafter)

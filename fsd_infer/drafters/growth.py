@@ -138,9 +138,10 @@ class TreeSession(DraftSession):
             self.width, self.reads_scores = 1, self.auto is not None
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
-        if request.draws is Draws.TREE and self.auto is not None:
+        if request.draws is Draws.TREE and (self.auto is not None or self.device.type == "cpu"):  # else recorded
             key = round(10 * request.temperature), round(4 * min(request.tilt, 4.0))
-            self._shares = drafter.shares.setdefault(key, Shares()) if self.auto.learns else Shares()
+            learns = not request.seeded if self.auto is None else self.auto.learns
+            self._shares = drafter.shares.setdefault(key, Shares()) if learns else Shares()
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     @property

@@ -25,6 +25,8 @@ from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
 
+COLD = 0.5  # a temperature below which drawn nodes gain nothing over likely tokens, and take time
+
 
 def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> Books:
     """Allocate the state of a request; return its books. Raises as :func:`fsd_infer.engine.decode`."""
@@ -54,14 +56,15 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     cache_bytes = target.cache_bytes(rows, capacity) + drafter.cache_bytes(rows, reach)
     held = target.held_bytes + drafter.held_bytes
     check_caches(cache_bytes, rows, capacity, device, request.max_cache_bytes, held)
-    draws = _draws(drafter, rules, request.greedy)
+    temperature = 0.0 if request.greedy else temperature_of(request.processors)
+    draws = _draws(drafter, rules, temperature)
     auto = _auto_tree(target, drafter, rules, request, tilt, draws)
     drafted = DraftRequest(
         rows, reach, request.greedy, processors.of_drafts if processors else None, generator, device, tilt,
         auto, keys, draws=draws,
         seeded=request.generator is not None,
         longest=longest,
-        temperature=0.0 if request.greedy else temperature_of(request.processors),
+        temperature=temperature,
     )  # fmt: skip
     state = DecodeState(
         target=target,
@@ -99,13 +102,16 @@ def _recorded(target: Target, drafter: Drafter, processors: TreeProcessors) -> R
     return Recorded.of(target)
 
 
-def _draws(drafter: Drafter, rules: Sequence[Rule], greedy: bool) -> Draws:
+def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
     """Return which drafts of a request are drawn: what all its rules take."""
     wanted = {rule.draws for rule in rules}
     charged = drafter.keeps_texts and any(getattr(rule, "novel", 0) for rule in rules)
-    if greedy or Draws.NONE in wanted or charged:  # copies of remembered texts are looked up for likely drafts only
+    # copies of remembered texts are looked up for likely drafts only
+    if not temperature or Draws.NONE in wanted or charged:
         return Draws.NONE
-    return Draws.CHAIN if Draws.CHAIN in wanted else Draws.TREE
+    if Draws.CHAIN in wanted:
+        return Draws.CHAIN
+    return Draws.TREE if temperature >= COLD else Draws.NONE
 
 
 def _auto_tree(

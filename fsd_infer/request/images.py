@@ -62,14 +62,14 @@ class Sources:
     def _read(self, path: Path) -> Any:
         try:
             whole = path.expanduser().resolve(strict=True)
-            if self.folders is not None and not any(whole.is_relative_to(folder.resolve()) for folder in self.folders):
-                raise OSError  # whether such a file exists is not said
-            if not whole.is_file() or whole.stat().st_size > self.most_bytes:
-                raise FsdError(f"image {path.name!r:.80} is no file, or has more than {self.most_bytes} bytes.")
-            data = whole.read_bytes()
-        except (OSError, RuntimeError, ValueError) as error:
+            # whether a file exists outside the folders is not said
+            seen = self.folders is None or any(whole.is_relative_to(folder.resolve()) for folder in self.folders)
+            data = whole.read_bytes() if seen and whole.is_file() and whole.stat().st_size <= self.most_bytes else None
+        except (OSError, RuntimeError, ValueError):
+            data = None
+        if data is None:
             where = "" if self.folders is None else " in the directories that this server may read"
-            raise FsdError(f"there is no image {str(path)!r:.200}{where}.") from error
+            raise FsdError(f"there is no image {str(path)!r:.200} of at most {self.most_bytes >> 20} MiB{where}.")
         return _decoded(data, path.name)
 
 

@@ -198,7 +198,7 @@ class Verdict:
         check_faults(self.faults)
 
     def emissions(self, log_p: Sequence[Sequence[float]] | None = None) -> list[list[Emission]]:
-        """Return each row's tokens in order, of a verdict on the CPU. log_p: [B][D+1] log-likelihoods, if measured."""
+        """Return each row's tokens in order, of a verdict on the CPU. ``log_p``: log-likelihoods, [B, D+1]."""
         columns = (self.tokens, self.sources, self.gate_open, self.spent, self.path, self.first, self.regret)
         proposers = None if self.proposers is None else self.proposers.tolist()
         rows: list[list[Emission]] = []

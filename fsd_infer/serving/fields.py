@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from fsd_core.text.conversations import check_text
 from fsd_infer.request.guide import Guide
@@ -137,13 +147,17 @@ class ImagePart(RequestFields):
 
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[Many[Part], Tag("parts")],
+    Discriminator(lambda value: "parts" if isinstance(value, list) else "text"),  # so that errors are of one of them
+]
 
 
 class ChatMessage(RequestFields):
     """One of ``messages``. ``refusal`` and ``annotations`` are what answers of OpenAI's carry."""
 
     role: str
-    content: str | Many[Part] | None = None
+    content: Content | None = None
     tool_calls: Many[dict[str, Any]] = []
     tool_call_id: str | None = None
     name: str | None = None

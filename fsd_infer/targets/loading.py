@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -259,6 +260,10 @@ def load_target(
     for name in _OURS.keys() & model_kwargs.keys():
         raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
     places = model_kwargs.get("device_map")
+    if places is not None and importlib.util.find_spec("accelerate") is None:
+        raise ModelLoadError(
+            "device_map needs accelerate: pip install accelerate. For one device, give device instead."
+        )
     if isinstance(places, str) and places not in _MAPS:
         model_kwargs["device_map"] = str(parse_device(places))
     place, attention = parse_device(device), attn_implementation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def load_processor(name_or_dir: str | os.PathLike[str], tokenizer: Any, **hub: A
     def load() -> Any:
         try:
             return AutoProcessor.from_pretrained(source, **where)
-        except ImportError:  # of torchvision, for videos, which no prompt here has
+        except (ImportError, OSError):  # no torchvision, or no config for videos, which no prompt here has
             kind: Any = PROCESSOR_MAPPING.get(type(config), None)
             if kind is None or "video_processor" not in kind.get_attributes():
                 raise
@@ -62,6 +63,7 @@ def without_others(kind: type[ProcessorMixin]) -> Any:
         def get_attributes(cls) -> list[str]:
             return kept
 
+        @wraps(kind.__init__)  # type: ignore[misc]  # its signature says what a saved processor holds
         def __init__(self, *args: Any, **options: Any) -> None:
             missing = {name: None for name in given if name not in kept}
             super().__init__(**missing, **dict(zip(kept, args)), **options)
