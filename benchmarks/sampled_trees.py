@@ -4,7 +4,8 @@
 
 **A node.** At each context of the accepted paths: the probability that one of k children is accepted. ``likeliest``
 is p(C) of the k likeliest, ``chain`` one draft drawn from q, ``mixed`` k - 1 likeliest and one from the rest of q
-(arXiv:2502.18779), ``rsd`` k drafts without replacement (2402.14160), averaged over draws.
+(arXiv:2502.18779), ``rsd`` k drafts without replacement (2402.14160), averaged over draws, ``two`` k - 2 likeliest and
+two such drafts.
 
 **A tree.** At each round, trees of one shape are drafted and verified without being emitted: accepted drafts of the
 mixed law, of drafts without replacement tested from the root (``rsd``), and of the same drafts by traversal
@@ -50,19 +51,24 @@ def mixed(p: Tensor, q: Tensor, k: int) -> Tensor:
     return p[fixed].sum() + torch.minimum(p, rest / rest.sum().clamp_min(1e-30)).sum()
 
 
-def rsd(p: Tensor, q: Tensor, k: int, generator: torch.Generator, repeat: int = 8) -> Tensor:
-    """The chance that one of k drafts without replacement is accepted, averaged over ``repeat`` draws."""
+def several(p: Tensor, q: Tensor, k: int, drawn: int, generator: torch.Generator, repeat: int = 8) -> Tensor:
+    """The chance that one of k - ``drawn`` likeliest tokens or of drafts without replacement is accepted, over draws.
+
+    The drafts are tested in turn, each against what the ones before left of p. The last residual may be a fixed token.
+    """
+    fixed = q.topk(k - drawn).indices
+    rest = normalised(q.index_fill(0, fixed, 0.0))
     found = torch.zeros((), dtype=p.dtype)
     for _ in range(repeat):
-        r, left, fails = p, q, torch.ones((), dtype=p.dtype)
-        for _ in range(k):
+        r, left, fails = p, rest, torch.ones((), dtype=p.dtype)
+        for _ in range(drawn):
             fails = fails * (1.0 - torch.minimum(r, left).sum())  # over this draft, given those before
             refused = (left - r).clamp_min(0.0)  # the law of a draft that is rejected
             if float(fails) <= 1e-12 or float(refused.sum()) <= 0.0:
                 break
             r = normalised((r - left).clamp_min(0.0))
             left = normalised(left.index_fill(0, without_replacement(refused, 1, generator), 0.0))
-        found = found + (1.0 - fails) / repeat
+        found = found + (1.0 - fails * (1.0 - r[fixed].sum())) / repeat
     return found
 
 
@@ -204,7 +210,11 @@ class Probe:
             for k in CHILDREN:
                 self.nodes[f"likeliest {k}"].append(float(likeliest(p, q, k)))
                 self.nodes[f"mixed {k}"].append(float(mixed(p, q, k)))
-                self.nodes[f"rsd {k}"].append(float(rsd(p, q, k, self.generator, 1 if k == 1 else 8)))
+                for law, drawn in (("rsd", k), ("two", 2)):
+                    if drawn < k or law == "rsd":
+                        self.nodes[f"{law} {k}"].append(
+                            float(several(p, q, k, drawn, self.generator, min(8, 7 * k - 6)))
+                        )
 
     def _grown(self, state: DecodeState, all_drawn: bool) -> Sampled:
         """A tree of the shape at the roots, with the target's p. Drafts and their cache slots are void afterwards."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from fsd_core.errors import FsdError, ModelLoadError, shortened
 from fsd_infer.heads.layers import llama_layer
+from fsd_infer.targets.kinds import auto_class
 from fsd_infer.targets.loading import attention_for, explained, load_config
 from fsd_infer.targets.target import Target
 
@@ -54,9 +55,8 @@ def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Targe
         for key, value in (changes or {}).items():
             setattr(text, key, value)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=attention_for(config)
-            )
+            kind, attention = auto_class(config), attention_for(config)
+            model = kind.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
         target = Target(model, name=name)
         _ = target.layer_windows  # refuses other kinds of layers
     except FsdError:

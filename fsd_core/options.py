@@ -6,6 +6,7 @@ import argparse
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fsd_core.errors import DataError
@@ -51,6 +52,14 @@ def named_directory(text: str) -> tuple[str, str]:
     if not (name and equals and directory):
         raise ArgumentTypeError(f"{text!r:.60}: needs NAME=DIR")
     return name, directory
+
+
+def existing_directory(text: str) -> Path:
+    """Parse the path of a directory. Raises ArgumentTypeError if there is none."""
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        raise ArgumentTypeError(f"{text!r:.200}: no such directory")
+    return path
 
 
 positive = whole_number(1, MOST_COUNT)

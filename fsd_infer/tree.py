@@ -49,6 +49,8 @@ class DraftTree:
         drawn: [B, N] whether a node was drawn from its parent's row of ``q_scores``, at most one child per node; None
             with ``q_scores``: all drafts, which form a chain. Dropping a drawn node would change the output's
             distribution, see :mod:`fsd_infer.drafters.drawing`.
+        fixed: [B, I, w] entries of the drafter's vocabulary that were fixed as children before another child was drawn
+            from the row of ``q_scores``, verified or not; -1: none. None if no node was drawn, or all were.
         proposers: [B, N] index of the drafter part that proposed each node, the first of several; None if there is one
             part.
         levels: at least the depth of the deepest node, as far as the host knows; None: not known.
@@ -63,6 +65,7 @@ class DraftTree:
     q_scores: Tensor | None = None
     proposers: Tensor | None = None
     drawn: Tensor | None = None
+    fixed: Tensor | None = None
     levels: int | None = None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.targets.adapters import (
-    _HARMLESS,
-    _READ,
-    _is_odd,
     adapter_names,
     is_adapter,
     merge_adapter,
     read_adapter_config,
 )
-from fsd_infer.targets.loading import _located, load_target, resolve_target
+from fsd_infer.targets.loading import load_target, located, resolve_target
 from fsd_train.models.slim import load_slim
 from tests.families import reference
 from tests.text_toys import save_tiny_chat_target
@@ -178,20 +176,67 @@ def test_initialisations_that_change_the_base_are_refused(base: Path, tmp_path: 
         FuzzyDecoder.from_pretrained(str(base), "none", adapters={"one": directory})
 
 
-def test_every_field_of_peft_is_known(adapter: Path) -> None:
-    """A field that peft adds is refused while it is set; one that is set by default would refuse every adapter."""
-    written = json.loads((adapter / "adapter_config.json").read_text())
-    assert {name for name in written if name not in _READ | _HARMLESS and _is_odd(name, written[name])} == set()
-    plain = save_adapter(adapter.parent / "dora", toy_model("llama"), "anything", use_dora=True)
-    assert read_adapter_config(plain, beside=True)["use_dora"] is True
+# Every field of peft's LoraConfig with a value other than its default. The merged weights are peft's, whatever it says:
+COMPUTED: dict[str, Any] = {
+    "task_type": "CAUSAL_LM", "peft_type": "LORA", "auto_mapping": {"parent_library": "x"}, "peft_version": "0.1",
+    "base_model_name_or_path": "other", "revision": "v2", "inference_mode": True, "r": 3, "lora_alpha": 5,
+    "lora_dropout": 0.5, "use_rslora": True, "init_lora_weights": "gaussian", "qalora_group_size": 8,
+    "target_modules": ["q_proj", "down_proj"], "exclude_modules": ["o_proj"], "layers_to_transform": [1],
+    "layers_pattern": "layers", "megatron_core": "other.core", "loftq_config": {"loftq_bits": 4},
+    "eva_config": {"rho": 2.0}, "corda_config": {"corda_method": "kpm"}, "lora_ga_config": {"scale": "stable"},
+    "runtime_config": {"ephemeral_gpu_offload": True},
+}  # fmt: skip
+# computed by peft's layers beside the weights, refused by name where the adapter is merged
+BESIDE: dict[str, Any] = {
+    "use_dora": True, "fan_in_fan_out": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2},
+    "lora_bias": True, "use_qalora": True, "use_bdlora": {"nblocks": 2},
+}  # fmt: skip
+# refused by name everywhere
+REFUSED: dict[str, Any] = {name: value for name, value in MORE_THAN_LORA.items() if name not in BESIDE} | {
+    "velora_config": {"num_groups": 2}, "megatron_config": {"hidden_size": 8},
+}  # fmt: skip
+
+
+def test_every_field_of_peft_is_computed_or_refused_by_name(adapter: Path) -> None:
+    """A field that a later peft adds must be put into one of the tables."""
+    path = adapter / "adapter_config.json"
+    written = json.loads(path.read_text())
+    ours = {field.name for field in fields(LoraConfig)}
+    assert ours - {*COMPUTED, *BESIDE, *REFUSED} == set()
+    for name in ours & COMPUTED.keys():
+        path.write_text(json.dumps({**written, name: COMPUTED[name]}))
+        assert read_adapter_config(adapter)[name] == COMPUTED[name]
+    for name, value in (BESIDE | REFUSED).items():
+        path.write_text(json.dumps({**written, name: value}))
+        for beside in (False, True):
+            if beside and name in BESIDE:
+                assert read_adapter_config(adapter, beside=True)[name] == value
+                continue
+            with pytest.raises(ModelLoadError, match=f"{name}="):
+                read_adapter_config(adapter, beside=beside)
+
+
+SHAPING = ("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "layers_to_transform", "exclude_modules")
+TRAINED: dict[str, dict[str, Any]] = {name: {name: COMPUTED[name]} for name in SHAPING}
+TRAINED["layers_pattern"] = {"layers_to_transform": [1], "layers_pattern": "layers"}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_fields_that_are_computed_merge_as_in_peft(tmp_path: Path, name: str) -> None:
+    options = {"target_modules": ["q_proj", "o_proj", "down_proj"], **TRAINED[name]}
+    directory = save_adapter(tmp_path, toy_model("llama"), "anything", **options)
+    ours, theirs = toy_model("llama"), PeftModel.from_pretrained(toy_model("llama"), directory).merge_and_unload()
+    merge_adapter(ours, directory)
+    for weight, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[weight], value, rtol=1e-5, atol=1e-5)
 
 
 def test_the_base_is_of_the_revision_that_an_adapter_names(base: Path, tmp_path: Path) -> None:
     directory = save_adapter(tmp_path, AutoModelForCausalLM.from_pretrained(base), "owner/base")
     config = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(json.dumps({**config, "revision": "v2"}))
-    assert _located(str(directory), {}) == ("owner/base", {"revision": "v2"})
-    assert _located(str(directory), {"revision": "v1"}) == ("owner/base", {"revision": "v1"})
+    assert located(str(directory), {}) == ("owner/base", {"revision": "v2"})
+    assert located(str(directory), {"revision": "v1"}) == ("owner/base", {"revision": "v1"})
 
 
 PROMPT = [5, 9, 11, 7]

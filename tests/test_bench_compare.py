@@ -145,7 +145,8 @@ def test_the_commands_for_a_gpu_are_commands(tmp_path: Path, monkeypatch: pytest
     recipe = read_recipe(tmp_path / "recipe.yaml")
     assert recipe.model["target"] == read["tinyllama"].target == "models/tinyllama"
     assert recipe.trainer["default_root_dir"] == str(tmp_path / "tinyllama")
-    assert f"directory: {tmp_path}/tinyllama/head" in (tmp_path / "recipe.yaml").read_text()
+    named = {each["class_path"].rpartition(".")[2]: each["init_args"] for each in recipe.trainer["callbacks"]}
+    assert named["ExportHead"]["directory"] == read["tinyllama"].drafter, "the head that is decoded is trained"
     assert recipe.data["train_files"] == [str(tmp_path / "answers.jsonl")]
     parts = [part for parts in first_gpu.ROUNDS for part in parts.split(",")]
     assert parts == list(gpu_round.PARTS)

@@ -157,7 +157,8 @@ def test_builtin_model_is_whole_and_speaks(builtin_target_dir: Path) -> None:
     assert tokenizer is not None
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     assert model.config.max_position_embeddings == tokenizer.model_max_length == 8192
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == model.generation_config.eos_token_id == 2
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
+    assert model.generation_config.eos_token_id == [2, 4, 0]  # as llama.cpp reads the vocabulary
     # the ids the model was trained on: breaks before a digit stay together
     assert tokenizer.tokenize("one\n\n2. In 2024") == ["one", "ĊĊ", "2", ".", "ĠIn", "Ġ", "2", "0", "2", "4"]
 

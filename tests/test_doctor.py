@@ -231,6 +231,7 @@ def test_overfitting_names_the_stage_that_loses(world: Path, tmp_path: Path, mon
         return 1.0
 
     monkeypatch.setattr(module, "_train", trained)
+    monkeypatch.delenv("VLLM_PYTHON", raising=False)
     words = ["--target", str(world / "target"), "--data", str(world / "answers.jsonl"), "--rows", "4"]
     found = tmp_path / "found.json"
     assert cli(["doctor", *words, "--overfit", "--json", str(found)]) == 1
@@ -238,15 +239,17 @@ def test_overfitting_names_the_stage_that_loses(world: Path, tmp_path: Path, mon
     assert lines["export"]["ok"] is False and lines["decoding"]["ok"] is False and "vllm" not in lines
     assert cli(["doctor", *words]) == 2
     vllm = tmp_path / "python"
-    for accepted, ok in ((40, True), (4, False)):
+    for accepted, same, ok in ((40, 48, True), (4, 48, False), (4, 3, None)):
         vllm.write_text(
             f"#!{sys.executable}\nimport json, pathlib, sys\njob = json.loads(pathlib.Path(sys.argv[2]).read_text())\n"
             "assert pathlib.Path(job['head'], 'config.json').is_file() and job['method'] == 'eagle3', job\n"
-            f"reply = dict(answer=[0] * job['new'], drafts=40, accepted=[{accepted}] * job['drafted'])\n"
+            "assert len(job['answer']) == 48, job\n"
+            f"reply = dict(same={same}, drafts=40, accepted=[{accepted}] * job['drafted'])\n"
             "pathlib.Path(job['output']).write_text(json.dumps(reply))\n"
         )
         vllm.chmod(0o755)
         monkeypatch.setenv("VLLM_PYTHON", str(vllm))
         cli(["doctor", *words, "--overfit", "--json", str(found)])
         (line,) = [line for line in json.loads(found.read_text()) if line["check"] == "vllm"]
-        assert line["ok"] is ok and "accepted by position in vLLM: " in line["says"], line
+        assert line["ok"] is ok and f"its first {same} of 48 tokens are those of decoding here" in line["says"], line
+        assert ("accepted there by position: " in line["says"]) == (same == 48)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsd_infer import FsdError
 from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import DraftRequest
-from fsd_infer.drafters.drawing import Drawing
+from fsd_infer.drafters.drawing import Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.estimates import AutoMemory, LawKind
 from fsd_infer.drafters.graft import kept_of, union_of
 from fsd_infer.drafters.growth import TreeSession
@@ -180,6 +180,43 @@ def test_acceptance_is_that_of_the_mixed_law(width: int) -> None:
     chance = Evidence(round).chance.masked_fill(~round.tree.is_draft, 0.0).sum(1)
     assert abs(float(chance.mean()) - wanted) < 5 * float(chance.std()) / ROWS**0.5 + 1e-6
     assert wanted > p[order[:width]].sum() or width == V
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_learned_is_the_share_of_drafts_that_is_accepted(seed: int) -> None:
+    """Accepted per expected drafts of each kind, over many rounds of one tree shape. q is sharper than p."""
+    toy = grown(seed=30 + seed, shape=TreeShape(2, 3, 9), least=0.02)
+    toy = replace(toy, q=toy.q * 1.5)
+    contexts = torch.randint(0, 21, (ROWS,), generator=torch.Generator().manual_seed(seed))
+    round = toy.round(contexts, torch.Generator().manual_seed(seed))
+    verdict, tree, chance = Exact()(round), round.tree, Evidence(round).chance
+    sums = accepted_drafts(tree, verdict.path, verdict.accepted).double().sum(0).view(2, 2, 2)
+    shares, step = Shares(), (tree.scores - tree.scores.gather(1, tree.parents)).exp()
+    for _ in range(30):
+        shares.learn((sums / 20).flatten().tolist())
+    reach = torch.where(tree.depths == 1, 1.0, chance.gather(1, tree.parents)) * tree.is_draft
+    for drawn in (False, True):
+        for below in (False, True):
+            mine = (tree.drawn == drawn) & ((tree.depths > 1) == below) & tree.is_draft
+            wanted = float((reach * chance)[mine].sum() / (reach * step)[mine].sum())
+            seen = float(sums[int(drawn), int(below), 0] / sums[int(drawn), int(below), 1])
+            assert seen == pytest.approx(wanted, rel=0.06)
+            assert drawn or shares.of(drawn, below) == pytest.approx(seen, rel=0.02)
+
+
+def test_a_ratio_that_was_applied_is_not_learned_twice() -> None:
+    """Drawn drafts are drafted with the learned ratio in their scores: learning goes to the ratio, then stays there."""
+    shares = Shares()
+    for _ in range(400):
+        shares.learn([0, 0, 0, 0, 0.6 * 10, shares.of(True, 0) * 10, 0, 0])
+    assert shares.of(True, 0) == pytest.approx(0.6, rel=1e-3) and shares.of(True, 1) == shares.of(False, 0) == 1.0
+    few, many = (Drawing(None, torch.Generator().manual_seed(0), 8, 0.1, each) for each in (shares, None))
+    logits = torch.tensor([[[2.0, 1.4, 0.5, 0.2, 0.0]]])
+    drafted = [
+        each.propose(logits, torch.zeros(1, 1), torch.zeros(1, 1, 0, dtype=torch.bool), 4) for each in (few, many)
+    ]
+    fixed = [int(((log_q > -math.inf) & ~drawn).sum()) for log_q, _, drawn in drafted]
+    assert fixed[0] > fixed[1], "the fewer draws are accepted, the more children are fixed"
 
 
 def test_block_verification_refuses_trees_with_drawn_nodes() -> None:

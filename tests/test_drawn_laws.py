@@ -156,11 +156,11 @@ def round_of(toy: Grown) -> tuple[Verification, Tensor, Tensor]:
 
     def joined(name: str) -> Tensor:
         parts = [getattr(tree, name) for tree in padded]
-        if name.startswith("q_") and name != "q_index":
+        if name in ("q_logits", "q_scores", "fixed"):
             parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[1])) for part in parts]
         return torch.cat(parts)
 
-    names = ("tokens", "parents", "scores", "q_logits", "q_index", "q_scores", "drawn")
+    names = ("tokens", "parents", "scores", "q_logits", "q_index", "q_scores", "drawn", "fixed")
     tree = replace(padded[0], **{name: joined(name) for name in names}, levels=toy.shape.depth)
     where = torch.zeros_like(tree.tokens)
     for node in range(1, count):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import logging
@@ -62,6 +63,13 @@ def test_an_answer_prints_as_what_one_looks_for(decoder: FuzzyDecoder) -> None:
     assert answer.text == answer.texts[0] and repr(answer) == str(answer)
     assert repr(answer).startswith(f"Generation([{answer.text!r}], {answer.stats.new_tokens} tokens, tau 1.00, ")
     assert len(repr(answer)) < 500
+    assert repr(decoder) == f"FuzzyDecoder({decoder.target.config.name_or_path!r}, none, torch.float32 on cpu)"
+
+
+def test_a_misspelt_option_names_the_one_meant(decoder: FuzzyDecoder) -> None:
+    for wrong, meant in (("ruel", "rule"), ("max_new_tokns", "max_new_tokens")):
+        with pytest.raises(FsdError, match=f"unknown option '{wrong}'. Did you mean '{meant}'?"):
+            decoder.generate(PROMPT, **{wrong: "exact"})  # type: ignore[arg-type]
 
 
 LOADS: list[tuple[dict[str, Any], str]] = [
@@ -81,6 +89,12 @@ def test_arguments_of_other_days_are_named_with_what_to_give(
 
 def test_a_device_map_may_name_a_device(target: Path) -> None:
     assert FuzzyDecoder.from_pretrained(str(target), "none", device_map="cpu").target.device.type == "cpu"
+
+
+def test_a_device_map_needs_accelerate(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FsdError, match="pip install accelerate. For one device, give device instead"):
+        FuzzyDecoder.from_pretrained(str(target), "none", device_map="auto")
 
 
 def test_a_head_is_no_target(target: Path, decoder: FuzzyDecoder, tmp_path: Path) -> None:

@@ -129,9 +129,9 @@ def test_requests_report_what_the_drafter_and_the_target_say_of_the_answer(rule:
     )
     for prompt, answer, row, record in zip(prompts, made.sequences, made.stats.rows, made.records, strict=True):
         found = [(*emission.first_choice, emission.depth) for emission in record.emissions if emission.first_choice]
-        assert row.drafts.summary()["count"] == len(found) > 4
+        assert row.drafts.summary()["count"] == len(found) > (0 if sampled else 4)
         if sampled:
-            continue  # drafts that were drawn are not kept
+            continue  # a drawn draft is nobody's first choice
         place, forwards = 0, 0
         with torch.inference_mode():
             theirs, ours = (

@@ -128,8 +128,18 @@ def test_contents_have_the_form_that_the_template_reads(template: str) -> None:
             assert encode_conversation(tokenizer, turns) == expected
             assert encode_chat(tokenizer, turns[:1]) == encode_chat(tiny_tokenizer(), [USER])
     silent = tiny_tokenizer(CHATML.replace("m['content']", "''"))
-    with pytest.raises(DataError, match="writes no user's text"):
+    with pytest.raises(DataError, match="writes no text of a user turn"):
         encode_chat(silent, [USER])
+    for role, turns in (("system", [{"role": "system", "content": "be brief"}, USER]), ("tool", [USER, TOOL])):
+        for form in (CHATML, PARTED):
+            loop = "{% for m in messages %}"
+            deaf = tiny_tokenizer(form.replace(loop, loop.replace("messages", f"messages if m['role'] != '{role}'")))
+            assert encode_chat(deaf, [USER]) == encode_chat(tiny_tokenizer(), [USER])
+            with pytest.raises(DataError, match=f"writes no text of a {role} turn"):
+                encode_chat(deaf, turns)
+
+
+TOOL = {"role": "tool", "content": "12 degrees", "name": "look", "tool_call_id": "call00000"}
 
 
 def test_templates_that_write_no_unicode_are_refused() -> None:

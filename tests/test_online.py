@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from statistics import mean
@@ -14,7 +15,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.estimates import KNOTS, PRIORS, AutoMemory, Curve, Kind, LawKind, Prior
@@ -197,6 +198,42 @@ def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
     assert curve.chance(-0.5, 1, True) == of_head and curve.chance(-0.7, 1, True, Kind.GRAFTED) < 0.6 * of_head
 
 
+SIDES = [(0.5, 0.0, 0.25), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0), (2.0, 0.2, 0.25)]
+
+
+@pytest.mark.parametrize(("side_ms", "right", "share"), SIDES)
+def test_a_grafted_drafter_is_asked_where_its_drafts_pay(side_ms: float, right: float, share: float) -> None:
+    """Rounds of 5 ms: 0.5 ms for nothing do not pay, nor 2 ms for a fifth of a token. It is asked again for a copy."""
+    now = 0.0
+    memory = AutoMemory("cpu", clock=lambda: now, prior=PRIORS["blocks"])
+    choice, asked = AutoTree(memory, 1, LawKind(), 48), list[bool]()
+
+    def decode(rounds: int, hits: float) -> float:
+        nonlocal now
+        for number in range(rounds):
+            choice.mark()
+            asked.append(choice.asks_side())
+            if asked[-1]:
+                with choice.timing_side():
+                    now += side_ms / 1e3
+                drafts = tree_of(([0, 1], [0, 0], [0.0, math.log(0.5)]), vocab=2)
+                choice.cover(drafts)
+                choice.keep(replace(drafts, proposers=torch.ones_like(drafts.tokens)))
+            now += 1e-4
+            choice.mark()
+            nodes = choice._nodes or 1
+            now += 5e-3 * (1 + 0.07 * (nodes - 1))
+            choice.mark()
+            now += 1e-4
+            accepted = int(nodes > 1 and int((number + 1) * hits) > int(number * hits))
+            choice.end([[0, accepted]], [accepted], 1)
+        return mean(asked[-rounds // 2 :])
+
+    found = decode(200, right)
+    assert found == 1.0 if share == 1.0 else found <= share
+    assert decode(100, 1.0) > 0.9  # a copy begins
+
+
 # decoding -------------------------------------------------------------------------------------------------------------
 
 
@@ -247,17 +284,20 @@ def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
     assert decoder.generate(tiny_prompts((7,)), **options).sequences == first
 
 
-def test_the_law_stays_the_targets_whatever_the_clock_says() -> None:
+@pytest.mark.parametrize("rule", ["exact", "exact:block=true"])
+def test_the_law_stays_the_targets_whatever_the_clock_says(rule: str) -> None:
     """Test the third token of sampled answers against enumeration over a vocabulary of eight.
 
-    The length of a small LM's chain depends on a clock, on earlier acceptances and on its own draws.
+    The size of a small LM's tree, and the length of its chain, depend on a clock, on earlier acceptances and on draws.
     """
     target, prompt = Target(tiny_model("llama", scale=2.0, vocab_size=8)), [1, 2, 3, 4, 5, 6, 7]
-    drafter = choose_trees(drafter_of("lm", target), target)
+    small = LMDrafter(Target(tiny_model("llama", seed=3, scale=2.0, vocab_size=8)), target)
+    drafter = choose_trees(small, target)
+    assert drafter.auto is not None
     drafter.auto.clock, drafter.auto.prior = Adversary(), CHEAP
-    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.7, "top_k": 0}
+    options: dict[str, Any] = {"rule": rule, "max_new_tokens": 3, "do_sample": True, "temperature": 0.7, "top_k": 0}
     seen, nodes = torch.zeros(8, dtype=torch.float64), set[int]()
-    for seed in range(30):
+    for seed in range(20):
         torch.manual_seed(seed)  # a request with a seed of its own reads no clock
         answers = FuzzyDecoder(target, drafter).generate([prompt] * 40, **options)
         seen += torch.bincount(torch.tensor([answer[2] for answer in answers.sequences]), minlength=8)

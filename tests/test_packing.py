@@ -236,7 +236,7 @@ def test_compilers_that_fail(place: Place) -> None:
     for work in ("echo broken >&2; exit 1", "true"):
         assert place.run(place.script("failing", work)) == ("None", 0)
     assert place.run("/no/such/compiler") == ("None", 0)
-    old = place.script("old", f'case "$*" in *amx*) exit 1;; esac\n{place.works}')
+    old = place.script("old", f'case "$*" in *-mamx*) exit 1;; esac\n{place.works}')
     assert place.run(old, sets="amx avx512") == ("42", 1), "one that knows no AMX compiles without"
 
 
@@ -275,7 +275,7 @@ AVX2 = {"avx2", "fma", "f16c"}  # flags of an older processor; an ARM processor'
             SETS["avx512"],
             None,
             ["avx512"],
-            "the processor lacks amx_bf16, amx_int8, amx_tile",
+            "the processor lacks amx_bf16, amx_tile, avx512vbmi",
         ),
         (SETS["avx512"] - {"avx512_bf16"}, None, [], "the processor lacks avx512_bf16"),
         (AVX2, "", [], "the processor lacks avx512_bf16, avx512_vnni, avx512bw, avx512dq, avx512f, avx512vl"),
@@ -297,7 +297,7 @@ def test_which_sets_a_processor_and_the_variable_allow(
     ("machine", "flags", "asked", "says"),
     [
         ("x86_64", AVX2, "avx512", "FSD_KERNELS=avx512, but the processor lacks avx512_bf16, "),
-        ("x86_64", SETS["avx512"], "amx", "the processor lacks amx_bf16, amx_int8, amx_tile. Unset FSD_KERNELS"),
+        ("x86_64", SETS["avx512"], "amx", "the processor lacks amx_bf16, amx_tile, avx512vbmi. Unset FSD_KERNELS"),
         ("aarch64", set(), "avx512", "they are written for x86-64 processors, and this is aarch64"),
         ("x86_64", SETS["amx"], "avx2", "FSD_KERNELS='avx2' names no kernels: use amx, avx512, 0 for none, or 1"),
         ("x86_64", SETS["amx"], "2", "names no kernels"),

@@ -21,7 +21,7 @@ from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, NoDrafter, T
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.tree import DraftTree
+from fsd_infer.tree import DraftTree, Draws
 from tests.published_blocks import BLOCK, MASK, QWEN3, States, block_states, confidence, tiny_target, z_lab
 from tests.published_heads import LAYOUTS, layout
 from tests.rules_toy import ALARM, DEPTH, LENGTH, ROWS, Toy, V, child_of, p_value, simulate
@@ -293,7 +293,7 @@ class HeadToy(Toy):
     """The tiny target with a head's trees."""
 
     drafter: Any = None
-    draws: bool = True
+    draws: Draws = Draws.TREE
 
     def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
         texts = [PROMPT + text_of(context) for context in contexts.tolist()]
@@ -319,7 +319,7 @@ LOSSY = ["dspark of DeepSpec, gated", "mlp speculator", "p-eagle"]
 @pytest.mark.parametrize("name", ["dflash of speculators", *(pytest.param(name, marks=SLOW) for name in LOSSY)])
 def test_a_lossy_rule_has_its_law(root: Path, name: str) -> None:
     """The open gate chooses among two drafts, by the target's chances. The token after them is the target's own."""
-    toy = HeadToy(table(), table(), drafter=load(root, name, TreeShape(1, 2, 3)), draws=False)
+    toy = HeadToy(table(), table(), drafter=load(root, name, TreeShape(1, 2, 3)), draws=Draws.NONE)
     made, law = layout(name), []
     for text in itertools.product(range(V), repeat=LENGTH):
         chance = 1.0

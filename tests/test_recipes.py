@@ -83,7 +83,8 @@ def small_config(recipe: Path, target: Path, answers: Path, out: Path) -> Path:
 
 def shortened(config: dict[str, Any], out: Path) -> Path:
     """The configuration with callbacks that act every second step and decode little; written to ``out``."""
-    config = expanded(config)
+    defaults, own = expanded([config])
+    config = {**own, "trainer": defaults["trainer"] | own["trainer"]}
     for callback in config["trainer"]["callbacks"]:
         if "every_n_train_steps" in callback.get("init_args", {}):
             callback["init_args"]["every_n_train_steps"] = 2

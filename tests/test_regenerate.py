@@ -111,6 +111,8 @@ def test_rows_record_their_template_arguments_and_training_says_what_serving_mus
     rows[0]["prompt_ids"] = encode_chat(tokenizer, system)  # a server whose template adds one
     (said,) = differences(rows, tokenizer)
     assert said.startswith("1 of 3 prompts are not what this target's chat template makes") and "the mat" in said
+    for broken in ({"messages": {"role": "user"}}, {"messages": ["x"]}, {"prompt_ids": "1 2"}, {"tools": "{"}):
+        assert differences([{**rows[0], **broken}, *rows[1:]], tokenizer) == []  # such a row is no reason to stop
 
 
 def test_raw_text_is_continued_and_features_are_stored_on_the_way(tmp_path: Path, target: Path) -> None:

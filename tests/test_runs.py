@@ -203,7 +203,10 @@ def test_quickstart_compares_the_methods(
         monkeypatch.setattr(module, "shipped_drafter", lambda name: toy.drafter)
     assert main(["quickstart", "--train-seconds", "0", "--prompts", "2", "--max-new-tokens", "4"]) == 0
     out = capsys.readouterr().out
-    assert all(method.split("=")[0] in out for method in quickstart.METHODS) and "nats spent" in out
+    assert all(method.split("=")[0] in out for method in quickstart.METHODS) and "--details" in out
+    assert re.split(r"  +", out.splitlines()[0]) == [
+        "method", "tok/s", "x hf-generate", "tokens per forward", "nats per token",
+    ]  # fmt: skip
     record = json.loads((tmp_path / quickstart.OUTPUT / "bench.json").read_text())
     assert len(record["prompts"]) == 2 and record["settings"]["max_new_tokens"] == 4
 

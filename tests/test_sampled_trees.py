@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.sampled_trees import WALKS, Sampled, mixed, normalised, rsd, without_replacement
+from benchmarks.sampled_trees import WALKS, Sampled, mixed, normalised, several, without_replacement
 from tests.rules_toy import p_value
 
 V, RUNS = 3, 1500
@@ -57,6 +57,8 @@ def test_acceptance_of_nodes() -> None:
     p, q = (torch.randn(2, 5, generator=torch.Generator().manual_seed(1)).double() * 1.5).softmax(-1)
     generator = torch.Generator().manual_seed(0)
     torch.testing.assert_close(mixed(p, q, 1), torch.minimum(p, q).sum())
-    torch.testing.assert_close(rsd(p, q, 1, generator), torch.minimum(p, q).sum())
-    assert rsd(p, q, 2, generator, 50) > mixed(p, q, 1)
+    torch.testing.assert_close(several(p, q, 1, 1, generator), torch.minimum(p, q).sum())
+    assert several(p, q, 2, 2, generator, 50) > mixed(p, q, 1)
+    for k in range(1, 6):  # with one draw it is the mixed law
+        torch.testing.assert_close(several(p, q, k, 1, generator), mixed(p, q, k))
     torch.testing.assert_close(mixed(p, q, 5), torch.ones(()).double())

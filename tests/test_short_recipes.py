@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+import logging
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -15,9 +18,9 @@ import yaml
 from lightning.pytorch import Trainer
 
 from fsd_core.errors import FsdError
-from fsd_train.commands.fit import configured, read_recipe
+from fsd_train.commands.fit import _RecipeReader, configured, read_recipe
 from fsd_train.commands.recipe_keys import check, keys_of
-from fsd_train.commands.short_recipe import expanded, written_out
+from fsd_train.commands.short_recipe import written_out
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models import DistillationModule, EagleModule, HeadOptions, LMModule, WarmupCosine
 
@@ -28,8 +31,8 @@ SHORT = {
 }  # fmt: skip
 
 
-def written(directory: Path, recipe: Any) -> str:
-    path = directory / "recipe.yaml"
+def written(directory: Path, recipe: Any, name: str = "recipe.yaml") -> str:
+    path = directory / name
     path.write_text(yaml.safe_dump(recipe))
     return str(path)
 
@@ -54,7 +57,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"head": {"layuot": "fsd"}}}, "there is no model.head.layuot. Did you mean 'layout'?"),
     ({"model": {"class_path": "fsd_train.models.LMModule", "init_args": {"draftr": "x"}}}, "mean 'drafter'?"),
     ({"model": {"learning_rate": 3}}, "there is no model.learning_rate: here it is model.optimizer.init_args.lr."),
-    ({"tp_size": 2}, "there is no tp_size: here it is trainer.strategy: fsdp"),
+    ({"tp_size": 2}, "there is no tp_size: here it is trainer.strategy: fsdp, which shards the target; there is no"),
 ]
 
 
@@ -64,7 +67,25 @@ def test_a_misspelt_key_is_named_with_its_section(recipe: dict[str, Any], said: 
         check(["--config", written(tmp_path, recipe)])
     assert said in str(found.value)
     check(["--config", written(tmp_path, SHORT), "--trainer.max_steps", "3", "--model.class_path=x", "--data.seed=1"])
-    check(["--config", written(tmp_path, {"model": {"class_path": "mine.Module", "init_args": {"anything": 1}}})])
+
+
+def test_the_keys_of_ones_own_module_are_not_known(tmp_path: Path) -> None:
+    """Wherever its class is named: in this recipe, in another one, or on the command line."""
+    own = {"class_path": "mine.EagleModule", "init_args": {"anything": 1}}
+    named = written(tmp_path, {"model": own})
+    unnamed = written(tmp_path, {"model": {"anything": 2}}, "other.yaml")
+    check(["--config", named, "--config", unnamed, "--model.anything=3", "--model.init_args.anything", "4"])
+    check(["--model", "mine.Module", "--config", unnamed])
+    check(["--config", unnamed, "--model.class_path=mine.Module", "--model.anything", "3"])
+    check(["--config", unnamed, "--model", "fsd_train.models.LMModule", "--model.drafter", "x"][2:])
+    for words, said in (
+        (["--config", unnamed], "there is no model.anything"),
+        (["--model.anything=3"], "there is no --model.anything"),
+        (["--model.head.layuot", "fsd"], "there is no --model.head.layuot. Did you mean 'layout'?"),
+        (["--modl.unroll_steps", "2"], "there is no --modl. Did you mean 'model'?"),
+    ):
+        with pytest.raises(FsdError, match=re.escape(said)):
+            check(words)
 
 
 def test_it_is_named_before_anything_heavy_is_imported(tmp_path: Path) -> None:
@@ -78,29 +99,95 @@ def test_it_is_named_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     assert done.returncode == 0 and "there is no modl. Did you mean 'model'?" in done.stderr, done.stderr
 
 
+def test_a_target_in_tensor_parallel_is_refused() -> None:
+    """Its ranks would sum the activations of different batches."""
+    with pytest.raises(FsdError, match="training has no tensor parallelism. trainer.strategy fsdp shards the target"):
+        EagleModule("smollm2-135m", target_kwargs={"tp_plan": "auto"})
+
+
+def read(*words: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what Lightning's parser makes of a command line: the trainer's options, and those of callbacks."""
+    trainer = configured(words, _RecipeReader).config["trainer"].as_dict()
+    return trainer, {each["class_path"].rpartition(".")[2]: each.get("init_args") for each in trainer["callbacks"]}
+
+
 def test_a_short_recipe_stands_for_a_long_one(tmp_path: Path) -> None:
-    long = expanded(SHORT)
-    assert long["ckpt_path"] == "auto" and "output_dir" not in long
-    trainer = read_recipe(written(tmp_path, SHORT)).trainer
+    recipe = read_recipe(written(tmp_path, SHORT))
+    trainer, callbacks = read("--config", written(tmp_path, SHORT))
+    assert recipe.trainer == trainer and recipe.model["lr_scheduler"]["init_args"]["warmup_ratio"] == 0.25
     assert trainer["max_epochs"] == 3 and trainer["max_steps"] == -1 and trainer["val_check_interval"] == 40
     assert trainer["limit_val_batches"] == 4 and trainer["default_root_dir"] == "runs/mine"
-    found = {each["class_path"].rpartition(".")[2]: each.get("init_args", {}) for each in trainer["callbacks"]}
-    assert list(found) == ["ModelCheckpoint", "ExportHead", "DecodedTau", "LossCurve", "TokenRate"]
-    assert found["ExportHead"]["directory"] == "runs/mine/head" and found["DecodedTau"]["every_n_train_steps"] == 80
+    assert list(callbacks) == ["ModelCheckpoint", "ExportHead", "DecodedTau", "LossCurve", "TokenRate"]
+    assert callbacks["ExportHead"]["directory"] == "runs/mine/head"
+    assert callbacks["DecodedTau"]["every_n_train_steps"] == 80
     own = {"class_path": "fsd_train.callbacks.ExportHead", "init_args": {"directory": "elsewhere"}}
-    mixed = expanded({**SHORT, "trainer": {"callbacks": [own]}})["trainer"]["callbacks"]
-    assert [each for each in mixed if each["class_path"].endswith("ExportHead")] == [own]
+    for given in (own, [own]):
+        trainer, callbacks = read("--config", written(tmp_path, {**SHORT, "trainer": {"callbacks": given}}))
+        assert len(trainer["callbacks"]) == 5 and callbacks["ExportHead"]["directory"] == "elsewhere"
 
 
-def test_the_same_keys_are_options(tmp_path: Path) -> None:
-    recipe = written(tmp_path, SHORT)
-    words, modules = written_out(["--config", recipe, "--output_dir", "runs/other", "--import=mine", "--strict"])
-    assert words[2:] == ["--data.strict=true"] and modules == ["mine"]
-    assert yaml.safe_load(words[1])["trainer"]["default_root_dir"] == "runs/other"
-    mistakes = (("output_dir", 3, "is a path"), ("num_epochs", 0, "at least 1"), ("save_steps", 2, "needs output_dir"))
-    for key, wrong, said in mistakes:
-        with pytest.raises(FsdError, match=said):
-            expanded({key: wrong})
+def test_recipes_are_read_one_over_the_other_and_options_last(tmp_path: Path) -> None:
+    """The defaults of one short recipe do not replace what another says; a schedule keeps its other options."""
+    schedule = {"class_path": "fsd_train.models.WarmupCosine", "init_args": {"final_lr": 0.5}}
+    first = {**SHORT, "trainer": {"precision": "32-true"}, "model": {"target": "x", "lr_scheduler": schedule}}
+    second = {"output_dir": "runs/second", "warmup_ratio": 0.5, "trainer": {"max_steps": 9}}
+    words = ["--config", written(tmp_path, first), "--config", written(tmp_path, second, "second.yaml")]
+    config = configured([*words, "--trainer.accumulate_grad_batches=3", "--save_steps", "10"], _RecipeReader).config
+    trainer, made = config["trainer"], config["model.init_args.lr_scheduler.init_args"]
+    assert (trainer["precision"], trainer["max_steps"], trainer["max_epochs"]) == ("32-true", 9, 3)
+    assert trainer["val_check_interval"] == 30 and trainer["default_root_dir"] == "runs/second"
+    assert (made["warmup_ratio"], made["final_lr"]) == (0.5, 0.5) and config["ckpt_path"] == "auto"
+    assert read("--num_epochs=4", *words[:2])[0]["max_epochs"] == 4, "an option, wherever it stands"
+    assert read("--output_dir=3", *words[:2])[0]["default_root_dir"] == "3"
+
+
+def test_output_dir_moves_a_run_that_is_written_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    long = json.loads(json.dumps(read_recipe(written(tmp_path, SHORT)).trainer))
+    own = {"class_path": "fsd_train.callbacks.LossCurve", "init_args": {"path": "elsewhere/curves.png"}}
+    trainer = {**long, "callbacks": [*long["callbacks"][:3], own]}
+    path = written(tmp_path, {"trainer": trainer, "model": SHORT["model"], "data": SHORT["data"]})
+    with caplog.at_level(logging.WARNING):
+        trainer, callbacks = read("--config", path, "--output_dir", "new")
+    assert "these stay where the recipe has them: path elsewhere/curves.png" in caplog.text
+    assert trainer["default_root_dir"] == trainer["logger"]["init_args"]["save_dir"] == "new"
+    places = [callbacks[kind][key] for kind, key in (
+        ("ModelCheckpoint", "dirpath"), ("ExportHead", "directory"), ("DecodedTau", "best"), ("LossCurve", "path"),
+    )]  # fmt: skip
+    assert places == ["new/checkpoints", "new/head", "new/best", "elsewhere/curves.png"]
+    assert trainer["val_check_interval"] == 40, "what it says itself stays"
+
+
+MISSAID: list[tuple[dict[str, Any], str]] = [
+    ({"output_dir": 3}, "output_dir is a path, got 3"),
+    ({"num_epochs": 0}, "num_epochs is a whole number of at least 1, got 0"),
+    ({"save_steps": 2}, "save_steps needs output_dir"),
+    ({"output_dir": "x", "save_steps": "ten"}, "save_steps is a whole number of at least 1, got 'ten'"),
+    ({"warmup_ratio": "much"}, "warmup_ratio is a number from 0 to 1, got 'much'"),
+    ({"warmup_ratio": 0.1, "model": [1]}, "the section model holds no options, but [1]"),
+    ({"warmup_ratio": 0.1, "model": {"lr_scheduler": 3}}, "model.lr_scheduler is a class_path"),
+    ({"output_dir": "x", "trainer": 3}, "the section trainer holds no options, but 3"),
+    ({"output_dir": "x", "trainer": {"callbacks": 3}}, "trainer.callbacks is a list"),
+    ({"output_dir": "x", "trainer": {"accumulate_grad_batches": "x"}}, "accumulate_grad_batches is a whole number"),
+    ({"import": {"a": 1}}, "import is a list of modules, got {'a': 1}"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "said"), MISSAID)
+def test_values_of_the_wrong_type_are_named(recipe: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(FsdError, match=re.escape(said)):
+        written_out(["--config", written(tmp_path, recipe)])
+
+
+def test_options_take_precedence_and_need_values(tmp_path: Path) -> None:
+    words, modules = written_out(["--config", written(tmp_path, SHORT), "--import=mine", "--strict"])
+    assert words[-1] == "--data.strict=true" and modules == ["mine"]
+    for wrong, said in (
+        (["--output_dir"], "--output_dir needs a value"),
+        (["--output_dir", "--strict"], "--output_dir needs a value"),
+        (["--num_epochs", "["], "num_epochs is a whole number of at least 1, got '['"),
+    ):
+        with pytest.raises(FsdError, match=re.escape(said)):
+            written_out(wrong)
 
 
 def test_a_warm_up_by_share_ends_there() -> None:

@@ -22,14 +22,31 @@ from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
+from fsd_train.cli import main as cli
 from fsd_train.commands.export import target_facts
 from tests.families import load_head
 from tests.head_toys import EAGLE3, WIDTH, make_target, train, write_answers
+from tests.test_doctor import RECIPE as OVERFITTED
 from tests.vllm_laws import FUZZY, NEEDS_VLLM, PYTHON, run
 
 HEADS: dict[str, dict[str, Any]] = {"eagle3": EAGLE3, "eagle": {"layout": "eagle"}}
 
 pytestmark = NEEDS_VLLM
+
+
+def test_what_is_learnt_by_heart_is_accepted_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fsd-train doctor --overfit` with vLLM."""
+    target = make_target(tmp_path / "target")
+    write_answers(tmp_path / "answers.jsonl", Target.from_pretrained(str(target)), 4)
+    (tmp_path / "recipe.yaml").write_text(OVERFITTED.replace("TARGET", str(target)))
+    for name, value in {**vllm_variables(PYTHON, 1), "VLLM_PYTHON": str(PYTHON)}.items():
+        monkeypatch.setenv(name, value)
+    words = ["--target", str(target), "--data", str(tmp_path / "answers.jsonl"), "--json", str(tmp_path / "found.json")]
+    status = cli(["doctor", *words, "--overfit", "30", "--config", str(tmp_path / "recipe.yaml")])
+    lines = {line["check"]: line for line in json.loads((tmp_path / "found.json").read_text())}
+    assert status == 0 and lines["vllm"]["ok"], lines
+    assert "its first 48 of 48 tokens" in lines["vllm"]["says"], lines
+
 
 NEW: dict[str, Any] = {**EAGLE3, "fc_norm": True, "norm_output": True, "num_layers": 2}
 EXPORTS: dict[str, tuple[str, dict[str, Any], str]] = {  # head's options, format; how vLLM is asked for it

@@ -56,7 +56,10 @@ def decoded(decoder: FuzzyDecoder, drafter: Drafter, rule: str | Rule, temperatu
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(("kind", "temperature"), [("lm", 0.0), ("lm", 0.8), ("head", 0.0)])
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [("lm", 0.0), ("lm", 0.8), ("head", 0.0), pytest.param("head", 0.8, marks=pytest.mark.slow)],
+)
 def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decoders: dict[str, FuzzyDecoder]) -> None:
     decoder = decoders[kind]
     found = forecast(decoder, PROMPTS, ["tilted:3"], temperature=temperature, max_new_tokens=NEW)
@@ -79,7 +82,7 @@ def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decode
 def seen_rounds(decoder: FuzzyDecoder, prompt: list[int]) -> list[RecordedRound]:
     rounds: list[RecordedRound] = []
     watch = Watch(rounds.append, 0.0, NEW, torch.Generator().manual_seed(0), {})
-    decoder.generate([prompt], "exact:draw=false", callbacks=[watch], **decoding(0.0, NEW))
+    decoder.generate([prompt], "exact", callbacks=[watch], **decoding(0.0, NEW))
     return rounds
 
 

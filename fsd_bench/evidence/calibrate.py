@@ -137,12 +137,13 @@ def calibrate(
         "calibration": check(turns, chosen.name, promise, options.seed),
         "verification": verified,
     }
+    levels = quality_levels(turns, settings, facts, promise, confidence, options.seed)
     record = {
         "promise": {**asdict(promise), "text": promise.text()},
         "setting": chosen.name,
         "certified": certified,
         **evidence,
-        "levels": quality_levels(turns, settings, facts, promise, confidence, options.seed),
+        "levels": levels,
         "candidates": facts,
         "options": options.to_dict(),
         "environment": environment(),
@@ -151,7 +152,7 @@ def calibrate(
     assert not isinstance(tree, str), "options.check() refuses it"
     setting = Calibrated(
         float(options.temperatures[0]), chosen.name.partition("@")[0], tree, asdict(promise),
-        jsonable({**evidence, "prompts": options.to_dict()["prompts"]}), record["levels"],
+        jsonable({**evidence, "prompts": options.to_dict()["prompts"]}), levels,
     )  # fmt: skip
     record["file"] = str(write_calibrated(directory, target, setting))
     write_json(folder / "record.json", jsonable(record), indent=1)

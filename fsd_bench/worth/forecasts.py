@@ -19,6 +19,7 @@ from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
+from fsd_infer.tree import Draws
 
 PRICES = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (
@@ -30,6 +31,7 @@ RULES = (
     *("fly:novel=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
 )
 HEATED = ("tilted:heat=0.2", "tilted:heat=0.3", "tilted:heat=0.5", "tilted:heat=0.8")  # at temperature 0
+EXACT = {Draws.NONE: Exact(draw=False), Draws.TREE: Exact(), Draws.CHAIN: Exact(block=True)}  # on drafts drawn so
 COSTS = (0.05, 0.1, 0.2, 0.4, 1.0)  # of a drafted token, in target forwards
 DEPTH = 12  # of the chain that is decoded with
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12)
@@ -175,6 +177,9 @@ def forecast(
 ) -> Forecast:
     """Decode the prompts once with ``exact``, and replay rules on the rounds.
 
+    Above temperature 0, rules that take other drafts than ``exact`` does are replayed on rounds of their own, with
+    drafts drawn as the rule takes them.
+
     Args:
         decoder: target and drafter.
         prompts: as for :meth:`FuzzyDecoder.generate`, one after the other.
@@ -197,16 +202,18 @@ def forecast(
     heats = {} if temperature else _heats(tried)
     fixed = dict.fromkeys([*(rule for rule in tried if rule not in heats), *chain(*map(fixed_prices, heats))])
     eos = decoder.target.model.generation_config.eos_token_id
-    replay = Replay(list(fixed), shapes, frozenset([eos] if isinstance(eos, int) else eos or ()))
+    replays = _replays(fixed, shapes, frozenset([eos] if isinstance(eos, int) else eos or ()), temperature)
     temperatures = dict.fromkeys([*YARDSTICKS, *heats.values()], 0.0)
-    watch = Watch(replay.add, temperature, max_new_tokens, torch.Generator().manual_seed(seed), temperatures)
-    options = decoding(temperature, max_new_tokens)
+    exact = next(iter(replays))  # from whose rounds come the facts about decoding
+    watch = Watch(replays[exact].add, temperature, max_new_tokens, torch.Generator().manual_seed(seed), temperatures)
+    options = {"drafter": deep, "callbacks": [watch], "chat": chat, **decoding(temperature, max_new_tokens)}
     drafts, emitted, rounds, rest, length = Drafts(), 0, 0, 0.0, 0
-    for number, prompt in enumerate(tqdm(prompts, desc="worth", unit="answer", disable=not progress)):
-        made = decoder.generate(
-            [prompt], Exact(draw=False), drafter=deep, callbacks=[watch], seed=seed + number, chat=chat, **options
-        )
-        stats = made.stats
+    jobs = [(rule, number) for rule in replays for number in range(len(prompts))]
+    for rule, number in tqdm(jobs, desc="worth", unit="answer", disable=not progress):
+        watch.seen, prompt = replays[rule].add, prompts[number]
+        stats = decoder.generate([prompt], rule, seed=seed + number, **options).stats
+        if rule != exact:
+            continue
         drafts.merge(stats.drafts.regrets())
         emitted += stats.new_tokens - 1
         rounds += stats.target_forwards
@@ -218,7 +225,7 @@ def forecast(
     step, rest = watch.draft_seconds / max(watch.steps, 1), rest / rounds
     spent = {t: nats / watch.contexts for t, nats in watch.spent.items()}
     found: dict[Rule, list[Shaped]] = {}
-    for (rule, shape), tally in replay.tallies.items():
+    for (rule, shape), tally in chain(*(replay.tallies.items() for replay in replays.values())):
         found.setdefault(rule, []).append(_shaped(shape, tally, forwards, step, rest))
     cells = {rule: found[rule] for rule in tried if rule in found}
     cells |= {rule: learned(rule, spent[heat], found) for rule, heat in heats.items()}
@@ -233,6 +240,16 @@ def _rules(rules: Sequence[str | Rule], temperature: float) -> dict[Rule, str]:
     """Return the names of exact and of the rules that can be forecast."""
     made = {parse_rule(rule): rule if isinstance(rule, str) else rule.name for rule in ("exact", *rules)}
     return {rule: name for rule, name in made.items() if temperature == 0 or not rule.greedy_only}
+
+
+def _replays(
+    rules: Iterable[Rule], shapes: Sequence[TreeShape], eos: frozenset[int], temperature: float
+) -> dict[Exact, Replay]:
+    """Return the replays by the exact rule that is decoded with, the first rule's first."""
+    parts: dict[Exact, list[Rule]] = {}
+    for rule in rules:
+        parts.setdefault(EXACT[rule.draws] if temperature else Exact(), []).append(rule)
+    return {exact: Replay(part, shapes, eos) for exact, part in parts.items()}
 
 
 def _heats(rules: Iterable[Rule]) -> dict[Tilted, float]:

@@ -76,7 +76,9 @@ class RecordedRound:
             return kept[: self._believed(kept, shape.stop_below, tilt) + 1]
         if len(kept) > shape.nodes:
             part = self.tree.keep(torch.tensor([kept], device=self.scores.device))
-            best = likeliest(part.scores, part.parents, shape.depth, tilt, shape.nodes)
+            held = 0 if part.held is None else int(part.held[0].sum())  # drawn nodes stay, or the law would shift
+            nodes = max(shape.nodes, held + 1)
+            best = likeliest(part.scores, part.parents, shape.depth, tilt, nodes, part.held)
             kept = sorted(kept[place] for place in best[0].tolist())
         return kept
 
@@ -93,7 +95,8 @@ class RecordedRound:
 
     def walked(self, rule: Rule, nodes: Sequence[int]) -> tuple[int, ...]:
         """Return the nodes to walk on for a verdict on ``nodes``."""
-        if self.is_chain and not looks_ahead(rule, self.tree.sampled and not self.greedy):
+        settled = self.tree.drawn is None  # else a context's law depends on whether there are draws below it
+        if self.is_chain and settled and not looks_ahead(rule, self.tree.sampled and not self.greedy):
             return tuple(range(len(self.parents)))  # drafts that were cut away change no verdict on those before them
         return tuple(nodes)
 

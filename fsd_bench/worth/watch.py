@@ -25,8 +25,6 @@ PROBED = (1, 2, 4, 8, 12, 16, 24, 32, 48)  # nodes
 class Watch(Callback):
     """A callback of requests with one prompt each, and what it gathers over all answers.
 
-    Rules are replayed on trees that are functions of the text, so decode with ``exact:draw=false``.
-
     Attributes:
         seen: called with each round's evidence.
         temperature, limit: temperature and new tokens of the request.

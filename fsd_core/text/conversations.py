@@ -25,6 +25,7 @@ SYSTEMS = ("system", "system_prompt")  # of a system turn before a conversation 
 PROMPT_FIELDS = ("messages", "conversations", "conversation", "data", *SYSTEMS, *TEXTS, *ANSWERS)
 THOUGHT = "reasoning_content"  # of an assistant turn
 THOUGHTS = (THOUGHT, "reasoning", "thinking")  # how rows and chat templates call it
+IMAGES = ("image", "images")  # columns beside a conversation
 WEIGHT = "weight"  # 0: training leaves an assistant turn out
 
 
@@ -97,6 +98,8 @@ def _turn(turn: Any, where: str, blank: bool) -> Message:
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
+        if any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in _listed(content)):
+            raise DataError(f"{where} has an image, and rows are read as text: leave such rows out.")
         raise DataError(f"{where} must have `content` of type text.")
     check_text(content, where)
     if role == "user" and not (content if blank else content.strip()):
@@ -121,6 +124,10 @@ def _weight(value: Any, where: str) -> int:
     if not isinstance(value, int | float) or value not in (0, 1):
         raise DataError(f"{where} has weight {value!r:.40}. Give 1, or 0 for an answer that is not trained on.")
     return int(value)
+
+
+def _listed(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else []
 
 
 def _joined(content: Any) -> Any:
@@ -304,6 +311,8 @@ def _named(turns: Any, where: str) -> Any:
 
 def _asked(row: Mapping[str, Any], where: str) -> list[Message]:
     """Return the system prompt and the turns of the row's prompt field, without answers before the first question."""
+    if any(row.get(name) for name in IMAGES):
+        raise DataError(f"{where}: the row has an image, and rows are read as text: leave such rows out.")
     turns = _turns(row, where)
     if turns is None:
         turns = _prompt(row, where)

@@ -155,16 +155,25 @@ def render(
     tokenizer: Any, turns: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any] | None = None
 ) -> str:
     """Return what the chat template writes. Raises DataError if it refuses the turns, or writes no Unicode text."""
+    return render_turns(tokenizer, turns_for(tokenizer, turns, options), add_generation_prompt, options)
+
+
+def render_turns(
+    tokenizer: Any,
+    turns: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """Return what the chat template writes of turns in its own form (:func:`.turns_for`); errors as :func:`render`."""
     given = {**hidden_options(tokenizer, options), "tokenize": False, "add_generation_prompt": add_generation_prompt}
-    readable = hidden_turns(tokenizer, turns_for(tokenizer, turns, options))
     try:
-        text = str(tokenizer.apply_chat_template(readable, **given))
+        text = str(tokenizer.apply_chat_template(hidden_turns(tokenizer, turns), **given))
     except Exception as error:  # a template is a program of the model's author
         raise refusal(turns, error) from error
     return check_text(text, "what the chat template writes")
 
 
-def refusal(turns: Sequence[Message], error: Exception) -> DataError:
+def refusal(turns: Sequence[Mapping[str, Any]], error: Exception) -> DataError:
     """Return the error for turns that a template rejects, as some do with unknown roles or an order of turns."""
     roles = ", ".join(turn["role"] for turn in turns[:9]) + (f" and {len(turns) - 9} more" if len(turns) > 9 else "")
     return DataError(f"the chat template refuses a conversation of the roles {roles}: {error}")

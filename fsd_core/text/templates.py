@@ -101,14 +101,17 @@ def turns_for(
     """Return turns as the template reads them: contents in its form, thoughts under its name, no weights.
 
     Raises:
-        DataError: the template would drop a user's text, or as :func:`template_of`.
+        DataError: the template would drop a turn's text, or as :func:`template_of`.
     """
     form = form_of(tokenizer, options)
     made: list[Mapping[str, Any]] = []
     for turn in turns:
         given: Mapping[str, Any] = turn
-        if turn["role"] == "user" and "user" in form.dropped:
-            raise DataError("the chat template writes no user's text, as text or in parts. Fix the template.")
+        if turn["role"] in form.dropped and turn["content"]:
+            raise DataError(
+                f"the chat template writes no text of a {turn['role']} turn, as text or in parts. Leave such turns "
+                "out, or fix the template."
+            )
         if THOUGHT in turn or WEIGHT in turn:
             given = {name: value for name, value in turn.items() if name not in (THOUGHT, WEIGHT)}
             if form.thought is not None and THOUGHT in turn:

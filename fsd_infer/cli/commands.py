@@ -52,12 +52,13 @@ def generate(args: argparse.Namespace) -> int:
     if page is not None:
         from fsd_infer.serving.page import PageTrace
 
-        ids = decoder.encode(prompt, False if args.raw else None)
+        ids = decoder.encode(prompt, False if args.raw else None, args.image or ())
         trace = PageTrace(need_tokenizer(decoder.tokenizer, decoder.target.name), ids, decoder.drafter.proposers)
     live = _live_tokens(args, decoder)
     out = decoder.generate(
         prompt,
         rule,
+        images=args.image,
         callbacks=[] if live is None else [live],
         seed=args.seed,
         streamer=streamer,
@@ -213,13 +214,19 @@ def serve(args: argparse.Namespace) -> int:
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.serving.app import Limits, make_app
     from fsd_infer.serving.gate import checked_key
+    from fsd_infer.serving.jobs import MOST_WITH_IMAGES
     from fsd_infer.serving.listen import serve as serve_app
+    from fsd_infer.targets.sight import placeholders_of
 
     key = checked_key(os.environ.get("FSD_API_KEY", ""))  # before the models load
     set_threads(args.threads)
     options = {**_decoder_options(args), "prefix_cache_bytes": args.prefix_cache_gib}
     decoder = FuzzyDecoder.from_pretrained(**options, adapters=dict(args.adapter or ()))
     limits = Limits(args.max_batch, args.max_queue, args.max_new_tokens, seconds=args.seconds)
+    if placeholders_of(decoder.target.model.config):
+        limits = dataclasses.replace(limits, max_bytes=MOST_WITH_IMAGES, image_folders=tuple(args.image_dir or ()))
+    elif args.image_dir:
+        raise FsdError(f"--image-dir: {decoder.target.name} does not see. Leave it out.")
     app = make_app(decoder, args.rule, limits, key, [args.host, *(args.allow_host or ())])
     serve_app(app, args.host, args.port)
     return 0

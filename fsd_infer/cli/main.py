@@ -19,6 +19,7 @@ from fsd_core.options import (
     add_counts,
     add_flags,
     add_models,
+    existing_directory,
     gibibytes,
     gibibytes_or_none,
     json_object,
@@ -83,6 +84,10 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="the prompt")
     source.add_argument("--prompt-file", metavar="FILE", help='read the prompt from a file, "-": from standard input')
+    parser.add_argument(
+        "--image", action="append", metavar="FILE",
+        help="image that the prompt shows, of a target that sees; may be given several times",
+    )  # fmt: skip
     add(parser, "--raw", help="continue the text as it is, without the chat template")
     add_models(parser)
     parser.add_argument("--rule", default="exact", help='acceptance rule, such as "fuzzy:js:0.3"; see fsd-infer rules')
@@ -161,6 +166,10 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
         "--allow-host", action="append", metavar="NAME",
         help="name by which clients may reach this machine, besides its own, its addresses and localhost; '*': any; "
         "may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--image-dir", action="append", type=existing_directory, metavar="DIR",
+        help="directory whose files requests may name as images (file: URLs); may be given several times",
     )  # fmt: skip
     limits = parser.add_argument_group("limits")
     limits.add_argument(

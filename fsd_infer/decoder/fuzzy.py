@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from typing_extensions import Unpack
 
 from fsd_core.errors import FsdError, ModelLoadError
@@ -18,6 +18,7 @@ from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
 from fsd_infer.backends.choose import choose
 from fsd_infer.decoder.calibrated import with_quality
 from fsd_infer.decoder.requests import decode_request, ending, prepare
+from fsd_infer.decoder.seen import encode_seen, per_prompt, prepared_sight, shows_images
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
@@ -34,6 +35,8 @@ from fsd_infer.rules import RuleLike
 from fsd_infer.targets.adapters import put_beside
 from fsd_infer.targets.loading import parse_device
 from fsd_infer.targets.prefixes import PrefixCache
+from fsd_infer.targets.processors import is_processor
+from fsd_infer.targets.sight import Sight
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import id_list
 
@@ -85,6 +88,10 @@ class FuzzyDecoder:
         self._recorder: Recorder | None = None
         self._said_raw = False  # that there is no chat template
 
+    def __repr__(self) -> str:
+        name = self.target.config.name_or_path or self.target.config.model_type
+        return f"FuzzyDecoder({name!r}, {self.drafter.name}, {self.target.dtype} on {self.target.device})"
+
     @classmethod
     def from_pretrained(
         cls,
@@ -108,7 +115,8 @@ class FuzzyDecoder:
                 peft model in memory, quantised or not, which is set to eval mode and not changed otherwise.
             drafter: see :func:`load_drafter` (default: the head of a built-in target, else "lookup+recycle"). A
                 tokenizer here is the target's, as in transformers' pipelines.
-            tokenizer: of a model in memory, which otherwise decodes token ids only (default for others: their own).
+            tokenizer: of a model in memory, which otherwise decodes token ids only (default for others: their own). Or
+                the processor of a model that sees images.
             tree: depth, width and nodes of a head's draft tree. "auto", the default on a CPU, chooses a tree in each
                 round from the drafter's scores and earlier rounds' costs and acceptances (see
                 :mod:`fsd_infer.drafters.auto`). With a ``seed`` it depends on the text alone.
@@ -133,8 +141,10 @@ class FuzzyDecoder:
             CheckpointError: files are damaged, or the head belongs to another target.
             VocabularyMismatchError: target and drafter have different vocabularies.
         """
-        if isinstance(drafter, PreTrainedTokenizerBase):  # transformers' order
+        if isinstance(drafter, (PreTrainedTokenizerBase, ProcessorMixin)):  # transformers' order
             drafter, tokenizer = None, drafter if tokenizer is None else tokenizer
+        processor = tokenizer if is_processor(tokenizer) else None
+        tokenizer = tokenizer if processor is None else processor.tokenizer
         _check_objects(target, tokenizer)
         named = isinstance(target, (str, Path))
         prefixes = None if prefix_cache_bytes is None else PrefixCache(prefix_cache_bytes)
@@ -147,7 +157,7 @@ class FuzzyDecoder:
             raise ModelLoadError(f"{', '.join(model_kwargs)}: for loading, but the target is in memory already.")
         else:
             wrapped = Target.of(target, tokenizer)
-        wrapped.prefixes = prefixes
+        wrapped.prefixes, wrapped.processor = prefixes, processor
         if adapters:
             put_beside(wrapped.model, adapters)
         decoder = cls(wrapped, NoDrafter(wrapped.vocab_size), quantize)
@@ -227,13 +237,16 @@ class FuzzyDecoder:
     def tokenizer(self) -> Any:
         return self.target.tokenizer
 
-    def encode(self, prompt: Prompt, chat: bool | None = None) -> list[int]:
+    def encode(self, prompt: Prompt, chat: bool | None = None, images: Sequence[Any] = ()) -> list[int]:
         """Return the token ids of one prompt.
 
         Args:
             prompt: text, chat messages, or ids (returned unchanged).
             chat: wrap text in the chat template (default: if the tokenizer has one).
+            images: see :meth:`generate`.
         """
+        if images or shows_images(prompt):
+            return encode_seen(self.target, prompt, images, chat)[0]
         if isinstance(prompt, str):
             return self._encode_text(prompt, chat)
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
@@ -270,6 +283,23 @@ class FuzzyDecoder:
             raise FsdError("the prompt encodes to no tokens: give some text.")
         return ids
 
+    def _encode_all(
+        self, prompts: Any, padding: int | None, images: Any, chat: bool | None
+    ) -> tuple[list[list[int]], list[Sight | None]]:
+        """Return each prompt's ids, and its images if it has any."""
+        listed = _as_list(prompts, padding)
+        shown = per_prompt(images, len(listed))
+        made: list[tuple[list[int], Sight | None]] = [
+            encode_seen(self.target, prompt, own, chat)
+            if own and not isinstance(own, Sight) or shows_images(prompt)
+            else (self.encode(prompt, chat), own or None)
+            for prompt, own in zip(listed, shown, strict=True)
+        ]
+        if isinstance(prompts, Mapping) and len(prompts) > 1:  # what a processor returns
+            sight = prepared_sight(self.target, prompts, [ids for ids, _ in made])
+            made = made if sight is None else [(made[0][0], sight)]
+        return [ids for ids, _ in made], [sight for _, sight in made]
+
     def check_guide(self, guide: Guide) -> None:
         """Compile a guide before a request follows it. Raises FsdError if answers of this target cannot begin."""
         ends = id_list("eos_token_id", getattr(self.target.model.generation_config, "eos_token_id", None))
@@ -289,6 +319,7 @@ class FuzzyDecoder:
         prompts: Prompt | Sequence[Prompt] | Tensor,
         rule: RuleLike = "exact",
         *,
+        images: Any = None,
         quality: float | None = None,
         generation_config: GenerationConfig | None = None,
         drafter: Drafter | None = None,
@@ -315,6 +346,9 @@ class FuzzyDecoder:
                 returns. Padding is left out as in transformers: where the mask is 0, or a tensor has the padding token.
             rule: a rule or its text, ``Fuzzy("js", threshold=0.3)`` or ``"fuzzy:js:0.3"``; or a list of them, one per
                 prompt; or "calibrated" for the setting of `fsd-bench calibrate` at the request's temperature.
+            images: of a target that sees: paths, data: URLs or PIL images, a list per prompt. They belong to the
+                messages' parts {"type": "image"}, or else come before the last user's text. Parts may name their images
+                themselves, as "image", "url" or "path".
             quality: in place of a rule, the share of exact's score that answers keep, above 0: 1 is exact, below 1 the
                 fastest rule that the drafter's calibration file certifies for it. Short for ``"quality:0.95"``.
             generation_config: as in transformers. By default answers follow the target's own law: of the model's
@@ -356,7 +390,7 @@ class FuzzyDecoder:
             pad, eos = (overrides.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id"))
             closing = frozenset(id_list("eos_token_id", eos))
             padding = pad if isinstance(pad, int) and pad not in closing else None
-            ids = [self.encode(prompt, chat) for prompt in _as_list(prompts, padding)]
+            ids, sights = self._encode_all(prompts, padding, images, chat)
             if schema is not None and guide is not None:
                 raise FsdError("schema is short for a guide: give one of the two.")
             guide = guide if schema is None else Guide.json_schema(schema)
@@ -367,6 +401,8 @@ class FuzzyDecoder:
                 if isinstance(drafter, Drafter) and beams == 1:
                     drafter = ForcedDrafter(drafter, followed.forced, followed.vocab_size)
             request, config = prepare(self.target, ids, generation_config, overrides)
+            if any(sights):
+                request.sights = [sight for sight in sights for _ in range(len(request.prompts) // len(ids))]
             request.on_tokens, request.on_round, request.ends = on_tokens, on_round, ends
             request.cache_keys, request.callbacks = cache_keys, callbacks
             request.measure_log_likelihood, request.max_cache_bytes = measure_log_likelihood, max_cache_bytes

@@ -246,7 +246,10 @@ def decode_request(
         raise FsdError(f"drafter is a Drafter, got {type(drafter).__name__}: load_drafter loads one by name.")
     target, model = drafter.target or target, target.model
     if target.model is not model:
-        raise ModelLoadError("the drafter was made for another model object than the one that generates.")
+        raise ModelLoadError(
+            "the drafter was made for another model object than the one that generates: take "
+            "FuzzyDecoder.from_pretrained(model, head, tokenizer).drafter."
+        )
     if request.max_cache_bytes is not None and not is_whole(request.max_cache_bytes):
         raise FsdError(f"max_cache_bytes is a whole number of bytes, got {request.max_cache_bytes!r:.60}.")
     if config.do_sample and seed is None and target.is_sharded:

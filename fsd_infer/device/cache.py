@@ -109,6 +109,8 @@ class SlotCache(Cache):
         read: [B] length of each row's text when it was last read at once, on the device; None: unknown.
         window: slots that a forward attends to where the host does not know the lengths; the texts lie within.
         recurrent: the states of recurrent layers.
+        offsets: [B] what a token's rotary position exceeds its place in the text by (M-RoPE, after images), on the
+            device; None: places are positions.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class SlotCache(Cache):
         self.used = 0
         self.positions: Tensor | None = None
         self.read: Tensor | None = None
+        self.offsets: Tensor | None = None
         self.text: tuple[Tensor, Tensor] | None = None  # lengths [B] and sees [B, M, E], if a caller says them
         self.window = slots
         self._pools: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
@@ -159,7 +162,12 @@ class SlotCache(Cache):
         row.parent = self, index
         row.recurrent = self.recurrent.row(index)
         row.read = None if self.read is None else self.read[index : index + 1]
+        row.offsets = None if self.offsets is None else self.offsets[index : index + 1]
         return row
+
+    def rotary(self, positions: Tensor) -> Tensor:
+        """Return the rotary positions of tokens at these places in the text, [B, M]."""
+        return positions if self.offsets is None else positions + self.offsets[:, None]
 
     def saved(self, row: int, count: int) -> dict[Any, Tensor]:
         """Return copies of a row's first ``count`` keys and values, and of its states, for :meth:`restore`."""
@@ -257,7 +265,9 @@ class SlotCache(Cache):
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
         self.batch = rows.shape[0]
         self.recurrent.select(rows)
-        self.read = None if self.read is None else self.read.index_select(0, to_device(rows, self.read.device))
+        for name in ("read", "offsets"):
+            if (of_rows := getattr(self, name)) is not None:
+                setattr(self, name, of_rows.index_select(0, to_device(rows, of_rows.device)))
         for key, pool in self._pools.items():
             for place, row in enumerate(rows.tolist()):
                 if place != row:

@@ -23,18 +23,20 @@ draws are independent of all that. So, given the past, a round emits by the rule
 so does the whole text. Timing can change *which* draws give which token. A request with a seed therefore reads no clock
 and learns nothing, and its answer repeats.
 
-**Chains sampled from q** (a small LM at temperature > 0) are chosen in length only. Whether a draft x is drawn depends
-on the drafts before it, on the draws of other rows and on the past. It never depends on x, and every drawn draft is
-verified. So, given the context and all earlier draws, one of two cases holds. Either x ~ q, and the rule's test of x
-gives its law. Or no x is drawn, and the target's own token has the same law. Hence the mixture has it too. Dropping
-drafts with a small q(x) would break this: the test would see likely x only, and the law would shift towards them.
+**Chains drawn from q** (``exact:block=true``) are chosen in length only. Whether a draft x is drawn depends on the
+drafts before it, on the draws of other rows and on the past. It never depends on x, and every drawn draft is verified.
+So, given the context and all earlier draws, one of two cases holds. Either x ~ q, and the rule's test of x gives its
+law. Or no x is drawn, and the target's own token has the same law. Hence the mixture has it too. Dropping drafts with a
+small q(x) would break this: the test would see likely x only, and the law would shift towards them. Trees with drawn
+nodes keep to the same principle (:mod:`fsd_infer.drafters.drawing`).
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
@@ -49,7 +51,6 @@ from fsd_infer.tree import DraftTree
 RATE_MEMORY, GAIN_MEMORY = 20, 15  # rounds of a text
 UNLIKELY = 0.01  # chance of acceptance below which a draft is ignored
 TRIALS, LEAST_TRIALS = 12, 4  # first rounds of one row, and of any batch; every other one drafts unconditionally
-ATTEMPT, ATTEMPTS_SHARE = 2, 0.03  # rounds of an attempt after a pause; share of tokens that attempts may cost
 AHEAD = 3  # depths that the decision to go on looks ahead
 MOST_TOGETHER = 160  # nodes of all trees in a batch
 RECENT, USUAL = 5, 8  # trees whose median size is typical, and the size before any
@@ -117,6 +118,8 @@ class AutoTree:
         self.batch = batch
         self.depths = self.expanded = 0
         self._resumed = self._is_trial = self._ignored = False
+        self._asks: bool | None = None  # grafted drafters
+        self._side_seconds = 0.0
         self._expected_rows = [float(batch)]  # at the expanded nodes of each depth
         self._chances: list[float] = []  # of all drafts of all rows, falling
         self._frontier = [[1.0] for _ in range(batch)]  # chances of each row's nodes that may be expanded next
@@ -131,13 +134,23 @@ class AutoTree:
     @property
     def paused(self) -> bool:
         """Whether the last round had no drafts. The next one rarely has any either."""
-        return self.known.pause > 0
+        return self.known.pause.rounds > 0
+
+    def asks_side(self) -> bool:
+        """Return whether this round asks grafted drafters: they may cost more than their drafts gain."""
+        if self._asks is None:
+            self._asks = not self.learns or self.known.side.asks(self.rate.value)
+        return self._asks
+
+    @contextmanager
+    def timing_side(self) -> Iterator[None]:
+        """Count the time of this block as the grafted drafter's."""
+        began = self.memory.clock() if self.learns else 0.0
+        yield
+        self._side_seconds += self.memory.clock() - began if self.learns else 0.0
 
     def expands_root(self) -> bool:
-        """Return whether this round drafts. Trial rounds always do, and so do attempts after a pause.
-
-        A pause is long enough for an attempt to cost no more than ATTEMPTS_SHARE of the pause's tokens.
-        """
+        """Return whether this round drafts. Trial rounds always do, and so do attempts after a pause."""
         known, loss = self.known, self._loss()
         in_trials = known.trials < max(TRIALS // self.batch, LEAST_TRIALS)
         if in_trials:
@@ -145,15 +158,11 @@ class AutoTree:
             self._is_trial = known.trials % 2 == 1
             drafts = self._is_trial or loss <= 0.0
         else:
-            drafts = ATTEMPT * loss <= ATTEMPTS_SHARE * known.pause * self.batch or 0 < known.attempt < ATTEMPT
+            drafts = known.pause.allows(loss, self.batch)
         if drafts:
-            self._resumed = known.pause > 0  # the drafter first reads the text of the pause
-            known.attempt = 0 if loss <= 0.0 else known.attempt + 1
-            known.pause = 0
+            self._resumed = known.pause.rounds > 0  # the drafter first reads the text of the pause
             self.count_depth(1)
-        else:
-            known.attempt = 0
-            known.pause += not in_trials
+        known.pause.note(drafts, loss, counts=not in_trials)
         return drafts
 
     def _loss(self) -> float:
@@ -397,8 +406,14 @@ class AutoTree:
                 self.known.accept_rate.learn(went_on, reached)
                 if depth:
                     self.known.reach_ratio.learn(reached, expected)
+        grafted = right = 0
         for steps, way, count in zip(self._steps, path, accepted):
+            on_path = set(way[1 : count + 1])
+            grafted += sum(step.kind is Kind.GRAFTED for step in steps)
+            right += sum(step.kind is Kind.GRAFTED and node in on_path for node, step in enumerate(steps))
             depth_of = dict(zip(way[: count + 1], range(count + 1)))  # of the nodes on the accepted path
             for node, step in enumerate(steps[1:], 1):
                 if step.parent in depth_of:
                     curve.learn(step.log_q, depth_of[step.parent] + 1, step.first, step.kind, node in depth_of)
+        if self._asks and costs.pace is not None:
+            self.known.side.learn(self._side_seconds, nodes, grafted, right)

@@ -42,6 +42,7 @@ class DraftRequest:
         longest: tokens of the longest text at its end, as far as the request limits it.
         draws: which drafts of heads and small LMs are drawn from q.
         generator: random generator of drawn drafts; None: torch's global one.
+        temperature: of the request; 0 if it is greedy.
         seeded: whether the request has a generator of its own, so that its answer comes again.
         device: of the target. Trees are returned there.
         tilt: nats that the rule's law gives for an accepted draft, on average; 0 for laws that favour no draft.
@@ -63,6 +64,7 @@ class DraftRequest:
     draws: Draws = Draws.NONE
     longest: int = 0
     seeded: bool = False
+    temperature: float = 0.0
 
 
 class DraftSession(ABC):

@@ -12,23 +12,76 @@ emitted by the same draw from (p - q_r)+ as one that is.
 
 **Which contexts draw.** A node is worth verifying if its chance of being accepted reaches ``least``. Let ρ be the share
 of q_r that the target accepts. Measured with the shipped head, ρ hardly depends on C and grows with the largest q, as
-about 0.2 + 0.75·max q. A likely token c in C is accepted with probability p(c), about q(c). Left to the draw, it would
-add ρ·q(c). So it is fixed if (1 - ρ)·q(c), times the chance to get there, reaches ``least``. The context draws if ρ
-times the rest of q does. Where the drafter is sure, one drawn child is enough.
+about 0.2 + 0.75·max q. A likely token c in C is accepted with probability p(c), about κ·q(c). Left to the draw, it
+would add ρ·q(c). So it is fixed if (κ - ρ)·q(c), times the chance to get there, reaches ``least``. The context draws if
+ρ times the rest of q does. Where the drafter is sure, one drawn child is enough. κ = 1 and the scale of ρ are where
+:class:`Shares` begins. It learns both by temperature and depth, from what earlier rounds accepted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fsd_core import functional
+from fsd_infer.tree import DraftTree
 
-UNSURE, SURE = 0.2, 0.95  # ρ where the largest q is 0 and 1
+UNSURE, SURE = 0.2, 0.95  # ρ where the largest q is 0 and 1, before anything is learned
 LEAST_REST = 1e-3  # a smaller rest of q is rounding
+MEMORY = 60.0  # expected acceptances after which what was learned has faded to 1/e, and the weight of the beginning
+
+
+class Shares:
+    """Accepted drafts per expected one, of likely and of drawn drafts, at roots and below: [2, 2].
+
+    All are 1 at first. Only the past decides, so draws are independent of it.
+    """
+
+    def __init__(self) -> None:
+        self._accepted = [[MEMORY, MEMORY], [MEMORY, MEMORY]]
+        self._expected = [[MEMORY, MEMORY], [MEMORY, MEMORY]]
+
+    def of(self, drawn: bool, depth: int) -> float:
+        """Return the ratio for children of contexts at a depth, 0 at roots."""
+        below = depth > 0
+        return self._accepted[drawn][below] / self._expected[drawn][below]
+
+    def learn(self, sums: Sequence[float]) -> None:
+        """Learn from sums over the contexts that a round reached, as :func:`accepted_drafts` gives them."""
+        for place in range(4):
+            drawn, below = divmod(place, 2)
+            accepted, expected = sums[2 * place : 2 * place + 2]
+            expected /= self.of(drawn > 0, below) if drawn else 1.0  # drafted with the ratio applied
+            kept = 1.0 - expected / MEMORY if expected < MEMORY else 0.0
+            self._accepted[drawn][below] = self._accepted[drawn][below] * kept + accepted
+            self._expected[drawn][below] = self._expected[drawn][below] * kept + expected
+
+
+def accepted_drafts(tree: DraftTree, path: Tensor, accepted: Tensor) -> Tensor:
+    """Return the accepted and the expected drafts of the first drafter below reached contexts: [B, 8].
+
+    The columns are likely ones at roots, likely ones below, then drawn ones; of each the accepted, then the expected.
+
+    Args:
+        tree: that was verified.
+        path: [B, D+1] the accepted path, padded with its last node.
+        accepted: [B] its drafts, -1 in rows that are finished.
+    """
+    reached = torch.zeros_like(tree.is_draft).scatter(1, path, True) & (accepted >= 0)[:, None]
+    chance = (tree.scores - tree.scores.gather(1, tree.parents)).exp()
+    counts = tree.is_draft & reached.gather(1, tree.parents)
+    if tree.proposers is not None:
+        counts = counts & (tree.proposers == 0)
+    drawn = torch.zeros_like(counts) if tree.drawn is None else tree.drawn
+    sums = []
+    for kind in (~drawn, drawn):
+        for depth in (tree.depths == 1, tree.depths > 1):
+            mine = counts & kind & depth
+            sums += [(mine & reached).sum(1).float(), chance.masked_fill(~mine, 0.0).sum(1)]
+    return torch.stack(sums, 1)
 
 
 class Drawing:
@@ -39,16 +92,25 @@ class Drawing:
         generator: of the draws; None: torch's global one.
         nodes: drafts that each tree may have.
         least: the least chance of acceptance at which a node is worth verifying.
+        shares: learned ratios; None: 1.
 
     Attributes:
         scores: [B, E, Vd] of each depth, the distributions from which children are drawn.
+        fixed: [B, E, w] of each depth, the entries of the fixed children; -1: none.
     """
 
     def __init__(
-        self, process: Callable[[Tensor], Tensor] | None, generator: torch.Generator | None, nodes: int, least: float
+        self,
+        process: Callable[[Tensor], Tensor] | None,
+        generator: torch.Generator | None,
+        nodes: int,
+        least: float,
+        shares: Shares | None = None,
     ) -> None:
+        self.shares = shares or Shares()
         self.process, self.generator, self.left, self.least = process, generator, nodes, math.log(least)
         self.scores: list[Tensor] = []
+        self.fixed: list[Tensor] = []
         self._reserved: Tensor | None = None  # [B, n] expanded nodes that will be verified
         self._left: Tensor | None = None  # [B] places that are not reserved
 
@@ -68,14 +130,16 @@ class Drawing:
         logits = logits.float()
         scores = logits if self.process is None else self.process(logits)
         log_q, entries = functional.topk_logprobs(scores, width)
-        ratio = UNSURE + (SURE - UNSURE) * log_q[..., :1].exp()
-        fixed = reach[..., None] + log_q + (1.0 - ratio).log() >= self.least
+        likely, drawn_share = (self.shares.of(kind, len(self.scores)) for kind in (False, True))
+        ratio = (drawn_share * (UNSURE + (SURE - UNSURE) * log_q[..., :1].exp())).clamp_max(SURE)
+        fixed = reach[..., None] + log_q + (likely - ratio).clamp_min(0.0).log() >= self.least
         fixed[..., -1] = False  # the place of the drawn child
         rest = (1.0 - (log_q.exp() * fixed).sum(-1)).clamp_min(0.0)
         passes = (ratio[..., 0] * rest).log()
         draws = self._reserve((reach + passes >= self.least) & (rest > LEAST_REST), sees)
         outside = scores.scatter(-1, entries, scores.gather(-1, entries).masked_fill(fixed, -math.inf))
         self.scores.append(outside)
+        self.fixed.append(entries.masked_fill(~fixed, -1))
         drawn = torch.zeros_like(fixed)
         drawn[..., -1] = draws
         entries = torch.where(drawn, self._drawn(outside, draws)[..., None], entries)

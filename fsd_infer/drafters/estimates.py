@@ -32,6 +32,8 @@ BINS, LEAST = 20, -6.0  # of the calibration curve, equal in √(-ln q) down to 
 STARTING = 0.05  # fixed cost of a small LM's forward, in forwards of the target
 TEXT_MEMORY, BIN_MEMORY = 40, 200  # drafts
 DEPTH_MEMORY, LONG_MEMORY = 40, 50  # rounds
+SIDE_MEMORY, SIDE_TRIALS = 15, 4  # rounds, and the first ones, in which a grafted drafter is asked in any case
+ATTEMPT, ATTEMPTS_SHARE = 2, 0.03  # rounds of an attempt after a pause; share of tokens that attempts may cost
 
 
 @dataclass(frozen=True)
@@ -329,6 +331,58 @@ class LawKind(NamedTuple):
     sampled: bool = False
 
 
+class Pause:
+    """Leaves out what does not pay, and attempts it again after a while.
+
+    A pause is long enough for an attempt to cost no more than ATTEMPTS_SHARE of the pause's tokens.
+
+    Attributes:
+        rounds: of the present pause; 0 if there is none.
+        attempt: rounds of the present attempt although it did not pay.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = self.attempt = 0
+
+    def allows(self, loss: float, batch: int) -> bool:
+        """Return whether a round goes on or attempts again. ``loss``: tokens that it is expected to lose by that."""
+        return ATTEMPT * loss <= ATTEMPTS_SHARE * self.rounds * batch or 0 < self.attempt < ATTEMPT
+
+    def note(self, went: bool, loss: float, counts: bool = True) -> None:
+        """Note whether the round did so. ``counts``: whether a round that did not is one of a pause."""
+        self.attempt = self.attempt + 1 if went and loss > 0.0 else 0
+        self.rounds = 0 if went else self.rounds + counts
+
+
+class SideWorth:
+    """Whether it pays to ask a grafted drafter: the tokens of its drafts against its time and their verification."""
+
+    def __init__(self, costs: Costs, batch: int) -> None:
+        self.costs, self.batch, self.pause, self.trials = costs, batch, Pause(), 0
+        self.gain, self.cost = Rate(0.2 * batch, 1.0, SIDE_MEMORY), Rate(0.02, 1.0, SIDE_MEMORY)
+
+    def asks(self, rate: float) -> bool:
+        """Return whether to ask it in this round. ``rate``: tokens per forward over a single token."""
+        loss = rate * self.cost.value - self.gain.value
+        asked = self.trials < SIDE_TRIALS or self.pause.allows(loss, self.batch)
+        self.trials += 1
+        self.pause.note(asked, loss)
+        return asked
+
+    def learn(self, seconds: float, nodes: int, grafted: int, accepted: int) -> None:
+        """Learn from a round in which it was asked.
+
+        Args:
+            seconds: of its drafting and of merging its drafts.
+            nodes: verified nodes of all rows.
+            grafted: its own among them.
+            accepted: those that were accepted.
+        """
+        self.gain.learn(accepted, 1.0)
+        verifying = self.costs.forward(nodes) - self.costs.forward(nodes - grafted)
+        self.cost.learn(verifying + seconds / (self.costs.pace or 1.0), 1.0)
+
+
 class Knowledge:
     """Estimates for one law and one batch size.
 
@@ -342,8 +396,8 @@ class Knowledge:
             share of a row's tokens that other drafters miss.
         draft_cost: of a round that drafts.
         trials: rounds of the trial phase so far.
-        pause: rounds since the last drafted one.
-        attempt: rounds of the present attempt to draft although drafts did not pay.
+        pause: of drafting.
+        side: whether grafted drafters pay.
     """
 
     def __init__(self, costs: Costs, batch: int, law: LawKind) -> None:
@@ -353,7 +407,7 @@ class Knowledge:
         self.accept_rate = Rate(0.6, 1.0, DEPTH_MEMORY)
         self.gain = Rate(1.0, 1.0, DEPTH_MEMORY)
         self.draft_cost = Rate(costs.drafting(2, 2 * batch), 1.0, DEPTH_MEMORY)
-        self.trials = self.pause = self.attempt = 0
+        self.trials, self.pause, self.side = 0, Pause(), SideWorth(costs, batch)
 
 
 class AutoMemory:

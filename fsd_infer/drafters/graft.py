@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -112,18 +113,23 @@ class GraftedSession(DraftSession):
         self.parts = [self.main, self.side]
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter, side = self.drafter, self.side.draft(roots)
-        if self.auto is not None and not side.sampled:
-            self.auto.cover(side)
+        drafter, auto = self.drafter, self.auto
+        if auto is not None and not auto.asks_side():
+            return self.main.draft(roots)
+        with nullcontext() if auto is None else auto.timing_side():
+            side = self.side.draft(roots)
+        if auto is not None and not side.sampled:
+            auto.cover(side)
         main = self.main.draft(roots)
         for tree, part in ((main, drafter.main), (side, drafter.side)):
             if tree.sampled and tree.drawn is None:
                 _warn_sampled(part.name)
                 return main
-        union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
-        union.levels = drafter.max_depth
-        if self.auto is not None:
-            return kept_of(union, main, self.auto.keep(union))
+        with nullcontext() if auto is None else auto.timing_side():
+            union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
+            union.levels = drafter.max_depth
+        if auto is not None:
+            return kept_of(union, main, auto.keep(union))
         nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes, union.held)
         nodes = nodes[:, : 1 + functional.upper_bound(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return kept_of(union, main, nodes)

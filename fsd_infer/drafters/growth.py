@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,12 +26,15 @@ from fsd_core import functional
 from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
-from fsd_infer.drafters.drawing import ChainDrawing, Drawing
+from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.estimates import Prior, prior_for
 from fsd_infer.drafters.shape import LARGEST, TreeShape, default_shape
 from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
+
+if TYPE_CHECKING:
+    from fsd_infer.rules.verification import Verdict
 
 
 class TreeDrafter(Drafter):
@@ -55,6 +58,7 @@ class TreeDrafter(Drafter):
     def __init__(self, target: Target, model: CachedModel, vocabulary: int, shape: TreeShape | None) -> None:
         self.target, self.model, self.vocabulary = target, model, vocabulary
         self.by_default = shape is None
+        self.shares: dict[Hashable, Shares] = {}  # by law and temperature
         self.shape = self._within(shape or default_shape(target.device))
 
     def _within(self, shape: TreeShape) -> TreeShape:
@@ -121,6 +125,8 @@ class TreeSession(DraftSession):
         reads_scores: whether the host reads every depth's scores to choose which nodes to expand.
     """
 
+    _shares: Shares | None = None  # what the draws of earlier rounds have taught
+
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, drafter.shape, drafter.model.device
         self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.slots))
@@ -132,6 +138,10 @@ class TreeSession(DraftSession):
             self.width, self.reads_scores = 1, self.auto is not None
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
+        if request.draws is Draws.TREE and (self.auto is not None or self.device.type == "cpu"):  # else recorded
+            key = round(10 * request.temperature), round(4 * min(request.tilt, 4.0))
+            learns = not request.seeded if self.auto is None else self.auto.learns
+            self._shares = drafter.shares.setdefault(key, Shares()) if learns else Shares()
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     @property
@@ -160,7 +170,18 @@ class TreeSession(DraftSession):
             return ChainDrawing(self.request.process, self.request.generator)
         nodes = self.shape.max_nodes if self.auto is None else self.auto.most
         least = 1.0 / (2 * nodes) if self.auto is None else self.auto.least_chance
-        return Drawing(self.request.process, self.request.generator, nodes - 1, least)
+        return Drawing(self.request.process, self.request.generator, nodes - 1, least, self._shares)
+
+    @property
+    def fact_count(self) -> int:
+        return 0 if self._shares is None else 1
+
+    def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
+        return [] if self._shares is None else [accepted_drafts(tree, verdict.path, verdict.accepted)]
+
+    def learn(self, facts: Sequence[Tensor], verdict: Verdict) -> None:
+        if self._shares is not None:
+            self._shares.learn(facts[0].sum(0).tolist())
 
     @abstractmethod
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
@@ -247,7 +268,8 @@ class TreeSession(DraftSession):
         )
         if self._drawing is not None:
             tree.q_scores = torch.cat(self._drawing.scores, 1)
-            tree.drawn = None if self.request.draws is Draws.CHAIN else torch.cat(drawn, 1)
+            if isinstance(self._drawing, Drawing):
+                tree.drawn, tree.fixed = torch.cat(drawn, 1), torch.cat(self._drawing.fixed, 1)
         return tree
 
     def _frontier(self, log_q: Tensor, sums: Tensor, drawn: Tensor | None) -> Tensor | None:

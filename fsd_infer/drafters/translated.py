@@ -53,7 +53,9 @@ class TranslatedDrafter(LMDrafter):
     """A small LM of another vocabulary. Its distributions are over the shared tokens.
 
     Args:
-        model, target, shape: as of :class:`LMDrafter`. Both models have tokenizers.
+        model: as of :class:`LMDrafter`, with a tokenizer.
+        target: as of :class:`LMDrafter`, with a tokenizer.
+        shape: as of :class:`LMDrafter`.
 
     Raises:
         VocabularyMismatchError: hardly any token is shared.

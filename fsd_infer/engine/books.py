@@ -32,13 +32,13 @@ class Books:
         records: of all answers.
         prompts: [B] of the request, and of rows that fill a bucket.
         prefixes: what the prefix cache knows of the prompts.
+        named_prompts: as it knows them.
         lags: whether the host reads a round after it has launched the next one. Otherwise somebody needs it earlier.
     """
 
     def __init__(self, target: Target, request: Request, limits: Sequence[int]) -> None:
         self.request, self.records = request, [RowRecord() for _ in request.prompts]
-        self.prompts = request.prompts
-        kept = target.prefixes
+        self.prompts, kept = request.prompts, target.prefixes
         if kept is not None and request.generator is not None:
             kept = None  # a seeded answer comes again, to its last bit
         self.prefixes = PrefixSession(kept, target.captured_layers, request.cache_keys, target.angles.fixed)
@@ -46,7 +46,8 @@ class Books:
         self.callbacks: list[Callback] = [
             Stopping(request, self.records, limits), self.timer, Recorder(self.records, self.timer), Streaming(request)
         ]  # fmt: skip
-        self.callbacks += [] if kept is None else [Prefixes(self.prefixes, request.prompts)]
+        self.named_prompts = request.prompts if kept is None else request.named_prompts
+        self.callbacks += [] if kept is None else [Prefixes(self.prefixes, self.named_prompts)]
 
     def begin(self, state: DecodeState, drafter: Drafter, cache_bytes: int) -> None:
         """Take the state of the batch, and tell the callbacks."""

@@ -158,6 +158,9 @@ class TreeUpdate(Callback):
     def on_round(self, report: RoundReport) -> None:
         verdict, going = report.verdict, len(report.rows) - len(report.ended)
         if going:
+            goes_on = [report.emissions[row] for row in report.rows if row not in report.ended]
+            if any(row[-1].proposer >= 0 for row in goes_on):  # cut (:meth:`.Verdict.cut`), so no draft was refused
+                self.auto.ignore()
             self.auto.end(verdict.path.tolist(), verdict.accepted.tolist(), going)
 
 

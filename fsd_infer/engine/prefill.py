@@ -17,13 +17,15 @@ from fsd_infer.engine.capture import Recorded, bucket, signature
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
-from fsd_infer.request.processors import TreeProcessors
-from fsd_infer.request.prompts import check_prompts, read_prompts, read_text
+from fsd_infer.request.processors import TreeProcessors, temperature_of
+from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts, read_text
 from fsd_infer.rules import Rule, Texts
 from fsd_infer.rules.base import nats_of
 from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
+
+COLD = 0.5  # a temperature below which drawn nodes gain nothing over likely tokens, and take time
 
 
 def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> Books:
@@ -33,6 +35,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     if len(rules) != count:
         raise FsdError(f"{len(rules)} rules for {count} prompts: give one rule, or one per prompt.")
     limits = check_prompts(target, prompts, request.max_new_tokens)
+    check_sights(target, request.sights)
     processors, books = TreeProcessors(request.processors, count), Books(target, request, limits)
     markers, marks = markers_of(rules, target.tokenizer), ends_of(rules, target.tokenizer, device)
     tilt = sum(rule.tilt(request.greedy) for rule in rules) / count
@@ -53,13 +56,15 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     cache_bytes = target.cache_bytes(rows, capacity) + drafter.cache_bytes(rows, reach)
     held = target.held_bytes + drafter.held_bytes
     check_caches(cache_bytes, rows, capacity, device, request.max_cache_bytes, held)
-    draws = _draws(drafter, rules, request.greedy)
+    temperature = 0.0 if request.greedy else temperature_of(request.processors)
+    draws = _draws(drafter, rules, temperature)
     auto = _auto_tree(target, drafter, rules, request, tilt, draws)
     drafted = DraftRequest(
         rows, reach, request.greedy, processors.of_drafts if processors else None, generator, device, tilt,
         auto, keys, draws=draws,
         seeded=request.generator is not None,
         longest=longest,
+        temperature=temperature,
     )  # fmt: skip
     state = DecodeState(
         target=target,
@@ -97,13 +102,16 @@ def _recorded(target: Target, drafter: Drafter, processors: TreeProcessors) -> R
     return Recorded.of(target)
 
 
-def _draws(drafter: Drafter, rules: Sequence[Rule], greedy: bool) -> Draws:
+def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
     """Return which drafts of a request are drawn: what all its rules take."""
     wanted = {rule.draws for rule in rules}
     charged = drafter.keeps_texts and any(getattr(rule, "novel", 0) for rule in rules)
-    if greedy or Draws.NONE in wanted or charged:  # copies of remembered texts are looked up for likely drafts only
+    # copies of remembered texts are looked up for likely drafts only
+    if not temperature or Draws.NONE in wanted or charged:
         return Draws.NONE
-    return Draws.CHAIN if Draws.CHAIN in wanted else Draws.TREE
+    if Draws.CHAIN in wanted:
+        return Draws.CHAIN
+    return Draws.TREE if temperature >= COLD else Draws.NONE
 
 
 def _auto_tree(
@@ -136,9 +144,10 @@ def read_again(state: DecodeState, books: Books) -> None:
 
 def prefill(state: DecodeState, books: Books) -> RoundTensors:
     """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
-    prompts, real = books.prompts, books.request.prompts
+    prompts, request = books.prompts, books.request
     tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
-    features, logits = read_prompts(state.target, state.cache, tokens, lengths, books.prefixes.known(real))
+    known = books.prefixes.known(books.named_prompts)
+    features, logits = read_prompts(state.target, state.cache, tokens, lengths, known, request.sights)
     made = accept(state, DraftTree.root_only(state.roots, logits.shape[-1]), logits, features[:, :1])
     # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token
     tokens = to_device(tokens, state.device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from fsd_infer.rules.verification import Emission
+from fsd_infer.targets.sight import Sight
 
 if TYPE_CHECKING:
     from fsd_infer.engine.callback import Callback
@@ -82,6 +83,7 @@ class Request:
             stops.
         ends: called with (row, token) for each token of an answer, before the round's other callbacks. It returns why
             the answer ends with this token, "stop" or "length", or None.
+        sights: per prompt its images, or None; None: no prompt has any.
         padded_prompts: the prompts for processors and criteria, left-padded; None: without padding.
         measure_log_likelihood: record the target's log-probability of each emitted token.
         cache_keys: per prompt, its key in the prefix cache; None: one key for all.
@@ -99,11 +101,18 @@ class Request:
     on_round: Callable[[int, Round], object] | None = None
     on_tokens: Callable[[int, list[int]], object] | None = None
     ends: Callable[[int, int], str | None] | None = None
+    sights: Sequence[Sight | None] | None = None
     padded_prompts: list[list[int]] | None = None
     measure_log_likelihood: bool = False
     cache_keys: Sequence[str] | None = None
     max_cache_bytes: int | None = None
     callbacks: Sequence[Callback] = ()
+
+    @property
+    def named_prompts(self) -> list[list[int]]:
+        """The prompts for the prefix cache, which tells their images apart."""
+        sights = self.sights or [None] * len(self.prompts)
+        return [prompt if sight is None else sight.named(prompt) for prompt, sight in zip(self.prompts, sights)]
 
     @property
     def texts(self) -> list[list[int]]:

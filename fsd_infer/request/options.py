@@ -193,7 +193,7 @@ def split_options(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     for name in overrides.keys() - known:
         if name in _INSTEAD:
             raise refusal(name, overrides[name])
-        hint = did_you_mean(name, known)
+        hint = did_you_mean(name, known | {"rule", "drafter", "seed", "streamer", "callbacks", "chat"})
         raise FsdError(f"unknown option {name!r}.{hint} Options are those of transformers' GenerationConfig.")
     others = {name: overrides.get(name) for name in _ARGUMENTS}
     for name in _LISTS:

@@ -44,6 +44,11 @@ _OF_TEXT = frozenset(
 )
 
 
+def temperature_of(processors: LogitsProcessorList | None) -> float:
+    """Return the temperature among the processors; 1 if there is none."""
+    return next((float(each.temperature) for each in processors or [] if hasattr(each, "temperature")), 1.0)
+
+
 class TreeProcessors:
     """Applies a ``LogitsProcessorList`` to trees.
 

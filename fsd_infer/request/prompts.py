@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from fsd_core.errors import ContextLengthError, FsdError
 from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.targets.prefixes import Prefix
+from fsd_infer.targets.sight import Sight, positions_of, read_seen, set_offset
 from fsd_infer.targets.target import Target
 
 PREFILL_CHUNK = 512
@@ -63,8 +65,22 @@ def check_prompts(
     return [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
 
 
+def check_sights(target: Target, sights: Sequence[Sight | None] | None) -> None:
+    """Raise FsdError for images in a text that this target may read a second time, without its images."""
+    if target.reads_again is not None and any(sights or ()):
+        raise FsdError(
+            f"{target.name} reads a text again when it has {target.reads_again} tokens (LongRoPE), which is not done "
+            "with images: leave them out, or use another target."
+        )
+
+
 def read_prompts(
-    target: Target, cache: SlotCache, tokens: Tensor, lengths: Tensor, known: Sequence[Prefix | None] | None = None
+    target: Target,
+    cache: SlotCache,
+    tokens: Tensor,
+    lengths: Tensor,
+    known: Sequence[Prefix | None] | None = None,
+    sights: Sequence[Sight | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Fill the cache's first slots with prompts, slot = position.
 
@@ -74,15 +90,23 @@ def read_prompts(
         tokens: [B, M] ids of the prompts, right-padded, on the CPU.
         lengths: [B] lengths of the prompts in tokens, on the CPU.
         known: per prompt a prefix that the target has read before, or None.
+        sights: per prompt its images, or None.
 
     Returns:
         Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
     """
-    known = [*(known or []), *[None] * (len(tokens) - len(known or []))]  # a bucket's rows may exceed the prompts
+    known, sights = _per_row(known, len(tokens)), _per_row(sights, len(tokens))
     cache.read = to_device(lengths, target.device)
-    if any(known) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
+    if target.places_images:
+        cache.offsets = torch.zeros_like(cache.read) if cache.offsets is None else cache.offsets.zero_()
+    if any(known) or any(sights) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
-        read = [read_text(target, cache.row(row), prompt, known[row]) for row, prompt in enumerate(prompts)]
+        read = [
+            read_text(target, cache.row(row), prompt, known[row])
+            if (sight := sights[row]) is None
+            else _read_with_images(target, cache.row(row), prompt, sight, known[row])
+            for row, prompt in enumerate(prompts)
+        ]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
         return torch.cat(padded), torch.cat([logits for _, logits in read])
     features, logits = read_text(target, cache, to_device(tokens, target.device), lengths=cache.read)
@@ -91,6 +115,21 @@ def read_prompts(
         last = at_nodes(features, to_device(lengths - 1, target.device)[:, None])
         logits = target.lm_logits(target.features_of(last))
     return features, logits
+
+
+def _per_row(given: Sequence[Any] | None, rows: int) -> list[Any]:
+    """Return the values of the prompts, and None for the rows of a bucket beyond them."""
+    return [*(given or []), *[None] * (rows - len(given or []))]
+
+
+def _read_with_images(
+    target: Target, cache: SlotCache, tokens: Tensor, sight: Sight, known: Prefix | None
+) -> tuple[Tensor, Tensor]:
+    """Read a prompt [1, P] that begins with all of its images, if a kept prefix has them, else with their pixels."""
+    if known is None or len(known.tokens) < sight.ends(tokens[0].tolist()):
+        return read_seen(target, cache, tokens, sight)
+    set_offset(cache, positions_of(target.model, tokens, sight))
+    return read_text(target, cache, tokens, known)
 
 
 def read_text(

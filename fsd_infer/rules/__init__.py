@@ -13,7 +13,8 @@ docs/extending.md.
 """
 
 from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules
-from fsd_infer.rules.evidence import Contexts, Evidence
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.exact import Exact
 from fsd_infer.rules.fuzzy import DraftOnly, Fuzzy, FuzzyStrict, RandomGate
 from fsd_infer.rules.laws import AcceptanceTest, Law

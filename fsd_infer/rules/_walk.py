@@ -19,7 +19,8 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.divergence import divergence
 from fsd_core.tensors import draw, wide
-from fsd_infer.rules.evidence import Contexts, Evidence
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law, lifted
 from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
 
@@ -54,7 +55,8 @@ class _Walk:
         cost: nats of the rule's law at each context; None if all rules have the target's law.
         applies: contexts with a law other than the target's.
         opened: at temperature 0, the token of a dense law.
-        slot: above temperature 0, the row of ``dense`` [·, V] with the context's law r; -1 if there is none.
+        dense: above temperature 0, contexts with their laws r, [·, V] or lumped.
+        slot: the row of ``dense``, of all together, with the context's law; -1 if there is none.
     """
 
     def __init__(self, evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor | None) -> None:
@@ -63,7 +65,7 @@ class _Walk:
         self.unfit = evidence.unfit(self.reads_q)
         self.left = left
         self.laws: list[tuple[Law, Tensor | bool]] = []
-        self.dense: list[Tensor] = []
+        self.dense: list[tuple[Contexts, Tensor]] = []
         self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
@@ -111,6 +113,7 @@ class _Walk:
             at = at.those(wanted)
         if not len(at.rows):
             return
+        at = at.lumped() if law.lumpable else at
         log_r, where = law.log_r(at), (at.rows, at.nodes)
         slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(len(log_r), device=self.device))
         slot = slot if holds is None else slot.masked_fill(~holds, -1)
@@ -123,13 +126,13 @@ class _Walk:
             chance = self.tree.tokens == evidence.above(self.opened)
         else:
             r, cost = log_r.softmax(-1), functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
-            chance = r.flatten()[above.clamp_min(0) * r.shape[1] + self.tree.tokens].to(self.open.dtype)
+            chance = at.of_drafts(r, above.clamp_min(0)).to(self.open.dtype)
             if evidence.sampled:
                 residual = (r - at.proposal).clamp_min(0.0).sum(-1)
                 of_context = torch.zeros_like(chance).index_put(where, residual.to(chance.dtype))
                 chance = evidence.tested(chance, chance.log(), of_context)
-            self.slot = torch.where(slot >= 0, slot + sum(map(len, self.dense)), self.slot)
-            self.dense.append(r)
+            self.slot = torch.where(slot >= 0, slot + sum(len(each) for _, each in self.dense), self.slot)
+            self.dense.append((at, r))
         self.open = torch.where((above >= 0) & evidence.tree.is_draft, chance, self.open)
         assert self.cost is not None
         cost = torch.zeros_like(self.cost).index_put(where, cost.to(self.cost.dtype))
@@ -217,10 +220,11 @@ class _Walk:
         """Return the weights [B, V] of the token after a path that ends at ``end`` [B, 1], above temperature 0."""
         evidence, tree, is_open = self.evidence, self.tree, pays.gather(1, end)
         at = Contexts(evidence, torch.arange(len(end), device=self.device), end[:, 0])
-        law = at.p
-        if self.dense:
-            slot, dense = self.slot.gather(1, end), torch.cat(self.dense) if len(self.dense) > 1 else self.dense[0]
-            law = torch.where(is_open & (slot >= 0), dense[slot[:, 0].clamp_min(0)], law)
+        law, slot = at.p, self.slot.gather(1, end) if self.dense else end
+        for contexts, dense in self.dense:
+            here = is_open & (slot >= 0) & (slot < len(dense))
+            law = torch.where(here, contexts.whole(dense, slot[:, 0].clamp(0, len(dense) - 1), at.p), law)
+            slot = slot - len(dense)
         weights = law
         if evidence.sampled:
             draws = at.of(evidence.draws)[:, None]

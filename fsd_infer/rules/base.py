@@ -131,8 +131,8 @@ class LossyRule(Rule):
         settle: emit the answer's first tokens, as many as this, from p: they decide what the answer will be.
         lead: emit the first tokens of each sentence and line, as many as this, from p: they decide what is said, and
             whether the answer ends; later ones mostly how it is said.
-        draw: above temperature 0, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). More drafts for fewer
-            nats; but on a CPU the dense laws that this takes cost more time than they win.
+        draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). More drafts for
+            fewer nats; but on a CPU the dense laws that this takes cost more time than they win.
     """
 
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)

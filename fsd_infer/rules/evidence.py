@@ -1,4 +1,4 @@
-"""The input of a rule: quantities per node [B, N], and distributions over the vocabulary [R, V] at R contexts."""
+"""The input of a rule: quantities per node [B, N]. :mod:`.contexts` has distributions over the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fsd_core import functional
 from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
-from fsd_infer.rules.texts import Texts, in_sentence, inside, known, known_tokens
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.texts import Texts, in_sentence, inside, known
 from fsd_infer.rules.verification import Verification
 
 
@@ -84,8 +85,17 @@ class Evidence:
     @cached_property
     def log_p_max(self) -> Tensor:
         """ln p of the target's likeliest token, at contexts with children."""
-        highest, _, total = functional.row_stats(self.round.scores, self.tree.inner)
+        highest, _, total = self._row_stats
         return highest - total
+
+    @cached_property
+    def log_total(self) -> Tensor:
+        """ln Σ e^scores at contexts with children: ln p is a score minus this."""
+        return self._row_stats[2]
+
+    @cached_property
+    def _row_stats(self) -> tuple[Tensor, Tensor, Tensor]:
+        return functional.row_stats(self.round.scores, self.tree.inner)
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -146,19 +156,24 @@ class Evidence:
     def log_q(self) -> Tensor:
         """ln q of each draft at its parent, if that has a q."""
         tree, row = self.tree, self.above(self.tree.q_index).clamp_min(0)
-        scores, entries = (tree.q_scores, self._entries) if self.sampled else (self.draft_scores, tree.tokens)
+        scores, entries = (tree.q_scores, self.entries) if self.sampled else (self.draft_scores, tree.tokens)
         assert scores is not None
         own = scores.flatten(1).gather(1, row * scores.shape[-1] + entries.clamp_min(0)).float()
         return (own - functional.row_stats(scores)[2].gather(1, row)).masked_fill(entries < 0, -math.inf)
 
-    @property
-    def _entries(self) -> Tensor:
+    @cached_property
+    def entries(self) -> Tensor:
         """Place of each node's token in the drafter's vocabulary; -1 if it is not there."""
-        ids, vocabulary = self.tree.draft_ids, self.round.logits.shape[-1]
+        return self.tree.tokens if self.places is None else self.places[self.tree.tokens]
+
+    @cached_property
+    def places(self) -> Tensor | None:
+        """[V] place of each token in the drafter's vocabulary, -1 for none; None if that is the target's."""
+        ids = self.tree.draft_ids
         if ids is None:
-            return self.tree.tokens
-        places = torch.full((vocabulary,), -1, device=ids.device)
-        return places.index_copy(0, ids.long(), torch.arange(len(ids), device=ids.device))[self.tree.tokens]
+            return None
+        places = torch.full((self.round.logits.shape[-1],), -1, device=ids.device)
+        return places.index_copy(0, ids.long(), torch.arange(len(ids), device=ids.device))
 
     @cached_property
     def chance(self) -> Tensor:
@@ -284,105 +299,3 @@ class Evidence:
         elif self.tree.parents.shape[1] > 1:
             wrong["the drafter's logits"] = self.tree.scores.isnan()
         return wrong
-
-
-class Contexts:
-    """Distributions over the vocabulary at R contexts, the argument of gates and dense laws; computed on first use.
-
-    Context r is node ``nodes[r]`` of the tree of batch row ``rows[r]``, [R] each.
-    """
-
-    def __init__(self, evidence: Evidence, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
-        self.evidence, self.rows, self.nodes = evidence, rows, nodes
-        self._whole = whole  # all nodes of all rows in order, so views replace copies
-
-    def those(self, wanted: Tensor) -> Contexts:
-        """The contexts that are ``wanted`` [R]; the same object for all of them. Syncs with the device."""
-        return self if bool(wanted.all()) else Contexts(self.evidence, self.rows[wanted], self.nodes[wanted])
-
-    def of(self, values: Tensor) -> Tensor:
-        """[B, N, ...] -> [R, ...]"""
-        return values.flatten(0, 1) if self._whole else values[self.rows, self.nodes]
-
-    def _of_drafter(self, values: Tensor) -> Tensor:
-        """[B, I, ...] -> [R, ...] in fp32."""
-        return values[self.rows, self.of(self.evidence.tree.q_index).clamp_min(0)].float()
-
-    @cached_property
-    def logits(self) -> Tensor:
-        """[R, V] the target's raw logits, fp32."""
-        return self.of(self.evidence.round.logits).float()
-
-    @cached_property
-    def scores(self) -> Tensor:
-        """[R, V] the logits after the request's processors: ln p up to a constant."""
-        round = self.evidence.round
-        return self.logits if round.scores is round.logits else self.of(round.scores).float()
-
-    @cached_property
-    def log_p(self) -> Tensor:
-        """[R, V]"""
-        return self.scores.log_softmax(-1)
-
-    @cached_property
-    def p(self) -> Tensor:
-        """[R, V]"""
-        return self.scores.softmax(-1)
-
-    @cached_property
-    def has_q(self) -> Tensor:
-        """[R] bool"""
-        return self.of(self.evidence.has_q)
-
-    @cached_property
-    def q_logits(self) -> Tensor:
-        """[R, Vd] the drafter's raw logits over its own vocabulary, valid where ``has_q``."""
-        return self._of_drafter(self.evidence.tree.q_logits)
-
-    @cached_property
-    def q_scores(self) -> Tensor:
-        """[R, V] ln q up to a constant, over the target's vocabulary; ln p where no q is known."""
-        tree = self.evidence.tree
-        if not tree.q_logits.shape[1]:
-            return self.scores
-        scores = self.evidence.draft_scores
-        q_scores = self.q_logits if scores is tree.q_logits else self._of_drafter(scores)
-        return torch.where(self.has_q[:, None], q_scores, self.scores)
-
-    @cached_property
-    def q(self) -> Tensor:
-        """[R, V]"""
-        return self.q_scores.softmax(-1)
-
-    @cached_property
-    def _drawn_scores(self) -> Tensor:
-        """[R, V] logits of the distributions from which children are drawn, where a q is known."""
-        tree = self.evidence.tree
-        assert tree.q_scores is not None
-        return expand_draft(self._of_drafter(tree.q_scores), tree.draft_ids, self.scores.shape[-1])
-
-    @cached_property
-    def proposal(self) -> Tensor:
-        """[R, V] the distribution from which a child was drawn, 0 at contexts without a drawn child."""
-        return self._drawn_scores.softmax(-1).masked_fill(~self.of(self.evidence.draws)[:, None], 0.0)
-
-    @cached_property
-    def fixed(self) -> Tensor:
-        """[R, V] bool; candidates that were fixed before any draw at or below the context, verified or not."""
-        if self.evidence.is_chain:
-            return torch.zeros_like(self.scores, dtype=torch.bool)
-        return (self._drawn_scores == -math.inf) & (self.q_scores > -math.inf) & self.has_q[:, None]
-
-    def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
-        """[R] D(p, q), infinite where no q is known; see :meth:`Evidence.divergence`."""
-        return self.of(self.evidence.divergence(measure, processed))
-
-    def known_tokens(self, n: int) -> Tensor:
-        """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have, or as
-        a draft one of remembered texts."""
-        tree, vocabulary = self.evidence.tree, self.evidence.round.scores.shape[-1]
-        found = known_tokens(self.evidence.texts, tree, self.rows, self.nodes, n, vocabulary)
-        if self.evidence.round.copies is not None and not tree.sampled:
-            at, child = (tree.child[self.rows, self.nodes] & self.evidence.known(n)[self.rows]).nonzero(as_tuple=True)
-            found[at, tree.tokens[self.rows[at], child]] = True
-        return found

@@ -27,8 +27,8 @@ class Exact(Rule):
         block: draft chains that are drawn from q above temperature 0, and test them as a whole (block verification,
             arXiv:2403.10444). In expectation no fewer drafts are accepted than draft by draft. Needs p and q at all
             nodes of the chain.
-        draw: above temperature 0, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). The law is the same;
-            more drafts are accepted.
+        draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). The law is the
+            same; more drafts are accepted.
     """
 
     block: bool = parameter(False)

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import wide
-from fsd_infer.rules.evidence import Contexts, Evidence
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 
 AtContexts = Callable[[Contexts], Tensor]
 _STEPS = 24  # of the search for the constant of a clipped law
 CLOSE = 1e-6  # error of a law's sum at which the search ends; the law is then normalised
+_NEAR = 3e-5  # the same of a clipped law, whose gain is flat at the best sum
 ROUNDING = 1e-5  # error of ln p: a token whose own ln p is the cutoff must pass
 
 
@@ -48,6 +50,8 @@ class Law:
         log_r: see :meth:`dense`. Where there is a lift, too, it holds at contexts with drawn nodes below them.
         gate: contexts -> [R] bool, a further condition.
         test: of sampled drafts where the law is p.
+        lumpable: whether ``log_r`` is linear in p where q is 0, so that one column may stand for all such tokens, see
+            :class:`.LumpedContexts`.
     """
 
     applies: Tensor
@@ -55,6 +59,7 @@ class Law:
     log_r: AtContexts | None = None
     gate: AtContexts | None = None
     test: AcceptanceTest | None = None
+    lumpable: bool = False
 
     @property
     def is_target(self) -> bool:
@@ -75,9 +80,9 @@ class Law:
             lift: [B, N] nats per draft, or a function that returns them: at least 0, or -inf. ``inf`` restricts p to
                 the children with ``inf``. ``-inf`` keeps r(y) = p(y), and the other tokens share the remaining mass. At
                 temperature 0 such a y is emitted if it is the likeliest.
-            gain: lift of each token as a draft where drafts are drawn: contexts -> [R, V], or a number. There the law
-                must not depend on what was drawn. So drafts are tested against r = clip(q, p/Z, p·e^gain/Z), and fixed
-                candidates have r = p·e^gain/Z.
+            gain: lift of each token as a draft where drafts are drawn: contexts -> a tensor of the shape of their p, or
+                a number. There the law must not depend on what was drawn. So drafts are tested against r = clip(q, p/Z,
+                p·e^gain/Z), and fixed candidates have r = p·e^gain/Z.
         """
         fixed_tree = None if evidence.is_chain else lift() if callable(lift) else lift
         if not evidence.sampled:
@@ -92,9 +97,10 @@ class Law:
     @classmethod
     def drawn(cls, evidence: Evidence, lift: Tensor | None, log_r: AtContexts) -> Law:
         """Return a dense law at contexts with drawn nodes below them, a lifted one at the others of a tree."""
-        if lift is None:
-            return cls.dense(evidence, log_r)
-        return cls(torch.where(evidence.unsettled, evidence.has_q, evidence.tree.inner), lift, log_r)
+        applies = evidence.has_q
+        if lift is not None:
+            applies = torch.where(evidence.unsettled, applies, evidence.tree.inner)
+        return cls(applies, lift, log_r, lumpable=True)
 
     @classmethod
     def dense(cls, evidence: Evidence, log_r: AtContexts) -> Law:
@@ -170,7 +176,7 @@ class Law:
             from_p = at.q.masked_fill(~below, 0.0).sum(-1, keepdim=True)
             return (at.q.masked_fill(below, 0.0) + from_p * at.p).log()
 
-        return cls.dense(evidence, log_r)
+        return cls(evidence.has_q, log_r=log_r, lumpable=True)
 
     def where(self, holds: Tensor | AtContexts) -> Law:
         """Return the law restricted to contexts where ``holds``, with p elsewhere.
@@ -341,7 +347,7 @@ def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
     log_a = high
     for _ in range(_STEPS):
         law, total, slope = _clip(log_p, log_q, gain, log_a)
-        found = (total - 1).abs() < CLOSE
+        found = (total - 1).abs() < _NEAR
         if _all_on_cpu(found):
             break
         low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)

@@ -126,20 +126,30 @@ def known(texts: Texts, tree: DraftTree, n: int) -> Tensor:
     return completes & (tree.depths > 0)
 
 
-def known_tokens(texts: Texts, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, vocab_size: int) -> Tensor:
-    """[R, V] bool; which tokens would complete a known n-gram of text and path after these R nodes."""
-    count = rows.shape[0]
-    known = torch.zeros(count, vocab_size + 1, dtype=torch.bool, device=rows.device)  # last column: misses
+def known_tokens(
+    texts: Texts, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, width: int, columns: Tensor | None = None
+) -> Tensor:
+    """[R, width] bool; which tokens would complete a known n-gram of text and path after these R nodes.
+
+    columns: [V] column of each token, -1 for none; None: its id.
+    """
+    known = torch.zeros(rows.shape[0], width + 1, dtype=torch.bool, device=rows.device)  # last column: misses
+
+    def put(same: Tensor, tokens: Tensor) -> None:
+        if columns is not None:
+            tokens = columns[tokens.clamp_min(0)]
+        known.scatter_(1, torch.where(same & (tokens >= 0), tokens, width), True)
+
     last = last_tokens(texts, tree, n)
     begun, ends = last[rows, nodes, 1:], last[rows]  # [R, n - 1], [R, N, n]
     on_path = tree.ancestors[rows, nodes] & (tree.depths[rows] > 0)  # [R, N]
     same = on_path & (ends[..., :-1] == begun[:, None]).all(-1)
-    known.scatter_(1, torch.where(same, ends[..., -1], vocab_size), True)
+    put(same, ends[..., -1])
     tokens = texts.tokens[rows]
     if tokens.shape[1] >= n:
         windows = tokens.unfold(1, n, 1)  # [R, L - n + 1, n]
         same = (windows[..., :-1] == begun[:, None]).all(-1) & (windows[..., -1] >= 0)
-        known.scatter_(1, torch.where(same, windows[..., -1], vocab_size), True)
+        put(same, windows[..., -1])
     return known[:, :-1]
 
 

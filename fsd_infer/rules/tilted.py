@@ -18,7 +18,8 @@ from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
 from fsd_infer.rules.base import MOST_NOVEL, RULES, LossyRule
-from fsd_infer.rules.evidence import Contexts, Evidence
+from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
@@ -160,10 +161,11 @@ class Tilted(LossyRule):
 
     def _gain(self, at: Contexts) -> Tensor:
         """[R, V] v/price of each token as the draft of a sampled chain, which is worth 1 or 0."""
-        gain = (1 / self.prices(at.evidence))[at.rows].float().repeat(1, at.log_p.shape[1])
+        gain = (1 / self.prices(at.evidence))[at.rows].float()
+        favoured = at.log_p > -math.inf
         if self.least_share:
-            gain.masked_fill_(at.log_p < at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_share), 0.0)
-        return gain.masked_fill_(at.known_tokens(self.novel), 0.0) if self.novel else gain
+            favoured = at.log_p >= at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_share)
+        return torch.where(favoured & ~at.known_tokens(self.novel) if self.novel else favoured, gain, 0.0)
 
     def tilt(self, greedy: bool) -> float:
         return (GREEDY_SHARPNESS if greedy else 1.0) / self.first_price

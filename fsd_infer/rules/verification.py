@@ -128,7 +128,8 @@ class Verdict:
     The tensors are on the device of the tree, or after :meth:`on_host` on the CPU.
 
     Attributes:
-        path: [B, D+1] node indices of the accepted path, root first, padded with its last node.
+        path: [B, D+1] node indices of the accepted path, root first, padded with its last node. After :meth:`cut` the
+            padding is the draft that is emitted last.
         accepted: [B] number of accepted drafts (0..D); the row emits ``accepted + 1`` tokens.
         tokens: [B, D+1] the emitted tokens: the accepted drafts, the token that follows them, padding 0.
         sources: [B, D+1] :class:`TokenOrigin` of each emitted token.
@@ -158,10 +159,10 @@ class Verdict:
     faults: dict[str, Tensor] = field(default_factory=dict)
 
     def cut(self, most: Tensor) -> None:
-        """Accept at most ``most`` [B] drafts; each row emits one token more."""
+        """Accept at most ``most`` [B] drafts; each row emits one token more, which then is a draft, too."""
         self.accepted = self.accepted.minimum(most)
         steps = torch.arange(self.path.shape[1], device=self.path.device)
-        self.path = self.path.gather(1, steps.minimum(self.accepted.clamp_min(0)[:, None]))
+        self.path = self.path.gather(1, steps.minimum(self.accepted[:, None] + 1))
         beyond = steps > self.accepted[:, None]
         self.spent = self.spent.masked_fill(beyond, 0.0)
         self.first, self.regret = self.first.masked_fill(beyond, -1), self.regret.masked_fill(beyond, float("nan"))
@@ -197,7 +198,7 @@ class Verdict:
         check_faults(self.faults)
 
     def emissions(self, log_p: Sequence[Sequence[float]] | None = None) -> list[list[Emission]]:
-        """Return each row's tokens in order, of a verdict on the CPU. log_p: [B][D+1] log-likelihoods, if measured."""
+        """Return each row's tokens in order, of a verdict on the CPU. ``log_p``: log-likelihoods, [B, D+1]."""
         columns = (self.tokens, self.sources, self.gate_open, self.spent, self.path, self.first, self.regret)
         proposers = None if self.proposers is None else self.proposers.tolist()
         rows: list[list[Emission]] = []
@@ -207,11 +208,11 @@ class Verdict:
             rows.append([
                 Emission(
                     tokens[step], sources[step], gates[step], spent[step],
-                    by[path[step + 1]] if step < count else -1,
+                    by[below] if below != path[step] else -1,
                     step + 1,
                     (by[first[step]], regret[step]) if first[step] >= 0 else None,
                     None if log_p is None else log_p[row][step],
                 )
-                for step in range(count + 1)
+                for step, below in enumerate([*path[1 : count + 2], path[-1]][: count + 1])
             ])  # fmt: skip
         return rows

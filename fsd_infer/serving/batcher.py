@@ -22,6 +22,7 @@ from fsd_infer.engine.stats import RowStats
 from fsd_infer.request.guide import Guide
 from fsd_infer.rules import Rule
 from fsd_infer.serving.text import AnswerText
+from fsd_infer.targets.sight import Sight
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class ServedRequest:
     Attributes:
         prompt: token ids.
         rule: the acceptance rule.
+        sight: images of the prompt.
         sampling: options of ``generate``, such as the temperature. Jobs share a batch only if theirs are equal.
         max_new_tokens: largest length of the answer.
         stop: texts that end the answer and are no part of it.
@@ -108,6 +110,7 @@ class ServedRequest:
     stop: Sequence[str]
     deadline: float
     tell: Callable[[str, ServedRequest | None], None]
+    sight: Sight | None = None
     penalties: Penalties = Penalties()
     guide: Guide | None = None
     user: str = ""
@@ -265,6 +268,7 @@ class Batcher:
             found = self.decoder.generate(
                 [job.prompt for job in batch],
                 [job.rule for job in batch],
+                images=[job.sight for job in batch] if any(job.sight for job in batch) else None,
                 max_new_tokens=max(job.max_new_tokens for job in batch),
                 ends=lambda row, token: batch[row].ends(token),
                 on_tokens=lambda row, ids: batch[row].show(batch[row].answer.text),

@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from fsd_core.text.conversations import check_text
 from fsd_infer.request.guide import Guide
@@ -122,11 +132,32 @@ class TextPart(RequestFields):
     text: str
 
 
+class ImageUrl(RequestFields):
+    """``image_url`` of a part: a data: URL, or the file: URL of a directory that the server may read."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
+class ImagePart(RequestFields):
+    """A part of a user's content that is an image."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[Many[Part], Tag("parts")],
+    Discriminator(lambda value: "parts" if isinstance(value, list) else "text"),  # so that errors are of one of them
+]
+
+
 class ChatMessage(RequestFields):
     """One of ``messages``. ``refusal`` and ``annotations`` are what answers of OpenAI's carry."""
 
     role: str
-    content: str | Many[TextPart] | None = None
+    content: Content | None = None
     tool_calls: Many[dict[str, Any]] = []
     tool_call_id: str | None = None
     name: str | None = None
@@ -139,12 +170,22 @@ class ChatMessage(RequestFields):
             raise ValueError("messages: name and tool_call_id belong to messages of the role tool. Leave them out.")
         if self.role != "assistant" and self.tool_calls:
             raise ValueError("messages: tool_calls belong to messages of the role assistant. Leave them out.")
+        if self.role != "user" and self.images:
+            raise ValueError("messages: images belong to messages of the role user. Leave them out.")
         return self
 
+    @property
+    def images(self) -> list[ImagePart]:
+        parts = self.content if isinstance(self.content, list) else []
+        return [part for part in parts if isinstance(part, ImagePart)]
+
     def message(self) -> dict[str, Any]:
-        """The turn as chat templates read it."""
-        content = self.content
-        text = content if content is None or isinstance(content, str) else "".join(part.text for part in content)
+        """The turn as chat templates read it; with images its content is a list of parts."""
+        content: Any = self.content
+        if self.images:
+            text: Any = [part.model_dump() for part in content]
+        else:
+            text = content if content is None or isinstance(content, str) else "".join(part.text for part in content)
         more = self.model_dump(include={"tool_calls", "tool_call_id", "name"}, exclude_defaults=True)
         return {"role": self.role, "content": text, **more}
 

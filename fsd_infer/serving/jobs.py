@@ -6,20 +6,25 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsd_core.errors import FsdError
 from fsd_core.text.encoding import encode_chat
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.decoder.calibrated import resolved
+from fsd_infer.decoder.seen import encode_seen
 from fsd_infer.request.guide import COMPACT, Guide
+from fsd_infer.request.images import Sources
 from fsd_infer.rules import parse_rule
 from fsd_infer.rules.texts import markers_of
 from fsd_infer.serving.batcher import Penalties, ServedRequest
 from fsd_infer.serving.fields import GUIDED, ChatAsked, CompletionAsked
 from fsd_infer.serving.tools import CallReader, Tool, ToolFormat, tool_format
+from fsd_infer.targets.sight import Sight
 
 Completion = ChatAsked | CompletionAsked
+MOST_WITH_IMAGES = 1 << 25  # bytes of a request to a target that sees
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Limits:
         max_queue: most answers that wait.
         max_new_tokens: largest length of an answer in tokens.
         max_bytes: largest body of a request.
+        image_folders: directories whose files requests may name as images.
         seconds: time from a request's arrival until the server cuts its answer off.
     """
 
@@ -38,6 +44,7 @@ class Limits:
     max_queue: int = 64
     max_new_tokens: int = 4096
     max_bytes: int = 1 << 20
+    image_folders: tuple[Path, ...] = ()
     seconds: float = 600.0
 
 
@@ -58,7 +65,7 @@ def make_jobs(
     """
     if asked.n > limits.max_queue:
         raise FsdError(f"n: this server makes at most {limits.max_queue} answers at once, got {asked.n}.")
-    ids = _encode(decoder, asked, in_template)
+    ids, sight = _encode(decoder, asked, in_template, limits)
     room = decoder.target.max_positions
     most = asked.most_tokens or limits.max_new_tokens
     if room is not None and len(ids) >= room:
@@ -78,6 +85,7 @@ def make_jobs(
     return [
         ServedRequest(
             prompt=ids,
+            sight=sight,
             rule=named,
             sampling={**sampling, "seed": None if asked.seed is None else (asked.seed + index) % 2**63},
             max_new_tokens=min(most, limits.max_new_tokens, (room or most + len(ids)) - len(ids)),
@@ -116,15 +124,19 @@ def _for_template(asked: ChatAsked) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_unset=True) for tool in asked.tools] if asked.offered else []
 
 
-def _encode(decoder: FuzzyDecoder, asked: Completion, in_template: bool | None) -> list[int]:
-    """Token ids of the request's prompt."""
+def _encode(
+    decoder: FuzzyDecoder, asked: Completion, in_template: bool | None, limits: Limits
+) -> tuple[list[int], Sight | None]:
+    """Token ids of the request's prompt, and its images."""
     if isinstance(asked, CompletionAsked):
-        return decoder.encode(asked.prompt, chat=in_template)
+        return decoder.encode(asked.prompt, chat=in_template), None
     if asked.offered:
         _format(decoder, asked)  # an unknown format is the request's fault, not the template's
     options = {"tools": _for_template(asked)} if asked.offered else None
     turns = [turn.message() for turn in asked.messages]
-    return encode_chat(decoder.tokenizer, turns, options=options, blank=True)
+    if any(turn.images for turn in asked.messages):
+        return encode_seen(decoder.target, turns, sources=Sources(limits.image_folders), options=options)
+    return encode_chat(decoder.tokenizer, turns, options=options, blank=True), None
 
 
 def _guide(decoder: FuzzyDecoder, asked: Completion) -> Guide | None:

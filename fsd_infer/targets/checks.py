@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers import __version__ as VERSION
 
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_core.files import open_safetensors, read_json, read_weight_map
 from fsd_infer.device.cache import RECURRENT, WITHOUT_KEYS
 from fsd_infer.recurrent.mixers import read_trees
+from fsd_infer.targets.kinds import auto_class, check_sight
 from fsd_infer.targets.masks import layer_types, layer_windows, max_positions
 
 MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
@@ -56,7 +57,8 @@ def _check_layers(path: Path, tensors: int) -> None:
         raise CheckpointError(f"{path} is no JSON object: it is not the config of a model.")
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for name, value in (pair for part in parts for pair in part.items()):
-        if "layer" in name and isinstance(value, (int, float)) and value > tensors:
+        counts = "layer" in name and "per_layer" not in name  # Gemma 4's are sizes
+        if counts and isinstance(value, (int, float)) and value > tensors:
             raise CheckpointError(f"{path}: {name} is {value:g}, but there are {tensors} tensors; copy it again.")
         if name == "num_hidden_layers" and isinstance(value, int) and value < 1:
             raise CheckpointError(f"{path}: {name} is {value}: a model has at least one; copy the model again.")
@@ -91,7 +93,7 @@ def check_size(source: str, config: PretrainedConfig, trust_remote_code: bool) -
         return
     stored = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
     with torch.device("meta"):
-        planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        planned = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     wanted = sum(parameter.numel() for parameter in planned.parameters())
     if wanted > 4 * stored:  # the smallest weights have 2 bits
         raise CheckpointError(
@@ -159,8 +161,21 @@ def _check_prompts_are_causal(config: Any) -> None:
         )
 
 
+def _check_decoder(model: Any, decoder: Any) -> None:
+    """Raise ModelLoadError for a decoder with an LM head of its own, or for a forward that always needs an image."""
+    kind = type(model).__name__
+    if getattr(decoder, "get_output_embeddings", lambda: None)() is not None:
+        raise ModelLoadError(f"{kind} has a whole causal LM as its decoder. Use that one, or another target.")
+    image = inspect.signature(model.forward).parameters.get("pixel_values")
+    if image is not None and image.default is inspect.Parameter.empty:
+        raise ModelLoadError(
+            f"{kind} needs an image at every forward, which decoding does not give. Use another target."
+        )
+
+
 def check_decodable(model: Any, name: str) -> None:
     """Raise ModelLoadError unless a model has an LM head, a causal decoder that takes positions, and one device."""
+    check_sight(model.config)
     kind, decoder, config = type(model).__name__, model.get_decoder(), model.config.get_text_config(decoder=True)
     if model.get_output_embeddings() is None or getattr(model.config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{kind} has no language-model head, or an encoder: a causal LM is needed as target.")
@@ -168,6 +183,7 @@ def check_decodable(model: Any, name: str) -> None:
     _check_prompts_are_causal(config)
     if decoder is model or decoder is None:
         raise ModelLoadError(f"{kind} does not say which module is its decoder (`get_decoder`).")
+    _check_decoder(model, decoder)
     recurrent, types = read_trees(model), set(layer_types(config) or ())
     if not recurrent and types & RECURRENT:
         raise ModelLoadError(

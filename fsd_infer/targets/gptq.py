@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_core.files import open_safetensors
 from fsd_core.registry import is_whole
+from fsd_infer.targets.kinds import class_of
 from fsd_infer.targets.weights import GroupedWeight, keep_quantized, say
 
 METHODS = ("gptq", "awq")
@@ -79,7 +80,7 @@ def load_expanded(
         )
     plain = copy.copy(config)
     del plain.quantization_config
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = class_of(config)
     model, info = kind.from_pretrained(None, config=plain, state_dict=state, output_loading_info=True, **options)
     model.config.quantization_config, model.config._name_or_path = facts, source
     try:

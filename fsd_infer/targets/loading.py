@@ -1,7 +1,8 @@
-"""Load a target: a built-in one, or any causal LM that transformers loads from a directory or the hub."""
+"""Load a target: a built-in one, or a causal LM, with or without sight, that transformers loads from files."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -28,6 +27,7 @@ from fsd_infer.targets.adapters import ADAPTER_CONFIG, add_adapter, base_of, is_
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_dir, gguf_of, is_builtin, is_gguf
 from fsd_infer.targets.checks import check_directory, check_loaded, check_numbers, check_size
 from fsd_infer.targets.gptq import METHODS, load_expanded
+from fsd_infer.targets.kinds import auto_class, class_of
 from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
 from fsd_infer.targets.weights import ReadsBlocks, readable_types
 
@@ -51,9 +51,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 def attention_for(config: PretrainedConfig) -> str:
     """Return the attention implementation that supports tree masks for a family: "sdpa", else "eager"."""
-    if config.model_type in EAGER_FAMILIES or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return "eager"
-    return "sdpa" if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False) else "eager"
+    families = {config.model_type, config.get_text_config(decoder=True).model_type}
+    return "sdpa" if not families & EAGER_FAMILIES and getattr(class_of(config), "_supports_sdpa", False) else "eager"
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
@@ -154,7 +153,7 @@ def _resolve_base(adapter: Path, progress: bool) -> str:
 
 def load_config(name_or_dir: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
     """Load a target's config alone; names, options of the hub and errors as in :func:`load_target`."""
-    source, options = _located(name_or_dir, hub)
+    source, options = located(name_or_dir, hub)
 
     @explained(name_or_dir, source)
     def load() -> PretrainedConfig:
@@ -171,12 +170,12 @@ def load_tokenizer(
     name_or_dir: str | os.PathLike[str], *, allow_control_tokens: bool = False, **hub: Any
 ) -> PreTrainedTokenizerBase | None:
     """Load a target's tokenizer alone, as :func:`load_target` does; None for a local directory without one."""
-    source, options = _located(name_or_dir, hub)
+    source, options = located(name_or_dir, hub)
     load = explained(name_or_dir, source)(_tokenizer)
     return load_whole(source, lambda: load(source, allow_control_tokens, **options), **options)
 
 
-def _located(
+def located(
     name_or_dir: str | os.PathLike[str], given: dict[str, Any], progress: bool = True
 ) -> tuple[str, dict[str, Any]]:
     """Return what transformers loads, and the ``given`` keywords that say where it lies."""
@@ -261,6 +260,10 @@ def load_target(
     for name in _OURS.keys() & model_kwargs.keys():
         raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
     places = model_kwargs.get("device_map")
+    if places is not None and importlib.util.find_spec("accelerate") is None:
+        raise ModelLoadError(
+            "device_map needs accelerate: pip install accelerate. For one device, give device instead."
+        )
     if isinstance(places, str) and places not in _MAPS:
         model_kwargs["device_map"] = str(parse_device(places))
     place, adapter = parse_device(device), adapter_of(name_or_dir)
@@ -280,7 +283,7 @@ def load_target(
             set_control_tokens(tokenizer, allow_control_tokens)
         model.requires_grad_(False).eval()
         return model if keep else model.to(place), tokenizer
-    source, where = _located(name_or_dir, model_kwargs, progress)
+    source, where = located(name_or_dir, model_kwargs, progress)
     where |= {"trust_remote_code": trust_remote_code, "revision": where.get("revision", "main")}
     options = {name: value for name, value in model_kwargs.items() if name not in HUB_OPTIONS}
     options |= {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
@@ -331,7 +334,7 @@ def _load(
     if expanded:
         loaded = load_expanded(source, config, where, **options)
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded = auto_class(config).from_pretrained(
             source, config=config, use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True,  # check_loaded refuses them, by name
             **where, **options,

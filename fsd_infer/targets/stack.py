@@ -105,7 +105,7 @@ class TransformersStack:
     def __init__(self, model: Any, decoder: nn.Module, layers: Sequence[nn.Module]) -> None:
         self.model, self.decoder, self.layers = model, decoder, layers
         self._is_eager = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
-        self._takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def __call__(
         self,
@@ -121,7 +121,7 @@ class TransformersStack:
         assert visible is not None and embeds is None, "for targets"
         masks = {kind: self._for_attention(mask) for kind, mask in visible.items()}
         options: dict[str, Any] = {cache_argument(type(self.model)): cache}
-        if keep and self._takes_keep:
+        if keep and self.takes_keep:
             options["logits_to_keep"] = keep
         with self.captured(capture) as found:
             out = self.model(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.errors import ModelLoadError
+from fsd_core.files import HUB_OPTIONS
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.device.lock import RequestLock
@@ -24,6 +25,7 @@ from fsd_infer.targets.masks import fixed_positions, layer_windows, max_position
 from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.rotary import ChangingAngles, reading_again
+from fsd_infer.targets.sight import places_images
 from fsd_infer.targets.stack import Stack, TransformersStack
 from fsd_infer.targets.token_ids import eos_ids
 from fsd_infer.targets.weights import format_of, shape_of, weight_rows
@@ -61,16 +63,20 @@ class Target(CachedModel):
         ready(self.model)
         self.angles = ChangingAngles(self.decoder, self.config)
         layers = layer_list(self.decoder, int(self.config.num_hidden_layers))
-        self.stack: Stack = TransformersStack(model, self.decoder, list(layers or []))
-        self.plain_stack = self.stack
+        self.plain_stack = TransformersStack(model, self.decoder, list(layers or []))
+        self.stack: Stack = self.plain_stack
         self.prefixes: PrefixCache | None = None  # see FuzzyDecoder.from_pretrained
+        self.processor: Any = None  # of images, loaded when the first one comes
+        self.source: tuple[str, dict[str, Any]] | None = None  # the name it was loaded by, and options of the hub
         self.kernels: str | None = None  # of the backend that prepared it, as Backend.describe says
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Target:
         """Load a built-in name, a local directory or a hub id; options and errors as in :func:`load_target`."""
         model, tokenizer = load_target(name, **options)
-        return cls(model, tokenizer, name=str(name))
+        target = cls(model, tokenizer, name=str(name))
+        target.source = str(name), {key: options[key] for key in HUB_OPTIONS if key in options}
+        return target
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any = None) -> Target:
@@ -141,6 +147,11 @@ class Target(CachedModel):
     def fixed_positions(self) -> int | None:
         """Longest text in tokens whose rotary angles do not depend on its length; training and beams end there."""
         return fixed_positions(self.config)
+
+    @cached_property
+    def places_images(self) -> bool:
+        """Whether images move the rotary positions of later tokens (M-RoPE)."""
+        return places_images(self.model)
 
     @cached_property
     def reads_again(self) -> int | None:
@@ -237,7 +248,7 @@ class Target(CachedModel):
         self.angles.reset()
         with self.plain_stack.captured(self.captured_layers) as found:
             self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False, **inputs)
-        return self._joined(*found)
+        return self.joined(*found)
 
     def reduced_lm_head(self, ids: Tensor) -> nn.Linear:
         """Return the rows ids [Vd] of the LM head as a frozen linear layer."""
@@ -268,7 +279,7 @@ class Target(CachedModel):
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             logits = self.model(input_ids=probe, use_cache=False).logits.float()
-            features = self._joined(self.decoder(input_ids=probe, use_cache=False).last_hidden_state)
+            features = self.joined(self.decoder(input_ids=probe, use_cache=False).last_hidden_state)
             ours = self.lm_logits(features).float()
         return torch.allclose(logits, ours, atol=1e-2 * float(logits.abs().max()), rtol=1e-2)
 
@@ -348,11 +359,12 @@ class Target(CachedModel):
     ) -> tuple[Tensor, Tensor]:
         masks = windowed(visible, positions, cache, self.layer_windows)
         with self.angles.of_texts(cache.read):
-            final, others, logits = self.stack(tokens, positions, masks, cache, capture=self.captured_layers, keep=keep)
+            rotary = cache.rotary(positions)
+            final, others, logits = self.stack(tokens, rotary, masks, cache, capture=self.captured_layers, keep=keep)
         logits = self.lm_logits(final[:, -keep:]) if logits is None else logits  # [-0:] is all
-        return logits, self._joined(final, *others)
+        return logits, self.joined(final, *others)
 
-    def _joined(self, final: Tensor, *others: Tensor) -> Tensor:
+    def joined(self, final: Tensor, *others: Tensor) -> Tensor:
         """Final features [B, M, H] and the outputs of captured layers -> [B, M, F]."""
         if getattr(self.config, "residual_in_fp32", False):  # Mamba's; its LM head reads the model's dtype
             final = final.to(self.dtype)
@@ -360,6 +372,7 @@ class Target(CachedModel):
 
 
 def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:
-    """Return the list of a decoder's ``count`` layers, or None."""
-    lists = (part for part in decoder.modules() if isinstance(part, nn.ModuleList))
+    """Return the list of a decoder's ``count`` layers, or None. A decoder may hold what sees images, too."""
+    own: Any = getattr(decoder, "layers", None)
+    lists = (part for part in (own, *decoder.modules()) if isinstance(part, nn.ModuleList))
     return next((layers for layers in lists if len(layers) == count), None)

@@ -20,8 +20,6 @@ import torch
 from fsd_core.errors import DataError, FsdError
 from fsd_core.files import writable, write_json
 from fsd_core.openai_client import Server
-from fsd_core.text.conversations import template_options
-from fsd_core.text.encoding import encode_chat
 from fsd_core.text.row_check import RowCheck, listing_of
 from fsd_core.text.rows import read_rows
 from fsd_infer.decoder import FuzzyDecoder
@@ -36,7 +34,7 @@ from fsd_train.commands.comparisons import check_engine, compare_targets
 from fsd_train.commands.feeding import CheckedRow, Feeding, Finding, at_step
 from fsd_train.data.answers import check_id, conclude, encode_row
 from fsd_train.data.features import FeatureStore, sequence_key
-from fsd_train.data.serving import differences
+from fsd_train.data.serving import differences, prompt_pair
 from fsd_train.models.unroll import supervised
 
 STEPS = 4  # of chains
@@ -81,11 +79,8 @@ class Doctor:
     def check_rows(self) -> list[Finding]:
         """Check that the prompts have the chat template of decoding and that the mask covers the answers."""
         tokenizer, eos = self.target.tokenizer, set(self.target.eos_token_ids)
-        prompts: list[tuple[list[int], list[int]]] = []  # ids of the row, and those of decoding
-        for row in self.rows:
-            given, messages = row.values.get("prompt_ids"), row.values.get("messages")
-            if given is not None and messages and getattr(tokenizer, "chat_template", None) is not None:
-                prompts.append((given, encode_chat(tokenizer, messages, options=template_options(row.values))))
+        pairs = [prompt_pair(row.values, tokenizer) for row in self.rows]
+        prompts = [pair for pair in pairs if pair is not None]  # ids of the row, and those of decoding
         differing = [pair for pair in prompts if pair[0] != pair[1]]
         if differing:
             given, ours = map(self._text, differing[0])

@@ -224,7 +224,7 @@ def _check_in_vllm(target: str, directory: Path, prompt: list[int], answer: list
         return [Finding("vllm", None, str(error))]
     job = {
         "target": str(builtin_dir(target) if is_builtin(target) else target), "head": str(directory / "vllm"),
-        "method": head.config.layout, "prompt": prompt, "new": len(answer), "drafted": STEPS,
+        "method": head.config.layout, "prompt": prompt, "answer": answer, "drafted": STEPS,
         "output": str(directory / "vllm.json"),
     }  # fmt: skip
     write_text(directory / "job.json", json.dumps(job))
@@ -236,10 +236,12 @@ def _check_in_vllm(target: str, directory: Path, prompt: list[int], answer: list
     if done.returncode != 0:
         return [Finding("vllm", False, f"vLLM failed: {done.stderr.strip()[-300:]}", "see what vLLM needs of a head")]
     found = json.loads((directory / "vllm.json").read_text("utf-8"))
-    accepted, rounds = found["accepted"] or [0], max(found["drafts"], 1)
+    same, accepted, rounds = found["same"], found["accepted"], max(found["drafts"], 1)
+    says = f"its first {same} of {len(answer)} tokens are those of decoding here"
+    if same < LEAST:
+        says += ", too few to judge drafts"
+        return [Finding("vllm", None, says, "see that vLLM loads the same target, in as fine a dtype")]
     share = (accepted[-1] / rounds) ** (1 / len(accepted))
-    same = sum(a == b for a, b in zip(found["answer"], answer))
-    says = f"accepted by position in vLLM: {' '.join(f'{count / rounds:.0%}' for count in accepted)}; "
-    says += f"{same} of {len(answer)} tokens are those of decoding here"
+    says += f"; accepted there by position: {' '.join(f'{count / rounds:.0%}' for count in accepted)}"
     fix = "compare the exported config with vLLM's; fsd-infer decodes it as trained" if share < LEARNT else ""
     return [Finding("vllm", share >= LEARNT, says, fix)]

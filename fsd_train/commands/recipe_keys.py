@@ -35,10 +35,11 @@ ELSEWHERE = {  # what other trainers call these
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
     "max_grad_norm": "trainer.gradient_clip_val",
     "warmup_steps": "model.lr_scheduler.init_args.warmup_steps",
-    "tp_size": "trainer.strategy: fsdp, which shards a target (docs/scaling.md)",
+    "tp_size": "trainer.strategy: fsdp, which shards the target; there is no tensor parallelism (docs/scaling.md)",
     "bf16": "trainer.precision",
 }
 LIGHTNING = {"help", "config", "print_config"}
+KNOWN = ("", "trainer", "data", "model", "model.head")  # sections
 
 
 def _fields(path: Path, name: str) -> frozenset[str]:
@@ -75,32 +76,59 @@ def keys_of(section: str) -> frozenset[str] | None:
 def check(words: Sequence[str]) -> None:
     """Raise FsdError for a key in a recipe, or in an option, that its section does not have.
 
-    What else is wrong, the full reader says.
+    What else is wrong, the full reader says. Of a module of the user's own it alone knows the keys.
     """
-    check_words(words)
-    for word, following in zip(words, [*words[1:], ""]):
-        option, equals, value = word.partition("=")
-        if option in ("-c", "--config"):
-            path = find(value if equals else following)
-            for section, key in _unknown(read_yaml(path)):
-                raise FsdError(f"{path}: {_said(section, key)}")
+    recipes = {path: read_yaml(path) for path in map(find, _values(words, "-c", "--config"))}
+    named = [each for recipe in recipes.values() if (each := _named(recipe))]
+    kind = ["EagleModule", *named, *_values(words, "--model", "--model.class_path")][-1]
+    check_words(words, kind)
+    for path, recipe in recipes.items():
+        for section, key in _unknown(recipe, kind):
+            raise FsdError(f"{path}: {_said(section, key)}")
 
 
-def check_words(words: Sequence[str]) -> None:
-    """Raise FsdError for an option of `fit` that names no key, such as --trainer.max_stepz."""
+def check_words(words: Sequence[str], kind: str = "EagleModule") -> None:
+    """Raise FsdError for an option of `fit` that names no key, such as --trainer.max_stepz.
+
+    Args:
+        words: the command line.
+        kind: class of the model; of one of the user's own no keys are known here.
+    """
     for word in words:
         name = word.partition("=")[0]
         if not name.startswith("--") or name == "--":
             continue
         section, dot, key = name[2:].partition(".")
-        if not dot:
+        if not dot or section not in TOP:
             section, key = "", section
-        known = keys_of("model.EagleModule" if section == "model" else section) if section in ("", *TOP) else None
+        elif section == "model" and (key.split(".")[0] in ("class_path", "init_args", "help") or _is_own(kind)):
+            continue
+        elif section == "model" and key.startswith("head."):
+            section, key = "model.head", key.removeprefix("head.")
+        known = keys_of("model.EagleModule" if section == "model" else section) if section in KNOWN else None
         key = key.partition(".")[0].removesuffix("+")
-        model = section == "model" and key in ("class_path", "init_args", "help")
-        if known is not None and not model and key not in known | LIGHTNING | {"strict", "c"}:
+        if known is not None and key not in known | LIGHTNING | {"strict", "c"}:
             if section != "model" or not any(key in (keys_of(f"model.{one}") or ()) for one in MODELS):
                 raise FsdError(_said(section, key, "--"))
+
+
+def _values(words: Sequence[str], *options: str) -> Iterator[str]:
+    """Yield the values of options on a command line."""
+    for word, following in zip(words, [*words[1:], ""]):
+        option, equals, value = word.partition("=")
+        if option in options:
+            yield value if equals else following
+
+
+def _named(recipe: Mapping[str, Any]) -> str | None:
+    """Return the class that a recipe names for its model."""
+    model = recipe.get("model")
+    return str(model["class_path"]) if isinstance(model, Mapping) and "class_path" in model else None
+
+
+def _is_own(kind: str) -> bool:
+    """Return whether a class, by its path, is the user's. Ours are also found without their module."""
+    return kind not in MODELS and not kind.startswith("fsd_train.")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -112,11 +140,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _unknown(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (section, key) of keys that are unknown."""
+def _unknown(recipe: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
+    """Yield (section, key) of keys that are unknown; ``kind``: the model's class where the recipe names none."""
     model = recipe.get("model")
-    model = model if isinstance(model, Mapping) else {}
-    kind = str(model.get("class_path", "EagleModule")).rpartition(".")[2]
+    model, kind = model if isinstance(model, Mapping) else {}, _named(recipe) or kind
+    kind = "" if _is_own(kind) else kind.rpartition(".")[2]
     options = model.get("init_args", {}) if "class_path" in model else model
     options = options if isinstance(options, Mapping) else {}
     parts = {"": recipe, "trainer": recipe.get("trainer"), "data": recipe.get("data"), f"model.{kind}": options}
@@ -125,7 +153,7 @@ def _unknown(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if not isinstance(values, Mapping) or "class_path" in values:
             continue
         if (known := keys_of(section)) is not None:
-            named = section if section in ("", "trainer", "data", "model.head") else "model"
+            named = section if section in KNOWN else "model"
             yield from ((named, str(key)) for key in values if key not in known)
 
 

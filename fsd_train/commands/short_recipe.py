@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,79 +14,142 @@ from fsd_core.errors import FsdError
 from fsd_train.commands.recipe_keys import SHORT, read_yaml
 from fsd_train.repository import find
 
+log = logging.getLogger(__name__)
+
 TRAINER = {  # of runs with output_dir
     "precision": "bf16-mixed", "max_epochs": -1, "gradient_clip_val": 1.0, "log_every_n_steps": 10,
     "check_val_every_n_epoch": None, "limit_val_batches": 16, "num_sanity_val_steps": 0,
 }  # fmt: skip
 SAVE_STEPS = 500
 WRITTEN_OUT = SHORT.keys() - {"import"}
+TEXT = {"output_dir", "resume"}  # as options they are taken as they are written
 DECODED = 4  # DecodedTau runs at every fourth checkpoint
+SCHEDULE = "fsd_train.models.WarmupCosine"
+ACCUMULATE = "accumulate_grad_batches"
+PLACES = {"default_root_dir", "save_dir", "dirpath", "directory", "best", "path"}  # options that name what a run writes
 
 
-def expanded(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe that a short one stands for. What it says itself of trainer and callbacks takes precedence.
+def expanded(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what recipes that are read one after the other stand for: one of defaults, then each without short keys.
+
+    What recipes say themselves of trainer and callbacks takes precedence over the defaults. A later ``output_dir``
+    moves what an earlier recipe writes to the directory of its run; other directories stay, and a warning names them.
 
     Raises:
         FsdError: a value of the wrong type.
     """
-    made = {key: value for key, value in recipe.items() if key not in SHORT or key == "import"}
-    given = {key: recipe[key] for key in SHORT if key in recipe}
-    trainer = made["trainer"] = dict(made.get("trainer") or {})
+    made = [_without_short_keys(recipe) for recipe in recipes]
+    _move(recipes, made)
+    given: dict[str, Any] = {key: value for recipe in recipes for key, value in recipe.items() if key in WRITTEN_OUT}
+    defaults: dict[str, Any] = {"trainer": {}}
     if "output_dir" in given:
-        _add_run(trainer, _text(given, "output_dir"), _whole(given, "save_steps", SAVE_STEPS))
+        run, every = _text(given, "output_dir"), _whole(given, "save_steps", SAVE_STEPS)
+        batches = [trainer[ACCUMULATE] for each in made if (trainer := each.get("trainer", {})).get(ACCUMULATE)]
+        defaults["trainer"] = _run_options(run, every, _whole({ACCUMULATE: [1, *batches][-1]}, ACCUMULATE))
+        for trainer in (each["trainer"] for each in made if "callbacks" in each.get("trainer", {})):
+            trainer["callbacks"] = _joined(defaults["trainer"]["callbacks"], trainer["callbacks"])
     elif "save_steps" in given:
         raise FsdError("save_steps needs output_dir: give both, or a ModelCheckpoint in trainer.callbacks.")
-    if "resume" in given:
-        made["ckpt_path"] = _text(given, "resume")
-    if "num_epochs" in given:
-        trainer |= {"max_epochs": _whole(given, "num_epochs"), "max_steps": -1}
     if "warmup_ratio" in given:
-        made["model"] = _with_warmup(dict(made.get("model") or {}), given["warmup_ratio"])
-    return made
+        defaults["model"] = {"lr_scheduler": {"class_path": SCHEDULE}}
+    return [defaults, *made]
 
 
 def written_out(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words of a command line for Lightning's parser, and the modules to import first.
 
-    Recipes are found by name, short ones become text, and --output_dir and its like change the last recipe.
+    Recipes are found by name, short ones become text, and --output_dir and its like follow the last recipe.
+
+    Raises:
+        FsdError: a value of the wrong type, or none.
     """
-    words, given, modules = list[str](), dict[str, Any](), list[str]()
-    recipes: dict[int, Path] = {}  # place of the word -> recipe
+    words, given, modules = list[list[str]](), dict[str, Any](), list[str]()
+    recipes: dict[int, dict[str, Any]] = {}  # by place in words
     rest = iter(argv)
     for word in rest:
         option, equals, value = word.partition("=")
         if option == "--strict":
-            words.append("--data.strict=true")
+            words.append(["--data.strict=true"])
         elif option in ("-c", "--config"):
-            recipes[len(words) + 1] = find(value if equals else next(rest, ""))
-            words += ["--config", str(recipes[len(words) + 1])]
+            named = value if equals else _following(option, rest)
+            recipes[len(words)] = read_yaml(found := find(named))
+            words.append(["--config", str(found) if os.path.isfile(found) else named])
+        elif option == "--import":
+            modules.append(value if equals else _following(option, rest))
         elif option[:2] == "--" and option[2:] in SHORT:
-            value = value if equals else next(rest, "")
-            if option == "--import":
-                modules.append(value)
-            else:
-                given[option[2:]] = yaml.safe_load(value)
+            given[option[2:]] = _value(option[2:], value if equals else _following(option, rest))
         else:
-            words.append(word)
-    last = max(recipes, default=0)
-    for place, path in recipes.items():
-        recipe = {**read_yaml(path), **(given if place == last else {})}
-        modules += named if isinstance(named := recipe.get("import") or [], list) else [str(named)]
-        if recipe.keys() & WRITTEN_OUT:
-            words[place] = yaml.safe_dump(expanded(recipe), allow_unicode=True, sort_keys=False)
-    if given and not recipes:
-        words = ["--config", yaml.safe_dump(expanded(given)), *words]
-    return words, modules
+            words.append([word])
+    for recipe in recipes.values():
+        modules += _modules(recipe.get("import"))
+    if given or any(recipe.keys() & WRITTEN_OUT for recipe in recipes.values()):
+        defaults, *made, last, _ = expanded([*recipes.values(), given, _accumulated(argv)])
+        for place, layer, recipe in zip(recipes, made, recipes.values()):
+            words[place] = _config(layer) if layer != recipe else words[place]
+        place = max(recipes, default=-1) + 1
+        words = [_config(defaults), *words[:place], _config(last), *words[place:]]
+    return [word for part in words for word in part], modules
 
 
-def _add_run(trainer: dict[str, Any], run: str, every: int) -> None:
-    """Add what writes to the directory of the run."""
-    own, batches = trainer.get("callbacks") or [], int(trainer.get("accumulate_grad_batches") or 1)
-    named = {str(each.get("class_path", "")).rpartition(".")[2] for each in own if isinstance(each, Mapping)}
-    callbacks = [each for each in _callbacks(run, every) if each["class_path"].rpartition(".")[2] not in named]
+def _config(layer: Mapping[str, Any]) -> list[str]:
+    """Return a recipe as an option of Lightning's parser, which also reads text."""
+    filled = {key: value for key, value in layer.items() if value != {}}
+    return ["--config", yaml.safe_dump(filled, allow_unicode=True, sort_keys=False)] if filled else []
+
+
+def _following(option: str, rest: Iterator[str]) -> str:
+    value = next(rest, "")
+    if not value or value.startswith("--"):
+        raise FsdError(f"{option} needs a value.")
+    return value
+
+
+def _value(key: str, text: str) -> Any:
+    try:
+        return text if key in TEXT else yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _accumulated(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the last ``--trainer.accumulate_grad_batches`` as a recipe has it, {} if there is none."""
+    found: dict[str, Any] = {}
+    for word, following in zip(argv, [*argv[1:], ""]):
+        option, equals, value = word.partition("=")
+        if option == f"--trainer.{ACCUMULATE}":
+            found = {"trainer": {ACCUMULATE: _value(ACCUMULATE, value if equals else following)}}
+    return found
+
+
+def _modules(named: Any) -> list[str]:
+    """Return the modules of a recipe's ``import``."""
+    modules = [named] if isinstance(named, str) else named or []
+    if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
+        raise FsdError(f"import is a list of modules, got {named!r:.60}.")
+    return modules
+
+
+def _without_short_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe whose short keys are written out, except output_dir and save_steps."""
+    made = {key: value for key, value in recipe.items() if key not in WRITTEN_OUT}
+    if "trainer" in made or "num_epochs" in recipe:
+        trainer = made["trainer"] = _section(recipe, "trainer")
+        if "callbacks" in trainer:
+            trainer["callbacks"] = _list(trainer["callbacks"])
+    if "resume" in recipe:
+        made["ckpt_path"] = _text(recipe, "resume")
+    if "num_epochs" in recipe:
+        made["trainer"] |= {"max_epochs": _whole(recipe, "num_epochs"), "max_steps": -1}
+    if "warmup_ratio" in recipe:
+        made["model"] = _with_warmup(_section(recipe, "model"), _share(recipe, "warmup_ratio"))
+    return made
+
+
+def _run_options(run: str, every: int, batches: int) -> dict[str, Any]:
+    """Return the trainer's options for a run that writes to a directory."""
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": run, "name": "logs"}}
-    defaults = {**TRAINER, "val_check_interval": every * batches, "default_root_dir": run, "logger": logger}
-    trainer |= {**defaults, **trainer, "callbacks": [*callbacks, *own]}
+    own = {"val_check_interval": every * batches, "default_root_dir": run, "logger": logger}
+    return {**TRAINER, **own, "callbacks": _callbacks(run, every)}
 
 
 def _callbacks(run: str, every: int) -> list[dict[str, Any]]:
@@ -105,11 +170,76 @@ def _callbacks(run: str, every: int) -> list[dict[str, Any]]:
     ]
 
 
-def _with_warmup(model: dict[str, Any], ratio: Any) -> dict[str, Any]:
+def _joined(defaults: list[dict[str, Any]], own: list[Any]) -> list[Any]:
+    """Return the callbacks of defaults whose class is not among ``own``, then these."""
+
+    def kind(callback: Any) -> str:
+        named = callback.get("class_path") if isinstance(callback, Mapping) else callback
+        return str(named).rpartition(".")[2]
+
+    return [*(each for each in defaults if kind(each) not in set(map(kind, own))), *own]
+
+
+# directories of a run that moves ------------------------------------------------------------------------------------
+
+
+def _move(recipes: Sequence[Mapping[str, Any]], made: list[dict[str, Any]]) -> None:
+    """Move what recipes before a later output_dir write to the directory of their run; warn of other directories."""
+    runs = set[str]()
+    for place, recipe in enumerate(recipes):
+        if "output_dir" in recipe:
+            run, stays = _text(recipe, "output_dir"), list[str]()
+            for earlier in made[:place]:
+                if "trainer" in earlier:
+                    earlier["trainer"] = _moved(earlier["trainer"], runs, run, stays)
+            if stays:
+                log.warning("output_dir is now %s, but these stay where the recipe has them: %s", run, ", ".join(stays))
+            runs.add(run)
+        if isinstance(root := made[place].get("trainer", {}).get("default_root_dir"), str):
+            runs.add(root)
+
+
+def _moved(value: Any, runs: set[str], run: str, stays: list[str], key: str = "") -> Any:
+    """Return options with the paths in any of ``runs`` in ``run`` instead; add other paths of PLACES to ``stays``."""
+    if isinstance(value, Mapping):
+        return {name: _moved(each, runs, run, stays, str(name)) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_moved(each, runs, run, stays) for each in value]
+    if key not in PLACES or not isinstance(value, str):
+        return value
+    for old in runs:
+        if Path(value).is_relative_to(old):
+            return str(Path(run) / Path(value).relative_to(old))
+    if not Path(value).is_relative_to(run):
+        stays.append(f"{key} {value}")
+    return value
+
+
+# values -------------------------------------------------------------------------------------------------------------
+
+
+def _with_warmup(model: dict[str, Any], ratio: float) -> dict[str, Any]:
     options = dict(model.get("init_args") or {}) if "class_path" in model else model
-    schedule = options.get("lr_scheduler") or {"class_path": "fsd_train.models.WarmupCosine"}
+    schedule = options.get("lr_scheduler") or {}
+    schedule = {"class_path": schedule} if isinstance(schedule, str) else schedule
+    if not isinstance(schedule, Mapping):
+        raise FsdError(f"model.lr_scheduler is a class_path with init_args, got {schedule!r:.60}.")
     options["lr_scheduler"] = {**schedule, "init_args": {**(schedule.get("init_args") or {}), "warmup_ratio": ratio}}
     return {**model, "init_args": options} if "class_path" in model else options
+
+
+def _section(recipe: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(section := recipe.get(name) or {}, Mapping):
+        raise FsdError(f"the section {name} holds no options, but {section!r:.60}. See recipes/template.yaml.")
+    return dict(section)
+
+
+def _list(callbacks: Any) -> list[Any]:
+    if isinstance(callbacks, (Mapping, str)):
+        return [callbacks]
+    if not isinstance(callbacks, list | None):
+        raise FsdError(f"trainer.callbacks is a list of callbacks, got {callbacks!r:.60}.")
+    return callbacks or []
 
 
 def _text(given: Mapping[str, Any], key: str) -> str:
@@ -123,3 +253,10 @@ def _whole(given: Mapping[str, Any], key: str, otherwise: int | None = None) -> 
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise FsdError(f"{key} is a whole number of at least 1, got {value!r:.60}.")
     return value
+
+
+def _share(given: Mapping[str, Any], key: str) -> float:
+    value = given[key]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise FsdError(f"{key} is a number from 0 to 1, got {value!r:.60}.")
+    return float(value)

@@ -1,8 +1,9 @@
 """Decode one prompt with a draft head in vLLM: ``VLLM_PYTHON vllm_head.py JOB.json``, for `fsd-train doctor --overfit`.
 
 It runs in vLLM's environment and imports nothing of this package. The job has ``target``, ``head`` and ``output``
-(paths), ``method`` ("eagle" or "eagle3"), ``prompt`` (ids), ``new`` and ``drafted`` (tokens of the answer, and per
-round). It writes the answer's ids, the number of rounds and the accepted drafts by position to ``output``.
+(paths), ``method`` ("eagle" or "eagle3"), ``prompt`` and ``answer`` (ids; the head learnt the answer) and ``drafted``
+(tokens per round). It writes the number of tokens up to the first that is not the answer's, and the rounds and accepted
+drafts by position up to there to ``output``. On a CPU vLLM computes in float32, as the answer was; on a GPU it chooses.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +19,43 @@ from typing import Any
 def main() -> None:
     job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default nearly all memory, which others use
+    import torch
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        job["target"], max_model_len=len(job["prompt"]) + job["new"] + job["drafted"] + 1, max_num_seqs=1,
-        enforce_eager=True, enable_prefix_caching=False, disable_log_stats=False, skip_tokenizer_init=True,
+        job["target"], max_model_len=len(job["prompt"]) + len(job["answer"]) + job["drafted"] + 1, max_num_seqs=1,
+        dtype="auto" if torch.cuda.is_available() else "float32", enforce_eager=True, enable_prefix_caching=False,
+        disable_log_stats=False, skip_tokenizer_init=True,
         speculative_config={
             "method": job["method"], "model": job["head"], "num_speculative_tokens": job["drafted"],
         },
     )  # fmt: skip
-    params = SamplingParams(max_tokens=job["new"], temperature=0.0, detokenize=False, ignore_eos=True)
-    (answer,) = llm.generate([{"prompt_token_ids": job["prompt"]}], params, use_tqdm=False)
-    reply: dict[str, Any] = {"answer": list(answer.outputs[0].token_ids), "drafts": 0, "accepted": []}
-    for metric in llm.get_metrics():
-        if metric.name == "vllm:spec_decode_num_drafts":
-            reply["drafts"] = metric.value
-        elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
-            reply["accepted"] = list(metric.values)[: job["drafted"]]
+
+    def decoded(tokens: int) -> list[int]:
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, detokenize=False, ignore_eos=True)
+        (answer,) = llm.generate([{"prompt_token_ids": job["prompt"]}], params, use_tqdm=False)
+        return list(answer.outputs[0].token_ids)
+
+    same = equal(decoded(len(job["answer"])), job["answer"])
+    counts = counted(llm, job["drafted"])
+    if 0 < same < len(job["answer"]):  # drafts of another text say nothing: once more, up to there
+        decoded(same)
+        counts = [after - before for before, after in zip(counts, counted(llm, job["drafted"]))]
+    reply = {"same": same, "drafts": counts[0], "accepted": counts[1:]}
     Path(job["output"]).write_text(json.dumps(reply))
+
+
+def equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common beginning."""
+    return next((place for place, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
+
+
+def counted(llm: Any, drafted: int) -> list[int]:
+    """Return the rounds so far, and the accepted drafts by position."""
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    accepted = found["vllm:spec_decode_num_accepted_tokens_per_pos"].values[:drafted]
+    return [int(found["vllm:spec_decode_num_drafts"].value), *map(int, accepted)]
 
 
 if __name__ == "__main__":

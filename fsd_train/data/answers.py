@@ -176,7 +176,7 @@ def encode_row(
         DataError: the row has neither form, its ids are malformed, or the template refuses it.
     """
     if row.get("response_ids") is not None or row.get("prompt_ids") is not None:
-        prompt, response = (_token_ids(row, field, where) for field in ("prompt_ids", "response_ids"))
+        prompt, response = (token_ids(row, field, where) for field in ("prompt_ids", "response_ids"))
         row.get("response")  # the same answer as text
         return [(prompt + response, [0] * len(prompt) + [1] * len(response))]
     if tokenizer is None:
@@ -191,7 +191,8 @@ def encode_row(
         raise DataError(f"{where}: {error}") from error
 
 
-def _token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
+def token_ids(row: Mapping[str, Any], field: str, where: str) -> list[int]:
+    """Return a row's field of token ids. Raises DataError if it is none."""
     ids = row.get(field)
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i <= MOST_ID for i in ids):
         raise DataError(

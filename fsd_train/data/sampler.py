@@ -40,7 +40,8 @@ class PackingSampler(Sampler[list[int]]):
         seed: seed of the order.
         shuffle: False keeps the same order in every epoch, independent of the seed.
         window: most rows packed together.
-        rank, replicas: which replica this is, of how many.
+        rank: number of this replica, from 0.
+        replicas: number of replicas.
     """
 
     def __init__(

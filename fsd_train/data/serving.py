@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fsd_core.errors import DataError
-from fsd_core.text.conversations import template_options
+from fsd_core.text.conversations import check_messages, template_options
 from fsd_core.text.encoding import encode_chat, encode_text
 from fsd_core.text.row_check import RowCheck
 from fsd_core.text.rows import read_rows
+from fsd_train.data.answers import token_ids
 from fsd_train.repository import find
 
 log = logging.getLogger(__name__)
@@ -22,24 +23,43 @@ LOOKED_AT = 32  # rows of each file
 SHOWN = 80  # characters at the place where two prompts part
 
 
+def prompt_pair(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int]] | None:
+    """Return a row's prompt ids, and those that serving would make of the same messages.
+
+    None if the row lacks either, if there is no chat template, or if the row is malformed: what trains on rows takes
+    account of those. The second ids are empty if the template refuses the messages.
+    """
+    if not row.get("prompt_ids") or not row.get("messages") or not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        ids, turns, asked = token_ids(row, "prompt_ids", "row"), check_messages(row["messages"]), template_options(row)
+    except DataError:
+        return None
+    try:
+        made = encode_chat(tokenizer, turns, options=asked)
+    except DataError:
+        made = []
+    raw = len(turns) == 1 and ids == encode_text(tokenizer, turns[0]["content"])  # a prompt without a template
+    return None if raw else (ids, made)
+
+
+def _asked_of_template(row: Mapping[str, Any]) -> str:
+    """Return a row's arguments of the chat template but for tools as text, empty without any or if malformed."""
+    try:
+        asked = {name: value for name, value in template_options(row).items() if name != "tools"}
+    except DataError:
+        return ""
+    return json.dumps(asked, sort_keys=True) if asked else ""
+
+
 def differences(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[str]:
     """Return what differs between the prompts of rows and those that serving would make of the same messages."""
-    compared, differing, options = 0, list[tuple[list[int], list[int]]](), Counter[str]()
+    pairs, options = list[tuple[list[int], list[int]]](), Counter[str]()
     for row in rows:
-        ids, messages = row.get("prompt_ids"), row.get("messages")
-        asked = template_options(row)
-        asked_here = {name: value for name, value in asked.items() if name != "tools"}
-        if asked_here:
-            options[json.dumps(asked_here, sort_keys=True)] += 1
-        if not ids or not messages or not getattr(tokenizer, "chat_template", None):
-            continue
-        compared += 1
-        try:
-            ours = encode_chat(tokenizer, messages, options=asked)
-        except DataError:
-            ours = []
-        if ids != ours and not (len(messages) == 1 and ids == encode_text(tokenizer, messages[0]["content"])):
-            differing.append((ids, ours))
+        pair, asked = prompt_pair(row, tokenizer), _asked_of_template(row)
+        pairs += [] if pair is None else [pair]
+        options.update([asked] if asked else [])
+    compared, differing = len(pairs), [pair for pair in pairs if pair[0] != pair[1]]
     said = []
     if differing:
         theirs, made = (_parting(pair, tokenizer) for pair in (differing[0], differing[0][::-1]))

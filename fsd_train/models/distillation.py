@@ -99,6 +99,11 @@ class DistillationModule(RunModule, ABC):
         super().__init__(optimizer, lr_scheduler)
         if not target:
             raise DataError("target is empty: give a built-in name, a directory or a hub id.")
+        if target_kwargs and "tp_plan" in target_kwargs:  # each rank has batches of its own
+            raise DataError(
+                "target_kwargs.tp_plan: training has no tensor parallelism. trainer.strategy fsdp shards the target "
+                "(docs/scaling.md)."
+            )
         self.target_name, self.target_kwargs, self.seed = target, dict(target_kwargs or {}), seed
         self.unroll_steps, self.step_decay, self.compile_option = unroll_steps, step_decay, compile
         self._compiled_layers = CompiledLayers()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from fsd_core.files import open_safetensors, read_weight_map
 from fsd_infer.targets.adapters import adapter_digest
+from fsd_infer.targets.kinds import auto_class
 from fsd_infer.targets.loading import adapter_of, attention_for, explained, resolve_target
 from fsd_infer.targets.target import Target
 
@@ -32,7 +33,7 @@ def _load(name: str, directory: Path, dtype: torch.dtype) -> Target | None:
     files = _weight_files(directory)
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_for(config))
+        model = auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention_for(config))
     parts = [model.get_input_embeddings(), model.get_output_embeddings(), getattr(model.get_decoder(), "norm", None)]
     kept = [part for part in parts if part is not None]
     if files is None or any(list(part.buffers()) for part in kept):

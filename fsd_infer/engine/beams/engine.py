@@ -24,7 +24,7 @@ from fsd_infer.engine.beams.sampling import Draw, chances_of_width, draw, dynami
 from fsd_infer.engine.beams.search import Beam, Hypothesis, Planner, Search, Terms, most_nodes
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.request.processors import TreeProcessors
-from fsd_infer.request.prompts import check_prompts, read_prompts
+from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 
@@ -87,6 +87,7 @@ class _Beams:
                 "with num_beams=1, greedily or with do_sample=True."
             )
         limits = check_prompts(target, request.prompts, request.max_new_tokens, target.reads_again)
+        check_sights(target, request.sights)
         self.target, self.drafter, self.request = target, drafter, request
         self.device = target.device
         self.sampled = not request.greedy
@@ -146,7 +147,7 @@ class _Beams:
         """Read the prompts, and take the first step of each search."""
         prompts = self.request.prompts
         tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
-        features, logits = read_prompts(self.target, self.cache, tokens, lengths)
+        features, logits = read_prompts(self.target, self.cache, tokens, lengths, sights=self.request.sights)
         begun = Begun(self.forests, self.slots, tokens, lengths, self.keys, features)
         self.proposer = proposer_of(self.drafter, begun)
         self.planner = Planner(self.terms, self.options, self.proposer, self.look, self.successors)

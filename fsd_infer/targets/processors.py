@@ -1,0 +1,72 @@
+"""Load a target's processor, which makes the pixels and the placeholder tokens of images."""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from transformers import PROCESSOR_MAPPING, AutoProcessor, ProcessorMixin
+
+from fsd_core.errors import ModelLoadError
+from fsd_core.hub import load_whole
+from fsd_infer.targets.loading import explained, load_config, located
+
+_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def load_processor(name_or_dir: str | os.PathLike[str], tokenizer: Any, **hub: Any) -> Any:
+    """Load a target's processor, with the tokenizer that the target has; names and options as in ``load_target``.
+
+    Raises:
+        ModelLoadError: the target has none, or it needs a package that is missing.
+    """
+    source, where = located(name_or_dir, hub)
+    if os.path.isdir(source) and not any((Path(source) / name).is_file() for name in _FILES):
+        raise ModelLoadError(f"{name_or_dir} has no processor ({' or '.join(_FILES)}), so it reads no images: add it.")
+    config = load_config(name_or_dir, **hub)
+
+    @explained(name_or_dir, source)
+    def load() -> Any:
+        try:
+            return AutoProcessor.from_pretrained(source, **where)
+        except (ImportError, OSError):  # no torchvision, or no config for videos, which no prompt here has
+            kind: Any = PROCESSOR_MAPPING.get(type(config), None)
+            if kind is None or "video_processor" not in kind.get_attributes():
+                raise
+            return without_others(kind).from_pretrained(source, **where)
+
+    processor = load_whole(source, load, **where)
+    if not is_processor(processor):  # AutoProcessor returns a tokenizer, or an image processor alone
+        raise ModelLoadError(f"{name_or_dir} has no processor of text and images, so it reads no images.")
+    processor.tokenizer = tokenizer
+    return processor
+
+
+def is_processor(value: Any) -> bool:
+    """Whether an object is a processor of text and images."""
+    return hasattr(value, "image_processor") and hasattr(value, "tokenizer")
+
+
+def without_others(kind: type[ProcessorMixin]) -> Any:
+    """Return a class of processors that needs nothing to read videos and sounds: the former needs torchvision."""
+    given = kind.get_attributes()
+    kept = [name for name in given if name in ("image_processor", "tokenizer")]
+
+    class Lenient(ProcessorMixin):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{name: x for name, x in options.items() if name in kept or name not in given})
+
+    class Seeing(kind, Lenient):  # type: ignore[misc, valid-type]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return kept
+
+        @wraps(kind.__init__)  # type: ignore[misc]  # its signature says what a saved processor holds
+        def __init__(self, *args: Any, **options: Any) -> None:
+            missing = {name: None for name in given if name not in kept}
+            super().__init__(**missing, **dict(zip(kept, args)), **options)
+
+    Seeing.__name__ = kind.__name__  # by which transformers finds its options
+    return Seeing

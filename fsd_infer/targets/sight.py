@@ -1,0 +1,158 @@
+"""Images in prompts. The forward over a prompt is the only one that sees pixels; after it, decoding is over text.
+
+A processor of transformers puts placeholder tokens where an image stands, and makes the pixels. The whole prompt then
+takes one forward, with the positions and the masks that ``generate`` would give it (some families attend in both
+directions within an image). With M-RoPE an image takes fewer rotary positions than tokens, so those of later tokens
+differ from their places in the text by an offset, which the KV cache keeps (:attr:`SlotCache.offsets`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+from fsd_core.errors import FsdError
+from fsd_core.tensors import to_device
+from fsd_infer.device.cache import SlotCache, cache_argument
+
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")  # fields of configs
+_BOTH_WAYS = ("paligemma",)  # families that read a prompt with an image so
+_OF_TEXT = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # inputs of the text's length
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """The images of one prompt.
+
+    Attributes:
+        inputs: arguments of the model's first forward by name: pixels, their grids, and types of tokens [1, P].
+        placeholders: ids of the tokens that stand for images.
+        text: the prompt's ids if the model reads all of it in both directions, so that no other prompt shares a start.
+    """
+
+    inputs: Mapping[str, Any]
+    placeholders: frozenset[int]
+    text: tuple[int, ...] = ()
+
+    @cached_property
+    def digest(self) -> int:
+        """A negative number that tells these images from others."""
+        found = hashlib.sha256(repr(self.text).encode())
+        for name, value in sorted(self.inputs.items()):
+            if name not in _OF_TEXT:
+                held = value.detach().cpu().contiguous() if isinstance(value, Tensor) else None
+                what = repr(value) if held is None else f"{held.dtype}{list(held.shape)}"
+                found.update(f"{name}{what}".encode())
+                found.update(b"" if held is None else held.view(torch.uint8).numpy().tobytes())
+        return -1 - int.from_bytes(found.digest()[:7], "big")
+
+    def named(self, prompt: Sequence[int]) -> list[int]:
+        """Return the prompt with :attr:`digest` for its placeholders, so that no other image's prefix is equal."""
+        return [self.digest if token in self.placeholders else token for token in prompt]
+
+    def ends(self, prompt: Sequence[int]) -> int:
+        """Return the number of tokens up to the last placeholder; what follows is text."""
+        return max(place for place, token in enumerate(prompt) if token in self.placeholders) + 1
+
+
+def placeholders_of(config: Any) -> frozenset[int]:
+    """Return the ids of the tokens that stand for images, as the model's config names them."""
+    found = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    return frozenset(token for token in found if isinstance(token, int))
+
+
+def sight_of(name: str, config: Any, inputs: Mapping[str, Any], prompt: Sequence[int]) -> Sight | None:
+    """Return what a processor's outputs show besides the prompt's tokens; None: text alone.
+
+    Args:
+        name: the target's, for errors.
+        config: the model's.
+        inputs: what a processor returns for one prompt.
+        prompt: its token ids.
+
+    Raises:
+        FsdError: pixels without tokens that stand for them, as of a target that does not see.
+    """
+    left = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+    if not any("pixel" in key or "image" in key for key in left):
+        return None
+    known = placeholders_of(config)
+    if not known & set(prompt):
+        raise FsdError(
+            f"the prompt has images but no token of {name} that stands for one: it does not see, reads images "
+            "otherwise than as tokens of its prompt, or its chat template leaves them out. Use another target."
+        )
+    return Sight(left, known, tuple(prompt) if config.model_type in _BOTH_WAYS else ())
+
+
+def places_images(model: Any) -> bool:
+    """Whether images move the positions of later tokens (M-RoPE), so that the model has positions of its own."""
+    name = "_prepare_position_ids_for_generation"
+    return getattr(type(model), name, None) is not getattr(GenerationMixin, name, None)
+
+
+def positions_of(model: Any, tokens: Tensor, sight: Sight) -> Tensor:
+    """Return the positions of a prompt [1, P] as ``generate`` prepares them: [1, P], or of M-RoPE [3, 1, P]."""
+    given = {**_moved(model, sight), "input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    made: Tensor = model._prepare_position_ids_for_generation(tokens, given)
+    return made[1:] if made.dim() == 3 and len(made) == 4 else made  # the first of four are places in the text
+
+
+def offset_of(positions: Tensor) -> Tensor:
+    """Return by how much later tokens' rotary positions differ from their places, [1], of :func:`positions_of`."""
+    return positions[..., -1].max()[None] + 1 - positions.shape[-1]
+
+
+def set_offset(cache: SlotCache, positions: Tensor) -> None:
+    """Keep in a cache of one row how tokens after a prompt with positions [3, 1, P] or [1, P] are placed."""
+    if cache.offsets is not None:
+        cache.offsets.copy_(offset_of(positions))
+
+
+def read_seen(target: Any, cache: SlotCache, tokens: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+    """Read a prompt [1, P] with its images in one forward: (features [1, P, F], logits [1, 1, V] at its last token).
+
+    Args:
+        target: a :class:`~fsd_infer.targets.target.Target`.
+        cache: of one row.
+        tokens: the prompt's ids on the target's device.
+        sight: its images.
+
+    Raises:
+        FsdError: the model reads more tokens than the prompt has, as families do that put images before it.
+    """
+    model, count = target.model, tokens.shape[1]
+    positions = positions_of(model, tokens, sight)
+    cache.set_write_slots(torch.arange(count, device=tokens.device)[None], 0, count)
+    given = {cache_argument(type(model)): cache, **_moved(model, sight), "logits_to_keep": 1}
+    given = model.prepare_inputs_for_generation(
+        tokens, attention_mask=None, position_ids=positions, use_cache=True, is_first_iteration=True, **given
+    )
+    if not target.plain_stack.takes_keep:
+        del given["logits_to_keep"]
+    with target.angles.of_texts(cache.read), target.plain_stack.captured(target.captured_layers) as found:
+        logits = model(**given).logits[:, -1:]
+    features: Tensor = target.joined(*found)
+    if features.shape[1] != count:
+        raise FsdError(f"{target.name} reads {features.shape[1]} tokens for a prompt of {count}: use another target.")
+    set_offset(cache, positions)
+    return features, logits
+
+
+def _moved(model: Any, sight: Sight) -> dict[str, Any]:
+    """Return the inputs on the model's device, pixels in its dtype."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = to_device(value, model.device)
+        return value.to(model.dtype) if value.is_floating_point() else value
+
+    return {name: moved(value) for name, value in sight.inputs.items()}

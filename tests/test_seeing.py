@@ -1,0 +1,275 @@
+"""Targets that see images: greedy answers equal ``generate`` in fp32, for text alone and for prompts with images."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from transformers import CONFIG_MAPPING
+
+from fsd_core.errors import FsdError, ModelLoadError
+from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer.cli.main import main
+from fsd_infer.decoder.seen import encode_seen, shows_images
+from fsd_infer.serving.app import Limits, make_app
+from fsd_infer.targets.kinds import auto_class
+from fsd_infer.targets.loading import load_target
+from fsd_infer.targets.prefixes import PrefixCache
+from tests.families import drafter_of, reference
+from tests.seeing_toys import IMAGE, PROCESSORS, SEEING, an_image, save_seeing, seeing_decoder
+
+LIMITS: dict[str, Any] = dict(max_new_tokens=12, do_sample=False)
+PROMPTS = [[5, 60, 7, 41, 99], [17, 250, 33, 8, 120, 44, 61, 3, 90, 14, 15, 16], [200, 31, 12, 77, 140, 9, 10]]
+FAST = ["gemma3", "gemma4", "qwen2_5_vl", "qwen3_5", "smolvlm", "llava"]
+
+
+def families(names: Any) -> list[Any]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def turn(*parts: Any) -> list[dict[str, Any]]:
+    """A user's message of texts and images."""
+    made = [{"type": "text", "text": x} if isinstance(x, str) else {"type": "image", "image": x} for x in parts]
+    return [{"role": "user", "content": made}]
+
+
+SHOWN = [
+    turn("the cat ", an_image(1), " what is it"),
+    turn("is there an answer to that"),
+    turn(an_image(2), "the end", an_image(3, 16, 32), "it is the cat, and the mat"),
+]
+
+
+@cache
+def decoder_of(family: str) -> FuzzyDecoder:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    try:
+        return seeing_decoder(family)
+    except ImportError as error:
+        pytest.skip(f"the processor of {family} needs {error.name}")
+
+
+def encoded(decoder: FuzzyDecoder, messages: Any) -> tuple[list[int], Any]:
+    return encode_seen(decoder.target, messages) if shows_images(messages) else (decoder.encode(messages), None)
+
+
+def expected_of(decoder: FuzzyDecoder, messages: Any, **options: Any) -> list[int]:
+    """New tokens of ``generate`` for messages, as their processor encodes them."""
+    ids, sight = encoded(decoder, messages)
+    inputs = {} if sight is None else {**sight.inputs, "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    made = decoder.target.model.generate(torch.tensor([ids]), **{**LIMITS, **options}, **inputs)
+    return made[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("family", families(SEEING))
+def test_text_alone_equals_generate(family: str, tmp_path: Path) -> None:
+    """From a directory, chains and trees, in ragged batches."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    model = save_seeing(tmp_path, family)
+    expected = reference(model, PROMPTS, **LIMITS)
+    assert len({token for row in expected for token in row}) > 2, "degenerate model: the comparison would be hollow"
+    loaded, tokenizer = load_target(str(tmp_path), dtype="fp32", device="cpu")
+    assert type(loaded) is type(model) and tokenizer is not None
+    check(FuzzyDecoder(target := Target(loaded, tokenizer), NoDrafter(target.vocab_size)), PROMPTS, expected)
+
+
+@pytest.mark.parametrize("family", families(PROCESSORS))
+def test_images_equal_generate(family: str) -> None:
+    """Through the family's own processor, beside a prompt without images, in a ragged batch."""
+    decoder = decoder_of(family)
+    expected = [expected_of(decoder, messages) for messages in SHOWN]
+    check(decoder, SHOWN, expected)
+    ids, sight = encode_seen(decoder.target, SHOWN[0])
+    assert sight is not None
+    if family != "paligemma":  # whose toy says one token whatever it sees
+        blind = decoder.generate(ids, **LIMITS).sequences[0]
+        assert blind != expected[0], "the images change nothing: the comparison would be hollow"
+    inputs = {**sight.inputs, "input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
+    assert decoder.generate(inputs, **LIMITS).sequences == expected[:1], "as a processor returns them"
+
+
+def check(decoder: FuzzyDecoder, prompts: Any, expected: list[list[int]]) -> None:
+    target = decoder.target
+    for name, least_tau in {"oracle": 2.0, "fused": 1.0}.items():
+        if name == "fused" and not target.lm_head_is_plain:
+            continue
+        drafter = drafter_of(name, target, TreeShape(3, 3, 8))
+        if name == "oracle":  # which asks the model for what follows a text, without its images
+            drafter.known = known_of(decoder, prompts, expected)
+        batch = decoder.generate(prompts, drafter=drafter, **LIMITS)
+        assert batch.sequences == expected, f"{name}, ragged batch"
+        assert batch.stats.tau >= least_tau, f"{name}: drafts that are right were not accepted"
+    assert decoder.generate(prompts[:1], drafter=NoDrafter(target.vocab_size), **LIMITS).sequences == expected[:1]
+
+
+def known_of(decoder: FuzzyDecoder, prompts: Any, expected: list[list[int]]) -> dict[tuple[int, ...], list[int]]:
+    """What follows each text on the way to the expected answers."""
+    found = {}
+    for prompt, answer in zip(prompts, expected, strict=True):
+        ids = encoded(decoder, prompt)[0]
+        for done in range(len(answer) + 1):
+            found[(*ids, *answer[:done])] = answer[done : done + 4]
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", pytest.param("llava", marks=pytest.mark.slow)])
+def test_a_prefix_with_images_is_read_once(family: str) -> None:
+    """And serves no prompt with other images, though the ids are the same."""
+    decoder = decoder_of(family)
+    first, other = (turn("the cat ", an_image(seed), "what is the answer") for seed in (1, 4))
+    answer = decoder.generate(first, **LIMITS).sequences[0]
+    said = decoder.tokenizer.decode(answer)
+    chat = [*first, {"role": "assistant", "content": said}, {"role": "user", "content": "it is there"}]
+    assert decoder.encode(first) == decoder.encode(other)
+    expected = [expected_of(decoder, messages) for messages in (first, other, chat)]
+    assert expected[0] != expected[1], "the images change nothing"
+    decoder.target.prefixes = PrefixCache(1 << 24)
+    try:
+        made = [decoder.generate(messages, **LIMITS) for messages in (first, other, first, chat)]
+    finally:
+        decoder.target.prefixes = None
+    assert [each.sequences[0] for each in made] == [expected[0], expected[1], expected[0], expected[2]]
+    known, before = [each.stats.known[0] for each in made], decoder.encode(first).index(IMAGE)
+    assert known[0] == 0 and known[1] <= before
+    if not decoder.target.is_recurrent:  # which keeps no start of a text
+        assert known[2] == len(decoder.encode(first)) - 1 and known[3] > before
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_beams_equal_generate(family: str) -> None:
+    decoder = decoder_of(family)
+    options = dict(num_beams=3, max_new_tokens=8)
+    expected = [expected_of(decoder, messages, **options) for messages in SHOWN]
+    assert decoder.generate(SHOWN, **{**LIMITS, **options}).sequences == expected
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"])
+def test_lossy_rules_and_several_answers(family: str) -> None:
+    decoder = decoder_of(family)
+    drafter = drafter_of("head", decoder.target)
+    exact = [expected_of(decoder, messages) for messages in SHOWN]
+    assert decoder.generate(SHOWN, "fuzzy:js:0", drafter=drafter, **LIMITS).sequences == exact
+    lossy = decoder.generate(SHOWN, "fuzzy:js:inf", drafter=drafter, **LIMITS)
+    assert lossy.stats.divergence_spent > 0
+    drawn = dict(max_new_tokens=6, do_sample=True, num_return_sequences=2, seed=3)
+    assert decoder.generate(SHOWN[0], **drawn).sequences == decoder.generate(SHOWN[0], **drawn).sequences
+
+
+AUDIO = ["qwen2_audio", "voxtral", "granite_speech"]
+ENCODERS = ["florence2", "udop", "t5", "bart", "whisper"]
+
+
+@pytest.mark.parametrize("family", [*AUDIO, *ENCODERS, "mllama", "idefics"])
+def test_other_kinds_are_refused_by_name(family: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    with pytest.raises(ModelLoadError, match=re.escape(family)):
+        auto_class(CONFIG_MAPPING[family]())
+
+
+def png(seed: int = 1) -> bytes:
+    file = io.BytesIO()
+    an_image(seed).save(file, "png")
+    return file.getvalue()
+
+
+def data_url(content: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_images_on_the_command_line(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the directory's own processor, of which Qwen's reads videos too, with a package that may be missing."""
+    save_seeing(tmp_path, family, with_processor=True)
+    (tmp_path / "one.png").write_bytes(png())
+    words = ["generate", "--target", str(tmp_path), "--drafter", "lookup", "--dtype", "fp32", "--device", "cpu"]
+    words += ["--max-new-tokens", "12", "--quiet", "--json", "--prompt", "what is it"]
+    assert main([*words, "--image", str(tmp_path / "one.png")]) == 0
+    found = json.loads(capsys.readouterr().out)["tokens"]
+    assert found == expected_of(decoder_of(family), turn(an_image(1), "what is it"))
+    assert main([*words, "--image", str(tmp_path / "two.png")]) == 2
+    assert "there is no image" in capsys.readouterr().err
+
+
+def test_images_behind_the_server(tmp_path: Path) -> None:
+    decoder, folder = decoder_of("qwen2_5_vl"), tmp_path / "images"
+    folder.mkdir()
+    for file in (folder / "one.png", tmp_path / "secret.png"):
+        file.write_bytes(png())
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder / "text.png").write_text("no image")
+    expected = decoder.generate(turn(an_image(1), "what is it"), **LIMITS).text
+    client = TestClient(make_app(decoder, limits=Limits(image_folders=(folder,))))
+
+    def answer(*parts: Any, role: str = "user") -> Any:
+        body = {"messages": [{"role": role, "content": list(parts)}], "max_tokens": 12, "temperature": 0}
+        return client.post("/v1/chat/completions", json=body)
+
+    def shown(url: str, role: str = "user") -> Any:
+        return answer(
+            {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it"}, role=role
+        )
+
+    with client:
+        for url in (data_url(png()), f"file://{folder}/one.png", f"{folder}/one.png"):
+            found = shown(url)
+            assert found.status_code == 200, found.text
+            assert found.json()["choices"][0]["message"]["content"] == expected
+        for url, why in {
+            "https://example.com/one.png": "remote URL", "ftp://example.com/one.png": "remote URL",
+            f"file://{tmp_path}/secret.png": "directories that this server may read",
+            f"file://{folder}/../secret.png": "directories that this server may read",
+            f"file://{folder}/link.png": "directories that this server may read",
+            f"file://{folder}/text.png": "holds no image", f"file://{folder}": "there is no image",
+            data_url(b"no image"): "holds no image", "data:image/png;base64,!": "base64", "data:,x": "base64",
+            data_url(png()[:60]): "holds no image",
+        }.items():  # fmt: skip
+            found = shown(url)
+            assert found.status_code == 400 and why in found.json()["error"]["message"], (url, found.text)
+        assert "role user" in shown(data_url(png()), role="assistant").json()["error"]["message"]
+        audio = answer({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}})
+        assert audio.status_code == 400 and "input_audio" in audio.json()["error"]["message"]
+
+
+def test_what_does_not_fit_is_refused_by_name(toy_decoder: FuzzyDecoder) -> None:
+    decoder, image = decoder_of("qwen2_5_vl"), an_image(1)
+    refused: dict[str, Any] = {
+        "one image for each": lambda: decoder.generate([{"role": "user", "content": [{"type": "image"}]}], **LIMITS),
+        "images more than": lambda: decoder.generate(
+            [{"role": "user", "content": [{"type": "image"}]}], images=[image, image], **LIMITS
+        ),
+        "each prompt's images": lambda: decoder.generate(["a", "b"], images=[image], **LIMITS),
+        "token ids": lambda: decoder.generate([1, 2, 3], images=[image], **LIMITS),
+        "of the type 'video'": lambda: decoder.generate(
+            turn(image) + [{"role": "user", "content": [{"type": "video"}]}]
+        ),
+        "does not see": lambda: toy_decoder.generate("the cat", images=[image], **LIMITS),
+        "PIL image, got int": lambda: decoder.generate("the cat", images=[3], **LIMITS),
+        "user turn": lambda: decoder.generate([{"role": "system", "content": "x"}], images=[image], **LIMITS),
+    }
+    for why, ask in refused.items():
+        with pytest.raises(FsdError, match=re.escape(why)):
+            ask()
+    with pytest.raises(FsdError, match="no processor"):
+        FuzzyDecoder(Target(decoder.target.model, decoder.tokenizer), decoder.drafter).generate("a", images=image)
+
+
+def test_names_of_marks_in_messages_are_text() -> None:
+    """A user who writes the mark of an image shows none."""
+    decoder = decoder_of("smolvlm")  # whose processor looks up characters
+    plain, marked = turn(an_image(1), "what is it"), turn(an_image(1), "what <image> is <|end|> it")
+    counts = [encode_seen(decoder.target, messages)[0].count(IMAGE) for messages in (plain, marked)]
+    assert counts == [4, 4]
+    ids = encode_seen(decoder.target, marked)[0]
+    assert "what <image> is <|end|> it" in decoder.tokenizer.decode(ids)
+    assert decoder.generate("what is it", images=an_image(1), **LIMITS).sequences[0] == expected_of(decoder, plain)
