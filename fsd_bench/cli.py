@@ -115,6 +115,10 @@ def _layout_options(parser: argparse.ArgumentParser) -> None:
         "--field", action="append", metavar="NAME=FIELD",
         help="the file's field for prompt, answer, category, ...; may be given several times",
     )  # fmt: skip
+    parser.add_argument(
+        "--turns", type=positive, metavar="N", help="user turns asked of a row with turns, each after the method's own "
+        "answers to those before (default: all of a public file's, else the first)",
+    )  # fmt: skip
     add_flags(parser, ("--run-code", "score answers that are programs by running them, with limits but no sandbox"))
 
 

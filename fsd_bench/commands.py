@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         raise FsdError("--resume continues the unfinished run of a record: name it with --json FILE.")
     names = (
         "limit every max_new_tokens temperature repeat seed batch_size threads log_likelihood score isolate raw "
-        "strict resume layout run_code"
+        "strict resume layout run_code turns"
     )
     record = fsd_bench.run(
         args.prompts, words(args.methods), json_path=args.json, progress=True, warmup=not args.no_warmup,
@@ -57,7 +57,7 @@ def table(args: argparse.Namespace) -> int:
     named = picked(args, "json markdown specbundle")
     files = {name: path and writable(path, "the table") for name, path in named.items()}
     set_threads(args.threads)
-    names = "limit max_new_tokens temperature seed score raw strict every repeat batch_size layout run_code"
+    names = "limit max_new_tokens temperature seed score raw strict every repeat batch_size layout run_code turns"
     records = measure_sets(
         parse_sets(words(args.sets)), words(args.methods), args.work, progress=True, fields=_named_fields(args.field),
         **picked(args, names), **model_options(args),

@@ -30,21 +30,21 @@ class RunSpec:
     """The request to every method.
 
     Attributes:
-        groups: token ids of the prompts that are decoded together.
+        prompts: returns the token ids of the prompts of a job, which may continue answers of earlier ``runs``.
         max_new_tokens: new tokens per answer.
         seed: with group and repeat it determines the seed of a run.
         warmup: each method first gives a short answer that is not counted.
     """
 
-    groups: Sequence[list[list[int]]]
+    prompts: Callable[[Trial, Mapping[Trial, TimedRun]], list[list[int]]]
     max_new_tokens: int
     seed: int = 0
     warmup: bool = True
 
-    def answer(self, method: Method, job: Trial, most: int | None = None) -> TimedRun:
+    def answer(self, method: Method, job: Trial, runs: Mapping[Trial, TimedRun], most: int | None = None) -> TimedRun:
         """Return one run, of at most ``most`` tokens."""
         options = decoding(job.temperature, min(self.max_new_tokens, most or self.max_new_tokens))
-        return method.answer(self.groups[job.group], options, self.seed + 1000 * job.group + job.repeat)
+        return method.answer(self.prompts(job, runs), options, self.seed + 1000 * job.group + job.repeat)
 
 
 def decoding(temperature: float, max_new_tokens: int) -> dict[str, Any]:
@@ -106,10 +106,10 @@ def run_jobs(
                 for method in methods.values():
                     stack.callback(method.close)
                     if asked.warmup and todo:  # one-time compilation and allocation are not timed
-                        asked.answer(method, todo[0], WARMUP_TOKENS)
+                        asked.answer(method, todo[0], file.runs, WARMUP_TOKENS)
                 for job in todo:
                     bar.set_postfix_str(job.method, refresh=False)
-                    run = asked.answer(methods[job.method], job)
+                    run = asked.answer(methods[job.method], job, file.runs)
                     if finish is not None:
                         finish(job, run)
                     file.add(job, run)

@@ -174,7 +174,7 @@ def private_tests(text: str) -> list[dict[str, Any]]:
 @LAYOUTS.register("spec-bench")
 @LAYOUTS.register("mt-bench")
 def turns(row: Values) -> dict[str, Any]:
-    """A conversation whose user turns are known. The first is asked."""
+    """A conversation whose user turns are known, see :mod:`fsd_bench.later_turns`."""
     asked = _need(row, "turns")
     if not isinstance(asked, (list, tuple)) or not all(isinstance(turn, str) for turn in asked):
         raise DataError("turns is no list of texts.")

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsd_bench.layouts import Layout
 from fsd_core.errors import DataError
-from fsd_core.text.conversations import template_options
+from fsd_core.text.conversations import Message, template_options
 from fsd_core.text.encoding import PromptRow, encode_chat, encode_text, need_tokenizer, read_prompts
 from fsd_core.text.row_check import RowCheck, listing_of
 from fsd_core.text.templates import turn_fields_of
@@ -49,8 +49,14 @@ class Encoder:
             DataError: a conversation that the template refuses, or that ``raw`` does not support, or a prompt that
                 fills the context.
         """
+        return self._fitting(_encode(row, need_tokenizer(self.tokenizer, self.target), self.raw))
+
+    def conversation(self, row: PromptRow, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of another conversation with the row's template options. Raises as for a row."""
         tokenizer = need_tokenizer(self.tokenizer, self.target)
-        ids = _encode(row, tokenizer, self.raw)
+        return self._fitting(encode_chat(tokenizer, messages, options=template_options(row.row)))
+
+    def _fitting(self, ids: list[int]) -> list[int]:
         if self.positions is not None and len(ids) >= self.positions:
             raise DataError(
                 f"the prompt has {len(ids)} tokens, but {self.target} has a context of {self.positions} tokens: "

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsd_bench.base import Comparison, MeasuredAnswer, Method
+from fsd_bench.base import Comparison, MeasuredAnswer, Method, TimedRun
 from fsd_bench.jobs import RunSpec, Session, in_turns, rotated, run_jobs, turns_of
+from fsd_bench.later_turns import TurnPrompts, with_later_turns
 from fsd_bench.layouts import layout_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.methods import METHODS, Spec, make_methods, parse_methods
@@ -68,10 +69,12 @@ def run(
     layout = layout_of(settings.layout, settings.fields)
     rows = first_rows(settings.prompts, encode, settings.limit, settings.every, settings.strict, json_path, layout)
     references = read_references(rows, settings.score, settings.run_code)
+    rows, before = with_later_turns(rows, settings.most_turns)
+    references += [None] * len(before)
     unmeasured = ("baselines", "score", "strict", "run_code")
     measured = {key: value for key, value in settings.to_dict().items() if key not in unmeasured}
     path = None if json_path is None else partial_path(json_path, resume)
-    groups = group_prompts([category_of(row) for row in rows], settings.batch_size)
+    groups = group_prompts(_categories(rows, before), settings.batch_size)
     names = [spec.name for spec in parse_methods(methods)]
     jobs = in_turns(names, len(groups), {settings.temperature: settings.repeat})
     file = RunFile(
@@ -80,7 +83,7 @@ def run(
         advice=("the same command with --resume continues it", "delete the file"),
     )  # fmt: skip
     with file.kept():
-        record = _measure(settings, models, rows, references, groups, jobs, file, progress)
+        record = _measure(settings, models, rows, references, before, groups, jobs, file, progress)
     record["environment"] |= environment(command)
     record = jsonable(record)
     if path is not None:
@@ -123,6 +126,7 @@ def _measure(
     models: Models,
     rows: Sequence[PromptRow],
     references: Sequence[Reference | None],
+    before: Mapping[int, int],
     groups: Sequence[list[int]],
     jobs: Sequence[Trial],
     file: RunFile,
@@ -139,21 +143,25 @@ def _measure(
         else:
             blocks = {group: group % settings.isolate for group in range(len(groups))}
             sessions = isolated(settings, specs, jobs, blocks)
-        encoded = encode_rows(rows, models.encoder(settings.raw))
-        asked = RunSpec(
-            [[encoded[index] for index in group] for group in groups], settings.max_new_tokens, settings.seed or 0,
-            settings.warmup,
-        )  # fmt: skip
+        encode = models.encoder(settings.raw)
+        first = encode_rows(rows[: len(rows) - len(before)], encode)
+        prompts = TurnPrompts(rows, before, groups, encode, first)
+        asked = RunSpec(prompts, settings.max_new_tokens, settings.seed or 0, settings.warmup)
         run_jobs(sessions, asked, file, title="bench", progress=progress)
     turns = turns_of(file.runs, groups, names, settings.temperature)
+    answers = _with_prompts(turns, prompts, file.runs, settings.temperature)
     if settings.log_likelihood:
-        _add_log_likelihoods(models.scorer(), models.tokenizer, encoded, turns, progress)
-    for turn in turns:
-        for index, answer in turn.answers():
-            measure(answer, models.tokenizer, encoded[index], rows[index], references[index])
-    prompts = [BenchPrompt(row.id, category_of(row), f"{row.file}:{row.line}", ids) for row, ids in zip(rows, encoded)]
+        _add_log_likelihoods(models.scorer(), models.tokenizer, answers, progress)
+    encoded: dict[int, list[int]] = {}
+    for index, ids, answer in answers:
+        measure(answer, models.tokenizer, ids, rows[index], references[index])
+        encoded.setdefault(index, ids)  # of a later turn that of the first method
+    listed = [
+        BenchPrompt(row.id, category, f"{row.file}:{row.line}", encoded[index])
+        for index, (row, category) in enumerate(zip(rows, _categories(rows, before)))
+    ]
     described = {name: file.described[name] for name in names}
-    record = build_record(prompts, described, turns, settings.seed or 0, settings.baselines, blocks)
+    record = build_record(listed, described, turns, settings.seed or 0, settings.baselines, blocks)
     record["settings"] = settings.to_dict()
     record["environment"] = {
         "dtype": settings.dtype,
@@ -186,19 +194,42 @@ def _start(settings: Settings, spec: Spec) -> list[Method]:
     return [ProcessMethod(spec.name, [sys.executable, "-m", "fsd_bench.worker", values, spec.text])]
 
 
+def _categories(rows: Sequence[PromptRow], before: Mapping[int, int]) -> list[str]:
+    """Return the rows' categories. Each later turn has its own, since batches do not mix categories."""
+    found = [category_of(row) for row in rows]
+    numbers: dict[int, int] = {}
+    for place, earlier in before.items():
+        numbers[place] = numbers.get(earlier, 1) + 1
+        found[place] += f", turn {numbers[place]}"
+    return found
+
+
+def _with_prompts(
+    turns: Sequence[Comparison], prompts: TurnPrompts, runs: Mapping[Trial, TimedRun], temperature: float
+) -> list[tuple[int, list[int], MeasuredAnswer]]:
+    """Return each answer with its prompt's index and token ids."""
+    return [
+        (index, ids, answer)
+        for turn in turns
+        for name, run in turn.runs.items()
+        for index, ids, answer in zip(
+            turn.prompts, prompts(Trial(name, turn.group, turn.repeat, temperature), runs), run.answers, strict=True
+        )
+    ]
+
+
 def _add_log_likelihoods(
-    target: Target, tokenizer: Any, prompts: Sequence[list[int]], turns: Sequence[Comparison], progress: bool
+    target: Target, tokenizer: Any, answers: Sequence[tuple[int, list[int], MeasuredAnswer]], progress: bool
 ) -> None:
     """Score every different answer once. An answer without token ids is scored by its text's own tokens."""
-    answers: dict[tuple[int, tuple[int, ...]], list[MeasuredAnswer]] = {}
-    for turn in turns:
-        for index, answer in turn.answers():
-            tokens = answer.tokens
-            if tokens is None and answer.text:
-                tokens = tokenizer.encode(answer.text, add_special_tokens=False)
-            if tokens:
-                answers.setdefault((index, tuple(tokens)), []).append(answer)
-    scores = mean_log_likelihoods(target, [(prompts[index], tokens) for index, tokens in answers], progress=progress)
-    for alike, score in zip(answers.values(), scores, strict=True):
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[MeasuredAnswer]] = {}
+    for _, ids, answer in answers:
+        tokens = answer.tokens
+        if tokens is None and answer.text:
+            tokens = tokenizer.encode(answer.text, add_special_tokens=False)
+        if tokens:
+            found.setdefault((tuple(ids), tuple(tokens)), []).append(answer)
+    scores = mean_log_likelihoods(target, [(list(ids), tokens) for ids, tokens in found], progress=progress)
+    for alike, score in zip(found.values(), scores, strict=True):
         for answer in alike:
             answer.log_likelihood = score

@@ -44,6 +44,8 @@ class Settings(ModelOptions):
         strict: stop at the first row that cannot be used, instead of skipping a few.
         layout: of a public data set's file, see :mod:`fsd_bench.layouts`.
         fields: our name -> the file's, for own files.
+        turns: user turns that are asked of a row with `turns`, each after the method's own answers to those before;
+            None: all of a public file's, else the first.
         run_code: run answers that are programs, see :mod:`fsd_bench.code`.
     """
 
@@ -67,6 +69,7 @@ class Settings(ModelOptions):
     layout: str | None = None
     fields: dict[str, str] | None = None
     run_code: bool = False
+    turns: int | None = None
 
     def check(self) -> None:
         """Raise FsdError for options that can be refused before anything is loaded."""
@@ -74,8 +77,15 @@ class Settings(ModelOptions):
         choose_baselines([spec.name for spec in parse_methods(self.methods)], self.baselines)
         check_score(self.score)
         layout_of(self.layout, self.fields)
+        if self.turns is not None and self.turns > 1 and (self.raw or self.isolate is not None):
+            raise FsdError("later turns continue answers in the chat template: leave out --raw and --isolate.")
         if self.seed is not None and any(spec.text.endswith(":keep") for spec in parse_methods(self.methods)):
             raise FsdError('"memory:keep" learns nothing from requests with a seed: leave out the one or the other.')
+
+    @property
+    def most_turns(self) -> int | None:
+        """User turns that are asked of a conversation; None for all."""
+        return self.turns or (1 if self.layout is None or self.raw or self.isolate is not None else None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as JSON values."""

@@ -83,7 +83,7 @@ def _run(
     models.first_drafter = options.drafter
     decoder, settings = models.decoder, options.settings()
     prompts = encode_rows(rows, models.encoder(options.raw))
-    asked = RunSpec([[ids] for ids in prompts], options.max_new_tokens, options.seed)
+    asked = RunSpec(lambda job, runs: [prompts[job.group]], options.max_new_tokens, options.seed)
 
     def start() -> list[EngineMethod]:
         return [EngineMethod(one.name, decoder, one.rule, models.load(None, one.tree), traced=True) for one in settings]
