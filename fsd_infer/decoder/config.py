@@ -265,7 +265,7 @@ def runtime_config(given: RuntimeConfig | None, keywords: dict[str, Any]) -> tup
     """
     if given is not None and not isinstance(given, RuntimeConfig):
         raise ModelLoadError(
-            f"config is a RuntimeConfig, got {type(given).__name__}. To change a model's own, load it with transformers, "
+            f"config is a RuntimeConfig, got {type(given).__name__}. To change a model's own, load it by transformers "
             "and pass the object."
         )
     own = {field.name for field in fields(RuntimeConfig)} & keywords.keys()
