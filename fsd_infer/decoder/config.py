@@ -15,7 +15,7 @@ from typing import Any
 from transformers import GenerationConfig
 from typing_extensions import Self, Unpack
 
-from fsd_core.errors import FsdError
+from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.files import read_json, write_json
 from fsd_core.registry import did_you_mean, is_whole
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
@@ -259,10 +259,15 @@ class RuntimeConfig:
 def runtime_config(given: RuntimeConfig | None, keywords: dict[str, Any]) -> tuple[RuntimeConfig, dict[str, Any]]:
     """Return how the models run, and the rest of the keywords, which are for loading them.
 
-    Raises FsdError: a value that cannot be.
+    Raises:
+        ModelLoadError: ``config`` is something else, such as a model's own.
+        FsdError: a value that cannot be.
     """
     if given is not None and not isinstance(given, RuntimeConfig):
-        raise FsdError(f"config is a RuntimeConfig, got {type(given).__name__}.")
+        raise ModelLoadError(
+            f"config is a RuntimeConfig, got {type(given).__name__}. To change a model's own, load it by transformers "
+            "and pass the object."
+        )
     own = {field.name for field in fields(RuntimeConfig)} & keywords.keys()
     changed = replace(given or RuntimeConfig(), **{name: keywords[name] for name in own})
     return changed, {name: value for name, value in keywords.items() if name not in own}
