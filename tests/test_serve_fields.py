@@ -44,6 +44,7 @@ NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}
         (asked(quality=0.9, rule="tilted"), 400, "leave out quality, or the rule"),
         (asked(quality=0.9), 400, "nothing was calibrated yet"),
         (asked(rule="quality:x"), 400, "quality is above 0 and at most 1"),
+        (asked(chat_template_kwargs={"chat_template": "{{ 7 }}"}), 400, "'chat_template' is not the template's"),
         (asked(model="another"), 404, "model 'another' is not here"),
         ({"max_tokens": 4}, 400, "messages"),
         (asked("the cat " * 400), 400, "tokens, but the model has a context of"),
@@ -57,6 +58,17 @@ def test_bad_requests_say_what_is_wrong(client: TestClient, content: Any, status
     body = json.dumps(content) if isinstance(content, dict) else content
     found = client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
     assert found.status_code == status and message in found.json()["error"]["message"]
+
+
+def test_variables_of_the_template(client: TestClient, toy_decoder: FuzzyDecoder, monkeypatch: Any) -> None:
+    """Rows whose `chat_template_kwargs` trained a head are served with the same."""
+    template = "{{ 'the cat ' if thinks else '' }}{{ messages[0].content }}"
+    monkeypatch.setattr(toy_decoder.tokenizer, "chat_template", template)
+    lengths = [
+        client.post(CHAT, json=asked(**more)).json()["usage"]["prompt_tokens"]
+        for more in ({}, {"chat_template_kwargs": {"thinks": True}}, {"chat_template_kwargs": {"thinks": False}})
+    ]
+    assert lengths[1] > lengths[0] == lengths[2]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,21 @@ GUIDED = "response_format, guided_json, guided_regex and guided_grammar"
 
 
 MOST_BIASES = 16_384
+# Arguments of transformers' apply_chat_template, which would replace the template, its turns or what it returns.
+NOT_FOR_TEMPLATES = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "padding",
+        "truncation",
+    )
+    + ("continue_final_message", "tokenize", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
+    + ("return_assistant_tokens_mask",)
+)
 _Item = TypeVar("_Item")
 
 
@@ -317,6 +332,15 @@ class ChatAsked(CompletionRequest):
     tools: Many[ToolAsked] = Field([], min_length=1, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _leaves_the_template_alone(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name in given:
+            if name in NOT_FOR_TEMPLATES:
+                raise ValueError(f"chat_template_kwargs: {name!r:.60} is not the template's to read. Leave it out.")
+        return given
 
     @property
     def most_tokens(self) -> int | None:

@@ -132,7 +132,7 @@ def _encode(
         return decoder.encode(asked.prompt, apply_chat_template=in_template), None
     if asked.offered:
         _format(decoder, asked)  # an unknown format is the request's fault, not the template's
-    options = {"tools": _for_template(asked)} if asked.offered else None
+    options = {**asked.chat_template_kwargs, **({"tools": _for_template(asked)} if asked.offered else {})}
     turns = [turn.message() for turn in asked.messages]
     if any(turn.images for turn in asked.messages):
         return encode_seen(decoder.target, turns, sources=Sources(limits.image_folders), options=options)
