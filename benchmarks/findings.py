@@ -1,14 +1,17 @@
 """Turn a sweep's file into a record and Markdown tables: settings beside exact decoding, random gates among them.
 
     python -m benchmarks.findings SWEEP.jsonl benchmarks/results/findings-NAME.json
+    python -m benchmarks.findings benchmarks/results/rules-ifeval-odd-rivals.json
 
 The sweep's lines hold whole answers and stay out of the repository. The record holds what the sweep's report shows and
-the nats that answers spent. The tables are those of docs/findings.md.
+the nats that answers spent. The tables are those of docs/ladder.md. With a record of `fsd-bench run` alone, its rows
+for the table of docs/findings.md are printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +62,20 @@ def tables(record: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def beside_exact(record: dict[str, Any]) -> str:
+    """Return a row per rule of a record of `fsd-bench run`: τ, score, flips, ends and repeats beside exact."""
+    rows = []
+    for name, less in record["differences"][EXACT].items():
+        ratios, facts, flips = record["ratios"][EXACT][name], record["methods"][name], record["flips"][EXACT][name]
+        kept = "{:.0f} % ({:.0f}–{:.0f})".format(*(100 * ratios["retention"][key] for key in ("ratio", "low", "high")))
+        points = [_difference(less[key], 100, 1) for key in ("score", "finished_fraction", "repeated_4grams")]
+        points = [text.replace("-", "−") for text in points]
+        nats = facts["divergence_spent"] / facts["answer_tokens"]
+        lost = f"{flips['lost']}, {flips['gained']}"
+        rows.append([f"`{name}`", _ratio(ratios["tau"]), points[0], kept, lost, *points[1:], f"{nats:.3f}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def _ratio(values: dict[str, float] | None) -> str:
     return "–" if values is None else "{ratio:.2f} ({low:.2f}–{high:.2f})".format(**values)
 
@@ -73,10 +90,13 @@ def _difference(values: dict[str, float] | None, scale: float, digits: int) -> s
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the sweep, write the record and print its tables. Return 2 after bad input."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.findings", description=__doc__.split("\n\n")[0])
-    parser.add_argument("sweep", type=Path, help="file of `fsd-bench sweep`")
-    parser.add_argument("record", type=Path, help="file of the record")
+    parser.add_argument("sweep", type=Path, help="file of `fsd-bench sweep`, or a record of `fsd-bench run`")
+    parser.add_argument("record", type=Path, nargs="?", help="file of the sweep's record")
     args = parser.parse_args(argv)
     try:
+        if args.record is None:
+            print(beside_exact(json.loads(args.sweep.read_text("utf-8"))))
+            return 0
         record = record_of(read_sweep(args.sweep))
         write_record(args.record, jsonable(record))
         print(tables(record))

@@ -49,6 +49,7 @@ from fsd_core.text.encoding import read_prompts
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import TreeShape
 from fsd_infer.rules import TokenOrigin, apply_rules, parse_rule
+from fsd_infer.rules.texts import sentence_ends
 
 PRICES = (4, 2, 1.2, 0.7)
 LEAST = 1.2  # drafts that only a lower price emits are not forced
@@ -126,9 +127,12 @@ def force(decoder: FuzzyDecoder, prompt: str, score: Callable[[str], float], mos
     rest = [[] for _ in begun]
     if longest > 0:
         rest = decoder.generate([[*ids, *text] for text in begun], **decoding(0.0, longest)).sequences
+    ends = sentence_ends(decoder.tokenizer.get_vocab())
     for each, text, more in zip(asked, begun, rest, strict=True):
         whole = [*text, *more][:most] if each["token"] != decoder.tokenizer.eos_token_id else text
         each["score"] = score(decoder.tokenizer.decode(whole, skip_special_tokens=True))
+        closed = [place for place, token in enumerate(answer[: each["at"]], 1) if ends[token]]
+        each["sentence"] = each["at"] - (closed[-1] if closed else 0)
         each["kinds"] = [kind_of(decoder.tokenizer.decode([each[name]])) for name in ("choice", "token")]
         del each["place"], each["token"], each["choice"]
     return {"score": score(made.texts[0]), "tokens": len(answer), "deviations": kept, "control": control}
@@ -140,7 +144,7 @@ def by_feature(right: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
         "regret": lambda d: min(int(2 * d["regret"]) / 2, 1.5), "run": lambda d: min(d["run"], 3),
         "entropy": lambda d: min(int(d["entropy"]), 5), "rank": lambda d: min(d["rank"], 3),
         "next_p": lambda d: int(4 * min(d["next_p"], 0.99)) / 4, "at": lambda d: min(d["at"] // 16 * 16, 96),
-        "both words": lambda d: d["kinds"] == ["word", "word"],
+        "both words": lambda d: d["kinds"] == ["word", "word"], "sentence": lambda d: min(d["sentence"] // 4 * 4, 16),
     }  # fmt: skip
     found: dict[str, Any] = {}
     for name, value in features.items():

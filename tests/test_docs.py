@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.findings import beside_exact
 from benchmarks.findings import tables as sweep
 from fsd_infer.engine import round as round_module
 from fsd_infer.rules import Evidence, Tilted, Verification
@@ -45,16 +46,16 @@ QUOTED = [
     ("gpu", "predicted-rounds", "where {plain/predicted/round:.2f} were predicted"),
     ("gpu", "predicted-rounds", "an exact round {exact/measured/round:.2f} where {exact/predicted/round:.2f} were"),
     ("gpu", "predicted-rounds", "its draft {exact/measured/draft:.2f} where {exact/predicted/draft:.2f} were"),
-    ("findings", GREEDY, "`tilted:2` is {tilted/speed:.2f} times as fast as `exact` for {tilted/lost:.2f} nats"),
-    ("findings", GREEDY, "`tilted:1:floor=0` {tilted 1 floor 0/speed:.2f} times for {tilted 1 floor 0/lost:.2f},"),
-    ("findings", GREEDY, "`typical:novel=3` {typical novel 3/speed:.2f} and"),
-    ("findings", GREEDY, "`relaxed:novel=3` {relaxed novel 3/speed:.2f} times for {relaxed novel 3/lost:.2f}."),
-    ("findings", GREEDY, "emits {tilted 1 novel 0 floor 0/more:.2f} times as much per forward, with "
+    ("ladder", GREEDY, "`tilted:2` is {tilted/speed:.2f} times as fast as `exact` for {tilted/lost:.2f} nats"),
+    ("ladder", GREEDY, "`tilted:1:floor=0` {tilted 1 floor 0/speed:.2f} times for {tilted 1 floor 0/lost:.2f},"),
+    ("ladder", GREEDY, "`typical:novel=3` {typical novel 3/speed:.2f} and"),
+    ("ladder", GREEDY, "`relaxed:novel=3` {relaxed novel 3/speed:.2f} times for {relaxed novel 3/lost:.2f}."),
+    ("ladder", GREEDY, "emits {tilted 1 novel 0 floor 0/more:.2f} times as much per forward, with "
      "{tilted 1 novel 0 floor 0/copies:.0f} points more copied 4-grams"),
-    ("findings", SAMPLED, "`tilted:1.5` is {tilted/speed:.2f} times as fast for {tilted/divergence_spent:.1f} nats"),
-    ("findings", SAMPLED, "`fuzzy:js:0.3` {fuzzy js 0.3/speed:.2f} for {fuzzy js 0.3/divergence_spent:.1f},"),
-    ("findings", SAMPLED, "`cactus:0.25` {cactus 0.25/speed:.2f} for {cactus 0.25/divergence_spent:.1f},"),
-    ("findings", SAMPLED, "`typical:novel=3` {typical novel 3/speed:.2f} for {typical novel 3/divergence_spent:.1f}."),
+    ("ladder", SAMPLED, "`tilted:1.5` is {tilted/speed:.2f} times as fast for {tilted/divergence_spent:.1f} nats"),
+    ("ladder", SAMPLED, "`fuzzy:js:0.3` {fuzzy js 0.3/speed:.2f} for {fuzzy js 0.3/divergence_spent:.1f},"),
+    ("ladder", SAMPLED, "`cactus:0.25` {cactus 0.25/speed:.2f} for {cactus 0.25/divergence_spent:.1f},"),
+    ("ladder", SAMPLED, "`typical:novel=3` {typical novel 3/speed:.2f} for {typical novel 3/divergence_spent:.1f}."),
 ]  # fmt: skip
 
 
@@ -83,13 +84,23 @@ def test_numbers_in_the_text_are_those_of_records(page: str, name: str, text: st
 
 def test_tables_of_rules_are_what_their_records_say(repo_root: Path) -> None:
     """Each row on the page is a row of a record, and each record of the tables has a row there."""
-    page = (repo_root / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = (repo_root / "docs" / "ladder.md").read_text(encoding="utf-8")
     header = sweep({"temperatures": {"0": {"exact": {"tau": 1.0, "means": {}}}}}).splitlines()[2]
     blocks = [block.splitlines() for block in page.split("\n\n")]
     shown = {line for block in blocks if block[0] == header for line in block if line.startswith("| `")}
     names = ("stories", "stories-distilled", "ifeval", "translations", "summaries")
     tables = [set(sweep(record(repo_root, f"findings-{name}")).splitlines()) for name in names]
     assert len(shown) >= 12 and shown <= set().union(*tables) and all(table & shown for table in tables)
+
+
+def test_the_table_of_findings_is_its_records(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "findings.md").read_text(encoding="utf-8").replace("**", "")
+    rows = {line.partition(" |")[0]: line for line in page.splitlines() if line.startswith("| `")}
+    said = [
+        beside_exact(record(repo_root, f"rules-ifeval-odd{name}")).splitlines() for name in ("", "-rivals", "-lead")
+    ]
+    assert set(rows.values()) <= {line for lines in said for line in lines} and len(rows) >= 6
+    assert len(page.split()) <= 1500
 
 
 def test_the_table_of_a_small_lms_losses_is_its_record(repo_root: Path) -> None:
