@@ -173,7 +173,7 @@ LLAMA = {
 UNSUPPORTED = [
     ({"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "Rwkv.* takes no positions"),
     ({**LLAMA, "layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
-    ({"model_type": "t5"}, "no model can be planned"),
+    ({"model_type": "t5"}, "has an encoder beside its decoder"),
 ]
 
 

@@ -32,7 +32,8 @@ PLACES = {"default_root_dir", "save_dir", "dirpath", "directory", "best", "path"
 def expanded(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what recipes that are read one after the other stand for: one of defaults, then each without short keys.
 
-    What recipes say themselves of trainer and callbacks takes precedence over the defaults. A later ``output_dir``
+    What recipes say themselves of trainer and callbacks takes precedence over the defaults; the callbacks of a recipe
+    after the one with ``output_dir`` replace them, as lists of later recipes do. A later ``output_dir``
     moves what an earlier recipe writes to the directory of its run; other directories stay, and a warning names them.
 
     Raises:
@@ -46,7 +47,8 @@ def expanded(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         run, every = _text(given, "output_dir"), _whole(given, "save_steps", SAVE_STEPS)
         batches = [trainer[ACCUMULATE] for each in made if (trainer := each.get("trainer", {})).get(ACCUMULATE)]
         defaults["trainer"] = _run_options(run, every, _whole({ACCUMULATE: [1, *batches][-1]}, ACCUMULATE))
-        for trainer in (each["trainer"] for each in made if "callbacks" in each.get("trainer", {})):
+        first = next(place for place, recipe in enumerate(recipes) if "output_dir" in recipe)
+        for trainer in (each["trainer"] for each in made[: first + 1] if "callbacks" in each.get("trainer", {})):
             trainer["callbacks"] = _joined(defaults["trainer"]["callbacks"], trainer["callbacks"])
     elif "save_steps" in given:
         raise FsdError("save_steps needs output_dir: give both, or a ModelCheckpoint in trainer.callbacks.")
