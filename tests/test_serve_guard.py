@@ -231,10 +231,10 @@ def test_errors_are_short_whatever_they_quote(client: TestClient, fields: str) -
 def test_prompts_are_encoded_beside_the_event_loop(toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     encode, begun, go, found = toy_decoder.encode, threading.Event(), threading.Event(), list[int]()
 
-    def slow(prompt: Any, chat: bool | None = None) -> list[int]:
+    def slow(prompt: Any, **options: Any) -> list[int]:
         begun.set()
         assert go.wait(60)
-        return encode(prompt, chat)
+        return encode(prompt, **options)
 
     monkeypatch.setattr(toy_decoder, "encode", slow)
     with TestClient(make_app(toy_decoder)) as client:
@@ -306,11 +306,11 @@ def test_an_answer_that_fails_fails_alone(toy_decoder: FuzzyDecoder, monkeypatch
     jobs = [make_job(toy_decoder, 4, lambda text, job, done=done: done.set() if job else None) for done in ended]
     real = toy_decoder.generate
 
-    def fails(prompts: Any, rules: Any, **options: Any) -> Any:
+    def fails(prompts: Any, **options: Any) -> Any:
         if len(prompts) == 1:
-            return real(prompts, rules, **options)
+            return real(prompts, **options)
         for row in (0, 1):
-            options["ends"](row, 5)
+            options["callbacks"][0].on_token(row, 5)
         jobs[0].text = "seen"
         raise FsdError("the guide cannot go on.")
 
