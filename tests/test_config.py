@@ -105,7 +105,7 @@ def test_a_runtime_is_saved_and_loaded(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"ruel": "exact"}, "unknown option of FuzzyConfig 'ruel'. Did you mean 'rule'?"),
-        ({"temperatur": 1.0}, "Did you mean 'temperature'?"),
+        ({"temperatue_": 1.0}, "Did you mean 'temperature'?"),
         ({"rule": "fuzy:js:0.3"}, "Did you mean 'fuzzy'?"),
         ({"tree": "5,6"}, "a tree is written depth,width,nodes"),
         ({"tree": 5}, "a tree is a TreeShape or text"),
