@@ -73,7 +73,7 @@ def one_line_or_well(argv: list[str], said: str = "", ends: Callable[[list[str]]
 NAMED: dict[str, tuple[list[str], str]] = {
     "key of the model": (["--model.lrr", "3"], "there is no --model.lrr"),
     "key of the head": (["--model.head.finl_norm", "true"], "finl_norm"),
-    "section": (["--modl.lr", "3"], "modl.lr"),
+    "section": (["--modl.lr", "3"], "there is no --modl. Did you mean 'model'"),
     "optimizer beside the model": (["--optimizer", "AdamW"], "optimizer"),
     "strategy": (["--trainer.strategy", "dpp"], "strategy='dpp'"),
     "strategy that is not installed": (["--trainer.strategy", "deepspeed_stage_2"], "DeepSpeed"),
