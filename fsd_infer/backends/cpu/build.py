@@ -25,7 +25,7 @@ _FLAGS = [
     *("-std=c++17", "-O3", "-mtune=native", "-fopenmp", "-shared", "-fPIC"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
 ]
-_MORE = {"amx": ["-mamx-tile", "-mamx-bf16", "-mavx512vbmi"], "avx512": list[str]()}
+_MORE = {"amx": ["-mamx-tile", "-mamx-bf16", "-mamx-int8"], "avx512": list[str]()}
 _DIGITS = 32  # hex digits of a library's content digest
 
 _Library = TypeVar("_Library")

@@ -6,9 +6,9 @@
 // A packed weight W [N, K] has oneDNN's layout, in panels of output columns: [N / side][K / 2][side][2]. oneDNN chooses
 // the side, 32 with AMX and else 64. A weight may hold fp8 numbers in the same places, with a scale per column: half the
 // bytes, and each number is a bf16. Or it holds ggml's blocks, in records of 16 columns (blocks.h).
-// Compiled for AMX, products run on its tiles, otherwise on vectors. Arithmetic is in fp32; on vectors, products with
-// blocks are in whole numbers (block_vectors.h). Values are rounded when they are stored: after norms, products,
-// residuals and gates.
+// Compiled for AMX, products run on its tiles, otherwise on vectors; those of blocks with up to four rows always do.
+// Arithmetic is in fp32, and with blocks in whole numbers (block_products.h). Values are rounded when they are stored:
+// after norms, products, residuals and gates.
 
 #include "native/layers.h"
 #include "native/records.h"

@@ -6,7 +6,7 @@ and a whole decoder layer of the Llama kind in one call. It is compiled once wit
 Without a compiler or AVX512-BF16, or with FSD_KERNELS=0, torch computes the same results within bf16 rounding.
 
 There are two sets of kernels (:mod:`fsd_infer.backends.cpu.sets`). Both read all packed weights. "avx512" computes on
-vectors, "amx" computes products on tiles. FSD_KERNELS forces one of them.
+vectors. "amx" computes products on tiles, but those of at most four rows with blocks. FSD_KERNELS forces one of them.
 
 A row's result depends neither on the number of rows beside it nor on slots that it does not see. So a tree's logits
 equal those of decoding token by token, bit by bit.

@@ -12,7 +12,7 @@ from fsd_infer.device.cpuinfo import cpu_flags
 VARIABLE = "FSD_KERNELS"
 # every processor with AVX512-BF16 has VNNI too
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"})
-TILES = frozenset({"amx_tile", "amx_bf16", "avx512vbmi"})  # every processor with AMX has VBMI too
+TILES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 SETS = {"amx": AVX512 | TILES, "avx512": AVX512}  # best first: name and the flags that the processor needs
 
 

@@ -53,8 +53,6 @@ inline bool with_form(int64_t kind, With with) {
   }
 }
 
-constexpr int AND_OR = 0xEA, SELECT = 0xCA;  // ternary logic: (a & b) | c, and a ? b : c
-
 // The codes of a quad for 16 columns: 64 bytes, unsigned and with BIAS, or signed if F::SIGNED. codes: of 32 numbers of depth.
 template <class F>
 inline __m512i quad_of(const uint8_t* codes, int quad) {
@@ -66,6 +64,7 @@ inline __m512i quad_of(const uint8_t* codes, int quad) {
     return _mm512_shuffle_epi8(values, low);
   }
   if (!F::MORE) return low;
+  constexpr int AND_OR = 0xEA;
   const __m512i plane = _mm512_loadu_si512(codes + 256 + quad / F::PLANE * 64);
   const int at = quad % F::PLANE * F::MORE - 4;
   const __m512i moved = at > 0 ? _mm512_srli_epi16(plane, at) : _mm512_slli_epi16(plane, -at);
@@ -100,12 +99,6 @@ inline void scales_of(const uint8_t* record, int run, __m512& d, __m512& m) {
   d = _mm512_mul_ps(d, whole(0));
   if (F::TABLE) d = _mm512_mul_ps(d, _mm512_set1_ps(0.125f));
   if (F::LEAST) m = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), m), whole(1));
-}
-
-// Fetch the codes that lie AHEAD of 32 numbers of depth, so that memory is busy while they are multiplied.
-inline void fetch(const uint8_t* codes, int bytes) {
-  constexpr int AHEAD = 4096;
-  for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char*)codes + AHEAD + line, _MM_HINT_T0);
 }
 
 // Write 16 columns in bf16, each number rounded once; pairs of depth are `stride` numbers apart.

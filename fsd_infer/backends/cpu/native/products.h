@@ -115,13 +115,15 @@ class Multiplier : public Interleaved {
     if (shaped) _tile_release();
   }
 
-  // Shape tiles 0 to 3 for sums [rows, 16], 4 and 5 for x [rows, run], 6 and 7 for codes [run / 2, 16, 2].
+  // Shape tiles 0 to 3 for sums [·, 16], 4 and 5 for bytes of x [·, run], 6 and 7 for codes [run / 4, 16, 4]. If they fit,
+  // one tile holds high and low bytes of all rows.
   void shape_for_blocks(int rows, int run) {
     const int key = 100 * rows + run;
     if (shaped == key) return;
     Shape tiles;
-    tiles.bytes[4] = tiles.bytes[5] = (uint16_t)(2 * run);
-    for (int tile = 0; tile < 8; ++tile) tiles.rows[tile] = (uint8_t)(tile >= 6 ? run / 2 : rows);
+    tiles.bytes[4] = tiles.bytes[5] = (uint16_t)run;
+    for (int tile = 0; tile < 8; ++tile)
+      tiles.rows[tile] = (uint8_t)(tile >= 6 ? run / 4 : 2 * rows > LANES ? rows : 2 * rows);
     load(tiles, key);
   }
 
@@ -216,7 +218,7 @@ inline void block_panel_product(Multiplier& x, const fsd_linear& layer, int64_t 
   const int64_t bytes = layer.depth / products.span * products.record;
   const uint8_t* panel = (const uint8_t*)layer.panels + column / LANES * bytes;
   const int size = SIZES[x.size];
-  x.shape_for_blocks(size, products.run);
+  if (size > MOST_ON_VECTORS) x.shape_for_blocks(size, products.run);
   for (int at = 0; at < BLOCK_SIDE; at += LANES, panel += bytes) {
     products.of[x.size](x.numbers(), x.groups, layer.depth, panel, x.found[0].numbers);
     for (int group = 0; group < x.groups; ++group)
