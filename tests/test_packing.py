@@ -275,7 +275,7 @@ AVX2 = {"avx2", "fma", "f16c"}  # flags of an older processor; an ARM processor'
             SETS["avx512"],
             None,
             ["avx512"],
-            "the processor lacks amx_bf16, amx_tile, avx512vbmi",
+            "the processor lacks amx_bf16, amx_int8, amx_tile",
         ),
         (SETS["avx512"] - {"avx512_bf16"}, None, [], "the processor lacks avx512_bf16"),
         (AVX2, "", [], "the processor lacks avx512_bf16, avx512_vnni, avx512bw, avx512dq, avx512f, avx512vl"),
@@ -297,7 +297,7 @@ def test_which_sets_a_processor_and_the_variable_allow(
     ("machine", "flags", "asked", "says"),
     [
         ("x86_64", AVX2, "avx512", "FSD_KERNELS=avx512, but the processor lacks avx512_bf16, "),
-        ("x86_64", SETS["avx512"], "amx", "the processor lacks amx_bf16, amx_tile, avx512vbmi. Unset FSD_KERNELS"),
+        ("x86_64", SETS["avx512"], "amx", "the processor lacks amx_bf16, amx_int8, amx_tile. Unset FSD_KERNELS"),
         ("aarch64", set(), "avx512", "they are written for x86-64 processors, and this is aarch64"),
         ("x86_64", SETS["amx"], "avx2", "FSD_KERNELS='avx2' names no kernels: use amx, avx512, 0 for none, or 1"),
         ("x86_64", SETS["amx"], "2", "names no kernels"),
