@@ -18,6 +18,7 @@ from fsd_core.errors import FsdError
 from fsd_core.options import add_models
 from fsd_infer import FuzzyConfig, FuzzyDecoder, RuntimeConfig, Target, TreeShape
 from fsd_infer.decoder import retired
+from fsd_infer.decoder.config import OWN
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.callback import Callback
@@ -51,7 +52,7 @@ def test_the_public_surface() -> None:
 
 
 def test_every_field_is_documented() -> None:
-    for kind, names in ((FuzzyConfig, FuzzyConfig.own()), (RuntimeConfig, RuntimeConfig().to_dict())):
+    for kind, names in ((FuzzyConfig, OWN), (RuntimeConfig, RuntimeConfig().to_dict())):
         text = inspect.getdoc(kind) or ""
         assert all(f"\n    {name}: " in text for name in names), kind
 

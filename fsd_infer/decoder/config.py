@@ -121,11 +121,6 @@ class FuzzyConfig(GenerationConfig):
             given["do_sample"] = True
         super().__init__(**given)
 
-    @staticmethod
-    def own() -> tuple[str, ...]:
-        """The fields that are not transformers'."""
-        return tuple(OWN)
-
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
         """Check the values as transformers does, and ours. Raises FsdError for one of ours that cannot be."""
         super().validate(strict, user_set_attributes)

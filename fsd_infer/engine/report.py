@@ -63,7 +63,7 @@ def columns_of(made: RoundTensors) -> dict[str, Tensor]:
 
 
 class Reading:
-    """A round on its way to the host, in one transfer that begins behind the launches of the round.
+    """A round on its way to the host, in one transfer that begins after the launches of the round.
 
     Args:
         phase: as of the report.

@@ -27,20 +27,11 @@ GUIDED = "response_format, guided_json, guided_regex and guided_grammar"
 
 MOST_BIASES = 16_384
 # Arguments of transformers' apply_chat_template, which would replace the template, its turns or what it returns.
-NOT_FOR_TEMPLATES = frozenset(
-    (
-        "conversation",
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "padding",
-        "truncation",
-    )
-    + ("continue_final_message", "tokenize", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
-    + ("return_assistant_tokens_mask",)
-)
+NOT_FOR_TEMPLATES = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "padding", "truncation",
+    "continue_final_message", "tokenize", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
+    "return_assistant_tokens_mask",
+}  # fmt: skip
 _Item = TypeVar("_Item")
 
 
