@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fsd_core.errors import KernelsError
 from fsd_infer.backends.cpu.codebooks import rewritten
+from fsd_infer.backends.cpu.pages import zeroed
 from fsd_infer.backends.cpu.sets import VARIABLE, wanted
 from fsd_infer.backends.cpu.structs import Forward, Linear, StackStruct, Tree
 from fsd_infer.device.cores import team_size
@@ -112,7 +113,7 @@ class Kernels:
         size = self.block_bytes(kind, len(rows), depth)
         if not size:
             return None
-        panels = torch.zeros(size, dtype=torch.uint8)
+        panels = zeroed(size)
         rows = rewritten(kind, rows)
         taken = rows.ctypes.data, address_of(order), len(rows), depth, panels.data_ptr(), team_size()
         wrong = self._library.fsd_block_pack(kind, *taken)

@@ -25,43 +25,73 @@ inline int class_of(int rows) {
   return found;
 }
 
-// What a group of M rows stores for 32 numbers of depth. A number is scale · (128 · high + low), with high and low in int8
-// and a power of two for each row. Numbers down to 1/64 of a row's largest are exact, others off by at most 1/16384 of it.
+// What a group of M rows stores for 32 numbers of depth. A number is scale · (2^LOW · high + low), with high and low in int8
+// and a power of two for each row. The high bytes of PIECE numbers lie beside their low ones. With 4 bits in low bytes, numbers
+// down to 1/8 of a row's largest are exact, others off by at most 1/2048 of it; with 7, 1/64 and 1/16384. A number that dwarfs
+// the other 31, as outliers of activations do, is held apart, so that it takes no bits from them.
 template <int M>
 struct alignas(64) Step {
-  int8_t high[M][32], low[M][32];
-  float sums[3][M];  // of 128 · high + low: all 32, and each half
-  float scales[M];   // NaN if one of the 32 is not finite
+  int8_t bytes[M][64];
+  float sums[3][M];    // of 2^LOW · high + low: all 32, and each half
+  float scales[M];     // NaN if one of the 32 is not finite
+  float apart[M];      // numbers held apart
+  uint8_t where[M];    // their places among the 32
+  uint32_t outlying;   // a bit per row that has one
 };
+
+enum Layout : int { JOINED_32, JOINED_16, SEVEN_BITS, LAYOUTS };  // of Step: with 4 bits and PIECE, or with 7 bits
+
+template <class F>
+constexpr Layout layout_of = !F::JOINED ? SEVEN_BITS : F::RUN == 32 ? JOINED_32 : JOINED_16;
 
 // x [rows, depth] as block products read it: in groups of equal size, of at most TOGETHER rows.
 class Interleaved {
   struct alignas(64) Line {
     float numbers[LANES];
   };
-  std::vector<Line> memory;
+  std::vector<Line> memory[LAYOUTS];
   int rows = 0;
 
-  // Write 32 numbers of row m of M to a step.
-  template <int M>
-  static void put(__m512i numbers, int m, Step<M>& to) {
-    constexpr int LEAST = 27, NONE = 255;  // exponents: smaller ones count as the least, and that of what is not finite
-    const __m512i sizes = _mm512_and_si512(numbers, _mm512_set1_epi16(0x7FFF));
+  // The largest of 32 bf16 numbers without signs, as bits.
+  static int largest(__m512i sizes) {
     const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(sizes), _mm512_extracti64x4_epi64(sizes, 1));
     const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    const int lacking = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1))), 0);
-    const int exponent = std::max((0xFFFF - lacking) >> 7, LEAST);
-    const int scale = exponent == NONE ? 0x7FC00000 : (exponent - 13) << 23;
+    return 0xFFFF - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1))), 0);
+  }
+
+  // Write 32 numbers of row m of M to a step.
+  template <Layout L, int M>
+  static void put(__m512i numbers, int m, Step<M>& to) {
+    constexpr int LOW = L == SEVEN_BITS ? 7 : 4, PIECE = L == JOINED_16 ? 16 : 32;
+    constexpr int LEAST = 27, NONE = 255;  // exponents: smaller ones count as the least, and that of what is not finite
+    const __m512i signless = _mm512_set1_epi16(0x7FFF);
+    const __m512i sizes = _mm512_and_si512(numbers, signless);
+    int exponent = std::max(largest(sizes) >> 7, LEAST);
+    if (exponent != NONE && exponent > LEAST) {
+      const __mmask32 large = _mm512_cmpge_epu16_mask(sizes, _mm512_set1_epi16((short)((exponent - 2) << 7)));
+      if (!(large & (large - 1))) {  // the others are less than a quarter of it
+        alignas(64) bf16 all[32];
+        _mm512_store_si512(all, numbers);
+        const int place = __builtin_ctz(large);
+        const uint32_t bits = (uint32_t)all[place] << 16;
+        std::memcpy(to.apart + m, &bits, sizeof bits);
+        to.where[m] = (uint8_t)place, to.outlying |= 1u << m;
+        numbers = _mm512_mask_mov_epi16(numbers, large, _mm512_setzero_si512());
+        exponent = std::max(largest(_mm512_and_si512(numbers, signless)) >> 7, LEAST);
+      }
+    }
+    const int scale = exponent == NONE ? 0x7FC00000 : (exponent - 6 - LOW) << 23;
     std::memcpy(to.scales + m, &scale, sizeof scale);
-    const __m512 inverse = _mm512_castsi512_ps(_mm512_set1_epi32((267 - exponent) << 23));
+    const __m512 inverse = _mm512_castsi512_ps(_mm512_set1_epi32((260 + LOW - exponent) << 23));
     __m256i halves[2];
     for (int part = 0; part < 2; ++part) {
       const __m256i bits = part ? _mm512_extracti64x4_epi64(numbers, 1) : _mm512_castsi512_si256(numbers);
       const __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
       const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(wide, inverse));
-      _mm_storeu_si128((__m128i*)(to.high[m] + part * LANES), _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, 7)));
-      const __m512i rest = _mm512_and_si512(whole, _mm512_set1_epi32(127));
-      _mm_storeu_si128((__m128i*)(to.low[m] + part * LANES), _mm512_cvtepi32_epi8(rest));
+      int8_t* const high = to.bytes[m] + (PIECE == 16 ? 32 : 16) * part;
+      _mm_storeu_si128((__m128i*)high, _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, LOW)));
+      const __m512i rest = _mm512_and_si512(whole, _mm512_set1_epi32((1 << LOW) - 1));
+      _mm_storeu_si128((__m128i*)(high + PIECE), _mm512_cvtepi32_epi8(rest));
       halves[part] = _mm256_add_epi32(_mm512_castsi512_si256(whole), _mm512_extracti64x4_epi64(whole, 1));
     }
     const __m256i fours = _mm256_hadd_epi32(halves[0], halves[1]), twos = _mm256_hadd_epi32(fours, fours);
@@ -70,16 +100,19 @@ class Interleaved {
     to.sums[0][m] = to.sums[1][m] + to.sums[2][m];
   }
 
-  template <int M>
+  template <Layout L, int M>
   void take_as(const bf16* x, int64_t depth) {
-    memory.resize(std::max<size_t>(memory.size(), groups * (depth / 32) * sizeof(Step<M>) / sizeof(Line)));
-    auto* to = (Step<M>*)memory.data();
+    auto& own = memory[L];
+    own.resize(std::max<size_t>(own.size(), groups * (depth / 32) * sizeof(Step<M>) / sizeof(Line)));
+    auto* to = (Step<M>*)own.data();
     for (int group = 0; group < groups; ++group)
-      for (int64_t at = 0; at < depth; at += 32, ++to)
+      for (int64_t at = 0; at < depth; at += 32, ++to) {
+        to->outlying = 0;
         for (int m = 0; m < M; ++m) {
           const int row = first(group) + m;
-          put<M>(row < first(group + 1) ? _mm512_loadu_si512(x + row * depth + at) : _mm512_setzero_si512(), m, *to);
+          put<L>(row < first(group + 1) ? _mm512_loadu_si512(x + row * depth + at) : _mm512_setzero_si512(), m, *to);
         }
+      }
   }
 
  public:
@@ -90,27 +123,30 @@ class Interleaved {
 
   explicit Interleaved(bool many) : many(many) {}
 
-  const void* numbers() const { return memory.data(); }
+  const void* numbers(Layout layout) const { return memory[layout].data(); }
 
   // The first row of a group.
   int first(int group) const { return rows * group / groups; }
 
-  void take(const bf16* x, int count, int64_t depth) {
+  void take(const bf16* x, int count, int64_t depth, Layout layout) {
     rows = count;
     groups = (rows + TOGETHER - 1) / TOGETHER;
     size = class_of((rows + groups - 1) / groups);
-    take_for(x, depth, std::make_integer_sequence<int, CLASSES>{});
+    constexpr auto sizes = std::make_integer_sequence<int, CLASSES>{};
+    if (layout == JOINED_32) take_for<JOINED_32>(x, depth, sizes);
+    else if (layout == JOINED_16) take_for<JOINED_16>(x, depth, sizes);
+    else take_for<SEVEN_BITS>(x, depth, sizes);
     found.resize(groups * SIZES[size]);
   }
 
  private:
-  template <int... I>
+  template <Layout L, int... I>
   void take_for(const bf16* x, int64_t depth, std::integer_sequence<int, I...>) {
-    ((I == size ? take_as<SIZES[I]>(x, depth) : void()), ...);
+    ((I == size ? take_as<L, SIZES[I]>(x, depth) : void()), ...);
   }
 };
 
-// sum + (d · dots + least · Σ x) of one run of a row. dots: of the codes less BIAS with 128 · high + low.
+// sum + (d · dots + least · Σ x) of one run of a row. dots: of the codes less BIAS with 2^LOW · high + low.
 template <class F, int M>
 inline __m512 added(__m512 sum, __m512i dots, __m512 d, __m512 least, const Step<M>& step, int half, int m) {
   __m512 run = _mm512_mul_ps(d, _mm512_cvtepi32_ps(dots));
@@ -118,11 +154,26 @@ inline __m512 added(__m512 sum, __m512i dots, __m512 d, __m512 least, const Step
   return _mm512_fmadd_ps(_mm512_set1_ps(step.scales[m]), run, sum);
 }
 
-// Fetch the codes that lie AHEAD of 32 numbers of depth, so that memory is busy while they are multiplied.
+// Add the numbers of a run that are held apart to their rows' sums. codes: of the step's 32 numbers of depth.
+template <class F, int M>
+inline void add_outlying(__m512 (&sums)[M], __m512 d, __m512 least, const Step<M>& step, int half, const uint8_t* codes) {
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+    const int place = step.where[m];
+    if (!(step.outlying >> m & 1) || place / F::RUN != half) continue;
+    const __m512i quad = centred<F>(quad_of<F>(codes, place / 4));
+    const __m512i code = _mm512_srai_epi32(_mm512_sllv_epi32(quad, _mm512_set1_epi32(24 - place % 4 * 8)), 24);
+    const __m512 weights = _mm512_fmadd_ps(d, _mm512_cvtepi32_ps(code), least);
+    sums[m] = _mm512_fmadd_ps(_mm512_set1_ps(step.apart[m]), weights, sums[m]);
+  }
+}
+
+// Fetch the codes that lie AHEAD of 32 numbers of depth, so that memory is busy while they are multiplied. To the second
+// cache: the first has too few buffers for all that must be under way.
 template <class F>
 inline void fetch(const uint8_t* codes, int bytes) {
-  constexpr int AHEAD = 4096;
-  for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char*)codes + AHEAD + line, _MM_HINT_T0);
+  constexpr int AHEAD = 8192;
+  for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char*)codes + AHEAD + line, _MM_HINT_T1);
 }
 
 // sums [groups, M, 16] = x Wt for groups of M interleaved rows and 16 columns, on vectors. A run adds up products with the
@@ -147,10 +198,11 @@ __attribute__((noinline)) void block_on_vectors(const void* x, int groups, int64
 #pragma GCC unroll 8
           for (int quad = half * F::RUN / 4; quad < (half + 1) * F::RUN / 4; ++quad) {
             const __m512i w = raised<F>(quad_of<F>(codes, quad));
+            const int at = quad * 4 / F::PIECE * 2 * F::PIECE + quad * 4 % F::PIECE;
             for (int m = 0; m < M; ++m) {
               int32_t highs, lows;
-              std::memcpy(&highs, step->high[m] + quad * 4, 4);
-              std::memcpy(&lows, step->low[m] + quad * 4, 4);
+              std::memcpy(&highs, step->bytes[m] + at, 4);
+              std::memcpy(&lows, step->bytes[m] + at + F::PIECE, 4);
               high[m] = _mm512_dpbusd_epi32(high[m], w, _mm512_set1_epi32(highs));
               low[m] = _mm512_dpbusd_epi32(low[m], w, _mm512_set1_epi32(lows));
             }
@@ -158,13 +210,14 @@ __attribute__((noinline)) void block_on_vectors(const void* x, int groups, int64
           __m512 d, least;
           scales_of<F>(record, part * (32 / F::RUN) + half, d, least);
           for (int m = 0; m < M; ++m) {
-            __m512i dots = _mm512_add_epi32(_mm512_slli_epi32(high[m], 7), low[m]);
+            __m512i dots = _mm512_add_epi32(_mm512_slli_epi32(high[m], F::LOW), low[m]);
             if (F::LIFT) {
               const __m512 lifted = _mm512_set1_ps(F::LIFT * step->sums[F::RUN == 32 ? 0 : 1 + half][m]);
               dots = _mm512_sub_epi32(dots, _mm512_cvtps_epi32(lifted));
             }
             total[m] = added<F>(total[m], dots, d, least, *step, half, m);
           }
+          if (step->outlying) [[unlikely]] add_outlying<F>(total, d, least, *step, half, codes);
         }
       }
     for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * LANES, total[m]);
@@ -175,13 +228,18 @@ __attribute__((noinline)) void block_on_vectors(const void* x, int groups, int64
 
 // block_on_vectors for one group, on tiles that Multiplier::shape_for_blocks has shaped. Tiles load from memory and store to
 // it, and wait for it. So several runs are under way: codes are unpacked, multiplied, the products stored, and added up.
+//
+// Where 16 times a code fits a byte, one product with 16 · code and code joins high and low bytes. Otherwise they have sums of
+// their own, [M, 2, 16].
 template <int M, class F>
 inline void group_on_tiles(const Step<M>* steps, int64_t depth, const uint8_t* records, float* sums) {
-  constexpr int PARTS = 32 / F::RUN;        // runs per 32 numbers of depth
-  constexpr bool AS_STORED = F::BITS == 8;  // codes need no unpacking
-  constexpr bool APART = 2 * M > LANES;     // high and low bytes take two tiles
-  alignas(64) int8_t codes[4][AS_STORED ? 1 : F::RUN * LANES];
-  alignas(64) int32_t dots[4][2 * M * LANES];  // of high bytes, then of low ones
+  constexpr int PARTS = 32 / F::RUN;                   // runs per 32 numbers of depth
+  constexpr int QUADS = F::RUN / 4;                    // per run
+  constexpr bool AS_STORED = F::BITS == 8;             // codes need no unpacking
+  constexpr bool APART = !F::JOINED && 2 * M > LANES;  // high and low bytes take two tiles
+  constexpr int SUMS = F::JOINED ? LANES : 2 * LANES;  // of a row
+  alignas(64) int8_t codes[4][AS_STORED ? 1 : (1 + F::JOINED) * F::RUN * LANES];
+  alignas(64) int32_t dots[4][M * SUMS];
   const int64_t runs = depth / F::RUN;
   __m512 total[M];
   for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
@@ -193,43 +251,58 @@ inline void group_on_tiles(const Step<M>* steps, int64_t depth, const uint8_t* r
     const uint8_t* const from = codes_at(run);
     fetch<F>(from + run % PARTS * (F::STEP / PARTS), F::RECORD * F::RUN / F::SPAN);
     if (AS_STORED) return;
+    int8_t* const to = codes[run % 4];
     const auto each = [&](auto first) {  // quads are constants, so that shifts are
 #pragma GCC unroll 8
-      for (int quad = 0; quad < F::RUN / 4; ++quad)
-        _mm512_store_si512(codes[run % 4] + quad * 64, centred<F>(quad_of<F>(from, first + quad)));
+      for (int quad = 0; quad < QUADS; ++quad) {
+        const __m512i code = centred<F>(quad_of<F>(from, first + quad));
+        if (!F::JOINED) _mm512_store_si512(to + quad * 64, code);
+        else _mm512_store_si512(to + quad * 64, _mm512_and_si512(_mm512_slli_epi16(code, 4), _mm512_set1_epi8((char)0xF0))),
+             _mm512_store_si512(to + (QUADS + quad) * 64, code);
+      }
     };
-    if (run % PARTS) each(std::integral_constant<int, F::RUN / 4>{});
+    if (run % PARTS) each(std::integral_constant<int, QUADS>{});
     else each(std::integral_constant<int, 0>{});
   };
   const auto add = [&](int64_t run) {
-    const int32_t* const own = dots[run % 4];
+    const Step<M>& step = steps[run / PARTS];
+    const int half = (int)(run % PARTS);
     __m512 d, least;
     scales_of<F>(records + run * F::RUN / F::SPAN * F::RECORD, (int)(run % (F::SPAN / F::RUN)), d, least);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-      const __m512i high = _mm512_load_si512(own + m * LANES), low = _mm512_load_si512(own + (M + m) * LANES);
-      const __m512i both = _mm512_add_epi32(_mm512_slli_epi32(high, 7), low);
-      total[m] = added<F>(total[m], both, d, least, steps[run / PARTS], (int)(run % PARTS), m);
+      const int32_t* const own = dots[run % 4] + m * SUMS;
+      __m512i dot = _mm512_load_si512(own);
+      if (!F::JOINED) dot = _mm512_add_epi32(_mm512_slli_epi32(dot, F::LOW), _mm512_load_si512(own + LANES));
+      total[m] = added<F>(total[m], dot, d, least, step, half, m);
     }
+    if (step.outlying) [[unlikely]] add_outlying<F>(total, d, least, step, half, codes_at(run));
   };
-// Tiles: HIGH for sums of all bytes, or of high ones and LOW for the others, and CODES. They still hold those of run - 2.
-#define MULTIPLY(HIGH, LOW, CODES)                                              \
-  if (run >= 2) {                                                               \
-    _tile_stored(HIGH, dots[(run - 2) % 4], LANES * 4);                         \
-    if (APART) _tile_stored(LOW, dots[(run - 2) % 4] + M * LANES, LANES * 4);   \
-  }                                                                             \
-  if (run < runs) {                                                             \
-    const Step<M>& own = steps[run / PARTS];                                    \
-    _tile_zero(HIGH);                                                           \
-    if (AS_STORED) _tile_loadd(CODES, codes_at(run), 64);                       \
-    else _tile_loadd(CODES, codes[run % 4], 64);                                \
-    _tile_loadd(4, own.high[0] + run % PARTS * F::RUN, 32);                     \
-    _tile_dpbssd(HIGH, 4, CODES);                                               \
-    if (APART) {                                                                \
-      _tile_zero(LOW);                                                          \
-      _tile_loadd(5, own.low[0] + run % PARTS * F::RUN, 32);                    \
-      _tile_dpbssd(LOW, 5, CODES);                                              \
-    }                                                                           \
+// Tiles: FIRST for joined sums, those of all bytes, or of high ones, SECOND for low ones, and CODES. FIRST and SECOND still
+// hold sums of run - 2.
+#define MULTIPLY(FIRST, SECOND, CODES)                                             \
+  if (run >= 2) {                                                                  \
+    _tile_stored(FIRST, dots[(run - 2) % 4], (APART ? SUMS : LANES) * 4);          \
+    if (APART) _tile_stored(SECOND, dots[(run - 2) % 4] + LANES, SUMS * 4);        \
+  }                                                                                \
+  if (run < runs) {                                                                \
+    const int8_t* const x = steps[run / PARTS].bytes[0];                           \
+    _tile_zero(FIRST);                                                             \
+    if (AS_STORED) _tile_loadd(CODES, codes_at(run), 64);                          \
+    else _tile_loadd(CODES, codes[run % 4], 64);                                   \
+    if (F::JOINED) {                                                               \
+      _tile_loadd(4, x + run % PARTS * 2 * F::RUN, 64);                            \
+      if (F::BIAS) _tile_dpbssd(FIRST, 4, CODES);                                  \
+      else _tile_dpbsud(FIRST, 4, CODES);                                          \
+    } else {                                                                       \
+      _tile_loadd(4, x + run % PARTS * F::RUN, APART ? 64 : 32);                   \
+      _tile_dpbssd(FIRST, 4, CODES);                                               \
+    }                                                                              \
+    if (APART) {                                                                   \
+      _tile_zero(SECOND);                                                          \
+      _tile_loadd(5, x + 32 + run % PARTS * F::RUN, 64);                           \
+      _tile_dpbssd(SECOND, 5, CODES);                                              \
+    }                                                                              \
   }
   constexpr int LAG = 3;  // runs from a product to its addition
   unpack(0);
@@ -269,6 +342,8 @@ struct Products {
   void (*widen)(const uint8_t* record, int64_t depth, bf16* to, int64_t stride);
   int64_t span, record;
   int run;
+  bool joined;
+  Layout layout;
 };
 
 template <int M, class F>
@@ -282,7 +357,7 @@ constexpr auto block_product() {
 
 template <class F, int... I>
 Products products_for(std::integer_sequence<int, I...>) {
-  return {{block_product<SIZES[I], F>()...}, widen<F>, F::SPAN, F::RECORD, F::RUN};
+  return {{block_product<SIZES[I], F>()...}, widen<F>, F::SPAN, F::RECORD, F::RUN, F::JOINED, layout_of<F>};
 }
 
 const Products& products_of(int64_t kind) {

@@ -26,6 +26,9 @@ struct Form {
   static constexpr int PLANE = MORE ? 8 / MORE : 1;                    // quads per plane
   static constexpr bool SIGNED = BITS == 8 || TABLE;                   // codes, as quad_of returns them
   static constexpr int LIFT = SIGNED ? 128 : BIAS;                     // what raised() adds to a code less BIAS
+  static constexpr bool JOINED = BITS == 4 && !TABLE;                  // 16 times a code fits a byte, see Step
+  static constexpr int LOW = JOINED ? 4 : 7;                           // bits of the low byte of a number of x
+  static constexpr int PIECE = JOINED ? RUN : 32;                      // numbers whose bytes lie together, see Step
 };
 
 enum BlockKind : int {  // ggml's type numbers

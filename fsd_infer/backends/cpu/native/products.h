@@ -115,15 +115,16 @@ class Multiplier : public Interleaved {
     if (shaped) _tile_release();
   }
 
-  // Shape tiles 0 to 3 for sums [·, 16], 4 and 5 for bytes of x [·, run], 6 and 7 for codes [run / 4, 16, 4]. If they fit,
-  // one tile holds high and low bytes of all rows.
-  void shape_for_blocks(int rows, int run) {
-    const int key = 100 * rows + run;
+  // Shape tiles 0 to 3 for sums [·, 16], 4 and 5 for bytes of x, 6 and 7 for codes [·, 16, 4]. A tile holds rows of high and
+  // low bytes side by side if products join them, or below each other if they fit.
+  void shape_for_blocks(int rows, const Products& products) {
+    const int key = 1000 * products.joined + 100 * rows + products.run;
     if (shaped == key) return;
+    const int bytes = products.joined ? 2 * products.run : products.run;
     Shape tiles;
-    tiles.bytes[4] = tiles.bytes[5] = (uint16_t)run;
+    tiles.bytes[4] = tiles.bytes[5] = (uint16_t)bytes;
     for (int tile = 0; tile < 8; ++tile)
-      tiles.rows[tile] = (uint8_t)(tile >= 6 ? run / 4 : 2 * rows > LANES ? rows : 2 * rows);
+      tiles.rows[tile] = (uint8_t)(tile >= 6 ? bytes / 4 : products.joined || 2 * rows > LANES ? rows : 2 * rows);
     load(tiles, key);
   }
 
@@ -197,7 +198,7 @@ class Multiplier : public Interleaved {
  public:
   using Interleaved::Interleaved;
 
-  void shape_for_blocks(int, int) {}
+  void shape_for_blocks(int, const Products&) {}
 
   template <int SIDE, class Number>
   void operator()(int count, const bf16* x, int64_t depth, const Number* panel, const Number* next, int part, int parts,
@@ -218,9 +219,9 @@ inline void block_panel_product(Multiplier& x, const fsd_linear& layer, int64_t 
   const int64_t bytes = layer.depth / products.span * products.record;
   const uint8_t* panel = (const uint8_t*)layer.panels + column / LANES * bytes;
   const int size = SIZES[x.size];
-  if (size > MOST_ON_VECTORS) x.shape_for_blocks(size, products.run);
+  if (size > MOST_ON_VECTORS) x.shape_for_blocks(size, products);
   for (int at = 0; at < BLOCK_SIDE; at += LANES, panel += bytes) {
-    products.of[x.size](x.numbers(), x.groups, layer.depth, panel, x.found[0].numbers);
+    products.of[x.size](x.numbers(products.layout), x.groups, layer.depth, panel, x.found[0].numbers);
     for (int group = 0; group < x.groups; ++group)
       for (int row = x.first(group); row < x.first(group + 1); ++row)
         done(row, at, _mm512_load_ps(x.found[group * size + row - x.first(group)].numbers));
@@ -242,10 +243,15 @@ inline void panel_product(Multiplier& multiply, const bf16* x, int rows, int64_t
   }
 }
 
-// Read x for the panel_products that follow, if one of the layers needs it interleaved.
+// Read x for the panel_products that follow, in each layout that one of the layers needs.
 inline void take(Multiplier& multiply, const bf16* x, int rows, std::initializer_list<const fsd_linear*> layers) {
-  for (const fsd_linear* layer : layers)
-    if (layer->kind && !multiply.many) return multiply.take(x, rows, layer->depth);
+  bool taken[LAYOUTS] = {};
+  for (const fsd_linear* layer : layers) {
+    if (!layer->kind || multiply.many) continue;
+    const Layout layout = products_of(layer->kind).layout;
+    if (!taken[layout]) multiply.take(x, rows, layer->depth, layout);
+    taken[layout] = true;
+  }
 }
 
 // Multiply with the columns [start, start + layer.side) of a linear layer and add the bias; calls done(row, column - start,
