@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fsd_core.errors import ModelLoadError
 from fsd_infer.backends.cpu.blocks import blocks_of
 from fsd_infer.backends.cpu.kernels import MOST_ROWS, address_of, in_panels, kernels, panels_of
+from fsd_infer.backends.cpu.pages import zeroed
 from fsd_infer.backends.cpu.structs import Linear
 from fsd_infer.device.memory import trim
 from fsd_infer.targets.weights import (
@@ -93,7 +94,8 @@ class Packed:
         """
         if self.native is None or self.kernels is None or self.scales is not None or self.kind:
             return
-        self.weight, self.scales = fp8_panels(self.dense(), self.native.side)
+        panels, self.scales = fp8_panels(self.dense(), self.native.side)
+        self.weight = zeroed(panels.numel()).view(torch.int8).view(panels.shape).copy_(panels)
         self.native.panels, self.native.scales = self.weight.data_ptr(), self.scales.data_ptr()
 
     def dense(self) -> Tensor:

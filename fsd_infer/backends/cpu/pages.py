@@ -40,4 +40,5 @@ def _mapped(size: int) -> Tensor:
     except OSError:  # a kernel without them
         pass
     every = torch.frombuffer(memory, dtype=torch.uint8)
-    return every[-every.data_ptr() % _HUGE :]
+    start = -every.data_ptr() % _HUGE
+    return every[start : start + size]

@@ -226,6 +226,24 @@ __attribute__((noinline)) void block_on_vectors(const void* x, int groups, int64
 
 #ifdef __AMX_INT8__
 
+// Write a run's codes of four bits less BIAS, 16 times each and then plain: [2, RUN / 4, 16, 4].
+template <class F>
+inline void write_joined(const uint8_t* codes, int8_t* to) {
+  const __m512i upper = _mm512_set1_epi8((char)0xF0);
+  const auto write = [&](int quad, __m512i sixteen_times, __m512i plain) {
+    if (F::BIAS) sixteen_times = _mm512_xor_si512(sixteen_times, _mm512_set1_epi8((char)0x80));
+    _mm512_store_si512(to + quad * 64, sixteen_times);
+    _mm512_store_si512(to + (F::RUN / 4 + quad) * 64, centred<F>(plain));
+  };
+#pragma GCC unroll 4
+  for (int quad = 0; quad < F::RUN / 4; quad += 2) {
+    const __m512i both = _mm512_loadu_si512(codes + quad * 32);
+    const __m512i odd = _mm512_and_si512(both, upper), even = _mm512_andnot_si512(upper, both);
+    write(quad, _mm512_slli_epi16(even, 4), even);
+    write(quad + 1, odd, _mm512_srli_epi16(odd, 4));
+  }
+}
+
 // block_on_vectors for one group, on tiles that Multiplier::shape_for_blocks has shaped. Tiles load from memory and store to
 // it, and wait for it. So several runs are under way: codes are unpacked, multiplied, the products stored, and added up.
 //
@@ -252,14 +270,11 @@ inline void group_on_tiles(const Step<M>* steps, int64_t depth, const uint8_t* r
     fetch<F>(from + run % PARTS * (F::STEP / PARTS), F::RECORD * F::RUN / F::SPAN);
     if (AS_STORED) return;
     int8_t* const to = codes[run % 4];
+    if (F::JOINED) return write_joined<F>(from + run % PARTS * (F::STEP / PARTS), to);
     const auto each = [&](auto first) {  // quads are constants, so that shifts are
 #pragma GCC unroll 8
-      for (int quad = 0; quad < QUADS; ++quad) {
-        const __m512i code = centred<F>(quad_of<F>(from, first + quad));
-        if (!F::JOINED) _mm512_store_si512(to + quad * 64, code);
-        else _mm512_store_si512(to + quad * 64, _mm512_and_si512(_mm512_slli_epi16(code, 4), _mm512_set1_epi8((char)0xF0))),
-             _mm512_store_si512(to + (QUADS + quad) * 64, code);
-      }
+      for (int quad = 0; quad < QUADS; ++quad)
+        _mm512_store_si512(to + quad * 64, centred<F>(quad_of<F>(from, first + quad)));
     };
     if (run % PARTS) each(std::integral_constant<int, QUADS>{});
     else each(std::integral_constant<int, 0>{});
@@ -280,7 +295,7 @@ inline void group_on_tiles(const Step<M>* steps, int64_t depth, const uint8_t* r
   };
 // Tiles: FIRST for joined sums, those of all bytes, or of high ones, SECOND for low ones, and CODES. FIRST and SECOND still
 // hold sums of run - 2.
-#define MULTIPLY(FIRST, SECOND, CODES)                                             \
+#define MULTIPLY(FIRST, SECOND, OWN, CODES)                                        \
   if (run >= 2) {                                                                  \
     _tile_stored(FIRST, dots[(run - 2) % 4], (APART ? SUMS : LANES) * 4);          \
     if (APART) _tile_stored(SECOND, dots[(run - 2) % 4] + LANES, SUMS * 4);        \
@@ -291,9 +306,9 @@ inline void group_on_tiles(const Step<M>* steps, int64_t depth, const uint8_t* r
     if (AS_STORED) _tile_loadd(CODES, codes_at(run), 64);                          \
     else _tile_loadd(CODES, codes[run % 4], 64);                                   \
     if (F::JOINED) {                                                               \
-      _tile_loadd(4, x + run % PARTS * 2 * F::RUN, 64);                            \
-      if (F::BIAS) _tile_dpbssd(FIRST, 4, CODES);                                  \
-      else _tile_dpbsud(FIRST, 4, CODES);                                          \
+      _tile_loadd(OWN, x + run % PARTS * 2 * F::RUN, 64);                          \
+      if (F::BIAS) _tile_dpbssd(FIRST, OWN, CODES);                                \
+      else _tile_dpbsud(FIRST, OWN, CODES);                                        \
     } else {                                                                       \
       _tile_loadd(4, x + run % PARTS * F::RUN, APART ? 64 : 32);                   \
       _tile_dpbssd(FIRST, 4, CODES);                                               \
@@ -310,9 +325,9 @@ inline void group_on_tiles(const Step<M>* steps, int64_t depth, const uint8_t* r
   for (int64_t run = 0; run < runs + LAG; ++run) {
     finish_stores();
     if (run % 2) {
-      MULTIPLY(2, 3, 7)
+      MULTIPLY(2, 3, 5, 7)
     } else {
-      MULTIPLY(0, 1, 6)
+      MULTIPLY(0, 1, 4, 6)
     }
     unpack(run + 2);
     if (run >= LAG) add(run - LAG);
