@@ -92,8 +92,8 @@ def test_the_template_tells_the_format() -> None:
         ),
         (  # mentions of the opening, the second with an unfinished call, before a call
             HERMES,
-            '<think>A <tool_call> or <tool_call>{"name": </think><tool_call>{"name": "time", "arguments": {}}</tool_call>',
-            '<think>A <tool_call> or <tool_call>{"name": </think>',
+            '<think>A <tool_call> or <tool_call>{"x: </think><tool_call>{"name": "time", "arguments": {}}</tool_call>',
+            '<think>A <tool_call> or <tool_call>{"x: </think>',
             [("time", "{}")],
         ),
         (HERMES, '<tool_call>{"name": "time</tool_call> so', '<tool_call>{"name": "time</tool_call> so', []),
