@@ -97,9 +97,7 @@ def test_no_top_k_unless_it_is_asked_for(plain: FuzzyDecoder) -> None:
     assert [type(each).__name__ for each in request.processors or []] == ["TopKLogitsWarper"]
 
 
-def test_a_length_of_the_request_is_instead_of_the_models(
-    plain: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_length_of_the_request_is_instead_of_the_models(plain: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     own = plain.target.model.generation_config
     for name, value in (("max_new_tokens", 3), ("max_length", 4)):
         with monkeypatch.context() as patch:
