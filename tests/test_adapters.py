@@ -333,3 +333,31 @@ def test_each_request_may_name_an_adapter(base: Path, tmp_path: Path, dtype: tor
         greedy(decoder, adapter="three")
     with pytest.raises(ModelLoadError, match="adapter x=.*cannot be loaded"):
         FuzzyDecoder.from_pretrained(str(base), "none", adapters={"x": tmp_path / "nowhere"})
+
+
+ODD: list[dict[str, Any]] = [
+    {"use_dora": True, "use_rslora": True}, {"target_modules": ["embed_tokens", "q_proj"]},
+    {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.0.*v_proj": 3}, "lora_bias": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", ODD, ids=lambda options: "+".join(options))
+def test_what_peft_computes_beside_the_weights(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """transformers leaves magnitudes of DoRA, and factors that a file lacks, at random values."""
+    directory, ids = save_adapter(tmp_path, AutoModelForCausalLM.from_pretrained(base), str(base), **options), [[5, 9]]
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), directory)
+
+    def load() -> Target:
+        return FuzzyDecoder.from_pretrained(str(base), "none", adapters={"one": directory}, dtype=torch.float32).target
+
+    target = load()
+    with torch.no_grad(), target.adapted("one"):
+        torch.testing.assert_close(target.model(torch.tensor(ids)).logits, theirs(torch.tensor(ids)).logits)
+    file = directory / "adapter_model.safetensors"
+    first, *others = sorted(load_file(file).items())
+    for tensors, word in (others, "lacks"), ([first, *others, (f"{first[0]}x", first[1].clone())], "holds"):
+        save_file(dict(tensors), file)
+        with pytest.raises(ModelLoadError, match=f"adapter_model.safetensors {word} '"):
+            load()
+    with pytest.raises(ModelLoadError, match="adapts an embedding|is not a plain LoRA"):
+        merge_adapter(toy_model("llama"), directory)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from fsd_core.text.control import encode_with_offsets, hidden, set_control_tokens
 from fsd_core.text.encoding import encode_chat, special_ids
 from fsd_core.text.masks import encode_conversation
-from fsd_core.text.pieces import Pieces, token_pieces
+from fsd_core.text.pieces import Pieces, TokenBytes, token_pieces
 from fsd_infer import FuzzyDecoder
 from fsd_infer.serving.app import make_app
 from fsd_infer.serving.batcher import Logprob
@@ -65,6 +65,28 @@ def test_pieces_and_bytes_joined_are_the_text(tokenizer: Any) -> None:
     assert pieces.text == text == "".join(token_pieces(tokenizer, ids))
     assert b"".join(piece.raw for piece in seen) == text.encode()
     assert [piece.name for piece in seen if piece.token == tokenizer.eos_token_id] == [tokenizer.eos_token]
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"j\xd2\xbf\x99A", "j\u04bf\ufffdA"),  # a byte that is no text replaces nothing that was text
+        (b"\xf0\x9fA\xf0\x9f\x99\x82", "\ufffdA\U0001f642"),
+        (b"a\xe2\xf0\x9f", "a\ufffd\ufffd"),  # a token ends one and begins another, which the answer leaves incomplete
+    ],
+)
+def test_bytes_that_are_no_text(tokenizer: Any, raw: bytes, text: str) -> None:
+    named = TokenBytes(tokenizer)
+    ids = [next(token for token in range(len(tokenizer)) if named(token) == bytes([byte])) for byte in raw]
+    pieces, answer = Pieces(tokenizer), AnswerText(tokenizer)
+    for count, token in enumerate(ids, start=1):
+        assert pieces.of(token).raw == raw[count - 1 : count]
+        pieces.add(token)
+        answer.add(token)
+        told = answer.tokens_within(len(answer.text))
+        assert text.startswith(answer.text) and raw[:told].decode(errors="replace") == answer.text
+    answer.end()
+    assert answer.text == text and pieces.text + pieces.rest() == text
 
 
 @pytest.mark.parametrize(

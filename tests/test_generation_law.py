@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.commands import fuzzy_config
 from fsd_infer.decoder.requests import prepare
+from fsd_infer.request.options import shaping
 from fsd_infer.serving.app import make_app
 from fsd_train.data.backends import LocalBackend, RegenerationRequest
 from tests.serve_toys import CHAT, COMPLETIONS, asked
@@ -94,6 +95,24 @@ def test_no_top_k_unless_it_is_asked_for(plain: FuzzyDecoder) -> None:
     assert not config.top_k and not request.processors
     request, _ = prepare(plain.target, [[5]], None, {"do_sample": True, "max_new_tokens": 3, "top_k": 7})
     assert [type(each).__name__ for each in request.processors or []] == ["TopKLogitsWarper"]
+
+
+def test_a_length_of_the_request_is_instead_of_the_models(plain: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = plain.target.model.generation_config
+    for name, value in (("max_new_tokens", 3), ("max_length", 4)):
+        with monkeypatch.context() as patch:
+            patch.setattr(own, name, value)
+            for asked_for, right in (({}, 3), ({"max_length": 9}, 8), ({"max_new_tokens": 7}, 7)):
+                assert prepare(plain.target, [[5]], None, asked_for)[0].max_new_tokens == right
+                given = GenerationConfig(**asked_for) if asked_for else None
+                assert prepare(plain.target, [[5]], given, {})[0].max_new_tokens == right
+
+
+def test_values_that_shape_nothing_are_not_named() -> None:
+    config = GenerationConfig(top_k=0, top_p=1.0, min_length=0, do_sample=False, repetition_penalty=1.0, max_length=9)
+    assert shaping(config) == {}
+    given: dict[str, Any] = {"top_k": 50, "forced_eos_token_id": 0, "temperature": 0.0}
+    assert shaping(GenerationConfig(**given)) == given
 
 
 def test_further_options_on_the_command_line() -> None:

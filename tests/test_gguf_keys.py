@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import struct
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter, RopeScalingType
+from gguf import GGUFWriter, Keys, RopeScalingType
 from transformers import AutoTokenizer
 
 from benchmarks.write_gguf import finish
 from fsd_core.errors import ModelLoadError
 from fsd_infer import FuzzyDecoder
+from fsd_infer.targets import gguf_keys
 from fsd_infer.targets.gguf import expand_gguf
 from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.gguf_keys import end_ids
@@ -136,7 +138,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "attention.sliding_window": 64, "attention.max_alibi_bias": 8.0, "pooling_type": 1, "logit_scale": 0.5,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "attention.scale": 0.2, "residual_scale": 0.5,
         "rope.scaling.alpha": 2.0, "rope.scaling.yarn_ext_factor": 0.5, "rope.dimension_sections": [1, 1, 2, 0],
-        "nextn_predict_layers": 1, "embedding_length_out": 16, "use_parallel_residual": True,
+        "nextn_predict_layers": 1, "embedding_length_out": 16, "use_parallel_residual": True, "ssm.state_size": 16,
+        "attention.value_scale": 2.0, "hidden_activation": "gelu",
     }.items()),
     *(({f"{LLAMA}{name}": value}, words) for name, value, words in (
         ("rope.dimension_count", 4, "rope.dimension_count is 4, but keys have 8 dimensions"),
@@ -202,12 +205,28 @@ def test_keys_that_change_nothing_load_in_silence_and_others_are_named(tmp_path:
         loaded(path)
 
 
+def test_every_key_of_an_architecture_is_read_harmless_or_refused() -> None:
+    """As gguf-py, a part of llama.cpp, lists them."""
+
+    def names(listed: type) -> Iterator[str]:
+        for value in vars(listed).values():
+            yield from names(value) if isinstance(value, type) else [value] if isinstance(value, str) else []
+
+    found = {name.removeprefix("{arch}.") for name in names(Keys) if name.startswith("{arch}.")}
+    found -= {"{dense}_feat_in", "{dense}_feat_out"}
+    assert len(found) > 100 and not found - (gguf_keys._READ | gguf_keys._HARMLESS | gguf_keys._NEUTRAL.keys())
+
+
 def test_keys_that_transformers_leaves_out_are_refused(tmp_path: Path) -> None:
-    for key, value in (("rope.scaling.factor", 4.0), ("attention.clamp_kqv", 3.0), ("final_logit_softcapping", 30.0)):
+    for key, value in (("rope.scaling.factor", 4.0), ("attention.clamp_kqv", 3.0), ("final_logit_softcapping", 30.0),
+                       ("rope.freq_base", 5000.0), ("rope.dimension_count", 8)):  # fmt: skip
         path, _ = stablelm(tmp_path, {f"stablelm.{key}": value})
         with pytest.raises(ModelLoadError, match=f"transformers' reader leaves out stablelm.{key} = {value}"):
             loaded(path)
-    path, original = stablelm(tmp_path, {"stablelm.rope.scaling.factor": 1.0, "stablelm.expert_count": 0})
+    agreed = {"rope.scaling.factor": 1.0, "expert_count": 0, "rope.freq_base": 1e4, "rope.dimension_count": 2, "new": 1}
+    path, original = stablelm(tmp_path, {f"stablelm.{key}": value for key, value in agreed.items()})
+    with pytest.warns(UserWarning, match="read by nothing: stablelm.new."):
+        loaded(path)
     torch.testing.assert_close(logits(loaded(path)[0]), logits(original), rtol=1e-3, atol=1e-3)
 
 

@@ -27,7 +27,7 @@ from lm_eval.tasks import TaskManager
 
 from fsd_bench.lm_eval import TASKS, FsdLM, scoring
 from fsd_bench.lm_eval.model import generate_options
-from fsd_bench.lm_eval.texts import Until, cut_before
+from fsd_bench.lm_eval.texts import Until, cut
 
 PROGRAM = {"prompt": "def twice(x):\n", "test": "def check(f):\n    assert f(4) == 8\n", "entry_point": "twice"}
 
@@ -154,11 +154,16 @@ def test_only_generated_text_ends_an_answer(model: FsdLM) -> None:
     text = tokenizer.decode(ids[newline + len(single) :])
     assert ended(["\n\n"], 0) and not (text.startswith("\n") and ended(["\n\n"], newline + len(single)))
     assert ended(["<|end|>"], 0) == len(ids) and ended(["\u6f22"], 0) == len(ids) - 1
-    assert ended(["", "nothing"], 0) == 0 == ended(["\ufffd\ufffd\ufffd\ufffd"], 0)
-    assert cut_before("one\n\ntwo", ["two", "\n\n", ""]) == "one"
+    assert ended(["", "nothing"], 0) == 0 == ended(["\ufffd"], 0), "half a character is no text"
+    assert ended(["\u6f22<|end|>"], 0) == len(ids) and ended(["<|end|>x"], 0) == 0
+    assert ended(["catsat"], 0) == 0
+    marked = tokenizer("the<|start|>cat", add_special_tokens=False).input_ids
+    for until, text in ((["sat", "\n\n", ""], "the cat"), (["t \u6f22<|end|>"], "the cat\n\nsa"), (["x"], None)):
+        assert cut(tokenizer, ids, until) == (text or tokenizer.decode(ids[:-1]), text is not None)
+    assert cut(tokenizer, marked, ["e<|start|>c"]) == ("th", True) == cut(tokenizer, marked, ["eca"])
     whole = model.generate_until([asked("the cat\n", {"until": [], "max_gen_toks": 8})], disable_tqdm=True)[0]
-    cut = model.generate_until([asked("the cat\n", {"until": ["\n\n"], "max_gen_toks": 8})], disable_tqdm=True)[0]
-    assert cut == cut_before(whole, ["\n\n"])
+    short = model.generate_until([asked("the cat\n", {"until": ["\n\n"], "max_gen_toks": 8})], disable_tqdm=True)[0]
+    assert short == whole.partition("\n\n")[0]
 
 
 def test_long_prompts_are_cut_on_the_left_with_a_warning(toy: Toy, model: FsdLM, recwarn: Any) -> None:
@@ -177,8 +182,9 @@ def test_long_prompts_are_cut_on_the_left_with_a_warning(toy: Toy, model: FsdLM,
         model.generate_until([asked("the cat " * 300, {"max_gen_toks": 8})], disable_tqdm=True)
     with pytest.raises(ContextLengthError, match="max_gen_toks=256 leaves no room .* max_gen_toks=128"):
         model.generate_until([asked("the cat", {})], disable_tqdm=True)
-    with pytest.raises(FsdError, match="max_length counts the prompt too"):
-        generate_options({"max_length": 5})
+    for wrong, words in (({"max_length": 5}, "counts the prompt too"), ({"num_return_sequences": 2}, "one answer")):
+        with pytest.raises(FsdError, match=words):
+            generate_options(wrong)
     assert generate_options({"max_completion_tokens": 5})[1]["max_new_tokens"] == 5
 
 

@@ -32,7 +32,10 @@ def talk(count: int, seed: int = 0) -> Turns:
     ]
 
 
-@pytest.mark.parametrize("template", [CHATML, THINKING, CHATML.replace("<|end|>", "")])
+MARKED = marked("{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}")
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING, CHATML.replace("<|end|>", ""), MARKED])
 def test_every_answer_follows_the_ids_that_decoding_sees(template: str) -> None:
     tokenizer = tiny_tokenizer(template)
     for seed, count in enumerate([2, 4, 6, 10, 18, 30, 44]):
@@ -74,9 +77,7 @@ def test_without_an_end_token_the_whole_answer_is_supervised() -> None:
     assert said(tokenizer, sequence) == "it is <|start|> there"
 
 
-@pytest.mark.parametrize(
-    "template", [CHATML, marked("{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}")]
-)
+@pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_answers_of_weight_0_are_not_supervised(template: str) -> None:
     tokenizer = tiny_tokenizer(template)
     turns = [USER, BOT, MORE, LAST]

@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from fsd_bench.likelihood import log_likelihoods
-from fsd_bench.lm_eval.texts import Until, cut_before, with_turns
+from fsd_bench.lm_eval.texts import Until, cut, with_turns
 from fsd_core.errors import ContextLengthError, DataError, FsdError
 from fsd_core.registry import MOST_SEED, read_float, read_int
 from fsd_core.text.conversations import check_messages
@@ -227,7 +227,7 @@ class FsdLM(TemplateLM):
         self._batches += 1
         self.seconds += time.perf_counter() - start
         self.rows += generation.stats.rows
-        return [cut_before(text, until) for text in generation.texts]
+        return [cut(self.tokenizer, answer, until)[0] for answer in generation.sequences]
 
     def get_model_info(self) -> dict[str, Any]:
         """Return facts for the results: rule, drafter, and means per answer."""
@@ -262,6 +262,8 @@ def generate_options(asked: Mapping[str, Any]) -> tuple[list[str], dict[str, Any
     limits = [options.pop(name, None) for name in LIMITS]
     if "max_length" in options:
         raise FsdError("max_length counts the prompt too: give max_gen_toks, the answer's length alone.")
+    if options.pop("num_return_sequences", None) not in (None, 1):
+        raise FsdError("num_return_sequences must be 1: a task scores one answer. Tasks ask again by `repeats`.")
     temperature = read_float(str(options.pop("temperature", None) or 0.0))
     if temperature is None or not 0 <= temperature < math.inf:
         raise FsdError(f"temperature must be 0 or above and finite, got {asked['temperature']!r:.60}.")

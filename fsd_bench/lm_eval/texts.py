@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
+from fsd_infer.serving.text import AnswerText
+
 
 class Conversation(str):
     """A document's text that remembers its turns, since the harness passes a document on as one user turn."""
@@ -36,8 +38,8 @@ class Until(StoppingCriteria):
     """Ends an answer at a text of a task's ``until``, which transformers' criterion would also find in the prompt.
 
     Args:
-        tokenizer: decodes the answer. Special tokens count, so ``<|im_end|>`` may end an answer.
-        until: the texts; empty ones are ignored.
+        tokenizer: decodes the answer.
+        until: as for :func:`cut`.
         start: length of the padded prompts in tokens.
     """
 
@@ -51,13 +53,22 @@ class Until(StoppingCriteria):
 
     def _ends(self, answer: list[int]) -> bool:
         # the tail's text may differ at its begin: a character without its first bytes, a space that is left out
-        return self._found(answer[-self.tail :]) and self._found(answer)
+        return self._may_end(answer[-self.tail :]) and cut(self.tokenizer, answer, self.until)[1]
 
-    def _found(self, tokens: list[int]) -> bool:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        return any(stop in text for stop in self.until)
+    def _may_end(self, tail: list[int]) -> bool:
+        texts = [self.tokenizer.decode(tail, skip_special_tokens=left_out) for left_out in (True, False)]
+        return any(stop in text for stop in self.until for text in texts)
 
 
-def cut_before(text: str, until: Sequence[str]) -> str:
-    """Return ``text`` up to the first occurrence of a text of ``until``."""
-    return text[: min((place for stop in until if stop and (place := text.find(stop)) >= 0), default=len(text))]
+def cut(tokenizer: Any, answer: Sequence[int], until: Sequence[str]) -> tuple[str, bool]:
+    """Return the text of an answer up to the first text of ``until``, and whether there is one.
+
+    Args:
+        tokenizer: decodes the answer.
+        answer: token ids.
+        until: may hold names of special tokens, such as ``<|im_end|>``; empty ones are ignored.
+    """
+    text = AnswerText(tokenizer, [stop for stop in until if stop])
+    found = any(text.add(token) for token in answer)
+    text.end()
+    return text.text, found

@@ -76,10 +76,10 @@ def encode_with_offsets(tokenizer: Any, text: str, add_special_tokens: bool = Fa
     return made_ids + ids[place:], made + offsets[place:]
 
 
-def encode_marked(
+def render_marked(
     tokenizer: Any, turns: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> tuple[list[int], list[int]]:
-    """Return ids of a conversation and a mask, 1 where the template's generation markers mark them.
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a conversation, and begin and end of the parts that generation markers mark.
 
     Args:
         tokenizer: a fast tokenizer.
@@ -92,10 +92,7 @@ def encode_marked(
         conversations=[hidden_turns(tokenizer, turns)], return_assistant_tokens_mask=True, **given
     )
     (text,), (marked,) = rendered
-    ids, offsets = encode_with_offsets(tokenizer, text)
-    starts = [start for start, _ in marked]
-    last = [bisect_left(starts, end) - 1 for _, end in offsets]  # the last part before its end
-    return ids, [int(place >= 0 and start < marked[place][1]) for place, (start, _) in zip(last, offsets)]
+    return text, marked
 
 
 def hidden_turns(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -6,12 +6,12 @@ The time is linear in the number of turns if the template writes each exchange i
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsd_core.errors import DataError
-from fsd_core.text.control import encode_marked, encode_with_offsets, hidden
+from fsd_core.text.control import encode_with_offsets, hidden, render_marked
 from fsd_core.text.conversations import WEIGHT, Message, check_messages
 from fsd_core.text.encoding import encode_chat, encode_rendered, refusal, render, special_ids
 from fsd_core.text.templates import WORD, template_of, turns_for
@@ -75,7 +75,7 @@ def encode_conversation(
             answer.append(tokenizer.eos_token_id)
         return [(prompt + answer, [0] * len(prompt) + [1] * len(answer))]
     if getattr(tokenizer, "is_fast", False) and _MARKER.search(template_of(tokenizer, options)):
-        return [_by_markers(tokenizer, turns, options, complete)]
+        return _by_markers(tokenizer, turns, options, complete)
     return _Encoder(tokenizer, turns, options, complete).sequences(max_length)
 
 
@@ -244,28 +244,41 @@ def _masked(ids: list[int], spans: Sequence[tuple[int, int]]) -> _Encoded:
 
 def _by_markers(
     tokenizer: Any, turns: Sequence[Message], options: Mapping[str, Any] | None, complete: bool
-) -> _Encoded:
+) -> list[_Encoded]:
     """Find the answers by the template's generation markers."""
     readable = turns_for(tokenizer, turns, options)
     try:
-        ids, mask = encode_marked(tokenizer, readable, options or {})
+        text, marked = render_marked(tokenizer, readable, options or {})
     except Exception as error:
         raise refusal(turns, error) from error
-    marks = [0, *mask, 0]
-    edges = [place for place in range(len(marks) - 1) if marks[place] != marks[place + 1]]
-    spans = list(zip(edges[::2], edges[1::2]))
+    marked = [part for part in marked if part[0] < part[1]]
     answers = [turn for turn in turns if turn["role"] == "assistant"]
     untrained = [number for number, turn in enumerate(answers) if not _trained(turn)]
-    if len(spans) < len(answers) or (untrained and len(spans) > len(answers)):
+    if len(marked) < len(answers) or (untrained and len(marked) > len(answers)):
         raise DataError(
-            f"chat template: its generation markers mark {len(spans)} of {len(answers)} assistant turns. "
+            f"chat template: its generation markers mark {len(marked)} of {len(answers)} assistant turns. "
             "Fix the template, or remove rows with empty answers or weights."
         )
-    last = len(spans) - 1
-    enders = special_ids(tokenizer)
-    ends = [_marked_end(tokenizer, enders, ids, *span, complete or number < last) for number, span in enumerate(spans)]
-    kept = [(start, end) for number, ((start, _), end) in enumerate(zip(spans, ends)) if number not in untrained]
-    return _masked(ids, kept)
+    ids, offsets = encode_with_offsets(tokenizer, text)
+    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
+    apart, shared = list[_Encoded](), list[tuple[int, int]]()
+    for number, (begin, end) in enumerate(marked):
+        if number in untrained:
+            continue
+        seen, first, closed = ids, bisect_right(stops, begin), bisect_left(starts, end)
+        joined = (
+            first < closed and starts[first] < begin
+        )  # a token joins the answer to its prompt, which decoding reads without it
+        if joined:
+            prompt = encode_rendered(tokenizer, text[:begin])
+            seen, first = prompt + _continued(tokenizer, text[begin:end]), len(prompt)
+            closed = len(seen)
+        last = _marked_end(tokenizer, special_ids(tokenizer), seen, first, closed, complete or number < len(marked) - 1)
+        if joined:
+            apart.append(_masked(seen, [(first, last)]))
+        else:
+            shared.append((first, last))
+    return [*apart, *([_masked(ids, shared)] if shared else [])]
 
 
 def _marked_end(tokenizer: Any, enders: set[int], ids: Sequence[int], start: int, closed: int, complete: bool) -> int:

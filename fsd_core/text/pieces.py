@@ -6,6 +6,7 @@ import re
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # how tokenizers decode a part of a character
@@ -33,13 +34,15 @@ class Pieces:
     """The text of a growing answer.
 
     A token that ends inside a character adds what precedes that character. The token that completes it adds it. So the
-    pieces joined are the decoded text without special tokens. The work per token does not grow with the text.
+    pieces joined are the decoded text without special tokens. Bytes that are no text add replacement characters, as in
+    any UTF-8 decoder, whatever bytes follow. The work per token does not grow with the text.
 
     Args:
         tokenizer: a transformers tokenizer.
 
     Attributes:
         text: the whole characters so far.
+        is_partial: whether the last token ends inside a character.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -48,17 +51,17 @@ class Pieces:
         self._bytes = TokenBytes(tokenizer)
         self._window: list[int] = []  # the last tokens
         self._shown = ""  # their characters that the text holds
-        self._partial = False  # whether the last character is incomplete
+        self.is_partial = False
 
     def add(self, token: int) -> str:
         """Append a token, and return what it adds to the text."""
         self._window.append(token)
         decoded = self._decoded(self._window)
-        whole, self._partial = self._whole(decoded, self._window)
+        whole, self.is_partial = self._whole(decoded, self._window)
         piece = whole[len(self._shown) :]
         if piece:
             self._shown, self.text = whole, self.text + piece
-            if len(self._window) > _WINDOW and not self._partial:
+            if len(self._window) > _WINDOW and not self.is_partial:
                 self._forget()
         return piece
 
@@ -73,19 +76,19 @@ class Pieces:
         following = [*self._window, token]
         whole, partial = self._whole(self._decoded(following), following)
         text = whole[len(self._shown) :]
-        if partial or self._partial:
+        if partial or self.is_partial or UNKNOWN in text:
             return Piece(token, text, str(self.tokenizer.decode([token])), self._bytes(token))
         return Piece(token, text, text, text.encode())
 
     def _decoded(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        seen = [token for token in tokens if token not in self._special]
+        return str(self.tokenizer.decode(self._bytes.mended(seen)))
 
     def _whole(self, decoded: str, tokens: Sequence[int]) -> tuple[str, bool]:
         """Return the text without its incomplete character, and whether it has one."""
         if not decoded.endswith(UNKNOWN) or not self._is_partial(tokens):
             return decoded, False
-        # other decoders write every byte of a run that is no text as a replacement character
-        return decoded[:-1] if self._bytes.is_byte_level else decoded.rstrip(UNKNOWN), True
+        return decoded[:-1], True
 
     def _is_partial(self, tokens: Sequence[int]) -> bool:
         """Whether more bytes may complete the last character."""
@@ -128,7 +131,12 @@ class TokenBytes:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        self.is_byte_level = decoder is not None and b'"ByteLevel"' in bytes(decoder.__getstate__())
+        parts = b"" if decoder is None else bytes(decoder.__getstate__())
+        self.is_byte_level = b'"ByteLevel"' in parts
+        bytes_of = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+        # ids by byte, where the decoder joins bytes to characters
+        self._of_byte = bytes_of if b'"ByteFallback"' in parts and len(set(bytes_of)) == 256 else []
+        self._byte_of = {token: byte for byte, token in enumerate(self._of_byte)}
 
     def __call__(self, token: int) -> bytes:
         name = self.tokenizer.convert_ids_to_tokens(token)
@@ -139,6 +147,20 @@ class TokenBytes:
             return bytes(table[char] for char in name) if all(char in table for char in name) else name.encode()
         found = _BYTE.fullmatch(name)
         return bytes([int(found[1], 16)]) if found else name.replace("\u2581", " ").encode()
+
+    def mended(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the tokens with replacement characters, as bytes, for what is no text among SentencePiece's bytes.
+
+        Its decoder would replace every byte of such a run, those of whole characters too, and also earlier ones.
+        """
+        mended = list[int]()
+        for is_byte, run in groupby(tokens, self._byte_of.__contains__):
+            found = list(run)
+            if is_byte:
+                text = bytes(self._byte_of[token] for token in found).decode("utf-8", "replace")
+                found = [self._of_byte[byte] for byte in text.encode()] if UNKNOWN in text else found
+            mended += found
+        return mended
 
 
 @cache

@@ -30,6 +30,7 @@ from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.engine.beams import BeamOptions, decode_beams
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.request.options import (
+    LENGTHS,
     check_config,
     check_numbers,
     only_stated,
@@ -73,8 +74,10 @@ def prepare(
     model = target.model
     fields, processing, stopping = split_options(overrides, {*OWN, "drafter", "streamer", "callbacks", "images"})
     asked = _set({} if given is None else vars(given)) | _set(fields)
-    own = _set(vars(model.generation_config))
-    stated = {name: own[name] for name in own.keys() & {"max_length", "max_new_tokens"}} | asked
+    own, replaced = _set(vars(model.generation_config)), set[str]()
+    if LENGTHS & asked.keys():  # a request's length is instead of the model's, whichever of them the model names
+        replaced = LENGTHS - asked.keys()
+    stated = {name: own[name] for name in own.keys() & LENGTHS - replaced} | asked
     check_numbers(stated)
     fields = with_defaults(fields, stated)
     asked = asked | _set(fields)
@@ -86,6 +89,7 @@ def prepare(
             fields = {name: None for name, value in fields.items() if value is None}
         config: GenerationConfig = model._prepare_generation_config(given, **fields)[0]
         only_stated(config, asked)
+        vars(config).update(dict.fromkeys(replaced))
         check_config(config, model.generation_config)
         _check_stop_strings(config, target)
         return _with_lengths(target, prompts, config, stated.keys() | asked.keys(), processing, stopping), config

@@ -72,6 +72,7 @@ _NUMBERS = frozenset(
     "max_time temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty length_penalty "
     "encoder_repetition_penalty".split()
 )
+LENGTHS = frozenset({"max_length", "max_new_tokens"})
 NEW_TOKENS = 128  # most of an answer, where nothing says; as on the command line
 # fields whose processors keep the prompts, with the values that switch them off
 _READ_PROMPTS = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
@@ -173,9 +174,10 @@ def only_stated(config: GenerationConfig, stated: Iterable[str]) -> None:
 def shaping(config: GenerationConfig | None) -> dict[str, Any]:
     """Return the fields of a model's own configuration that would shape answers, were they not left out."""
     plain = GenerationConfig()
-    defaults, own = {**vars(plain), **_defaults(plain)}, {} if config is None else vars(config)
+    neutral, own = {**vars(plain), **_defaults(plain), "top_k": 0}, {} if config is None else vars(config)
     names = sorted((vars(plain).keys() & own.keys()) - _INHERITED)
-    return {name: own[name] for name in names if own[name] not in (None, False) and own[name] != defaults[name]}
+    given = {name: own[name] for name in names if own[name] is not None and own[name] is not False}
+    return {name: value for name, value in given.items() if value != neutral[name]}
 
 
 def _defaults(config: GenerationConfig) -> dict[str, Any]:
@@ -223,7 +225,7 @@ def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str
     made = dict(fields)
     if stated.get("temperature", 0) > 0 and "do_sample" not in stated:
         made["do_sample"] = True
-    if not {"max_length", "max_new_tokens"} & stated.keys():
+    if not LENGTHS & stated.keys():
         made["max_new_tokens"] = NEW_TOKENS
     return made
 

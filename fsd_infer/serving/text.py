@@ -27,7 +27,7 @@ class AnswerText:
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self.text = ""
-        self._pieces, self._ends = Pieces(tokenizer), list[int]()
+        self._pieces, self._ends = Pieces(tokenizer), list[float]()
         names = special_names(tokenizer) if stops else {}
         marks = _marks(names.values(), stops)
         marked = [other for stop in stops if (other := _with_marks(stop, marks)) != stop]
@@ -38,7 +38,8 @@ class AnswerText:
     def add(self, token: int) -> bool:
         """Append a token. Return whether a stop text ends with it."""
         piece = self._pieces.add(token)
-        self._ends.append(len(self._pieces.text))
+        # inside a character, a token ends between what is certain and the character that it begins
+        self._ends.append(len(self._pieces.text) + 0.5 * self._pieces.is_partial)
         seen = [watch.add(token, piece) for watch in self._watches]
         found = [held for held, is_stop in seen if is_stop]
         held = max(found or [held for held, _ in seen])

@@ -129,11 +129,12 @@ class CallReader:
                 if self._opening is None:
                     break
             body, closed, rest = self._parted(is_over)
-            if not closed and not is_over:
+            if not closed and not is_over and self._held.lstrip()[:1] in ("", "{", "["):
                 break
             made = self._calls(body)
             calls += made
-            content += "" if made else self._opening + body + closed
+            if not made:  # a mention of the opening: a call may follow
+                content, rest = content + self._opening, body + closed + rest
             self._held, self._opening = rest, None
         self.made += calls
         return content, calls
@@ -197,7 +198,7 @@ def _values(text: str) -> Iterator[Any]:
 
 def _in_string(text: str) -> bool:
     """Whether JSON that begins like this is inside a string."""
-    return _STRINGS.sub("", text).count('"') % 2 == 1
+    return '"' in _STRINGS.sub("", text)
 
 
 def overlap(text: str, other: str) -> int:

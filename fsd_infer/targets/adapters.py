@@ -133,12 +133,38 @@ def put_beside(model: Any, adapters: Mapping[str, str | Path]) -> None:
     for name, directory in adapters.items():
         try:
             read_adapter_config(directory, beside=True)
-            adapter_tensors(directory)
+            tensors = adapter_tensors(directory)
             model.load_adapter(str(Path(directory).expanduser()), adapter_name=name)
+            _fill(model, name, tensors)
         except Exception as error:  # peft builds layers from files: any kind of error may occur
             raise ModelLoadError(f"the adapter {name}={directory} cannot be loaded: {shortened(error)}") from error
     _use(model, None)
     model.requires_grad_(False)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy an adapter's tensors into peft's layers, since transformers leaves some at random values with a log line.
+
+    Raises CheckpointError for tensors without a place, and for places without a tensor.
+    """
+    layers = {id(part) for part in beside(model)}
+    places = {
+        f"{path}.{key.replace(f'.{name}', '', 1)}".removesuffix(".weight"): parameter
+        for path, part in model.named_modules()
+        if id(part) in layers
+        for key, parameter in part.named_parameters()
+        if f".{name}." in f".{key}." and not key.startswith("base_layer.")
+    }
+    found = {key.removeprefix("base_model.model.").removesuffix(".weight"): tensor for key, tensor in tensors.items()}
+    if odd := sorted(places.keys() ^ found.keys()):
+        missing = odd[0] in places
+        raise CheckpointError(
+            f"{ADAPTER_WEIGHTS} {'lacks' if missing else 'holds'} {odd[0]!r}, {'which' if missing else 'but'} its "
+            f"{ADAPTER_CONFIG} {'asks' if missing else 'does not ask'} for: use the files as they were trained."
+        )
+    for key, parameter in places.items():
+        parameter.copy_(found[key])
 
 
 def beside(model: nn.Module) -> list[Any]:
@@ -224,7 +250,7 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
 
     Raises:
         CheckpointError: tensors are missing, damaged, or do not belong to this model.
-        ModelLoadError: see :func:`read_adapter_config`.
+        ModelLoadError: an adapted embedding; or see :func:`read_adapter_config`.
     """
     directory = Path(directory).expanduser()
     config = read_adapter_config(directory)
@@ -232,6 +258,11 @@ def merge_adapter(model: nn.Module, directory: str | Path) -> None:
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     tensors: dict[str, Any] = adapter_tensors(directory)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if embedded := [name for name in tensors if ".lora_embedding_" in name]:
+        raise ModelLoadError(
+            f"{directory} adapts an embedding ({embedded[0]!r}), which is not merged here. Merge it with peft "
+            "(merge_and_unload), or load it beside the weights (adapters={name: directory})."
+        )
     while tensors:
         name = next(iter(tensors))
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight").removesuffix(".lora_B.weight")

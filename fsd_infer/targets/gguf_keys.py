@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fsd_core.errors import ModelLoadError
@@ -26,7 +26,12 @@ _READ = frozenset(
     rope.scaling.yarn_beta_slow
     """.split()
 )
-_HARMLESS = frozenset({"rope.scaling.finetuned", "tensor_data_layout", "attention.layer_norm_epsilon"})
+_HARMLESS = frozenset(  # the last four are of layers with a window
+    """
+    rope.scaling.finetuned tensor_data_layout attention.layer_norm_epsilon decoder_start_token_id
+    attention.key_length_swa attention.value_length_swa rope.dimension_count_swa rope.freq_base_swa
+    """.split()
+)
 # values at which a key changes nothing; with any other value the file is refused
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -44,7 +49,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         attention.q_lora_rank attention.kv_lora_rank attention.shared_kv_layers attn_logit_softcapping
         final_logit_softcapping router_logit_softcapping swin_norm rope.dimension_sections rope.scaling.alpha
         rope.scaling.yarn_log_multiplier classifier.output_labels embedding_length_out embedding_length_per_layer_input
-        activation_sparsity_scale full_attention_interval
+        activation_sparsity_scale full_attention_interval features_length hidden_activation rescale_every_n_layers
+        expert_chunk_feed_forward_length expert_group_scale experts_per_group moe_every_n_layers moe_latent_size
+        swiglu_clamp_exp swiglu_clamp_shexp deepstack_mapping decoder_block_count hash_layer_count norm_before_residual
+        attention.value_scale attention.key_length_mla attention.value_length_mla attention.indexer.head_count
+        attention.indexer.key_length attention.indexer.top_k attention.output_group_count attention.output_lora_rank
+        attention.compress_rope_freq_base attention.compress_ratios attention.recurrent_layers
+        attention.relative_buckets_count hyper_connection.count ssm.conv_kernel ssm.inner_size ssm.state_size
+        ssm.time_step_rank ssm.group_count ssm.dt_b_c_rms kda.head_dim wkv.head_size shortconv.l_cache target_layers
+        attention.group_norm_epsilon attention.group_norm_groups attention.decay_lora_rank attention.iclr_lora_rank
+        attention.value_residual_mix_lora_rank attention.gate_lora_rank time_mix_extra_dim time_decay_extra_dim
+        token_shift_count altup.active_idx altup.num_inputs posnet.embedding_length posnet.block_count
+        convnext.embedding_length convnext.block_count dense_2_feat_in dense_2_feat_out dense_3_feat_in dense_3_feat_out
         """.split(),
         (0,),
     ),
@@ -85,6 +101,8 @@ _NO_ENDS = (
     ("<|end|>", {"<|flush|>", "<|calls|>"}),
     ("</s>", {"<|tool_response>"}),
 )
+# keys that a config must agree with where transformers' reader takes its own default
+_AGREE = frozenset({"rope.freq_base", "rope.dimension_count"})
 # where a config of transformers holds what its GGUF reader takes from defaults or from tensors
 _ATTRIBUTES = {
     "attention.sliding_window": "sliding_window",
@@ -94,6 +112,7 @@ _ATTRIBUTES = {
     "use_parallel_residual": "use_parallel_residual",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
+    "hidden_activation": "hidden_act",
 }
 
 
@@ -125,11 +144,7 @@ def check_keys(facts: Mapping[str, Any], source: Any) -> None:
                 "another file of this model, or its checkpoint."
             )
     _check_others(facts, source)
-    known = _READ | _HARMLESS | _NEUTRAL.keys()
-    strange = [f"{family}.{name}" for name in own if name not in known]
-    strange += [name for name in facts if not name.startswith(f"{family}.") and not _KNOWN.fullmatch(name)]
-    if strange:
-        warnings.warn(f"{source}: these keys are read by nothing: {', '.join(sorted(strange))}.", stacklevel=4)
+    _name_strange(facts, _READ | _HARMLESS | _NEUTRAL.keys(), source)
 
 
 def check_foreign_keys(facts: Mapping[str, Any], config: Any, mapped: Mapping[str, Any], source: Any) -> None:
@@ -142,18 +157,41 @@ def check_foreign_keys(facts: Mapping[str, Any], config: Any, mapped: Mapping[st
         source: the file's name for errors.
     """
     _check_others(facts, source)
+    config = config.get_text_config(decoder=True)
     rescaled = "'factor'" in str(getattr(config, "rope_parameters", None))
     scaling = dict.fromkeys(("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"), (0, 1))
     for name, value in own_keys(facts).items():
         mixture = name.startswith("expert_") and bool(mapped.get("expert_count"))
         read = bool(mapped.get(name)) or mixture or name in scaling and rescaled
-        held: Any = getattr(config, _ATTRIBUTES.get(name, ""), None)
-        same = _is_number(value) and _is_number(held) and math.isclose(held, value, rel_tol=1e-5)
-        if not read and not same and not _is_neutral(name, value, _NEUTRAL | scaling):
+        held: Any = _held(config, name)
+        same = held == value or _is_number(value) and _is_number(held) and math.isclose(held, value, rel_tol=1e-5)
+        differs = name in _AGREE and _is_number(held) or not _is_neutral(name, value, _NEUTRAL | scaling)
+        if differs and not read and not same:
             raise ModelLoadError(
                 f"{source}: transformers' reader leaves out {facts['general.architecture']}.{name} = {value!r:.60}. "
                 "Use the model's checkpoint."
             )
+    _name_strange(facts, _READ | _HARMLESS | _NEUTRAL.keys() | mapped.keys(), source)
+
+
+def _held(config: Any, name: str) -> Any:
+    """Return what a config holds of a key; None if nothing, or several values for kinds of layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if name == "rope.freq_base":
+        return rope.get("rope_theta")
+    if name == "rope.dimension_count" and "rope_theta" in rope:
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(width * (rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1))
+    return getattr(config, _ATTRIBUTES.get(name, ""), None)
+
+
+def _name_strange(facts: Mapping[str, Any], known: Collection[str], source: Any) -> None:
+    """Warn of keys that nothing reads."""
+    family = facts.get("general.architecture")
+    strange = [f"{family}.{name}" for name in own_keys(facts) if name not in known]
+    strange += [name for name in facts if not name.startswith(f"{family}.") and not _KNOWN.fullmatch(name)]
+    if strange:
+        warnings.warn(f"{source}: these keys are read by nothing: {', '.join(sorted(strange))}.", stacklevel=5)
 
 
 def _check_others(facts: Mapping[str, Any], source: Any) -> None:
