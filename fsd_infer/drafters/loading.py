@@ -24,6 +24,21 @@ from fsd_infer.drafters.translated import lm_drafter
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 
+# what --drafter takes, and what each stands for; registered free drafters are names, too
+NAMES = {
+    "shipped": "The head of a built-in target; its default.",
+    "none": "Plain decoding.",
+    "memory": "What followed the text's last tokens earlier, in it or in earlier texts; memory:FILE adds a corpus.",
+    "lookup": "What followed the text's last tokens earlier in prompt and answer.",
+    "recycle": "What the target found likely after the same one or two tokens.",
+    "mtp": "The MTP layer of the target's own checkpoint; its default.",
+    "self:layers=...": "The target with some of its layers, such as self:layers=0-9,20-29.",
+    "self:bits=...": "The target with rounded weights, such as self:bits=3.",
+    "X+memory, X+lookup, X+recycle": "X, any other, with one of these merged into its trees. lookup+recycle is the "
+    "default of targets without a head.",
+    "a directory or owner/model": "A draft head in any known format, or a small causal LM.",
+}
+
 
 def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: TreeShape | str | None = None) -> Drafter:
     """Return the drafter that a name stands for.
@@ -149,11 +164,10 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
     try:
         model = Itself.parse(name).of(target, name) if name.startswith(PREFIX) else load_lm(source, target)
     except UnknownNameError:
-        hint = did_you_mean(name, ["shipped", *DRAFTERS, *free_drafters()])
+        known = [one for one in {**NAMES, **free_drafters()} if " " not in one]
         raise UnknownNameError(
-            f"unknown drafter {name!r}.{hint} Give a directory, a hub id (owner/model), or one of shipped, none, "
-            f"{', '.join(free_drafters())}, self:layers=..., self:bits=..., X+memory, X+lookup and X+recycle (X any "
-            "other)."
+            f"unknown drafter {name!r}.{did_you_mean(name, known)} Give a directory, a hub id (owner/model), or one of "
+            f"{', '.join(known)}, X+memory, X+lookup and X+recycle (X any other)."
         ) from None
     made = lm_drafter(model, target, tree)
     made.directory = Path(source) if os.path.isdir(source) else None
