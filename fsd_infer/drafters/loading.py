@@ -28,7 +28,8 @@ from fsd_infer.targets.target import Target
 NAMES = {
     "shipped": "The head of a built-in target; its default.",
     "none": "Plain decoding.",
-    "memory": "What followed the text's last tokens earlier, in it or in earlier texts; memory:FILE adds a corpus.",
+    "memory": "What followed the text's last tokens earlier, in it or in earlier texts; memory:FILE adds a corpus. "
+    "Benchmarks clear it between answers, except memory:keep.",
     "lookup": "What followed the text's last tokens earlier in prompt and answer.",
     "recycle": "What the target found likely after the same one or two tokens.",
     "mtp": "The MTP layer of the target's own checkpoint; its default.",
@@ -44,27 +45,10 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     """Return the drafter that a name stands for.
 
     Args:
-        drafter: a Drafter, which is returned unchanged, or one of these names:
-
-            ================  ===================================================================================
-            "shipped"         the draft head shipped with a built-in target
-            "mtp"             the MTP layer of the target's own checkpoint (:mod:`fsd_infer.drafters.mtp`)
-            None              "shipped"; "mtp" if no head is shipped; "lookup+recycle" if there is no MTP layer
-            "none"            plain decoding
-            "memory"          continuations of the text's last tokens in it or in earlier texts
-                              (:class:`MemoryDrafter`); "memory:FILE" adds a corpus; benchmarks clear it between
-                              answers, except "memory:keep"
-            "lookup"          continuations in prompt and answer only (:class:`LookupDrafter`)
-            "recycle"         the target's earlier predictions after the same tokens (:class:`RecycleDrafter`)
-            "X+memory",       X with one of these merged into its trees, for any other name X
-            "X+lookup",       (:class:`GraftedDrafter`); "shipped+memory+recycle" merges two
-            "X+recycle"
-            a directory,      a draft head in any known format (:mod:`fsd_infer.heads.formats`), a causal LM with the
-            a Hub id          target's vocabulary or, translated, another one
-                              (:class:`TranslatedDrafter`), or the directory of a peft adapter for one
-            "self:layers=..." the target with some of its layers, or "self:bits=..." with rounded weights
-                              (:mod:`fsd_infer.drafters.itself`)
-            ================  ===================================================================================
+        drafter: a Drafter, which is returned unchanged; one of :data:`NAMES`, where X in "X+lookup" is any other, so
+            also "shipped+memory+recycle"; or None: "shipped", or "mtp", or "lookup+recycle", the first that there is. A
+            head may have any known format (:mod:`fsd_infer.heads.formats`). A small LM may have another vocabulary
+            (:class:`.TranslatedDrafter`), and may be the directory of a peft adapter for one.
         target: the model to draft for.
         tree: shape of the trees of a head or small LM, also as text such as "5,6,16"; or "auto", which chooses them
             round by round (:mod:`fsd_infer.drafters.auto`). None: "auto" on a CPU, a shape elsewhere. "lookup" and
