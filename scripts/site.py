@@ -22,6 +22,7 @@ API = {
     "Train": ["fsd_train.models", "fsd_train.losses", "fsd_train.data", "fsd_train.callbacks"],
     "Shared": ["fsd_core.errors", "fsd_core.registry"],
 }
+ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>[~.]?")  # Sphinx's, in docstrings
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 
 
@@ -38,6 +39,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Send links that leave docs/ to the repository."""
     return markdown if page.file.src_uri in ("index.md", "reference.md") else _moved(markdown, "docs")
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Show docstrings' names and literal blocks, which are written for Sphinx, as such."""
+    return ROLE.sub("<code>", html).replace("::</p>", ":</p>") if page.file.src_uri == "reference.md" else html
 
 
 def _moved(markdown: str, folder: str) -> str:

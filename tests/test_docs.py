@@ -155,6 +155,19 @@ def test_every_page_is_on_the_site(repo_root: Path) -> None:
     assert set(listed) == pages | {"index.md", "reference.md"} and len(listed) == len(set(listed))
 
 
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_takes_nothing_from_elsewhere(repo_root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="no MkDocs Material: pip install 'fsd-toolkit[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = {page: page.read_text("utf-8") for page in tmp_path.rglob("*.html")}
+    fetched = r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//"""
+    assert len(pages) > 20 and not [page for page, html in pages.items() if re.search(fetched, html)]
+    reference = pages[tmp_path / "reference" / "index.html"]
+    assert "FuzzyDecoder" in reference and ":class:" not in reference
+
+
 def test_the_code_on_the_page_of_extensions_runs(repo_root: Path) -> None:
     """In a process of its own, since it registers what it adds; the rules are then tried on a round."""
     page = (repo_root / "docs" / "extending.md").read_text(encoding="utf-8")

@@ -21,7 +21,8 @@ from fsd_core.text.pieces import token_pieces
 from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.cli import report
 from fsd_infer.cli.main import main as fsd_infer
-from fsd_infer.request.options import _ARGUMENTS, _HONOURED, NEW_TOKENS, GenerateOptions
+from fsd_infer.drafters.loading import NAMES
+from fsd_infer.request.options import _HONOURED, ARGUMENTS, NEW_TOKENS, GenerateOptions
 from fsd_train.cli import main as fsd_train
 from tests.families import save_head, tiny_head
 from tests.fuzzing import called
@@ -44,6 +45,13 @@ def test_a_model_and_its_tokenizer_are_given_as_to_transformers(target: Path, de
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
     made = FuzzyDecoder.from_pretrained(model, tokenizer)
     assert made.generate(PROMPT, max_new_tokens=8).text == decoder.generate(PROMPT, max_new_tokens=8).text
+    encoded = tokenizer(["the cat", PROMPT], padding=True, padding_side="left", return_tensors="pt")
+    answers = made.generate(**encoded, max_new_tokens=8).sequences
+    assert answers == made.generate(encoded, max_new_tokens=8).sequences and len(answers) == 2
+    with pytest.raises(FsdError, match="unknown option 'ruel'. Did you mean 'rule'?"):
+        made.generate(**encoded, ruel="exact")
+    with pytest.raises(FsdError, match="there is no prompt: give text, messages, token ids or what a tokenizer"):
+        made.generate(max_new_tokens=8)
     with pytest.raises(FsdError, match="has no tokenizer: give one as tokenizer=, add its files, or"):
         FuzzyDecoder.from_pretrained(model, "none").generate(PROMPT)
 
@@ -76,6 +84,8 @@ LOADS: list[tuple[dict[str, Any], str]] = [
     ({"load_in_4bit": True}, r'give quantization_config=\{"quant_method": "bitsandbytes", "load_in_4bit": True\}'),
     ({"load_in_8bit": True}, "load_in_8bit is no argument for a target"),
     ({"device_map": "gpu"}, "device 'gpu' cannot be used here"),
+    ({"device_map": {"": "gpu"}}, "device 'gpu' cannot be used here"),
+    ({"device_map": "cpu", "device": "cpu"}, "device is cpu and device_map is cpu: give one of them"),
 ]
 
 
@@ -87,12 +97,10 @@ def test_arguments_of_other_days_are_named_with_what_to_give(
         FuzzyDecoder.from_pretrained(str(target), "none", **options)
 
 
-def test_a_device_map_may_name_a_device(target: Path) -> None:
-    assert FuzzyDecoder.from_pretrained(str(target), "none", device_map="cpu").target.device.type == "cpu"
-
-
-def test_a_device_map_needs_accelerate(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_map_of_several_devices_needs_accelerate(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for one in ("cpu", {"": "cpu"}):
+        assert FuzzyDecoder.from_pretrained(str(target), "none", device_map=one).target.device.type == "cpu"
     with pytest.raises(FsdError, match="pip install accelerate. For one device, give device instead"):
         FuzzyDecoder.from_pretrained(str(target), "none", device_map="auto")
 
@@ -116,7 +124,7 @@ def test_a_base_model_says_once_that_it_only_continues(target: Path, caplog: pyt
 
 
 def test_type_checkers_know_the_options() -> None:
-    assert GenerateOptions.__annotations__.keys() == _HONOURED | _ARGUMENTS
+    assert GenerateOptions.__annotations__.keys() == _HONOURED | ARGUMENTS
 
 
 # The command line ----------------------------------------------------------------------------------------------------
@@ -163,6 +171,12 @@ def test_mistakes_on_the_command_line_name_what_was_meant(
     program, *words = line.format(target=target).split()
     status, _, err = called(MAINS[program], words)
     assert status == 2 and said in err and err.count("\n") == 1, err
+
+
+def test_the_list_of_rules_says_once_what_all_take_and_names_what_can_be_given() -> None:
+    status, said, _ = called(fsd_infer, ["rules"])
+    assert status == 0 and said.count("only_in=None") == 1 and "mars(margin=1.0): " in said and "asd(budget=8.0" in said
+    assert all(f"\n  {name}: " in said for name in NAMES) and "eagle:" not in said
 
 
 def test_an_answer_ends_with_two_lines_all_figures_or_none(target: Path) -> None:

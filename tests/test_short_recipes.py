@@ -82,6 +82,7 @@ def test_the_keys_of_ones_own_module_are_not_known(tmp_path: Path) -> None:
         (["--config", unnamed], "there is no model.anything"),
         (["--model.anything=3"], "there is no --model.anything"),
         (["--model.head.layuot", "fsd"], "there is no --model.head.layuot. Did you mean 'layout'?"),
+        (["--trainer.max_steps", "2"], "give a recipe: --config FILE"),
         (["--modl.unroll_steps", "2"], "there is no --modl. Did you mean 'model'?"),
     ):
         with pytest.raises(FsdError, match=re.escape(said)):

@@ -9,18 +9,21 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import uvicorn
 
+from fsd_bench.board import write_board
 from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.request.guide import Guide
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.serving.page import PageTrace, answers_page, server_page
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)></script><b>&amp;\u2028"
+BEAMS = Path(__file__).parent.parent / "benchmarks" / "results" / "beam-sampling-smollm2-135m.json"  # with long names
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -135,3 +138,15 @@ def test_load_stream_click_compare(page: Any, decoder: FuzzyDecoder) -> None:
     page.locator(".answer").nth(0).locator(".token").nth(0).click()
     assert "Round 0 of exact" in page.inner_text("#tree-title")
     assert page.locator("#time svg").count() == 2
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_board_fits_phones_and_laptops(browser: Any, tmp_path: Path, width: int) -> None:
+    rows = write_board([BEAMS], tmp_path / "board.html")
+    opened = browser.new_page(viewport={"width": width, "height": 800})
+    opened.goto((tmp_path / "board.html").as_uri())
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+    opened.select_option("label:has-text('drafter') select", "none")
+    shown = opened.locator("tbody tr").count()
+    assert 0 < shown < rows and opened.inner_text("#count").startswith(f"{shown} of ")
+    opened.close()

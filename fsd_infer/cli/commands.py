@@ -25,6 +25,10 @@ from fsd_core.options import picked, set_threads
 if TYPE_CHECKING:
     from fsd_infer.decoder import FuzzyConfig
 
+SHARED = (  # the parameters of LossyRule, in their order
+    "nats per request, n-grams tested exactly, a phase of the text, exact tokens at the answer's beginning and at each "
+    "sentence's, drawn nodes"
+)
 LONGEST_PROMPT = 2**27  # characters: a device or a pipe may never end
 
 
@@ -219,17 +223,16 @@ def serve(args: argparse.Namespace) -> int:
 def rules(args: argparse.Namespace) -> int:
     """Run `fsd-infer rules`."""
     from fsd_core.divergence import DIVERGENCES
-    from fsd_infer.drafters import DRAFTERS
-    from fsd_infer.rules import RULES
+    from fsd_infer.drafters.free import free_drafters
+    from fsd_infer.drafters.loading import NAMES
+    from fsd_infer.rules import RULES, LossyRule
     from fsd_infer.targets.builtin import BUILTIN_TARGETS, shipped_drafter
 
-    listed = []
+    shared = [_field(field) for field in dataclasses.fields(LossyRule)]
+    listed = [(f"each lossy rule takes {', '.join(shared)}", SHARED)]
     for name in RULES:
         made: Any = RULES.get(name)
-        fields = [
-            f"{f.name}={'' if f.default is dataclasses.MISSING else f.default}".rstrip("=")
-            for f in dataclasses.fields(made)
-        ]
+        fields = [text for field in dataclasses.fields(made) if (text := _field(field)) not in shared]
         listed.append(
             (
                 f"{name}({', '.join(fields)})" if fields else name,
@@ -249,14 +252,20 @@ def rules(args: argparse.Namespace) -> int:
         entry = BUILTIN_TARGETS.get(name)
         head = "with a trained head" if shipped_drafter(name) else "no head in this installation"
         targets.append((name, f"{entry.origin} ({entry.license}); {head}"))
+    own = {name: kind for name, kind in free_drafters().items() if name not in NAMES}
     lists = (
         ("rules (as text, e.g. fuzzy:js:0.3)", listed),
         ("divergences (p the target, q the drafter)", measures),
-        ("drafters", [(name, first_paragraph(DRAFTERS.get(name))) for name in DRAFTERS]),
+        ("drafters", [*NAMES.items(), *((name, first_paragraph(kind)) for name, kind in own.items())]),
         ("built-in targets", targets),
     )
     print("\n\n".join(_listing(title, rows) for title, rows in lists))
     return 0
+
+
+def _field(field: dataclasses.Field[Any]) -> str:
+    """Return a parameter of a rule with its default, if it has one."""
+    return field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default}"
 
 
 def first_paragraph(thing: Any) -> str:

@@ -17,7 +17,7 @@ from fsd_core.text.encoding import need_tokenizer
 from fsd_infer.backends.choose import choose
 from fsd_infer.decoder import retired
 from fsd_infer.decoder.config import FuzzyOptions, RuntimeConfig, request_config, runtime_config
-from fsd_infer.decoder.prompts import Prompt, PromptEncoder
+from fsd_infer.decoder.prompts import Prompt, PromptEncoder, from_keywords
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
@@ -31,7 +31,7 @@ from fsd_infer.heads.formats import head_kind
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.request.options import shaping
 from fsd_infer.targets.adapters import put_beside
-from fsd_infer.targets.loading import parse_device
+from fsd_infer.targets.loading import parse_device, take_device
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.processors import is_processor
 from fsd_infer.targets.target import Target
@@ -235,7 +235,7 @@ class FuzzyDecoder:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt] | Tensor,
+        prompts: Prompt | Sequence[Prompt] | Mapping[str, Any] | Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *,
         images: Any = None,
@@ -248,7 +248,8 @@ class FuzzyDecoder:
 
         Args:
             prompts: text, messages or ids; or a list of these; or a tensor of ids [T] or [B, T], or what a tokenizer
-                returns. Padding is left out as in transformers: where the mask is 0, or a tensor has the padding token.
+                returns, also as keywords (``**inputs``). Padding is left out as in transformers: where the mask is 0,
+                or a tensor has the padding token.
             generation_config: a :class:`.FuzzyConfig`, which lists what can be asked, or transformers' own.
             images: of a target that sees: paths, data: URLs or PIL images, a list per prompt. They belong to the
                 messages' parts {"type": "image"}, or else come before the last user's text. Parts may name their images
@@ -268,6 +269,8 @@ class FuzzyDecoder:
         """
         given, callbacks, options = retired.request_options(generation_config, callbacks, dict(overrides))
         with ending(streamer):
+            if prompts is None:
+                prompts, options = from_keywords(options)
             config, options = request_config(given, options)
             with self.target.lock, self.target.adapted(config.adapter):
                 padding, eos = self._special_tokens(given, options)
@@ -313,7 +316,8 @@ def _wrapped(target: Any, tokenizer: Any, config: RuntimeConfig, model_kwargs: d
     if isinstance(target, (str, Path)):
         _refuse_head(Path(str(target)))
         keeps_blocks = config.weights in ("auto", "packed")
-        reads = choose(parse_device(model_kwargs.get("device"))).reads_blocks if keeps_blocks else None
+        model_kwargs["device"] = take_device(model_kwargs.get("device"), model_kwargs)
+        reads = choose(parse_device(model_kwargs["device"])).reads_blocks if keeps_blocks else None
         wrapped = Target.from_pretrained(str(target), reads_blocks=reads, **model_kwargs)
         wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
     elif model_kwargs:

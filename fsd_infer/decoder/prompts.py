@@ -11,11 +11,14 @@ from torch import Tensor
 from fsd_core.errors import FsdError
 from fsd_core.registry import is_whole
 from fsd_core.text.encoding import encode_chat, encode_text, need_tokenizer
+from fsd_infer.decoder.config import FuzzyConfig
 from fsd_infer.decoder.seen import encode_seen, per_prompt, prepared_sight, shows_images
+from fsd_infer.request.options import ARGUMENTS
 from fsd_infer.targets.sight import Sight
 from fsd_infer.targets.target import Target
 
 log = logging.getLogger(__name__)
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # which may be lists
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -99,6 +102,19 @@ def listed(prompts: Any, padding: int | None) -> list[Any]:
     if items and (isinstance(items[0], Mapping) or not isinstance(items[0], (str, bytes, Iterable))):
         return [items]
     return items
+
+
+def from_keywords(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split keywords into what a tokenizer or processor returned and the request's options.
+
+    Raises FsdError: there are no ids among them.
+    """
+    if options.get("input_ids") is None:
+        raise FsdError("there is no prompt: give text, messages, token ids or what a tokenizer returns.")
+    known = vars(FuzzyConfig()).keys() | ARGUMENTS
+    unknown = {name: value for name, value in options.items() if name not in known}
+    inputs = {name: value for name, value in unknown.items() if name in _INPUTS or isinstance(value, Tensor)}
+    return inputs, {name: value for name, value in options.items() if name not in inputs}
 
 
 def _unpadded(ids: Any, mask: Any, padding: int | None) -> list[list[int]]:

@@ -24,32 +24,31 @@ from fsd_infer.drafters.translated import lm_drafter
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 
+# what --drafter takes, and what each stands for; registered free drafters are names, too
+NAMES = {
+    "shipped": "The head of a built-in target; its default.",
+    "none": "Plain decoding.",
+    "memory": "What followed the text's last tokens earlier, in it or in earlier texts; memory:FILE adds a corpus. "
+    "Benchmarks clear it between answers, except memory:keep.",
+    "lookup": "What followed the text's last tokens earlier in prompt and answer.",
+    "recycle": "What the target found likely after the same one or two tokens.",
+    "mtp": "The MTP layer of the target's own checkpoint; its default.",
+    "self:layers=...": "The target with some of its layers, such as self:layers=0-9,20-29.",
+    "self:bits=...": "The target with rounded weights, such as self:bits=3.",
+    "X+memory, X+lookup, X+recycle": "X, any other, with one of these merged into its trees. lookup+recycle is the "
+    "default of targets without a head.",
+    "a directory or owner/model": "A draft head in any known format, or a small causal LM.",
+}
+
 
 def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: TreeShape | str | None = None) -> Drafter:
     """Return the drafter that a name stands for.
 
     Args:
-        drafter: a Drafter, which is returned unchanged, or one of these names:
-
-            ================  ===================================================================================
-            "shipped"         the draft head shipped with a built-in target
-            "mtp"             the MTP layer of the target's own checkpoint (:mod:`fsd_infer.drafters.mtp`)
-            None              "shipped"; "mtp" if no head is shipped; "lookup+recycle" if there is no MTP layer
-            "none"            plain decoding
-            "memory"          continuations of the text's last tokens in it or in earlier texts
-                              (:class:`MemoryDrafter`); "memory:FILE" adds a corpus; benchmarks clear it between
-                              answers, except "memory:keep"
-            "lookup"          continuations in prompt and answer only (:class:`LookupDrafter`)
-            "recycle"         the target's earlier predictions after the same tokens (:class:`RecycleDrafter`)
-            "X+memory",       X with one of these merged into its trees, for any other name X
-            "X+lookup",       (:class:`GraftedDrafter`); "shipped+memory+recycle" merges two
-            "X+recycle"
-            a directory,      a draft head in any known format (:mod:`fsd_infer.heads.formats`), a causal LM with the
-            a Hub id          target's vocabulary or, translated, another one
-                              (:class:`TranslatedDrafter`), or the directory of a peft adapter for one
-            "self:layers=..." the target with some of its layers, or "self:bits=..." with rounded weights
-                              (:mod:`fsd_infer.drafters.itself`)
-            ================  ===================================================================================
+        drafter: a Drafter, which is returned unchanged; one of :data:`NAMES`, where X in "X+lookup" is any other, so
+            also "shipped+memory+recycle"; or None: "shipped", or "mtp", or "lookup+recycle", the first that there is. A
+            head may have any known format (:mod:`fsd_infer.heads.formats`). A small LM may have another vocabulary
+            (:class:`.TranslatedDrafter`), and may be the directory of a peft adapter for one.
         target: the model to draft for.
         tree: shape of the trees of a head or small LM, also as text such as "5,6,16"; or "auto", which chooses them
             round by round (:mod:`fsd_infer.drafters.auto`). None: "auto" on a CPU, a shape elsewhere. "lookup" and
@@ -149,11 +148,10 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
     try:
         model = Itself.parse(name).of(target, name) if name.startswith(PREFIX) else load_lm(source, target)
     except UnknownNameError:
-        hint = did_you_mean(name, ["shipped", *DRAFTERS, *free_drafters()])
+        known = [one for one in {**NAMES, **free_drafters()} if " " not in one]
         raise UnknownNameError(
-            f"unknown drafter {name!r}.{hint} Give a directory, a hub id (owner/model), or one of shipped, none, "
-            f"{', '.join(free_drafters())}, self:layers=..., self:bits=..., X+memory, X+lookup and X+recycle (X any "
-            "other)."
+            f"unknown drafter {name!r}.{did_you_mean(name, known)} Give a directory, a hub id (owner/model), or one of "
+            f"{', '.join(known)}, X+memory, X+lookup and X+recycle (X any other)."
         ) from None
     made = lm_drafter(model, target, tree)
     made.directory = Path(source) if os.path.isdir(source) else None

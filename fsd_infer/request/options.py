@@ -78,13 +78,13 @@ NEW_TOKENS = 128  # most of an answer, where nothing says; as on the command lin
 _READ_PROMPTS = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
 # arguments beside the configuration that FuzzyDecoder.generate takes
 _LISTS = ("logits_processor", "stopping_criteria")
-_ARGUMENTS = {*_LISTS, "prefix_allowed_tokens_fn"}
+ARGUMENTS = {*_LISTS, "prefix_allowed_tokens_fn"}
 # inputs that ``generate`` prepares for any loop
 _PREPARED = frozenset({*"attention_mask position_ids cache_position logits_to_keep use_cache".split(), *_CACHES})
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The options of ``generate`` that type checkers know: :data:`_HONOURED` and :data:`_ARGUMENTS`."""
+    """The options of ``generate`` that type checkers know: :data:`_HONOURED` and :data:`ARGUMENTS`."""
 
     num_beams: int
     early_stopping: bool | str
@@ -197,19 +197,19 @@ def split_options(
     Raises:
         FsdError: an unknown argument, or a malformed one.
     """
-    known = vars(GenerationConfig()).keys() | _ARGUMENTS
+    known = vars(GenerationConfig()).keys() | ARGUMENTS
     for name in overrides.keys() - known:
         if name in _INSTEAD:
             raise refusal(name, overrides[name])
         hint = did_you_mean(name, [*known, *others])
         raise FsdError(f"unknown option {name!r}.{hint} Options are those of FuzzyConfig, transformers' among them.")
-    further = {name: overrides.get(name) for name in _ARGUMENTS}
+    further = {name: overrides.get(name) for name in ARGUMENTS}
     for name in _LISTS:
         found = further[name]
         if found is not None and not (isinstance(found, (list, tuple)) and all(map(callable, found))):
             raise FsdError(f"{name} must be a list of callables, got {found!r:.60}.")
     # fields may hold ids as tensors
-    fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in overrides.items() if k not in _ARGUMENTS}
+    fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in overrides.items() if k not in ARGUMENTS}
     if fields.get("temperature") == 0:  # transformers refuses 0, which means greedy
         fields.update(do_sample=False, temperature=None)
     return fields, further, further.pop("stopping_criteria") or []

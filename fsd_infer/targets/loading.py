@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,26 @@ def parse_device(device: str | torch.device | None) -> torch.device:
             f"device {str(device)!r} cannot be used here ({shortened(error, 120)}): {usable}."
         ) from error
     return place
+
+
+def take_device(device: str | torch.device | None, model_kwargs: dict[str, Any]) -> Any:
+    """Return the device, and take a ``device_map`` that names one out of the keywords, as text or {"": device}.
+
+    Raises:
+        ModelLoadError: a map of several devices without accelerate, or one device beside another.
+    """
+    places = model_kwargs.get("device_map")
+    places = places[""] if isinstance(places, Mapping) and list(places) == [""] else places
+    if places is None or isinstance(places, Mapping) or places in _MAPS:
+        if places is not None and importlib.util.find_spec("accelerate") is None:
+            raise ModelLoadError(
+                "device_map needs accelerate: pip install accelerate. For one device, give device instead."
+            )
+        return device
+    if device is not None:
+        raise ModelLoadError(f"device is {device} and device_map is {places}: give one of them.")
+    del model_kwargs["device_map"]
+    return places
 
 
 def adapter_of(name_or_dir: str | os.PathLike[str]) -> Path | None:
@@ -259,14 +279,7 @@ def load_target(
     """
     for name in _OURS.keys() & model_kwargs.keys():
         raise ModelLoadError(f"{name} is no argument for a target: {_OURS[name]}.")
-    places = model_kwargs.get("device_map")
-    if places is not None and importlib.util.find_spec("accelerate") is None:
-        raise ModelLoadError(
-            "device_map needs accelerate: pip install accelerate. For one device, give device instead."
-        )
-    if isinstance(places, str) and places not in _MAPS:
-        model_kwargs["device_map"] = str(parse_device(places))
-    place, attention = parse_device(device), attn_implementation
+    place, attention = parse_device(take_device(device, model_kwargs)), attn_implementation
     keep = parse_dtype(dtype) == torch.bfloat16 and not model_kwargs and bool(readable_types(reads_blocks))
     gguf = gguf_of(name_or_dir, keep, progress)
     if gguf is not None:

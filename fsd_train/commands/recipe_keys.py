@@ -13,7 +13,7 @@ import yaml
 
 from fsd_core.errors import FsdError
 from fsd_core.registry import did_you_mean
-from fsd_train.repository import find
+from fsd_train.repository import find_recipe
 
 HERE = Path(__file__).resolve().parent.parent
 TOP = {"seed_everything", "trainer", "model", "data", "ckpt_path", "overwrite", "optimizer", "lr_scheduler"}
@@ -78,10 +78,13 @@ def check(words: Sequence[str]) -> None:
 
     What else is wrong, the full reader says. Of a module of the user's own it alone knows the keys.
     """
-    recipes = {path: read_yaml(path) for path in map(find, _values(words, "-c", "--config"))}
+    given = list(_values(words, "-c", "--config"))
+    recipes = {path: read_yaml(path) for path in map(find_recipe, given)}
     named = [each for recipe in recipes.values() if (each := _named(recipe))]
     kind = ["EagleModule", *named, *_values(words, "--model", "--model.class_path")][-1]
     check_words(words, kind)
+    if not given and not any(word.startswith(("--model", "--help", "-h", "--print_config")) for word in words):
+        raise FsdError("give a recipe: --config FILE. `fsd-train new-recipe` writes one for your target.")
     for path, recipe in recipes.items():
         for section, key in _unknown(recipe, kind):
             raise FsdError(f"{path}: {_said(section, key)}")

@@ -12,7 +12,7 @@ import yaml
 
 from fsd_core.errors import FsdError
 from fsd_train.commands.recipe_keys import SHORT, read_yaml
-from fsd_train.repository import find
+from fsd_train.repository import find_recipe
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def written_out(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(["--data.strict=true"])
         elif option in ("-c", "--config"):
             named = value if equals else _following(option, rest)
-            recipes[len(words)] = read_yaml(found := find(named))
+            recipes[len(words)] = read_yaml(found := find_recipe(named))
             words.append(["--config", str(found) if os.path.isfile(found) else named])
         elif option == "--import":
             modules.append(value if equals else _following(option, rest))

@@ -236,7 +236,7 @@ def step_memory(
         MemoryItem("logits", 1.3 * 4 * chunk * drafted, f"1.3 x 4 B x {chunk} rows x {drafted}"),
     ]
     if device == "cpu":
-        parts.append(MemoryItem("gaps in the heap", 0.5 * activations, "0.5 x activations, freed but kept"))
+        parts.append(MemoryItem("heap gaps", 0.5 * activations, "0.5 x activations, freed but kept"))
         parts.append(MemoryItem("checkpoint", 12.0 * weights, f"12 B x {count_text(weights)}, while it is written"))
         parts.append(MemoryItem("libraries", LIBRARIES, "torch, transformers, Lightning"))
     return parts
