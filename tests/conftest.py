@@ -29,6 +29,7 @@ from fsd_infer.backends.cpu.kernels import found
 from fsd_infer.backends.cpu.sets import SETS, VARIABLE
 from fsd_infer.targets.loading import builtin_dir
 from fsd_infer.targets.weights import say
+from tests import small_builtin
 from tests.bench_toys import Toy, save_toy
 
 choose("cpu")  # its kernels answer, as where a decoder was loaded
@@ -100,6 +101,18 @@ def repo_root() -> Path:
 def builtin_target_dir() -> Path:
     """Directory of the real smollm2-135m; fetched once (93 MB) where the user's cache does not hold it."""
     return builtin_dir("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def cut_builtin_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of :mod:`tests.small_builtin`."""
+    return small_builtin.cut_builtin(tmp_path_factory.mktemp("builtin"))
+
+
+@pytest.fixture
+def cut_builtin(cut_builtin_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The built-in model is one of three layers in this process."""
+    small_builtin.use(cut_builtin_cache, monkeypatch)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
