@@ -1,4 +1,4 @@
-"""The built-in model with three of its layers, and its shipped head fused with those: real text in a tenth of the time."""
+"""The built-in model with three of its layers, and its shipped head fused with those: real text in less time."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,8 +170,7 @@ def sampling(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("stop", [None, 0.0, 0.03])
-@pytest.mark.parametrize("name", SAMPLED_REQUESTS)
+@pytest.mark.parametrize(("name", "stop"), [*product(SAMPLED_REQUESTS, [None, 0.0]), ("penalty", 0.03)])
 def test_sampled_law_equals_generate(name: str, stop: float | None, device: str) -> None:
     """The tokens' laws given the prompt, ours against ``generate``: two-sample chi-square tests with fixed seeds.
 
