@@ -70,8 +70,9 @@ def same_start() -> Iterator[None]:
     yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """Files that tests may add to but not change."""
     return save_toy(tmp_path_factory.mktemp("toy"))
 
 

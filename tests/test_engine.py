@@ -271,7 +271,7 @@ SYNTHID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
         *((x, {}, FsdError, "") for x in (torch.tensor(3), torch.zeros(1, 1, 1), torch.tensor([0.5]), object())),
     ],
 )
-def test_bad_requests(
+def test_bad_requests_are_refused_by_name(
     prompts: Any, options: dict[str, Any], error: type[FsdError], words: str, oracle: FuzzyDecoder
 ) -> None:
     with pytest.raises(error, match=words):

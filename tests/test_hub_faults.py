@@ -185,7 +185,7 @@ def test_a_download_that_stalls_ends(hub: Hub, waits: list[float], monkeypatch: 
 
 
 @pytest.mark.parametrize("kind", ["head", "target"])
-def test_a_full_disk(kind: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(kind: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
 

@@ -247,7 +247,7 @@ def test_layers_packed_by_gptqmodel_are_read(repo_root: Path) -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize("size", [-1, 16, 32, 64, 80, 96, 128])
-def test_group_sizes(method: str, size: int) -> None:
+def test_groups_of_any_size_are_expanded(method: str, size: int) -> None:
     """96 inputs in groups of any size: 64 and 80 leave a shorter last group, and 128 one group."""
     inputs, outputs = 96, 16
     width = inputs if size == -1 else size
@@ -329,7 +329,7 @@ def test_adapters_that_only_peft_computes_stay_beside_quantised_weights(
         load_target(str(adapter), **like)
 
 
-def test_what_configs_are_called() -> None:
+def test_a_precision_has_a_short_name() -> None:
     assert method_of(None) is method_of({}) is None and method_of({"load_in_4bit": True}) == "bitsandbytes"
     model = tiny_model("llama")
     for config, words in (

@@ -130,7 +130,9 @@ def command(toy: Toy, *more: str) -> int:
 
 
 @pytest.mark.usefixtures("few")
-def test_the_command(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_records_the_forecast(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = tmp_path / "worth.json"
     assert command(toy, "--limit", "2", "--details", "--rules", "relaxed:3:0.5", "--json", str(record)) == 0
     text = capsys.readouterr().out
