@@ -152,7 +152,7 @@ SAMPLED_REQUESTS: dict[str, dict[str, Any]] = {
     "top_p": dict(temperature=1.5, top_p=0.8),
     "penalty": dict(temperature=1.5, repetition_penalty=1.5, top_k=20),
 }
-SAMPLES = 800
+SAMPLES = 600
 
 
 @cache

@@ -78,7 +78,8 @@ def test_whatever_drafts_greedy_answers_are_the_targets(name: str, family: str, 
     decoder, prompts = FuzzyDecoder(target, drafter), [prompt + prompt[:4] for prompt in tiny_prompts()]
     limits = {**LIMITS, "max_new_tokens": 24}
     expected = reference(target.model, prompts, **limits)
-    for asked in (prompts[:1], prompts, prompts):
+    learns = any(part in name for part in ("memory", "recycle", "forgetful"))
+    for asked in (prompts[:1], prompts, prompts)[: 3 if learns else 2]:
         out = decoder.generate(asked, **limits)
         assert out.sequences == expected[: len(asked)]
     assert out.stats.tau >= LEAST.get(name, 1.0) or family != "llama"

@@ -259,9 +259,7 @@ def data_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     for name, files in FILES.items():
         hub.add(name, files, kind="datasets")
     hub.add("me/shares", OLD, revision="v1", kind="datasets")
-    values = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_DATASETS_CACHE": tmp_path / "datasets"}
-    for name, value in values.items():
-        monkeypatch.setattr(f"datasets.config.{name}", value)
+    hub.serve_datasets(monkeypatch, tmp_path / "datasets")
     return hub
 
 

@@ -56,12 +56,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy: Toy) -> Iterator[H
     head.save_pretrained(tmp_path / "head")
     with loopback_hub() as served:
         served.serve_this_process(monkeypatch, tmp_path / "cache")
-        for name, value in {
-            "HF_ENDPOINT": served.url,
-            "HF_HUB_OFFLINE": False,
-            "HF_DATASETS_CACHE": tmp_path / "datasets",
-        }.items():
-            monkeypatch.setattr(f"datasets.config.{name}", value)
+        served.serve_datasets(monkeypatch, tmp_path / "datasets")
         served.add("owner/one", toy.target)
         served.add("owner/head", tmp_path / "head")
         served.add("owner/one", {"train.jsonl": b'{"text": "the cat sat"}\n'}, kind="datasets")
@@ -205,7 +200,8 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize(
     ("kind", "file", "damage"),
     [
-        *(("head", "model.safetensors", damage) for damage in DAMAGES), ("head", "config.json", "cut"),
+        *(("head", "model.safetensors", damage) for damage in DAMAGES),
+        *(("head", "config.json", damage) for damage in ("cut", "other")),
         *(("config", "config.json", damage) for damage in DAMAGES), ("target", "tokenizer.json", "pointer"),
         *(("target", "model.safetensors", damage) for damage in ("cut", "other")),
         ("tokenizer", "tokenizer.json", "empty"), ("tokenizer", "tokenizer.json", "cut"),

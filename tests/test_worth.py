@@ -142,7 +142,7 @@ def test_the_command_prints_and_records_the_forecast(
     assert rows[0]["rule"] == "exact" and {"relaxed:3:0.5", "tilted:2"} <= {row["rule"] for row in rows}
     assert found["forecast"]["regret"]["count"] > 0 and found["environment"]
     assert found["options"]["max_new_tokens"] == 12
-    assert command(toy, "--raw", "--temperature", "0.7") == 0
+    assert command(toy, "--raw", "--temperature", "0.7", "--limit", "2") == 0
     text = capsys.readouterr().out
     assert "yardstick" not in text and "fsd-infer generate --target" in text and "x speed" not in text
 
