@@ -13,6 +13,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
 
+import gc
 import random
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from fsd_infer.backends.cpu.kernels import found
 from fsd_infer.backends.cpu.sets import SETS, VARIABLE
 from fsd_infer.targets.loading import builtin_dir
 from fsd_infer.targets.weights import say
+from tests import small_builtin
 from tests.bench_toys import Toy, save_toy
 
 choose("cpu")  # its kernels answer, as where a decoder was loaded
@@ -47,7 +49,12 @@ if _PROCESSES > 1:  # for what tests start, too
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Open the simulated device before the first backward pass, after which autograd takes no new device."""
+    """Open the simulated device before the first backward pass, after which autograd takes no new device.
+
+    What was imported is never garbage, so no collection looks at it again: each takes half a second otherwise.
+    """
+    gc.collect()
+    gc.freeze()
     simulated: Any = sys.modules.get("tests.simulated_device")
     if simulated is not None and not torch.cuda.is_available():
         simulated._register()
@@ -63,8 +70,9 @@ def same_start() -> Iterator[None]:
     yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """Files that tests may add to but not change."""
     return save_toy(tmp_path_factory.mktemp("toy"))
 
 
@@ -100,6 +108,18 @@ def repo_root() -> Path:
 def builtin_target_dir() -> Path:
     """Directory of the real smollm2-135m; fetched once (93 MB) where the user's cache does not hold it."""
     return builtin_dir("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def cut_builtin_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of :mod:`tests.small_builtin`."""
+    return small_builtin.cut_builtin(tmp_path_factory.mktemp("builtin"))
+
+
+@pytest.fixture
+def cut_builtin(cut_builtin_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The built-in model is one of three layers in this process."""
+    small_builtin.use(cut_builtin_cache, monkeypatch)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

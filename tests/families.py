@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -131,13 +131,6 @@ def noisy_model(family: str, **options: Any) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(0.1 * parameter.std(unbiased=False) * noise)
     return noisy
-
-
-@cache
-def doubled(family: str) -> Any:
-    """A random model in fp64: no two ways to compute its logits put nearly equal candidates in another order."""
-    model = tiny_model(family)
-    return model if family in ("qwen3_moe", "mixtral", "gpt_oss") else model.double()  # torch has no grouped product
 
 
 def circling_model() -> Any:

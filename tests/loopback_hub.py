@@ -95,6 +95,11 @@ class Hub:
         patch.setenv("HF_HUB_OFFLINE", "0")
         patch.setenv("HF_ENDPOINT", self.url)
 
+    def serve_datasets(self, patch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Let the library `datasets`, which has its own copy of these variables, talk to it too."""
+        for name, value in {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": False, "HF_DATASETS_CACHE": cache}.items():
+            patch.setattr(f"datasets.config.{name}", value)
+
 
 @contextmanager
 def loopback_hub() -> Iterator[Hub]:

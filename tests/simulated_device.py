@@ -79,10 +79,12 @@ class SimTensor(Tensor):
 
     @staticmethod
     def __new__(cls, value: Tensor) -> SimTensor:
-        with torch.inference_mode(value.is_inference()):  # a view of an ordinary tensor is one in that mode too
-            made: Any = Tensor._make_wrapper_subclass(
-                cls, value.shape, value.stride(), value.storage_offset(), dtype=value.dtype, device=SIM
-            )
+        like = (cls, value.shape, value.stride(), value.storage_offset())
+        if value.is_inference() is torch.is_inference_mode_enabled():
+            made: Any = Tensor._make_wrapper_subclass(*like, dtype=value.dtype, device=SIM)
+        else:  # a view of an ordinary tensor is one in that mode too
+            with torch.inference_mode(value.is_inference()):
+                made = Tensor._make_wrapper_subclass(*like, dtype=value.dtype, device=SIM)
         made.value = value
         return made
 
@@ -183,6 +185,10 @@ class SimulatedDevice(TorchDispatchMode):
         torch.accelerator.current_stream = _stream
         torch._C._set_only_lift_cpu_tensors(self._lifts)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper takes a tenth of the time
+
     def waited(self, op: Any) -> None:
         """Count a wait, with the innermost line of ours outside of fsd_core/tensors.py."""
         if self.graph is not None:
@@ -198,14 +204,13 @@ class SimulatedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._can_decompose():  # inference mode hands composite operations on whole
+        if _decomposes(func):  # inference mode hands composite operations on whole
             with _entered(self):
                 return func.decompose(*args, **kwargs)
         packet = func.overloadpacket
-        tensors = tensors_in((args, *kwargs.values()))
-        inputs = [x for x in tensors if isinstance(x, SimTensor)]
+        tensors = tensors_in((*args, *kwargs.values()) if kwargs else args)
         wanted = kwargs.get("device")
-        on_sim = bool(inputs) if wanted is None else wanted.type == SIM.type
+        on_sim = any(isinstance(x, SimTensor) for x in tensors) if wanted is None else wanted.type == SIM.type
         if packet is aten.copy_:
             on_sim = isinstance(args[0], SimTensor)
         self._check(func, args, kwargs, tensors, on_sim)
@@ -226,6 +231,8 @@ class SimulatedDevice(TorchDispatchMode):
             self.graph.add(func, plain_args, plain_kwargs, out)
         elif on_sim and not func.is_view:
             self.launches += 1
+        if type(out) is Tensor and func.is_view:
+            return SimTensor(out) if on_sim else out
         known = {id(_plain(x)): x for x in tensors}
         return _mapped(lambda x: _known(x, known, on_sim), out)
 
@@ -237,7 +244,7 @@ class SimulatedDevice(TorchDispatchMode):
             raise RuntimeError(f"{func}: a generator of another device than {SIM if on_sim else 'cpu'}")
         if generator is not None and self.graph is not None and generator._cdata not in self.graph.generators:
             raise RuntimeError(f"{func}: an unregistered generator while stream is capturing")
-        if not any(isinstance(x, SimTensor) for x in tensors) and not on_sim:
+        if not on_sim and not any(isinstance(x, SimTensor) for x in tensors):
             return
         if packet in (aten._to_copy, aten.copy_):
             return self._check_copy(func, args, kwargs, on_sim)
@@ -285,6 +292,11 @@ def _unblocked(args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("non_blocking")) or args[2:] == (True,)
 
 
+@cache
+def _decomposes(func: Any) -> bool:
+    return bool(func._can_decompose())
+
+
 @contextmanager
 def _entered(mode: TorchDispatchMode) -> Iterator[None]:
     """Without what SimulatedDevice itself does on entry."""
@@ -297,13 +309,18 @@ def _entered(mode: TorchDispatchMode) -> Iterator[None]:
 
 def _mapped(of: Callable[[Any], Any], x: Any) -> Any:
     """An operation's arguments or results with ``of`` of each; torch's own pytree takes most of the time otherwise."""
-    return type(x)(_mapped(of, y) for y in x) if type(x) in (list, tuple) else of(x)
+    kind = type(x)
+    return kind([_mapped(of, y) for y in x]) if kind is tuple or kind is list else of(x)
 
 
 def tensors_in(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    found: list[Tensor] = []
     if type(x) in (list, tuple):
-        return [found for y in x for found in tensors_in(y)]
-    return [x] if isinstance(x, Tensor) else []
+        for y in x:
+            found += tensors_in(y)
+    return found
 
 
 def _plain(x: Any) -> Any:

@@ -77,9 +77,8 @@ def test_accumulated_batches_have_the_gradient_of_one(
 ) -> None:
     if loss == "lk":  # by step, a batch's own mean is in the loss
         args = {**args, "level": "row"}
-    found = [gradient(rows, tmp_path / str(n), head(rows, loss, args), n) for n in (1, 2, 4)]
+    found = [gradient(rows, tmp_path / str(n), head(rows, loss, args), n) for n in (1, 4)]
     same(found[1], found[0])
-    same(found[2], found[0])
 
 
 def test_of_a_head_with_an_lm_head_and_of_a_small_lm(rows: Path, tmp_path: Path) -> None:

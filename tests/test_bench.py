@@ -97,7 +97,7 @@ def made(tokens: int, forwards: int, seconds: float, prefill: float) -> TimedRun
     return TimedRun(seconds, prefill, [MeasuredAnswer(list(range(tokens)), forwards, tokens - 1)])
 
 
-def test_numbers_on_a_worked_example() -> None:
+def test_a_records_numbers_on_a_worked_example() -> None:
     prompts = [BenchPrompt(str(i), category, f"f:{i}", [1]) for i, category in enumerate("aab")]
     turns = [
         Comparison(0, 0, [0], {"plain": made(5, 4, 1.0, 0.2), "exact": made(5, 2, 0.5, 0.1)}),
@@ -150,7 +150,7 @@ def greedy(toy: Toy) -> Behaviour:
     return Behaviour(answer, burst=2)
 
 
-def test_what_a_method_says() -> None:
+def test_a_method_is_read_from_its_text() -> None:
     texts = ["fuzzy:js:0.3:budget=2", "head=exact@/a=b/c@d:e", "vLLM 8=server:http://u@h:8000/v1?x=1#m/n"]
     fuzzy, head, server, shaped = parse_methods([*texts, "exact@a@b@6x4x9x0.5"])
     assert (fuzzy.name, fuzzy.kind, fuzzy.argument) == ("fuzzy:js:0.3:budget=2", "fuzzy", "js:0.3:budget=2")
@@ -235,7 +235,9 @@ def test_a_models_generation_config_shapes_no_methods_law(toy: Toy, tmp_path: Pa
         assert greedy["methods"]["plain"][0]["tokens_sha256"] == usual["methods"]["plain"][0]["tokens_sha256"]
 
 
-def test_absent_server(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_absent_server_is_named_and_leaves_nothing(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(Behaviour(made_up)) as url:
         with pytest.raises(ServerError, match="does not serve 'x'. It serves: toy"):
             toy_run(toy, [f"server:{url}#x"])

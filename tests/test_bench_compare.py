@@ -193,7 +193,9 @@ BENCHMARKS = sorted(
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_help(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_benchmark_lists_its_options(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", [name, "--help"])
     with pytest.raises(SystemExit) as end:
         importlib.import_module(f"benchmarks.{name}").main()

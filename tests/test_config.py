@@ -117,7 +117,7 @@ def test_a_runtime_is_saved_and_loaded(tmp_path: Path) -> None:
         ({"max_cache_bytes": 1.5}, "whole number of bytes"),
     ],
 )
-def test_values_that_cannot_be(fields: dict[str, Any], message: str, decoder: FuzzyDecoder) -> None:
+def test_values_that_cannot_be_are_refused_by_name(fields: dict[str, Any], message: str, decoder: FuzzyDecoder) -> None:
     with pytest.raises(FsdError) as error:
         FuzzyConfig(**fields)
     assert message in str(error.value)
@@ -135,7 +135,7 @@ def test_values_that_cannot_be(fields: dict[str, Any], message: str, decoder: Fu
         ({"prefix_cache_bytes": 0}, "at least 1"),
     ],
 )
-def test_runtimes_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+def test_runtimes_that_cannot_be_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(FsdError) as error:
         RuntimeConfig(**fields)
     assert message in str(error.value)
@@ -162,7 +162,7 @@ def test_config_and_keywords_are_the_same_request(decoder: FuzzyDecoder) -> None
         assert made[0, len(PROMPT) :].tolist() == wanted.sequences[0]
 
 
-def test_a_tree_that_a_request_cannot_have(decoder: FuzzyDecoder) -> None:
+def test_a_tree_that_a_request_cannot_have_is_refused(decoder: FuzzyDecoder) -> None:
     with pytest.raises(FsdError, match="load it with this tree"):
         decoder.generate(PROMPT, tree="2,1,3", drafter=NoDrafter(decoder.target.vocab_size))
     with pytest.raises(FsdError, match="rule 'calibrated' brings a tree"):
@@ -197,7 +197,7 @@ def test_a_callback_ends_an_answer(decoder: FuzzyDecoder) -> None:
         ({"on_round": lambda row, round: None}, {}),
     ],
 )
-def test_former_names_of_a_request(
+def test_former_names_of_a_request_mean_the_new_ones(
     former: dict[str, Any], now: dict[str, Any], decoder: FuzzyDecoder, unsaid: None
 ) -> None:
     common: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": []}
@@ -210,7 +210,7 @@ def test_former_names_of_a_request(
         decoder.generate([PROMPT], **{**common, **former})  # said once
 
 
-def test_a_rule_as_second_argument(decoder: FuzzyDecoder, unsaid: None) -> None:
+def test_a_rule_as_second_argument_works_with_a_warning(decoder: FuzzyDecoder, unsaid: None) -> None:
     with pytest.warns(FutureWarning, match="rule=") as said:
         made = decoder.generate(PROMPT, "tilted", max_new_tokens=4)  # type: ignore[arg-type]
     assert len(said) == 1 and made.stats.rule == Tilted().describe()
@@ -227,14 +227,14 @@ def test_a_rule_as_second_argument(decoder: FuzzyDecoder, unsaid: None) -> None:
         ({"cuda_graphs": False}, {"capture": False}),
     ],
 )
-def test_former_names_of_a_runtime(former: dict[str, Any], now: dict[str, Any], unsaid: None) -> None:
+def test_former_names_of_a_runtime_mean_the_new_ones(former: dict[str, Any], now: dict[str, Any], unsaid: None) -> None:
     model = tiny_model("llama")
     with pytest.warns(FutureWarning) as said:
         made = FuzzyDecoder.from_pretrained(model, "none", **former)
     assert len(said) == 1 and made.config == RuntimeConfig(**now)
 
 
-def test_names_that_moved() -> None:
+def test_names_that_moved_are_found_with_a_warning() -> None:
     for module, names in fsd_infer._MOVED_FROM_HERE.items():
         for name in names:
             vars(fsd_infer).pop(name, None)

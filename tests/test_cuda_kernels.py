@@ -38,7 +38,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softca
 # rows, new tokens, heads, key heads, head size, slots, slots after the text, window, soft cap, splits
 ATTENTION = {
     "chain": (1, 1, 8, 2, 64, 300, 1, 0, 0.0, 8),
-    "tree": (2, 60, 4, 1, 128, 400, 60, 0, 0.0, 2),
+    "tree": (2, 40, 4, 1, 128, 200, 40, 0, 0.0, 2),
     "level of a draft": (2, 10, 8, 2, 16, 200, 50, 0, 0.0, 4),
     "window": (2, 6, 4, 2, 96, 200, 6, 20, 0.0, 4),
     "window and cap": (1, 33, 2, 2, 256, 150, 33, 40, 5.0, 1),
@@ -46,8 +46,10 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ATTENTION)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float32) for case in ATTENTION), ("tree", torch.float16), ("window and cap", torch.float16)],
+)
 def test_attention_to_text_and_tree(case: str, dtype: torch.dtype) -> None:
     """Slots that a node does not see hold NaN outside of text and tree. Lengths differ between rows; one is 0."""
     batch, count, heads, key_heads, width, slots, beyond, window, softcap, splits = ATTENTION[case]
@@ -82,7 +84,7 @@ def test_slots_are_split_as_a_device_needs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [50, 5000])
+@pytest.mark.parametrize("width", [50, 2500])
 def test_a_pass_over_rows(width: int, dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(2, 3, width, device=DEVICE)).to(dtype)
     logits[0, 0, : width // 2] = -torch.inf

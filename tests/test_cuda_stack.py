@@ -165,12 +165,12 @@ def test_decoding_by_the_stack(rule: str) -> None:
     target = Target(model)
     drafter = tiny_head(target, TreeShape(2, 2, 4), layout="eagle3", fused_layers=[0, 1, 2])
     decoder, prompt = FuzzyDecoder(target, drafter), list(range(1, 9))
-    right = decoder.generate([prompt], rule=rule, max_new_tokens=6, do_sample=False).sequences
+    right = decoder.generate([prompt], rule=rule, max_new_tokens=4, do_sample=False).sequences
     backend, owners = CudaBackend(), [target, *drafter.stack_owners()]
     assert len(owners) == 2
     for owner in owners:
         backend.prepare(owner.decoder)
         owner.stack = backend.stack_for(owner)
         assert isinstance(owner.stack, CudaStack)
-    assert decoder.generate([prompt], rule=rule, max_new_tokens=6, do_sample=False).sequences == right
+    assert decoder.generate([prompt], rule=rule, max_new_tokens=4, do_sample=False).sequences == right
     decoder.restore()

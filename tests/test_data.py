@@ -112,7 +112,7 @@ def test_long_rows_are_cut_and_rows_without_answer_tokens_left_out(tmp_path: Pat
         read_answers([tmp_path / "a.jsonl"], max_length=3)
 
 
-def test_split_by_prompt(tmp_path: Path) -> None:
+def test_a_prompts_rows_fall_on_one_side_of_the_split(tmp_path: Path) -> None:
     path = answers(tmp_path / "a.jsonl", 200)
     train, held = read_answers([path], validation_fraction=0.25)
     assert len(train) + len(held) == 200 and 20 < len(held) < 80

@@ -104,7 +104,8 @@ def test_a_round_reads_nothing_and_its_report_is_one_transfer(
 ) -> None:
     target(SIM), drafter(kind, SIM)
     begun, ended = of_rounds(device, monkeypatch)
-    for greedy in (True, False)[: 1 if parse_rule(rule).greedy_only else 2]:
+    modes = [True] if parse_rule(rule).greedy_only else [False] if kind == "lm" and rule != "exact" else [True, False]
+    for greedy in modes:
         for waits in (device.waits, begun, ended):
             waits.clear()
         outcome = run(kind, rule, greedy)

@@ -20,16 +20,7 @@ from fsd_bench.cli import main as infer
 from fsd_bench.estimate import Planned, by_device, head_on_paper, planned_head
 from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.probe import Probe
-from fsd_bench.roofline import (
-    FORWARD_GRAPHS,
-    HARDWARE,
-    ROUND_GRAPH,
-    Hardware,
-    MemoryItem,
-    Overhead,
-    Work,
-    devices_for,
-)
+from fsd_bench.roofline import FORWARD_GRAPHS, HARDWARE, ROUND_GRAPH, Hardware, MemoryItem, Overhead, Work, devices_for
 from fsd_core.errors import ModelLoadError
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES

@@ -1,4 +1,4 @@
-"""The scripts of examples/ run as they are printed, on the built-in model (stories.py on toys)."""
+"""The scripts of examples/ run as they are printed, on three layers of the built-in model (stories.py on toys)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.
 LONGEST = {"stories": 60}
 
 
-@pytest.mark.usefixtures("builtin_target_dir")
+@pytest.mark.usefixtures("cut_builtin")
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs(
     script: Path, toy: Toy, repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -142,10 +142,7 @@ def test_a_program_without_arguments_lists_its_commands_and_each_has_a_version(p
 
 
 MISTAKES = [
-    (
-        "fsd-infer generatte --prompt x",
-        "fsd-infer: unknown command 'generatte'. Did you mean 'generate'? Known: ",
-    ),
+    ("fsd-infer generatte --prompt x", "fsd-infer: unknown command 'generatte'. Did you mean 'generate'? Known: "),
     ("fsd-infer bnch", "Did you mean 'bench'?"),
     ("fsd-bench calibrat", "Did you mean 'calibrate'?"),
     ("fsd-train fitt", "fsd-train: unknown command 'fitt'. Did you mean 'fit'?"),
@@ -153,10 +150,7 @@ MISTAKES = [
     ("fsd-bench run --prompts x --metods plain", "unknown option --metods. Did you mean '--methods'?"),
     ("fsd-train export a b --dta x", "unknown option --dta. Did you mean '--data'?"),
     ("fsd-infer generate --prompt x --color alwayss", "invalid choice 'alwayss'. Did you mean 'always'?"),
-    (
-        "fsd-infer generate --prompt x --target {target} --drafter lokup",
-        "'lokup'. Did you mean 'lookup'?",
-    ),
+    ("fsd-infer generate --prompt x --target {target} --drafter lokup", "'lokup'. Did you mean 'lookup'?"),
     ("fsd-infer generate --prompt x --target runs/mytraget", "runs/mytraget: no such directory, though runs is one."),
     ("fsd-infer generate --prompt x --target {target} --drafter runs/mytraget", "Did you mean 'mytarget'?"),
 ]

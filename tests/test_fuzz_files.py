@@ -171,7 +171,9 @@ def check(command: str, name: str, root: Path, draw: Any) -> int:
 
 
 @pytest.mark.parametrize("cases", [30, pytest.param(400, marks=pytest.mark.slow)])
-def test_files(cases: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spoilt_file_ends_in_one_line_and_nothing_is_lost(
+    cases: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "copy"
 
     @settings(FUZZ, max_examples=cases)
@@ -197,7 +199,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("command", "name", "size"), LIMITS)
-def test_full_disk(
+def test_a_full_disk_is_named_and_a_rerun_succeeds(
     command: str, name: str, size: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that reaches the size limit is named, files from before are kept, and a rerun succeeds."""

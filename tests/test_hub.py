@@ -63,7 +63,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_of_any_kind(kind: str, hub: Hub, heads: Path, target: Target) -> None:
+def test_a_head_from_the_hub_is_that_of_its_directory(kind: str, hub: Hub, heads: Path, target: Target) -> None:
     hub.add("owner/head", heads / kind)
     hub.add("owner/head", OTHERS)
     here, there = (EagleHead.from_pretrained(source, target) for source in (heads / kind, "owner/head"))
@@ -99,7 +99,7 @@ def test_nothing_else_is_fetched(hub: Hub, heads: Path, target: Target, toy: Toy
         EagleHead.from_pretrained("owner/lm", target)
 
 
-def test_revisions_and_folders(hub: Hub, heads: Path, target: Target) -> None:
+def test_a_revision_and_a_folder_may_be_named(hub: Hub, heads: Path, target: Target) -> None:
     hub.add("owner/head", heads / "ours")
     hub.add("owner/head", heads / "eagle3", revision="v2")
     files = {f"heads/small/{name}": (heads / "speculators" / name).read_bytes() for name in WANTED}
@@ -121,7 +121,9 @@ def refused(source: str, match: str, target: Target, **options: Any) -> None:
         assert source in str(raised.value)
 
 
-def test_what_is_not_there(hub: Hub, heads: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_does_not_have_is_named(
+    hub: Hub, heads: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.add("owner/head", heads / "ours")
     refused("owner/absent", "owner/absent is no directory, and no repository of the Hub", target)
     refused("owner/head", "has no revision 'v9'", target, revision="v9")
@@ -138,7 +140,7 @@ def test_what_is_not_there(hub: Hub, heads: Path, target: Target, monkeypatch: p
     refused("owner/part", "without model.safetensors", target)
 
 
-def test_uploads(hub: Hub, heads: Path, target: Target) -> None:
+def test_a_pushed_head_comes_back_the_same(hub: Hub, heads: Path, target: Target) -> None:
     head = EagleHead.from_pretrained(heads / "ours", target)
     head.push_to_hub("owner/new", commit_message="a head", token="hf_x")
     found = EagleHead.from_pretrained("owner/new", target)
@@ -169,7 +171,9 @@ def trained(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_publish(hub: Hub, trained: Path, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_published_head_has_a_card_with_its_measurements(
+    hub: Hub, trained: Path, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fsd_train.commands.publish.LEAST_TAU", 0.0)
     known = ["--base-model", "owner/target", "--base-revision", "abc", "--license", "mit", "--dataset", "owner/data"]
     (tmp_path / "curves.png").write_bytes(b"picture")
@@ -211,7 +215,7 @@ def test_publish(hub: Hub, trained: Path, toy: Toy, tmp_path: Path, monkeypatch:
     assert "bytes" not in card.text and EagleHead.from_pretrained("owner/head").config.layout == "eagle3"
 
 
-def test_publish_refuses(hub: Hub, trained: Path, toy: Toy, tmp_path: Path) -> None:
+def test_what_cannot_be_published_is_refused_in_a_line(hub: Hub, trained: Path, toy: Toy, tmp_path: Path) -> None:
     """A head that does not fit or drafts nothing, a directory without one, a hub that does not let in."""
     few = ["--max-new-tokens", "4", "--limit", "2", "--yes"]
     refusals = {
@@ -255,9 +259,7 @@ def data_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     for name, files in FILES.items():
         hub.add(name, files, kind="datasets")
     hub.add("me/shares", OLD, revision="v1", kind="datasets")
-    values = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_DATASETS_CACHE": tmp_path / "datasets"}
-    for name, value in values.items():
-        monkeypatch.setattr(f"datasets.config.{name}", value)
+    hub.serve_datasets(monkeypatch, tmp_path / "datasets")
     return hub
 
 

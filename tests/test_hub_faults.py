@@ -56,12 +56,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy: Toy) -> Iterator[H
     head.save_pretrained(tmp_path / "head")
     with loopback_hub() as served:
         served.serve_this_process(monkeypatch, tmp_path / "cache")
-        for name, value in {
-            "HF_ENDPOINT": served.url,
-            "HF_HUB_OFFLINE": False,
-            "HF_DATASETS_CACHE": tmp_path / "datasets",
-        }.items():
-            monkeypatch.setattr(f"datasets.config.{name}", value)
+        served.serve_datasets(monkeypatch, tmp_path / "datasets")
         served.add("owner/one", toy.target)
         served.add("owner/head", tmp_path / "head")
         served.add("owner/one", {"train.jsonl": b'{"text": "the cat sat"}\n'}, kind="datasets")
@@ -91,8 +86,13 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "words"), FAULTS)
-@pytest.mark.parametrize("kind", LOADS)
+# each status of both clients, ours and that of `datasets`, and each way to load with the first and the last
+STATUSES = [
+    (kind, *fault) for kind in LOADS for fault in (FAULTS if kind in ("head", "rows") else FAULTS[:: len(FAULTS) - 1])
+]
+
+
+@pytest.mark.parametrize(("kind", "fault", "words"), STATUSES)
 def test_each_status_is_told_truly(kind: str, fault: str, words: str, hub: Hub, waits: list[float]) -> None:
     if kind in ("rows", "digest") and fault.endswith("Lost"):
         words = "hf:owner/one"  # `datasets` says in its own words that there is no such dataset
@@ -180,7 +180,7 @@ def test_a_download_that_stalls_ends(hub: Hub, waits: list[float], monkeypatch: 
 
 
 @pytest.mark.parametrize("kind", ["head", "target"])
-def test_a_full_disk(kind: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(kind: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
 
@@ -197,11 +197,15 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
-    ("kind", "file"),
-    [("head", "config.json"), ("head", "model.safetensors"), ("config", "config.json"), ("target", "model.safetensors"),
-     ("target", "tokenizer.json"), ("tokenizer", "tokenizer.json")],
+    ("kind", "file", "damage"),
+    [
+        *(("head", "model.safetensors", damage) for damage in DAMAGES),
+        *(("head", "config.json", damage) for damage in ("cut", "other")),
+        *(("config", "config.json", damage) for damage in DAMAGES), ("target", "tokenizer.json", "pointer"),
+        *(("target", "model.safetensors", damage) for damage in ("cut", "other")),
+        ("tokenizer", "tokenizer.json", "empty"), ("tokenizer", "tokenizer.json", "cut"),
+    ],
 )  # fmt: skip
 def test_what_is_damaged_in_the_cache_comes_again(
     kind: str, file: str, damage: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

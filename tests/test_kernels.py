@@ -246,11 +246,10 @@ def assert_exact_is_plain(expand: bool, kinds: set[int]) -> None:
     assert isinstance(decoder.target.stack, CpuStack)
     assert {made.kind for made in packed_products(decoder.target.model)} == kinds
     plain = FuzzyDecoder(decoder.target, NoDrafter(decoder.target.vocab_size))
-    prompts = ["Why is the sky blue?", "Translate to German: The meeting was moved to Thursday.", "Name ten rivers."]
-    for asked in (prompts[:1], prompts[1:]):
-        out = decoder.generate(asked, max_new_tokens=20, do_sample=False)
-        assert out.sequences == plain.generate(asked, max_new_tokens=20, do_sample=False).sequences
-        assert out.stats.tau > 1.5
+    prompts = ["Why is the sky blue?", "Name ten rivers."]
+    out = decoder.generate(prompts, max_new_tokens=16, do_sample=False)
+    assert out.sequences == plain.generate(prompts, max_new_tokens=16, do_sample=False).sequences
+    assert out.stats.tau > 1.5
 
 
 @in_each_set

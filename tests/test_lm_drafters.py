@@ -121,7 +121,7 @@ def made_of(target: Target, name: str, tree: TreeShape = CHAIN) -> LMDrafter:
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_every_family(family: str) -> None:
+def test_parts_of_any_target_draft_for_it(family: str) -> None:
     """All layers draft what the target says, eight bits nearly so, and what is left out changes drafts alone."""
     target = toy(family)
     count = int(target.config.num_hidden_layers)
@@ -143,7 +143,7 @@ def test_every_family(family: str) -> None:
 
 
 @pytest.mark.skipif(not can_pack(), reason="needs bf16 products by oneDNN")
-def test_packed_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_target_drafts_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made before the target is packed or after, with freed weights: the same drafts."""
     sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     target = Target(tiny_model("llama", num_hidden_layers=LAYERS, **sizes).to(torch.bfloat16))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 from random import Random
@@ -248,20 +248,20 @@ def test_a_corpus_is_indexed_once_and_mapped(
     assert len(open_corpus(file, target)) < 9, "a corpus that changed is indexed again"
 
 
-def test_a_killed_indexing_begins_again(tmp_path: Path, toy: Any, target: Target) -> None:
+def test_a_killed_indexing_begins_again(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is killed while it writes the index: none is there, and the next call makes it."""
     file = save_rows(tmp_path / "said.jsonl", [{"text": "the cat sat on the mat"}] * 5)
-    code = f"""
-import os, signal
-from fsd_infer import Target
-from fsd_infer.drafters import corpus
-def killed(tensors, draft, facts):
-    draft.write_bytes(b"half an index")
-    os.kill(os.getpid(), signal.SIGKILL)
-corpus.save_file = killed
-corpus.open_corpus({str(file)!r}, Target.from_pretrained({str(toy.target)!r}))
-"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -9
+
+    def killed(tensors: Any, draft: Path, facts: Any) -> None:
+        draft.write_bytes(b"half an index")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as child:
+        child.setattr(corpora, "save_file", killed)
+        process = multiprocessing.get_context("fork").Process(target=open_corpus, args=(file, target))
+        process.start()
+        process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     index = tmp_path / f"said.jsonl{SUFFIX}"
     assert not index.exists() and list(tmp_path.glob(".*.partial"))
     assert len(open_corpus(file, target)) > 5

@@ -271,12 +271,7 @@ AVX2 = {"avx2", "fma", "f16c"}  # flags of an older processor; an ARM processor'
         (SETS["amx"], "avx512", ["avx512"], "FSD_KERNELS=avx512 asks for them"),
         (SETS["amx"], " AMX ", ["amx"], "FSD_KERNELS=amx asks for them"),
         (SETS["amx"], "0", [], "FSD_KERNELS=0 turns them off"),
-        (
-            SETS["avx512"],
-            None,
-            ["avx512"],
-            "the processor lacks amx_bf16, amx_int8, amx_tile",
-        ),
+        (SETS["avx512"], None, ["avx512"], "the processor lacks amx_bf16, amx_int8, amx_tile"),
         (SETS["avx512"] - {"avx512_bf16"}, None, [], "the processor lacks avx512_bf16"),
         (AVX2, "", [], "the processor lacks avx512_bf16, avx512_vnni, avx512bw, avx512dq, avx512f, avx512vl"),
         (AVX2, "0", [], "FSD_KERNELS=0 turns them off"),

@@ -37,7 +37,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("name", "text"), TEXTS)
-def test_texts_and_tables(tmp_path: Path, name: str, text: str) -> None:
+def test_texts_and_tables_give_the_same_prompts_packed_or_piped(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_bytes(text.encode())
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
     os.mkfifo(pipe := tmp_path / f"pipe-{name}")
@@ -211,7 +211,9 @@ FORMS: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]] | N
 
 
 @pytest.mark.parametrize(("row", "prompt", "whole"), FORMS)
-def test_forms(row: dict[str, Any], prompt: list[dict[str, str]], whole: list[dict[str, str]] | None) -> None:
+def test_every_form_of_a_row_gives_its_turns(
+    row: dict[str, Any], prompt: list[dict[str, str]], whole: list[dict[str, str]] | None
+) -> None:
     assert row_messages(row) == prompt
     assert whole is None or row_conversation(row) == whole
 

@@ -117,18 +117,16 @@ def test_recipe_trains_exports_and_decodes(
 ) -> None:
     target = targets(FAMILY[recipe.stem])
     monkeypatch.chdir(tmp_path)  # recipes write to runs/
-    train(small_config(recipe, target, answers, tmp_path), steps=3)
+    train(small_config(recipe, target, answers, tmp_path), steps=2)
     (head,) = tmp_path.glob("runs/*/head")
     assert list(tmp_path.glob("runs/*/checkpoints/last.ckpt"))
     decoded = logged(tmp_path, "decoded_tau/exact")
-    assert len(decoded) == 2 and all(tau >= 1 for tau in decoded)  # at step 2 and at the end
-    check_decoding(target, head)
+    assert len(decoded) == 1 and decoded[0] >= 1
     # but for two recipes, heads are of the layout that other programs read
     assert read_config(head)["layout"] == ("fsd" if recipe.stem in FSD else "eagle3")
     exported = tmp_path / "exported"
     assert cli(["export", str(head), str(exported), "--to", "vllm"]) == (2 if recipe.stem in FSD else 0)
-    if recipe.stem not in FSD:
-        check_decoding(target, exported)
+    check_decoding(target, head if recipe.stem in FSD else exported)
 
 
 def test_the_recipe_for_stories_trains_a_small_lm(

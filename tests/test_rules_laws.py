@@ -155,7 +155,7 @@ def inner_contexts(toy: Toy, greedy: bool = False):  # type: ignore[no-untyped-d
 
 @pytest.mark.parametrize("toy", SHAPES)
 @pytest.mark.parametrize("spec", REFERENCES)
-def test_law(spec: str, toy: str) -> None:
+def test_the_law_at_a_node_is_the_papers_formula(spec: str, toy: str) -> None:
     round, inner = inner_contexts(TOYS[toy])
     evidence = Evidence(round)
     laws = parse_rule(spec).law(evidence).log_probs(evidence).exp().flatten(0, 1).numpy()

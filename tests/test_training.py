@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,14 +29,11 @@ from tests import train_toys
 from tests.families import load_head
 from tests.loss_toys import make_batch, plain_lengths
 from tests.train_toys import (
-    answers_of,
     assert_same,
-    eagle_module,
     fit_command,
     in_bf16,
     in_recipe,
     logged,
-    ready,
     save_toy_target,
     started,
 )  # fmt: skip
@@ -208,27 +204,6 @@ def test_the_rate_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
             rate.on_validation_start(of, module)
             now[0] += 30.0
     assert logs == {"tokens_per_s": pytest.approx(60.0), "padding": pytest.approx(0.1)}
-
-
-@pytest.mark.parametrize(("loss", "most"), [("kl_pq", 46), ("fsd", 53)])  # fsd makes a second pass over the rows
-def test_a_step_reads_linearly(loss: str, most: int, toys: Path) -> None:
-    """Calls from one of our files into another in a step of three runs of the head, values and gradients included."""
-    module = ready(eagle_module(toys, loss=loss, loss_args={"chunk_size": 8192}, unroll_steps=3))
-    batch = answers_of(toys).on_before_batch_transfer(train_toys.batch_of(toys), 0)
-    calls = list[str]()
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        callee, caller = (each.f_code.co_filename for each in (frame, frame.f_back))
-        if event == "call" and "/fsd_" in caller and "/fsd_" in callee and caller != callee:
-            calls.append(callee)
-
-    for profile in (None, note):  # what happens once does not count
-        sys.setprofile(profile)
-        try:
-            module.loss(module.draft(batch, module.unroll_steps)).loss.backward()
-        finally:
-            sys.setprofile(None)
-    assert 30 < len(calls) <= most and len(set(calls)) <= 17, calls
 
 
 def prompts_of(data: AnswersDataModule, count: int) -> list[list[int]]:

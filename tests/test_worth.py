@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.bench_toys import Toy
 from tests.families import noisy_model, tiny_head, tiny_model
 
 PROMPTS = [[5, 17, 3, 44], [60, 2, 9], [33, 8, 71, 71, 15], [90, 12]]
-NEW = 20
+NEW = 14
 
 
 FEW = ("exact", "tilted:2", "tilted:1:floor=0", "typical:novel=3", "fuzzy:js:0.3:novel=3", "fly:2:0.1", "draft-only")
@@ -79,10 +80,12 @@ def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decode
     assert "of other rules nothing is known" in worth_text(found) and "\ntilted: by default" in worth_text(found)
 
 
-def seen_rounds(decoder: FuzzyDecoder, prompt: list[int]) -> list[RecordedRound]:
+@cache
+def seen_rounds(decoder: FuzzyDecoder, number: int) -> list[RecordedRound]:
+    """Of exact greedy decoding from that prompt."""
     rounds: list[RecordedRound] = []
     watch = Watch(rounds.append, 0.0, NEW, torch.Generator().manual_seed(0), {})
-    decoder.generate([prompt], "exact", callbacks=[watch], **decoding(0.0, NEW))
+    decoder.generate([PROMPTS[number]], "exact", callbacks=[watch], **decoding(0.0, NEW))
     return rounds
 
 
@@ -90,8 +93,8 @@ def seen_rounds(decoder: FuzzyDecoder, prompt: list[int]) -> list[RecordedRound]
 @pytest.mark.parametrize("length", [2, 6])
 def test_a_replayed_first_round_is_decodings(spec: str, length: int, decoders: dict[str, FuzzyDecoder]) -> None:
     decoder, rule, shape = decoders["lm"], parse_rule(spec), TreeShape(length, 1, length + 1)
-    for prompt in PROMPTS:
-        seen = seen_rounds(decoder, prompt)[0]
+    for number, prompt in enumerate(PROMPTS):
+        seen = seen_rounds(decoder, number)[0]
         nodes = seen.cut(shape, rule.tilt(True))
         part = rule, seen.walked(rule, nodes)
         steps = Replay([rule], [shape], frozenset()).steps(seen, nodes, walk(seen, [part])[part])
@@ -108,7 +111,7 @@ def test_a_replayed_first_round_is_decodings(spec: str, length: int, decoders: d
 @pytest.mark.parametrize("kind", ["lm", "head"])
 def test_a_narrow_vocabulary_changes_no_verdict(kind: str, decoders: dict[str, FuzzyDecoder]) -> None:
     rules = [parse_rule(spec) for spec in ("tilted:1", "tilted:0.3:floor=0:novel=2", "tilted:8:novel=0")]
-    for seen in seen_rounds(decoders[kind], PROMPTS[2])[:4]:
+    for seen in seen_rounds(decoders[kind], 2)[:4]:
         parts = [tuple(seen.cut(shape, 0.5)) for shape in (TreeShape(2, 3, 5), TreeShape(6, 3, 9))]
         asked = [(rule, nodes) for rule in rules for nodes in parts]
         walks = walk(seen, asked)
@@ -127,7 +130,9 @@ def command(toy: Toy, *more: str) -> int:
 
 
 @pytest.mark.usefixtures("few")
-def test_the_command(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_records_the_forecast(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = tmp_path / "worth.json"
     assert command(toy, "--limit", "2", "--details", "--rules", "relaxed:3:0.5", "--json", str(record)) == 0
     text = capsys.readouterr().out
@@ -137,7 +142,7 @@ def test_the_command(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert rows[0]["rule"] == "exact" and {"relaxed:3:0.5", "tilted:2"} <= {row["rule"] for row in rows}
     assert found["forecast"]["regret"]["count"] > 0 and found["environment"]
     assert found["options"]["max_new_tokens"] == 12
-    assert command(toy, "--raw", "--temperature", "0.7") == 0
+    assert command(toy, "--raw", "--temperature", "0.7", "--limit", "2") == 0
     text = capsys.readouterr().out
     assert "yardstick" not in text and "fsd-infer generate --target" in text and "x speed" not in text
 
