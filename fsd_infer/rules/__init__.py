@@ -9,7 +9,7 @@ A rule is an object, ``Fuzzy("js", threshold=0.3)``, or text on command lines an
     asd:budget=4             mars:0.5
 
 To write a rule, subclass :class:`LossyRule` and return a :class:`Law` of a round's :class:`Evidence`; see
-docs/extending.md.
+docs/internals.md.
 """
 
 from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules, rule_text
