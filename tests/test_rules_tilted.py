@@ -195,15 +195,15 @@ def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> 
     for seed in range(4):
         base = tree_round(seed, nodes=12, mask=seed % 2 == 1)
         round = replace(base, scores=base.scores * scale)
-        lift = plain(float(price)).law(Evidence(round)).lift
-        assert lift is not None and not lift.isnan().any()
+        logit_bias = plain(float(price)).law(Evidence(round)).logit_bias
+        assert logit_bias is not None and not logit_bias.isnan().any()
         exact = mpmath.mpf(price)
         for row in range(2):
             p = probabilities(round, row)
             for token, child in children_of(round.tree, row, 0).items():
                 if p[0][token] > 0:
                     wanted = float((1 + value(round.tree, row, p, exact, child)) / exact)
-                    assert float(lift[row, child]) == pytest.approx(wanted, rel=2e-5, abs=1e-4 * scale)
+                    assert float(logit_bias[row, child]) == pytest.approx(wanted, rel=2e-5, abs=1e-4 * scale)
         verdict = plain(float(price))(round)
         assert verdict.spent.isfinite().all() and (verdict.spent >= 0).all()
 

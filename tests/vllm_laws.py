@@ -31,7 +31,7 @@ from fsd_core.files import write_json
 from fsd_infer import Target
 from fsd_infer.environment import environment
 from fsd_infer.rules import Evidence, parse_rule
-from fsd_infer.rules.laws import lifted
+from fsd_infer.rules.laws import biased
 from tests.head_toys import make_target
 from tests.tree_rounds import text_round
 
@@ -194,9 +194,9 @@ def _contexts(rule: Any, text: list[int], drafts: list[int], scores: Tensor) -> 
     """(law, p, nats that the law costs) at each position of the chain."""
     evidence = Evidence(text_round(text, drafts, scores, False))
     law, p = rule.charged_law(evidence), scores.double().softmax(-1)
-    if law.lift is None:
+    if law.logit_bias is None:
         return [(row, row, 0.0) for row in p]
-    odds, laws = lifted(evidence, law.lift, law.applies), law.log_probs(evidence)[0].exp()
+    odds, laws = biased(evidence, law.logit_bias, law.applies), law.log_probs(evidence)[0].exp()
     costs = odds.cost.masked_fill(~odds.applies, 0.0)[0].tolist()
     return list(zip(laws, p, costs))
 

@@ -3,8 +3,8 @@
     vllm serve MODEL --speculative-config '{…}' --logits-processors fsd_infer.integrations.vllm:FuzzyRules
     curl … -d '{…, "vllm_xargs": {"rule": "tilted:2"}}'
 
-vLLM drafts greedily and accepts a draft with its probability under the logits. So a rule with the law r ∝ p·e^lift on a
-chain edits one logit per drafted position: + T·lift at temperature T, + lift at temperature 0. The edits run on the
+vLLM drafts greedily and accepts a draft with its probability under the logits. So a rule with the law r ∝ p·e^bias on a
+chain edits one logit per drafted position: + T·bias at temperature T, + bias at temperature 0. The edits run on the
 device, for all rows at once, with the rule objects of :mod:`fsd_infer.rules`. See docs/serving.md.
 
 Environment of the server:
@@ -36,7 +36,7 @@ from fsd_infer.rules.tilted import FIRST_PRICE
 
 TESTED = ("0.32",)  # of vLLM
 NEED_Q = ("fuzzy", "fuzzy-strict", "cascade-token", "ensemble", "draft-only", "random")
-CERTAIN = 1e4  # nats in place of an infinite lift: e^-10000 is 0
+CERTAIN = 1e4  # nats in place of an infinite bias: e^-10000 is 0
 FILLED = ("ngram", "ngram_gpu")  # methods that may have no draft; see :class:`Step`
 READ = {  # the fields of vLLM's interface that this module reads
     "LogitsProcRequestState": ("device", "max_num_reqs", "all_token_ids", "prompt_len", "prefill_len", "total_len"),
@@ -223,9 +223,9 @@ class FuzzyRules(_Processor):
                 here = here if where is None else here & where
                 self.allowed[step.slot] += allowance.float().masked_fill(~here, 0.0)
             left = None if asked.rule.budget is None else self.left[step.slot]
-            lift, cost = evidence.lifted(asked.rule, mine, left)
+            logit_bias, cost = evidence.biased(asked.rule, mine, left)
             self.cost[step.slot] += cost.float()
-            edit = lift.clamp_max(CERTAIN)
+            edit = logit_bias.clamp_max(CERTAIN)
             step.add(logits, edit if asked.greedy else edit * temperature[:, None])
         return logits
 

@@ -186,8 +186,8 @@ class Fly(LossyRule):
         run = best_path(evidence.tree.ancestors, torch.ones_like(evidence.regret), agrees)
         log_p = evidence.best(3)
         unsure = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1) >= self.entropy
-        lift = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
-        return Law.lifted(evidence, lift).where(unsure & ~evidence.some(agrees))
+        logit_bias = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
+        return Law.biased(evidence, logit_bias).where(unsure & ~evidence.some(agrees))
 
 
 @RULES.register("asd")
@@ -224,8 +224,8 @@ class Asd(LossyRule):
         count = (tree.ancestors.to(ones.dtype) @ mismatch.to(ones.dtype)[..., None]).squeeze(-1)
         depth_below = best_path(tree.ancestors, ones, tree.is_draft)
         passes = (regret <= self.gap * evidence.above(depth_below)) & (count <= self.mismatches)
-        lift = torch.zeros_like(regret).masked_fill(passes & mismatch, math.inf)
-        return Law.lifted(evidence, lift).where(~evidence.some(evidence.chance))
+        logit_bias = torch.zeros_like(regret).masked_fill(passes & mismatch, math.inf)
+        return Law.biased(evidence, logit_bias).where(~evidence.some(evidence.chance))
 
 
 @RULES.register("mars")

@@ -135,12 +135,12 @@ class Tilted(LossyRule):
     def law(self, evidence: Evidence) -> Law:
         if self.price == math.inf:
             return Law.target(evidence)
-        law = Law.lifted(evidence, lambda: self._lift(evidence), self._gain)
+        law = Law.biased(evidence, lambda: self._logit_bias(evidence), self._gain)
         if self.gate is None:
             return law
         return law.where(evidence.has_q).where(divergence_gate(evidence, self.divergence, self.gate))
 
-    def _lift(self, evidence: Evidence) -> Tensor:
+    def _logit_bias(self, evidence: Evidence) -> Tensor:
         """[B, N] v(c)/price of each draft."""
         price, tree, floor = self.prices(evidence), evidence.tree, self.least_share
         regret = evidence.regret.to(price.dtype)
