@@ -37,14 +37,16 @@ RULES = {
     "tilted:0.2:budget=0.5": {"kind": "tilted", "threshold": math.inf, "price": 0.2, "budget": 0.5},
     "tilted:0.5:floor=0.4": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "floor": 0.4},
     "tilted:0.5:gate=0.08": {"kind": "tilted", "threshold": 0.08, "price": 0.5},
-    "tilted:0.5:novel=2": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "novel": 2},
-    "tilted:0.3:novel=1": {"kind": "tilted", "threshold": math.inf, "price": 0.3, "novel": 1},
-    "fuzzy:js:inf:novel=1": {"kind": "fuzzy", "threshold": math.inf, "novel": 1},
-    "draft-only:novel=1": {"kind": "draft-only", "novel": 1}, "exact:block=true": {"kind": "exact"},
+    "tilted:0.5:exact_ngram_size=2": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "exact_ngram_size": 2},
+    "tilted:0.3:exact_ngram_size=1": {"kind": "tilted", "threshold": math.inf, "price": 0.3, "exact_ngram_size": 1},
+    "fuzzy:js:inf:exact_ngram_size=1": {"kind": "fuzzy", "threshold": math.inf, "exact_ngram_size": 1},
+    "draft-only:exact_ngram_size=1": {"kind": "draft-only", "exact_ngram_size": 1},
+    "exact:block=true": {"kind": "exact"},
     "fuzzy:js:inf:only_in=1..2": {"kind": "fuzzy", "threshold": math.inf, "phases": True},
     "fuzzy-strict:js:0.3:budget=0.3:only_in=1..2": dict(kind="fuzzy-strict", threshold=0.3, budget=0.3, phases=True),
     "draft-only:only_in=1..2": {"kind": "draft-only", "phases": True},
-    "tilted:0.5:novel=1:only_in=1..2": dict(kind="tilted", threshold=math.inf, price=0.5, novel=1, phases=True),
+    "tilted:0.5:exact_ngram_size=1:only_in=1..2":
+        dict(kind="tilted", threshold=math.inf, price=0.5, exact_ngram_size=1, phases=True),
 }  # fmt: skip
 
 
@@ -66,7 +68,7 @@ class Enumeration:
         toy: the models.
         kind: exact, fuzzy, fuzzy-strict, random, draft-only or tilted.
         phases: exact but where the last of the tokens 1 and 2 is a 1.
-        divergence, threshold, gate_on, rate, budget, price, floor, novel: the rule's parameters.
+        divergence, threshold, gate_on, rate, budget, price, floor, exact_ngram_size: the rule's parameters.
     """
 
     toy: Toy
@@ -78,7 +80,7 @@ class Enumeration:
     budget: float = math.inf
     price: float = 1.0
     floor: float = 0.0
-    novel: int = 0
+    exact_ngram_size: int = 0
     phases: bool = False
 
     def __post_init__(self) -> None:
@@ -174,7 +176,7 @@ class Enumeration:
 
     def _repeats(self, text: tuple[int, ...], token: int) -> bool:
         """Would the token complete an n-gram of the text."""
-        n, after = self.novel, (*text, token)
+        n, after = self.exact_ngram_size, (*text, token)
         return n > 0 and after[-n:] in [after[i : i + n] for i in range(len(after) - n)]
 
     def _held(self, text: tuple[int, ...], p: np.ndarray, law: np.ndarray, drafted: Sequence[int]) -> np.ndarray:

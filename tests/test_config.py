@@ -59,7 +59,14 @@ def test_every_field_is_documented() -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    ["exact", "fuzzy:js:0.3", "fuzzy:top_k_js:20:0.3", "tilted", "tilted:1:budget=2:novel=3", "exact:draw=false"],
+    [
+        "exact",
+        "fuzzy:js:0.3",
+        "fuzzy:top_k_js:20:0.3",
+        "tilted",
+        "tilted:1:budget=2:exact_ngram_size=3",
+        "exact:draw=false",
+    ],
 )
 def test_rules_as_text(rule: str) -> None:
     assert parse_rule(rule_text(parse_rule(rule))) == parse_rule(rule)

@@ -27,7 +27,9 @@ CASES = [
     if ("cold" not in toy or spec in ("exact", "fuzzy:js:0.08", "tilted:1"))
     and ("reduced" not in toy or spec.startswith("fuzzy") or spec in ("draft-only", "tilted:1"))
     and ("block" not in spec or "chain" in toy)
-    and (not any(option in spec for option in ("novel", "only_in")) or toy in ("tree", "chain", "long-chain"))
+    and (
+        not any(option in spec for option in ("exact_ngram_size", "only_in")) or toy in ("tree", "chain", "long-chain")
+    )
     and (spec.count(":") < 2 or not spec.startswith("tilted") or toy in ("tree", "tree-processed", "long-chain"))
 ]
 

@@ -27,7 +27,7 @@ PRICES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 def plain(price: float, **options: Any) -> Tilted:
     """The rule without floor and novelty unless they are given."""
-    return Tilted(price, **{"floor": 0.0, "novel": 0, **options})
+    return Tilted(price, **{"floor": 0.0, "exact_ngram_size": 0, **options})
 
 
 def law_table(rule: Rule, round: Verification) -> np.ndarray:
@@ -103,7 +103,8 @@ def _may_take(round: Verification, known: torch.Tensor, row: int, node: int, chi
 
 
 @pytest.mark.parametrize(
-    "options", [f":floor={x}:novel={n}" for x, n in ((0, 0), (0, 2), (0.2, 0))] + [":novel=2:toll=0.6"]
+    "options",
+    [f":floor={x}:exact_ngram_size={n}" for x, n in ((0, 0), (0, 2), (0.2, 0))] + [":exact_ngram_size=2:toll=0.6"],
 )
 @pytest.mark.parametrize("price", [0.1, 0.5, 1.0, 2.0])
 def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str) -> None:
@@ -114,7 +115,11 @@ def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str)
         round = tree_round(seed, greedy=True, mask=seed % 3 == 0)
         answers = [[int(t) % 12 for t in range(row, row + 9)] + [int(round.tree.tokens[row, 0])] for row in range(6)]
         verdict = verdict_of(rule, replace(round, texts=Texts(answers)))
-        again = known(Texts(answers), round.tree, rule.novel) if rule.novel else torch.zeros(6, 9).bool()
+        again = (
+            known(Texts(answers), round.tree, rule.exact_ngram_size)
+            if rule.exact_ngram_size
+            else torch.zeros(6, 9).bool()
+        )
         for row in range(6):
             scores = round.scores[row]
             worth = []
@@ -261,11 +266,11 @@ def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_i
     copied = Texts(roots, [[*tokens, *tokens] for tokens in round.tree.tokens.tolist()])
     repeated = Texts([[*tokens, *tokens, *root] for tokens, root in zip(round.tree.tokens.tolist(), roots)])
     with pytest.raises(FsdError, match="reads prompt and answer; pass texts"):
-        parse_rule(f"{spec}:novel=2")(replace(round, texts=None))
+        parse_rule(f"{spec}:exact_ngram_size=2")(replace(round, texts=None))
     for texts in (copied, repeated):
-        found = parse_rule(f"{spec}:novel=2")(replace(round, texts=texts))
+        found = parse_rule(f"{spec}:exact_ngram_size=2")(replace(round, texts=texts))
         assert_same(found, Exact()(round))
-        assert parse_rule(f"{spec}:novel=0")(round).accepted.sum() > found.accepted.sum()
+        assert parse_rule(f"{spec}:exact_ngram_size=0")(round).accepted.sum() > found.accepted.sum()
 
 
 @pytest.mark.parametrize("heat", [0.1, 0.3, 1.0])
@@ -288,7 +293,7 @@ def test_a_hot_sample_costs_what_enumeration_says(heat: float) -> None:
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool) -> None:
     """So the learned rule has the laws of the fixed one, which are tested by enumeration."""
-    learned = parse_rule("tilted:novel=0:heat=0.5")
+    learned = parse_rule("tilted:exact_ngram_size=0:heat=0.5")
     assert isinstance(learned, Tilted)
     spent = [-9.0, -1.5, 0.0, 0.7, 3.0, 40.0, 1.0, -1.9]
     different = 0
@@ -297,7 +302,7 @@ def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool)
         overspent = torch.tensor(spent[: round.tree.tokens.shape[0]])
         made = apply_rules([learned] * len(overspent), replace(round, overspent=overspent))
         prices = [max(FIRST_PRICE + float(nats), LEAST_PRICE) for nats in overspent]
-        fixed = [Tilted(price, learned.least_share, novel=0) for price in prices]
+        fixed = [Tilted(price, learned.least_share, exact_ngram_size=0) for price in prices]
         assert_same(made, apply_rules(fixed, round))
         different += int((made.spent != apply_rules([fixed[2]] * len(fixed), round).spent).any())
         assert made.allowed is not None and (made.allowed >= 0).all()
@@ -319,7 +324,7 @@ def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temper
 
     exact, _, _ = answer("exact")
     for heat in (0.2, 1.0):
-        sequences, spent, rounds = answer(f"tilted:heat={heat}:floor=0:novel=0")
+        sequences, spent, rounds = answer(f"tilted:heat={heat}:floor=0:exact_ngram_size=0")
         for prompt, sequence, nats, count in zip(prompts, sequences, spent, rounds):
             with torch.inference_mode():
                 logits = toy_decoder.target.model(torch.tensor([prompt + sequence])).logits[0, len(prompt) - 1 : -1]
@@ -328,7 +333,7 @@ def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temper
             depth = toy_decoder.drafter.max_depth
             assert nats <= allowed + math.sqrt(FIRST_PRICE**2 + 2 * depth * count * (1 + depth / 8)) - FIRST_PRICE
     # a sure target at next to no heat allows nothing, and the price rises with all that is spent
-    cool, warm = (sum(answer(f"tilted:heat={heat}:floor=0:novel=0")[1]) for heat in (1e-3, 3.0))
+    cool, warm = (sum(answer(f"tilted:heat={heat}:floor=0:exact_ngram_size=0")[1]) for heat in (1e-3, 3.0))
     assert cool < warm
     if not temperature:  # above 0 draws depend on trees, which are chosen for the rule
         assert answer("tilted:heat=0.2:budget=0")[0] == exact

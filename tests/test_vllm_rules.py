@@ -21,8 +21,9 @@ from tests.tree_rounds import text_round
 
 V, SLOTS, LONGEST = 11, 30, 64
 RULES = [
-    "tilted:1:novel=0:floor=0", "tilted:0.4:novel=2:floor=0.1", "lenient:0.4", "typical:0.2:0.5", "relaxed:3:0.4",
-    "threshold:0.2:0.6:novel=1", "cactus:0.5:novel=2", "mars:0.7:novel=1", "asd:1:budget=3", "exact",
+    "tilted:1:exact_ngram_size=0:floor=0", "tilted:0.4:exact_ngram_size=2:floor=0.1", "lenient:0.4", "typical:0.2:0.5",
+    "relaxed:3:0.4", "threshold:0.2:0.6:exact_ngram_size=1", "cactus:0.5:exact_ngram_size=2",
+    "mars:0.7:exact_ngram_size=1", "asd:1:budget=3", "exact",
 ]  # fmt: skip
 
 
@@ -172,7 +173,7 @@ def test_a_batch_without_rules_is_not_touched() -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        "tilted:0.4:novel=2:floor=0.1",
+        "tilted:0.4:exact_ngram_size=2:floor=0.1",
         "tilted",
         "tilted:heat=0.3",
         "tilted:1:budget=2",
@@ -216,7 +217,7 @@ def test_which_drafts_are_favoured(
     monkeypatch.setattr(vllm, "_vocabulary", lambda model: {"<think>": 9, "</think>": 10})
     server, logits = Server(method=method), torch.zeros(3, V)
     logits[:, 7] = 0.5
-    rule = "tilted:0.1:novel=0:floor=0" + (f":only_in={only_in}" if only_in else "")
+    rule = "tilted:0.1:exact_ngram_size=0:floor=0" + (f":only_in={only_in}" if only_in else "")
     server.add(0, Params(0.0, {"rule": rule}), text, drafts)
     assert server.step(logits, [0]).argmax(-1).tolist() == choices
 
@@ -225,7 +226,10 @@ def test_which_drafts_are_favoured(
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
     """As in the engine: step by step the same tokens, under a learned price and under a budget."""
-    generator, asked = torch.Generator().manual_seed(seed), Params(0.0, {"rule": f"tilted:novel=0:floor=0:{options}"})
+    generator, asked = (
+        torch.Generator().manual_seed(seed),
+        Params(0.0, {"rule": f"tilted:exact_ngram_size=0:floor=0:{options}"}),
+    )
     rule = RuleRequest.of(asked).rule
     server, text, overspent, spent = Server(), [1, 2], torch.zeros(1), torch.zeros(1)
     for step in range(10):
@@ -254,7 +258,7 @@ def test_an_answers_first_tokens_are_exact_in_a_slot() -> None:
     """A text of 2 tokens is the prompt. With settle=3, tokens 0 to 2 of the answer are the target's own."""
     server, logits = Server(), torch.zeros(3, V)
     logits[:, 7] = 0.5
-    server.add(3, Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0:settle=3"}), [1, 2], [3, 4])
+    server.add(3, Params(0.0, {"rule": "tilted:0.1:exact_ngram_size=0:floor=0:settle=3"}), [1, 2], [3, 4])
     for answer, choices in (([], [7, 7, 7]), ([5, 5], [7, 4, 7]), ([5, 5, 5], [3, 4, 7])):
         server.grow(3, [1, 2, *answer], [3, 4])
         assert server.step(logits, [3]).argmax(-1).tolist() == choices
@@ -264,7 +268,7 @@ def test_a_budget_is_each_requests_own() -> None:
     """A slot's next request starts with its own; after a preemption, which forgets what was spent, none is left."""
     server, logits = Server(), torch.zeros(3, V)
     logits[:, 7] = 0.5  # the target's choice; drafts have a regret of 0.5
-    params = Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0:budget=1.2"})
+    params = Params(0.0, {"rule": "tilted:0.1:exact_ngram_size=0:floor=0:budget=1.2"})
     for _ in range(2):
         server.add(3, params, [1, 2], [3, 4])
         assert server.step(logits, [3]).argmax(-1).tolist() == [3, 4, 7]
@@ -302,7 +306,12 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
         RuleRequest.of(Params())
     monkeypatch.setenv("FSD_VLLM_RULE", "tilted:2:budget=4")
     assert RuleRequest.of(Params()).rule == parse_rule("tilted:2:budget=4")
-    for rule in ("exact", "tilted:1:novel=2:budget=9", "tilted:inf:budget=0", "tilted:1:budget=9:only_in=think"):
+    for rule in (
+        "exact",
+        "tilted:1:exact_ngram_size=2:budget=9",
+        "tilted:inf:budget=0",
+        "tilted:1:budget=9:only_in=think",
+    ):
         assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted")
     for rule in ("tilted", "tilted:4:toll=1:settle=64", "tilted:toll=2"):
@@ -316,6 +325,12 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ValueError, match="this server allows tilted"):
             RuleRequest.of(Params(extra_args={"rule": rule}))
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted:1:budget=9")
-    for rule in ("tilted", "tilted:0.9:budget=1", "tilted:1:novel=0:budget=1", "typical", "tilted:2:floor=0:budget=1"):
+    for rule in (
+        "tilted",
+        "tilted:0.9:budget=1",
+        "tilted:1:exact_ngram_size=0:budget=1",
+        "typical",
+        "tilted:2:floor=0:budget=1",
+    ):
         with pytest.raises(ValueError, match="this server allows"):
             RuleRequest.of(Params(extra_args={"rule": rule}))

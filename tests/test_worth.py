@@ -27,7 +27,15 @@ PROMPTS = [[5, 17, 3, 44], [60, 2, 9], [33, 8, 71, 71, 15], [90, 12]]
 NEW = 20
 
 
-FEW = ("exact", "tilted:2", "tilted:1:floor=0", "typical:novel=3", "fuzzy:js:0.3:novel=3", "fly:2:0.1", "draft-only")
+FEW = (
+    "exact",
+    "tilted:2",
+    "tilted:1:floor=0",
+    "typical:exact_ngram_size=3",
+    "fuzzy:js:0.3:exact_ngram_size=3",
+    "fly:2:0.1",
+    "draft-only",
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +115,10 @@ def test_a_replayed_first_round_is_decodings(spec: str, length: int, decoders: d
 
 @pytest.mark.parametrize("kind", ["lm", "head"])
 def test_a_narrow_vocabulary_changes_no_verdict(kind: str, decoders: dict[str, FuzzyDecoder]) -> None:
-    rules = [parse_rule(spec) for spec in ("tilted:1", "tilted:0.3:floor=0:novel=2", "tilted:8:novel=0")]
+    rules = [
+        parse_rule(spec)
+        for spec in ("tilted:1", "tilted:0.3:floor=0:exact_ngram_size=2", "tilted:8:exact_ngram_size=0")
+    ]
     for seen in seen_rounds(decoders[kind], PROMPTS[2])[:4]:
         parts = [tuple(seen.cut(shape, 0.5)) for shape in (TreeShape(2, 3, 5), TreeShape(6, 3, 9))]
         asked = [(rule, nodes) for rule in rules for nodes in parts]

@@ -25,10 +25,21 @@ PRICES = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (
     *(f"tilted:{price:g}" for price in PRICES),
     *(f"tilted:{price:g}:floor=0" for price in PRICES),
-    *("typical:novel=3", "relaxed:novel=3", "fuzzy:js:0.2:novel=3", "fuzzy:js:0.3:novel=3", "fuzzy:js:0.4:novel=3"),
+    *(
+        "typical:exact_ngram_size=3",
+        "relaxed:exact_ngram_size=3",
+        "fuzzy:js:0.2:exact_ngram_size=3",
+        "fuzzy:js:0.3:exact_ngram_size=3",
+        "fuzzy:js:0.4:exact_ngram_size=3",
+    ),
     *("tilted", "tilted:2:toll=1", "tilted:1:toll=1"),
-    *("asd:novel=3", "asd:gap=0.5:novel=3", "mars:0.5:novel=3", "mars:novel=3"),
-    *("fly:novel=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
+    *(
+        "asd:exact_ngram_size=3",
+        "asd:gap=0.5:exact_ngram_size=3",
+        "mars:0.5:exact_ngram_size=3",
+        "mars:exact_ngram_size=3",
+    ),
+    *("fly:exact_ngram_size=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
 )
 HEATED = ("tilted:heat=0.2", "tilted:heat=0.3", "tilted:heat=0.5", "tilted:heat=0.8")  # at temperature 0
 EXACT = {Draws.NONE: Exact(draw=False), Draws.TREE: Exact(), Draws.CHAIN: Exact(block=True)}  # on drafts drawn so

@@ -114,7 +114,7 @@ def no_looser(rule: Rule, most: Rule) -> bool:
             and rule.settled >= most.settled
             and rule.leading >= most.leading
             and rule.least_share >= most.least_share
-            and (0 < rule.novel <= most.novel or not most.novel)
+            and (0 < rule.exact_ngram_size <= most.exact_ngram_size or not most.exact_ngram_size)
             and rule.nats <= most.nats
         )
     return isinstance(rule, Exact) or rule == most

@@ -198,7 +198,7 @@ class Law:
         first = self.gate
         return replace(self, gate=holds if first is None else lambda at: first(at) & holds(at))
 
-    def novel(self, evidence: Evidence, n: int) -> Law:
+    def without_copies(self, evidence: Evidence, n: int) -> Law:
         """Return the law with an exact test of tokens that complete a known n-gram.
 
         Such drafts get the bias -inf. A dense law gives such a y at most p(y); the excess is drawn from p.

@@ -173,7 +173,7 @@ class Fly(LossyRule):
 
     greedy_only = True
     measured = (
-        "window=3:novel=3 1.23 times exact's tokens per forward at -1.5 points of score (-5.2 to +2.2), with lead=5 "
+        "window=3:exact_ngram_size=3 1.23 times exact's tokens per forward at -1.5 points (-5.2 to +2.2), with lead=5 "
         "1.14 times at +0.7 (-2.2 to +4.4), with lead=8 1.10 times at 0.0 (-3.0 to +3.0): 135 prompts of IFEval, the "
         "built-in head, benchmarks/results/rules-ifeval-odd-lead.json and -rivals.json"
     )

@@ -17,7 +17,7 @@ from fsd_core import functional
 from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
-from fsd_infer.rules.base import MOST_NOVEL, RULES, LossyRule
+from fsd_infer.rules.base import MOST_TOKENS, RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate
@@ -43,8 +43,8 @@ class Tilted(LossyRule):
     are tested against r = clip(q, p/Z, p·e^(1/price)/Z). Trees need no q. As the price falls to 0, r becomes p
     conditioned on the walk taking one of the tree's deepest paths.
 
-    A draft that is not novel counts as not drafted, together with the nodes below it. The exception: at temperature 0,
-    a draft that is the target's own choice.
+    A draft that completes an n-gram of ``exact_ngram_size`` tokens counts as not drafted, and so do the nodes below it.
+    The exception: at temperature 0, a draft that is the target's own choice.
 
     At temperature 0 the harm of a deviation hardly depends on its regret: one that costs 0.1 nats turns a right answer
     wrong as often as one that costs 1. What it depends on is how much of the answer is still to come. So by default
@@ -85,7 +85,7 @@ class Tilted(LossyRule):
     divergence: str = "js"
     heat: float | None = parameter(None, above=0, keyword=True)
     toll: float | None = parameter(None, low=0, high=1e6, keyword=True)
-    novel: int = parameter(3, low=0, high=MOST_NOVEL, keyword=True)
+    exact_ngram_size: int = parameter(3, low=0, high=MOST_TOKENS, keyword=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,15 +144,15 @@ class Tilted(LossyRule):
         """[B, N] v(c)/price of each draft."""
         price, tree, floor = self.prices(evidence), evidence.tree, self.least_share
         regret = evidence.regret.to(price.dtype)
-        novel = ~evidence.known(self.novel) if self.novel else evidence.tree.is_draft
-        favoured = novel & (regret <= (-math.log(floor) if floor else torch.finfo(regret.dtype).max))
+        fresh = ~evidence.known(self.exact_ngram_size) if self.exact_ngram_size else evidence.tree.is_draft
+        favoured = fresh & (regret <= (-math.log(floor) if floor else torch.finfo(regret.dtype).max))
         if evidence.greedy:
-            copied = ~novel & (regret == 0)  # the target's own choice, whose siblings are never taken
+            copied = ~fresh & (regret == 0)  # the target's own choice, whose siblings are never taken
             open = favoured & ~evidence.above(evidence.some(copied)) | copied
             if (where := self.lossy_at(evidence)) is not None:
                 open = open & (evidence.above(where) | evidence.chance)
             toll = torch.where(evidence.chance, 0.0, self.least_toll)
-            value = best_path(tree.ancestors, novel.to(regret.dtype) - price * regret - toll, open) - toll
+            value = best_path(tree.ancestors, fresh.to(regret.dtype) - price * regret - toll, open) - toll
         else:
             log_p = evidence.log_p.to(regret.dtype)
             mass = evidence.total(log_p.exp().masked_fill(~favoured, 0.0))
@@ -165,7 +165,9 @@ class Tilted(LossyRule):
         favoured = at.log_p > -math.inf
         if self.least_share:
             favoured = at.log_p >= at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_share)
-        return torch.where(favoured & ~at.known_tokens(self.novel) if self.novel else favoured, gain, 0.0)
+        if self.exact_ngram_size:
+            favoured &= ~at.known_tokens(self.exact_ngram_size)
+        return torch.where(favoured, gain, 0.0)
 
     def tilt(self, greedy: bool) -> float:
         return (GREEDY_SHARPNESS if greedy else 1.0) / self.first_price
