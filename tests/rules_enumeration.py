@@ -35,7 +35,7 @@ RULES = {
     "draft-only:budget=0.3": {"kind": "draft-only", "budget": 0.3},
     "tilted:1": {"kind": "tilted", "threshold": math.inf},
     "tilted:0.2:budget=0.5": {"kind": "tilted", "threshold": math.inf, "price": 0.2, "budget": 0.5},
-    "tilted:0.5:floor=0.4": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "floor": 0.4},
+    "tilted:0.5:min_p=0.4": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "min_p": 0.4},
     "tilted:0.5:gate=0.08": {"kind": "tilted", "threshold": 0.08, "price": 0.5},
     "tilted:0.5:exact_ngram_size=2": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "exact_ngram_size": 2},
     "tilted:0.3:exact_ngram_size=1": {"kind": "tilted", "threshold": math.inf, "price": 0.3, "exact_ngram_size": 1},
@@ -68,7 +68,7 @@ class Enumeration:
         toy: the models.
         kind: exact, fuzzy, fuzzy-strict, random, draft-only or tilted.
         phases: exact but where the last of the tokens 1 and 2 is a 1.
-        divergence, threshold, gate_on, rate, budget, price, floor, exact_ngram_size: the rule's parameters.
+        divergence, threshold, gate_on, rate, budget, price, min_p, exact_ngram_size: the rule's parameters.
     """
 
     toy: Toy
@@ -79,7 +79,7 @@ class Enumeration:
     rate: float = 0.0
     budget: float = math.inf
     price: float = 1.0
-    floor: float = 0.0
+    min_p: float = 0.0
     exact_ngram_size: int = 0
     phases: bool = False
 
@@ -194,7 +194,7 @@ class Enumeration:
     def _favoured(self, text: tuple[int, ...], context: int, place: Place) -> dict[int, Place]:
         """The drafted tokens that a tilted law may favour."""
         p, drafted = self.p[context], self.below(place)
-        likely = {token: child for token, child in drafted.items() if p[token] > 0 and p[token] >= self.floor * p.max()}
+        likely = {token: child for token, child in drafted.items() if p[token] > 0 and p[token] >= self.min_p * p.max()}
         return {token: child for token, child in likely.items() if not self._repeats(text, token)}
 
     def _worth(self, text: tuple[int, ...], context: int, token: int, child: Place) -> float:
@@ -238,7 +238,7 @@ class Enumeration:
 
     def _clipped(self, text: tuple[int, ...], p: np.ndarray, q: np.ndarray) -> np.ndarray:
         """The tilted law of a sampled chain."""
-        wins = np.array([not self._repeats(text, token) and p[token] >= self.floor * p.max() for token in range(V)])
+        wins = np.array([not self._repeats(text, token) and p[token] >= self.min_p * p.max() for token in range(V)])
         limit = np.exp(wins / self.price)
 
         def law(z: float) -> np.ndarray:

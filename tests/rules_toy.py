@@ -146,10 +146,10 @@ TOYS = {
 
 
 def plain_rule(spec: str) -> Rule:
-    """The rule; ``tilted`` without floor and novelty unless they are given."""
+    """The rule; ``tilted`` without min_p and exact n-grams unless they are given."""
     more = [
         f":{option}=0"
-        for option in ("floor", "exact_ngram_size")
+        for option in ("min_p", "exact_ngram_size")
         if spec.startswith("tilted") and f"{option}=" not in spec
     ]
     return parse_rule(spec + "".join(more))

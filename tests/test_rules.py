@@ -70,7 +70,7 @@ BAD: dict[str, str] = {
     "fuzzy:jensen:0.3": "unknown divergence 'jensen'", "fuzy:js:0.3": "unknown rule 'fuzy'.*Did you mean 'fuzzy'",
     "random": "rate is missing", "random:1.1": "rate must be between 0 and 1",
     "random:0.1:rate=0.2": "rate is given twice", "exact:0.3": "block must be true or false",
-    "tilted:0": "price must be at least 0.001, not 0", "tilted:1:floor=inf": "floor must be between 0 and 1, not inf",
+    "tilted:0": "price must be at least 0.001, not 0", "tilted:1:min_p=inf": "min_p must be between 0 and 1, not inf",
     "tilted:1:no_repeat=4": "no_repeat is now exact_ngram_size",
     "tilted:1:exact_ngram_size=2.5": "exact_ngram_size must be a whole number, not '2.5'",
     "tilted:1:exact_ngram_size=-1": "exact_ngram_size must be between 0 and 64, not -1",
@@ -221,7 +221,7 @@ def test_kernels_and_plain_torch_agree(spec: str, shape: str, greedy: bool, monk
 
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
-@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:floor=0:exact_ngram_size=0"])
+@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:min_p=0:exact_ngram_size=0"])
 def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) -> None:
     """Answers have a token each, the root. So the one drawn at depth d is token 1 + d of the answer, from 0."""
     for seed in range(6):
@@ -238,7 +238,7 @@ def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) 
 
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
-@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:floor=0:exact_ngram_size=0"])
+@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:min_p=0:exact_ngram_size=0"])
 def test_a_sentences_first_tokens_are_exact(spec: str, shape: str, greedy: bool) -> None:
     for seed in range(6):
         round = any_round(shape, seed, greedy)
@@ -274,14 +274,14 @@ def test_a_look_ahead_stops_where_a_sentence_begins() -> None:
     tree = DraftTree.chain(torch.tensor([[0, 1, 2, 3]]), torch.empty(1, 0, 5), scores=torch.zeros(1, 4))
     ends = torch.tensor([False, False, True, False, False, False])
     round = Verification(tree, logits, logits, True, texts=Texts([[0] * 9], ends=ends))
-    assert parse_rule("tilted:1:exact_ngram_size=0:floor=0:toll=0.3")(round).accepted.tolist() == [3]
-    assert parse_rule("tilted:1:exact_ngram_size=0:floor=0:toll=0.3:lead=1")(round).accepted.tolist() == [0]
+    assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3")(round).accepted.tolist() == [3]
+    assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3:lead=1")(round).accepted.tolist() == [0]
 
 
 AS_EXACT = [
     *("fuzzy:js:0", "fuzzy:kl_qp:0:gate=processed", "random:0", "lenient:1", "threshold", "typical:inf:inf"),
     *("relaxed:0", "cactus:0", "cascade-token:-0.1", "ensemble:1", "tilted:inf", "mars:0"),
-    "tilted:inf:floor=0.1:gate=0.3:budget=1",
+    "tilted:inf:min_p=0.1:gate=0.3:budget=1",
 ]
 
 

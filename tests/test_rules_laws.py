@@ -127,8 +127,8 @@ REFERENCES: dict[str, partial[np.ndarray]] = {
     "cascade-token:0.3": partial(cascade, alpha=0.3), "cascade-token:1": partial(cascade, alpha=1.0),
     "ensemble:0.7": partial(ensemble, weight=0.7), "fuzzy:js:inf": partial(passing, passes=lambda p: p >= 0),
     "fuzzy-strict:js:inf": partial(ensemble, weight=0.0),
-    "fuzzy:js:inf:floor=0.3": partial(passing, passes=lambda p: p >= 0.3 * p.max()),
-    "fuzzy-strict:js:inf:floor=0.3": partial(cascade, alpha=0.7),
+    "fuzzy:js:inf:min_p=0.3": partial(passing, passes=lambda p: p >= 0.3 * p.max()),
+    "fuzzy-strict:js:inf:min_p=0.3": partial(cascade, alpha=0.7),
 }  # fmt: skip
 SHAPES = ["tree", "tree-processed", "tree-reduced", "chain", "chain-processed", "chain-reduced"]
 

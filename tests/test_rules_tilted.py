@@ -26,8 +26,8 @@ PRICES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 def plain(price: float, **options: Any) -> Tilted:
-    """The rule without floor and novelty unless they are given."""
-    return Tilted(price, **{"floor": 0.0, "exact_ngram_size": 0, **options})
+    """The rule without min_p and exact n-grams unless they are given."""
+    return Tilted(price, **{"min_p": 0.0, "exact_ngram_size": 0, **options})
 
 
 def law_table(rule: Rule, round: Verification) -> np.ndarray:
@@ -104,7 +104,7 @@ def _may_take(round: Verification, known: torch.Tensor, row: int, node: int, chi
 
 @pytest.mark.parametrize(
     "options",
-    [f":floor={x}:exact_ngram_size={n}" for x, n in ((0, 0), (0, 2), (0.2, 0))] + [":exact_ngram_size=2:toll=0.6"],
+    [f":min_p={x}:exact_ngram_size={n}" for x, n in ((0, 0), (0, 2), (0.2, 0))] + [":exact_ngram_size=2:toll=0.6"],
 )
 @pytest.mark.parametrize("price", [0.1, 0.5, 1.0, 2.0])
 def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str) -> None:
@@ -125,7 +125,7 @@ def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str)
             worth = []
             for way in ways(round.tree, row):
                 loss = [float(scores[a].max() - scores[a, round.tree.tokens[row, b]]) for a, b in zip(way, way[1:])]
-                if any(math.exp(-x) < rule.least_share for x in loss) or INF in loss:
+                if any(math.exp(-x) < rule.least_p for x in loss) or INF in loss:
                     continue
                 if not all(_may_take(round, again, row, a, b) for a, b in zip(way, way[1:])):
                     continue
@@ -302,7 +302,7 @@ def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool)
         overspent = torch.tensor(spent[: round.tree.tokens.shape[0]])
         made = apply_rules([learned] * len(overspent), replace(round, overspent=overspent))
         prices = [max(FIRST_PRICE + float(nats), LEAST_PRICE) for nats in overspent]
-        fixed = [Tilted(price, learned.least_share, exact_ngram_size=0) for price in prices]
+        fixed = [Tilted(price, learned.least_p, exact_ngram_size=0) for price in prices]
         assert_same(made, apply_rules(fixed, round))
         different += int((made.spent != apply_rules([fixed[2]] * len(fixed), round).spent).any())
         assert made.allowed is not None and (made.allowed >= 0).all()
@@ -324,7 +324,7 @@ def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temper
 
     exact, _, _ = answer("exact")
     for heat in (0.2, 1.0):
-        sequences, spent, rounds = answer(f"tilted:heat={heat}:floor=0:exact_ngram_size=0")
+        sequences, spent, rounds = answer(f"tilted:heat={heat}:min_p=0:exact_ngram_size=0")
         for prompt, sequence, nats, count in zip(prompts, sequences, spent, rounds):
             with torch.inference_mode():
                 logits = toy_decoder.target.model(torch.tensor([prompt + sequence])).logits[0, len(prompt) - 1 : -1]
@@ -333,7 +333,7 @@ def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temper
             depth = toy_decoder.drafter.max_depth
             assert nats <= allowed + math.sqrt(FIRST_PRICE**2 + 2 * depth * count * (1 + depth / 8)) - FIRST_PRICE
     # a sure target at next to no heat allows nothing, and the price rises with all that is spent
-    cool, warm = (sum(answer(f"tilted:heat={heat}:floor=0:exact_ngram_size=0")[1]) for heat in (1e-3, 3.0))
+    cool, warm = (sum(answer(f"tilted:heat={heat}:min_p=0:exact_ngram_size=0")[1]) for heat in (1e-3, 3.0))
     assert cool < warm
     if not temperature:  # above 0 draws depend on trees, which are chosen for the rule
         assert answer("tilted:heat=0.2:budget=0")[0] == exact

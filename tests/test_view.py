@@ -38,7 +38,7 @@ def test_a_trace_says_what_the_target_and_the_statistics_say(decoder: FuzzyDecod
     prompt = decoder.encode("the cat sat on the mat the cat sat on the", chat=False)
     trace = PageTrace(decoder.tokenizer, prompt, used.proposers)
     out = decoder.generate(
-        [prompt], "tilted:0.05:exact_ngram_size=0:floor=0", drafter=used, max_new_tokens=40, temperature=0,
+        [prompt], "tilted:0.05:exact_ngram_size=0:min_p=0", drafter=used, max_new_tokens=40, temperature=0,
         on_round=lambda row, round: trace.add(round), guide=guide,
     )  # fmt: skip
     tokens = [token for round in trace.rounds for token in round["tokens"]]

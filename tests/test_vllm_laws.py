@@ -12,8 +12,8 @@ from tests.vllm_laws import ALLOWED, CASES, FUZZY, NEEDS_VLLM, NGRAM, PROMPT, Ca
 
 SAMPLES, MEASURED = 200, CASES[:4]
 RULES = [
-    None, "tilted:inf", "tilted:0.3:exact_ngram_size=0:floor=0", "typical:0:0",
-    "tilted:0.2:exact_ngram_size=0:floor=0:budget=1.5",
+    None, "tilted:inf", "tilted:0.3:exact_ngram_size=0:min_p=0", "typical:0:0",
+    "tilted:0.2:exact_ngram_size=0:min_p=0:budget=1.5",
     "fly:2:0.1", "lenient:0.02", "threshold:0.05", "asd:1", "mars:0.5",
 ]  # fmt: skip
 PROMPTS = [[5 + (n * k * k + k) % 8 for k in range(4 + n % 16)] for n in range(40)]

@@ -21,7 +21,7 @@ from tests.tree_rounds import text_round
 
 V, SLOTS, LONGEST = 11, 30, 64
 RULES = [
-    "tilted:1:exact_ngram_size=0:floor=0", "tilted:0.4:exact_ngram_size=2:floor=0.1", "lenient:0.4", "typical:0.2:0.5",
+    "tilted:1:exact_ngram_size=0:min_p=0", "tilted:0.4:exact_ngram_size=2:min_p=0.1", "lenient:0.4", "typical:0.2:0.5",
     "relaxed:3:0.4", "threshold:0.2:0.6:exact_ngram_size=1", "cactus:0.5:exact_ngram_size=2",
     "mars:0.7:exact_ngram_size=1", "asd:1:budget=3", "exact",
 ]  # fmt: skip
@@ -173,7 +173,7 @@ def test_a_batch_without_rules_is_not_touched() -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        "tilted:0.4:exact_ngram_size=2:floor=0.1",
+        "tilted:0.4:exact_ngram_size=2:min_p=0.1",
         "tilted",
         "tilted:heat=0.3",
         "tilted:1:budget=2",
@@ -217,7 +217,7 @@ def test_which_drafts_are_favoured(
     monkeypatch.setattr(vllm, "_vocabulary", lambda model: {"<think>": 9, "</think>": 10})
     server, logits = Server(method=method), torch.zeros(3, V)
     logits[:, 7] = 0.5
-    rule = "tilted:0.1:exact_ngram_size=0:floor=0" + (f":only_in={only_in}" if only_in else "")
+    rule = "tilted:0.1:exact_ngram_size=0:min_p=0" + (f":only_in={only_in}" if only_in else "")
     server.add(0, Params(0.0, {"rule": rule}), text, drafts)
     assert server.step(logits, [0]).argmax(-1).tolist() == choices
 
@@ -228,7 +228,7 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
     """As in the engine: step by step the same tokens, under a learned price and under a budget."""
     generator, asked = (
         torch.Generator().manual_seed(seed),
-        Params(0.0, {"rule": f"tilted:exact_ngram_size=0:floor=0:{options}"}),
+        Params(0.0, {"rule": f"tilted:exact_ngram_size=0:min_p=0:{options}"}),
     )
     rule = RuleRequest.of(asked).rule
     server, text, overspent, spent = Server(), [1, 2], torch.zeros(1), torch.zeros(1)
@@ -258,7 +258,7 @@ def test_an_answers_first_tokens_are_exact_in_a_slot() -> None:
     """A text of 2 tokens is the prompt. With settle=3, tokens 0 to 2 of the answer are the target's own."""
     server, logits = Server(), torch.zeros(3, V)
     logits[:, 7] = 0.5
-    server.add(3, Params(0.0, {"rule": "tilted:0.1:exact_ngram_size=0:floor=0:settle=3"}), [1, 2], [3, 4])
+    server.add(3, Params(0.0, {"rule": "tilted:0.1:exact_ngram_size=0:min_p=0:settle=3"}), [1, 2], [3, 4])
     for answer, choices in (([], [7, 7, 7]), ([5, 5], [7, 4, 7]), ([5, 5, 5], [3, 4, 7])):
         server.grow(3, [1, 2, *answer], [3, 4])
         assert server.step(logits, [3]).argmax(-1).tolist() == choices
@@ -268,7 +268,7 @@ def test_a_budget_is_each_requests_own() -> None:
     """A slot's next request starts with its own; after a preemption, which forgets what was spent, none is left."""
     server, logits = Server(), torch.zeros(3, V)
     logits[:, 7] = 0.5  # the target's choice; drafts have a regret of 0.5
-    params = Params(0.0, {"rule": "tilted:0.1:exact_ngram_size=0:floor=0:budget=1.2"})
+    params = Params(0.0, {"rule": "tilted:0.1:exact_ngram_size=0:min_p=0:budget=1.2"})
     for _ in range(2):
         server.add(3, params, [1, 2], [3, 4])
         assert server.step(logits, [3]).argmax(-1).tolist() == [3, 4, 7]
@@ -330,7 +330,7 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
         "tilted:0.9:budget=1",
         "tilted:1:exact_ngram_size=0:budget=1",
         "typical",
-        "tilted:2:floor=0:budget=1",
+        "tilted:2:min_p=0:budget=1",
     ):
         with pytest.raises(ValueError, match="this server allows"):
             RuleRequest.of(Params(extra_args={"rule": rule}))

@@ -21,9 +21,9 @@ from tests.vllm_v2 import V2
 
 RULES = [
     None,
-    "tilted:0.3:exact_ngram_size=0:floor=0",
+    "tilted:0.3:exact_ngram_size=0:min_p=0",
     "typical:0:0",
-    "tilted:0.2:exact_ngram_size=0:floor=0:budget=1.5",
+    "tilted:0.2:exact_ngram_size=0:min_p=0:budget=1.5",
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"vllm_xargs": {"rule": "nonsense"}}, "rule: unknown rule 'nonsense'"),

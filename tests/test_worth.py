@@ -30,7 +30,7 @@ NEW = 20
 FEW = (
     "exact",
     "tilted:2",
-    "tilted:1:floor=0",
+    "tilted:1:min_p=0",
     "typical:exact_ngram_size=3",
     "fuzzy:js:0.3:exact_ngram_size=3",
     "fly:2:0.1",
@@ -117,7 +117,7 @@ def test_a_replayed_first_round_is_decodings(spec: str, length: int, decoders: d
 def test_a_narrow_vocabulary_changes_no_verdict(kind: str, decoders: dict[str, FuzzyDecoder]) -> None:
     rules = [
         parse_rule(spec)
-        for spec in ("tilted:1", "tilted:0.3:floor=0:exact_ngram_size=2", "tilted:8:exact_ngram_size=0")
+        for spec in ("tilted:1", "tilted:0.3:min_p=0:exact_ngram_size=2", "tilted:8:exact_ngram_size=0")
     ]
     for seen in seen_rounds(decoders[kind], PROMPTS[2])[:4]:
         parts = [tuple(seen.cut(shape, 0.5)) for shape in (TreeShape(2, 3, 5), TreeShape(6, 3, 9))]
@@ -182,7 +182,7 @@ def test_a_learned_price_lies_between_fixed_ones() -> None:
     rule = parse_rule("tilted:heat=0.5")
     assert isinstance(rule, Tilted)
     exact, *fixed = fixed_prices(rule)
-    assert exact == parse_rule("exact") and fixed[0] == parse_rule("tilted:8:floor=0.1"), "with the rule's own floor"
+    assert exact == parse_rule("exact") and fixed[0] == parse_rule("tilted:8:min_p=0.1"), "with the rule's own min_p"
     found = {each: [shaped(0.1 * n, 2.0 + 0.4 * n)] for n, each in enumerate([exact, *fixed])}
     for allowed, tau in ((0.0, 2.0), (0.05, 2.2), (0.15, 2.6), (9.0, 4.8)):
         assert learned(rule, allowed, found)[0].tau == pytest.approx(tau)

@@ -66,10 +66,10 @@ class Case:
 
 
 CASES = [
-    Case("tilted:0.7:exact_ngram_size=0:floor=0", 1.0), Case("tilted:0.4:exact_ngram_size=0:floor=0:budget=0.8", 0.7),
+    Case("tilted:0.7:exact_ngram_size=0:min_p=0", 1.0), Case("tilted:0.4:exact_ngram_size=0:min_p=0:budget=0.8", 0.7),
     Case("lenient:0.3", 1.0, presence_penalty=1.0), Case("threshold:0.5:0.6", 0.7),
-    Case("tilted:0.5:exact_ngram_size=3:floor=0.1", 0.7),
-    Case("tilted:0.7:exact_ngram_size=0:floor=0", 0.7, presence_penalty=-1.0),
+    Case("tilted:0.5:exact_ngram_size=3:min_p=0.1", 0.7),
+    Case("tilted:0.7:exact_ngram_size=0:min_p=0", 0.7, presence_penalty=-1.0),
     Case("lenient:0.5", 0.7), Case("typical:0.4:0.8", 1.0), Case("typical:0.4:0.8", 0.7), Case("relaxed:2:0.5", 1.0),
     Case("relaxed:2:0.5:exact_ngram_size=3", 0.7), Case("threshold:0.5:0.6", 1.0),
     Case("cactus:1", 1.0), Case("cactus:0.3", 0.7),

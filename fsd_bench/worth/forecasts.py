@@ -24,7 +24,7 @@ from fsd_infer.tree import Draws
 PRICES = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (
     *(f"tilted:{price:g}" for price in PRICES),
-    *(f"tilted:{price:g}:floor=0" for price in PRICES),
+    *(f"tilted:{price:g}:min_p=0" for price in PRICES),
     *(
         "typical:exact_ngram_size=3",
         "relaxed:exact_ngram_size=3",
@@ -283,7 +283,7 @@ def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, res
 
 def fixed_prices(rule: Tilted) -> list[Rule]:
     """Return rules of fixed prices between which one with a learned price lies."""
-    return [Exact(), *(replace(rule, price=price, heat=None, floor=rule.least_share) for price in PRICES)]
+    return [Exact(), *(replace(rule, price=price, heat=None, min_p=rule.least_p) for price in PRICES)]
 
 
 def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[Shaped]]) -> list[Shaped]:

@@ -113,7 +113,7 @@ def no_looser(rule: Rule, most: Rule) -> bool:
             and rule.least_toll >= most.least_toll
             and rule.settled >= most.settled
             and rule.leading >= most.leading
-            and rule.least_share >= most.least_share
+            and rule.least_p >= most.least_p
             and (0 < rule.exact_ngram_size <= most.exact_ngram_size or not most.exact_ngram_size)
             and rule.nats <= most.nats
         )

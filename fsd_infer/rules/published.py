@@ -121,7 +121,7 @@ class CascadeToken(LossyRule):
 
     Exact at alpha < 0, where A is empty. Exact at contexts without a q (n-gram lookup). At temperature 0 it emits the
     drafter's likeliest token if A holds it, else the target's. From arXiv:2405.19261 (variant "token v3"), with the
-    default of github.com/chiatzenw-cur/lossy-token-eff. `fuzzy:js:inf` with the floor 1 - alpha tests drafts outside A
+    default of github.com/chiatzenw-cur/lossy-token-eff. `fuzzy:js:inf` with min_p 1 - alpha tests drafts outside A
     exactly.
 
     Args:

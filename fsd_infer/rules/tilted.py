@@ -27,7 +27,7 @@ from fsd_infer.rules.parameters import parameter
 LEAST_PRICE = 1e-3
 PRICE, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
 FIRST_PRICE = 2.0  # a learned price before any spending
-RARE = 100.0  # the floor of a learned price: a hot sample takes such a token this many times less often than the best
+RARE = 100.0  # min_p of a learned price: a hot sample takes such a token this many times less often than the best
 LIKELY = 16  # a hot sample is drawn from this many tokens; fewer tokens allow less, never more
 GREEDY_SHARPNESS = 2.0  # greedy acceptance resembles draws from a law whose tilt is this many times larger
 
@@ -59,7 +59,7 @@ class Tilted(LossyRule):
     Args:
         price: how many accepted drafts a nat is worth, at least 0.001 (rounding decides below it). None: 2, or
             learned if a heat is given.
-        floor: drafts below this share of the likeliest token's probability count as not drafted. None: 0.25; with a
+        min_p: drafts below this share of the likeliest token's probability count as not drafted. None: 0.25; with a
             learned price, the share a hot sample takes 100 times less often than the likeliest token.
         gate: tilt only where ``divergence`` of target and drafter (raw) is at most this. V assumes open gates below.
             None: tilt everywhere, even where no q is known.
@@ -80,7 +80,7 @@ class Tilted(LossyRule):
         "benchmarks/results/rules-ifeval-odd.json"
     )
     price: float | None = parameter(None, low=LEAST_PRICE, infinite=True)
-    floor: float | None = parameter(None, low=0, high=1)
+    min_p: float | None = parameter(None, low=0, high=1)
     gate: float | None = parameter(None, low=0, infinite=True)
     divergence: str = "js"
     heat: float | None = parameter(None, above=0, keyword=True)
@@ -108,10 +108,10 @@ class Tilted(LossyRule):
         return self.settle if self.settle is not None else SETTLE if self._by_default else 0
 
     @property
-    def least_share(self) -> float:
-        """The floor, given or by default."""
-        if self.floor is not None:
-            return self.floor
+    def least_p(self) -> float:
+        """``min_p``, given or by default."""
+        if self.min_p is not None:
+            return self.min_p
         return 0.25 if self.heat is None else RARE**-self.heat
 
     @property
@@ -142,10 +142,10 @@ class Tilted(LossyRule):
 
     def _logit_bias(self, evidence: Evidence) -> Tensor:
         """[B, N] v(c)/price of each draft."""
-        price, tree, floor = self.prices(evidence), evidence.tree, self.least_share
+        price, tree, least = self.prices(evidence), evidence.tree, self.least_p
         regret = evidence.regret.to(price.dtype)
         fresh = ~evidence.known(self.exact_ngram_size) if self.exact_ngram_size else evidence.tree.is_draft
-        favoured = fresh & (regret <= (-math.log(floor) if floor else torch.finfo(regret.dtype).max))
+        favoured = fresh & (regret <= (-math.log(least) if least else torch.finfo(regret.dtype).max))
         if evidence.greedy:
             copied = ~fresh & (regret == 0)  # the target's own choice, whose siblings are never taken
             open = favoured & ~evidence.above(evidence.some(copied)) | copied
@@ -163,8 +163,8 @@ class Tilted(LossyRule):
         """[R, V] v/price of each token as the draft of a sampled chain, which is worth 1 or 0."""
         gain = (1 / self.prices(at.evidence))[at.rows].float()
         favoured = at.log_p > -math.inf
-        if self.least_share:
-            favoured = at.log_p >= at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_share)
+        if self.least_p:
+            favoured = at.log_p >= at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_p)
         if self.exact_ngram_size:
             favoured &= ~at.known_tokens(self.exact_ngram_size)
         return torch.where(favoured, gain, 0.0)
