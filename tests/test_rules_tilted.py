@@ -273,27 +273,27 @@ def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_i
         assert parse_rule(f"{spec}:exact_ngram_size=0")(round).accepted.sum() > found.accepted.sum()
 
 
-@pytest.mark.parametrize("heat", [0.1, 0.3, 1.0])
-def test_a_hot_sample_costs_what_enumeration_says(heat: float) -> None:
+@pytest.mark.parametrize("t", [0.1, 0.3, 1.0])
+def test_a_sample_costs_what_enumeration_says(t: float) -> None:
     """Over a vocabulary that is looked at as a whole; forbidden tokens are never sampled."""
     scores = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0)) * 3
     scores[0, 0, 3:] = -INF
     scores[1, 1, 1:] = -INF
     p = scores.softmax(-1)
-    hot = (scores / heat).softmax(-1)
-    regret = (scores.amax(-1, keepdim=True) - scores).masked_fill(hot == 0, 0.0)
-    torch.testing.assert_close(sampling_cost(scores, heat, greedy=True), (hot * regret).sum(-1))
-    warmer = (scores / (1 + heat)).softmax(-1)
+    warm = (scores / t).softmax(-1)
+    regret = (scores.amax(-1, keepdim=True) - scores).masked_fill(warm == 0, 0.0)
+    torch.testing.assert_close(sampling_cost(scores, t, greedy=True), (warm * regret).sum(-1))
+    warmer = (scores / (1 + t)).softmax(-1)
     divergence = (warmer * (warmer.log() - p.log())).nan_to_num(0.0).sum(-1)
-    torch.testing.assert_close(sampling_cost(scores, heat, greedy=False), divergence, atol=1e-6, rtol=1e-4)
-    assert sampling_cost(scores, heat, True)[1, 1] == 0 == sampling_cost(scores, heat, False)[1, 1]
+    torch.testing.assert_close(sampling_cost(scores, t, greedy=False), divergence, atol=1e-6, rtol=1e-4)
+    assert sampling_cost(scores, t, True)[1, 1] == 0 == sampling_cost(scores, t, False)[1, 1]
 
 
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool) -> None:
     """So the learned rule has the laws of the fixed one, which are tested by enumeration."""
-    learned = parse_rule("tilted:exact_ngram_size=0:heat=0.5")
+    learned = parse_rule("tilted:exact_ngram_size=0:match_temperature=0.5")
     assert isinstance(learned, Tilted)
     spent = [-9.0, -1.5, 0.0, 0.7, 3.0, 40.0, 1.0, -1.9]
     different = 0
@@ -323,17 +323,17 @@ def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temper
         ]  # fmt: skip
 
     exact, _, _ = answer("exact")
-    for heat in (0.2, 1.0):
-        sequences, spent, rounds = answer(f"tilted:heat={heat}:min_p=0:exact_ngram_size=0")
+    for t in (0.2, 1.0):
+        sequences, spent, rounds = answer(f"tilted:match_temperature={t}:min_p=0:exact_ngram_size=0")
         for prompt, sequence, nats, count in zip(prompts, sequences, spent, rounds):
             with torch.inference_mode():
                 logits = toy_decoder.target.model(torch.tensor([prompt + sequence])).logits[0, len(prompt) - 1 : -1]
             scores = logits.float() / (temperature or 1.0)
-            allowed = float(sampling_cost(scores, heat, temperature == 0).sum())
+            allowed = float(sampling_cost(scores, t, temperature == 0).sum())
             depth = toy_decoder.drafter.max_depth
             assert nats <= allowed + math.sqrt(FIRST_PRICE**2 + 2 * depth * count * (1 + depth / 8)) - FIRST_PRICE
-    # a sure target at next to no heat allows nothing, and the price rises with all that is spent
-    cool, warm = (sum(answer(f"tilted:heat={heat}:min_p=0:exact_ngram_size=0")[1]) for heat in (1e-3, 3.0))
+    # a sure target at next to no temperature allows nothing, and the price rises with all that is spent
+    cool, warm = (sum(answer(f"tilted:match_temperature={t}:min_p=0:exact_ngram_size=0")[1]) for t in (1e-3, 3.0))
     assert cool < warm
     if not temperature:  # above 0 draws depend on trees, which are chosen for the rule
-        assert answer("tilted:heat=0.2:budget=0")[0] == exact
+        assert answer("tilted:match_temperature=0.2:budget=0")[0] == exact

@@ -175,7 +175,7 @@ def test_a_batch_without_rules_is_not_touched() -> None:
     [
         "tilted:0.4:exact_ngram_size=2:min_p=0.1",
         "tilted",
-        "tilted:heat=0.3",
+        "tilted:match_temperature=0.3",
         "tilted:1:budget=2",
         "relaxed:3:0.4",
         "fly:2:0.1",
@@ -222,7 +222,7 @@ def test_which_drafts_are_favoured(
     assert server.step(logits, [0]).argmax(-1).tolist() == choices
 
 
-@pytest.mark.parametrize("options", ["heat=0.4", "price=0.3:budget=2"])
+@pytest.mark.parametrize("options", ["match_temperature=0.4", "price=0.3:budget=2"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
     """As in the engine: step by step the same tokens, under a learned price and under a budget."""
@@ -316,12 +316,14 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted")
     for rule in ("tilted", "tilted:4:toll=1:settle=64", "tilted:toll=2"):
         assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
-    for rule in ("tilted:4", "tilted:2:toll=1", "tilted:heat=0.1"):
+    for rule in ("tilted:4", "tilted:2:toll=1", "tilted:match_temperature=0.1"):
         with pytest.raises(ValueError, match="this server allows tilted"):
             RuleRequest.of(Params(extra_args={"rule": rule}))
-    monkeypatch.setenv("FSD_VLLM_MOST", "tilted:heat=0.3")
-    assert RuleRequest.of(Params(extra_args={"rule": "tilted:heat=0.2"})).rule == parse_rule("tilted:heat=0.2")
-    for rule in ("tilted:heat=0.4", "tilted:4"):
+    monkeypatch.setenv("FSD_VLLM_MOST", "tilted:match_temperature=0.3")
+    assert RuleRequest.of(Params(extra_args={"rule": "tilted:match_temperature=0.2"})).rule == parse_rule(
+        "tilted:match_temperature=0.2"
+    )
+    for rule in ("tilted:match_temperature=0.4", "tilted:4"):
         with pytest.raises(ValueError, match="this server allows tilted"):
             RuleRequest.of(Params(extra_args={"rule": rule}))
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted:1:budget=9")

@@ -51,7 +51,7 @@ def decoders() -> dict[str, FuzzyDecoder]:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer rules, for speed."""
     monkeypatch.setattr("fsd_bench.worth.forecasts.RULES", FEW[1:-1])
-    monkeypatch.setattr("fsd_bench.worth.forecasts.HEATED", ("tilted:heat=0.5",))
+    monkeypatch.setattr("fsd_bench.worth.forecasts.MATCHING", ("tilted:match_temperature=0.5",))
 
 
 def decoded(decoder: FuzzyDecoder, drafter: Drafter, rule: str | Rule, temperature: float = 0.0) -> tuple[float, int]:
@@ -179,7 +179,7 @@ def test_a_learned_price_lies_between_fixed_ones() -> None:
     def shaped(nats: float, tau: float) -> Shaped:
         return Shaped(TreeShape.chain(4), tau, nats, nats, 4.0, 5.0, 1.0)
 
-    rule = parse_rule("tilted:heat=0.5")
+    rule = parse_rule("tilted:match_temperature=0.5")
     assert isinstance(rule, Tilted)
     exact, *fixed = fixed_prices(rule)
     assert exact == parse_rule("exact") and fixed[0] == parse_rule("tilted:8:min_p=0.1"), "with the rule's own min_p"

@@ -41,7 +41,12 @@ RULES = (
     ),
     *("fly:exact_ngram_size=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
 )
-HEATED = ("tilted:heat=0.2", "tilted:heat=0.3", "tilted:heat=0.5", "tilted:heat=0.8")  # at temperature 0
+MATCHING = (
+    "tilted:match_temperature=0.2",
+    "tilted:match_temperature=0.3",
+    "tilted:match_temperature=0.5",
+    "tilted:match_temperature=0.8",
+)  # at temperature 0
 EXACT = {Draws.NONE: Exact(draw=False), Draws.TREE: Exact(), Draws.CHAIN: Exact(block=True)}  # on drafts drawn so
 COSTS = (0.05, 0.1, 0.2, 0.4, 1.0)  # of a drafted token, in target forwards
 DEPTH = 12  # of the chain that is decoded with
@@ -198,7 +203,7 @@ def forecast(
         drafter: a head or a small LM whose shape is cut; None: the decoder's. Without a requested shape it drafts
             :data:`DEPTH` tokens, or :data:`DEEP_TREE`.
         temperature, max_new_tokens, chat: of the request.
-        usual: replay :data:`RULES` too, and at temperature 0 :data:`HEATED`.
+        usual: replay :data:`RULES` too, and at temperature 0 :data:`MATCHING`.
         seed: seed of draws.
         progress: show a progress bar.
 
@@ -209,12 +214,12 @@ def forecast(
         raise FsdError("no prompts: give at least one.")
     deep = deep_drafter(decoder.drafter if drafter is None else drafter)
     shapes = _shapes(deep.shape)
-    tried = _rules([*(RULES if usual else ()), *(HEATED if usual and not temperature else ()), *rules], temperature)
-    heats = {} if temperature else _heats(tried)
-    fixed = dict.fromkeys([*(rule for rule in tried if rule not in heats), *chain(*map(fixed_prices, heats))])
+    tried = _rules([*(RULES if usual else ()), *(MATCHING if usual and not temperature else ()), *rules], temperature)
+    matching = {} if temperature else _matching(tried)
+    fixed = dict.fromkeys([*(rule for rule in tried if rule not in matching), *chain(*map(fixed_prices, matching))])
     eos = decoder.target.model.generation_config.eos_token_id
     replays = _replays(fixed, shapes, frozenset([eos] if isinstance(eos, int) else eos or ()), temperature)
-    temperatures = dict.fromkeys([*YARDSTICKS, *heats.values()], 0.0)
+    temperatures = dict.fromkeys([*YARDSTICKS, *matching.values()], 0.0)
     exact = next(iter(replays))  # from whose rounds come the facts about decoding
     watch = Watch(replays[exact].add, temperature, max_new_tokens, torch.Generator().manual_seed(seed), temperatures)
     options = {
@@ -244,7 +249,7 @@ def forecast(
     for (rule, shape), tally in chain(*(replay.tallies.items() for replay in replays.values())):
         found.setdefault(rule, []).append(_shaped(shape, tally, forwards, step, rest))
     cells = {rule: found[rule] for rule in tried if rule in found}
-    cells |= {rule: learned(rule, spent[heat], found) for rule, heat in heats.items()}
+    cells |= {rule: learned(rule, spent[t], found) for rule, t in matching.items()}
     return Forecast(
         _rows({tried[rule]: shaped for rule, shaped in cells.items()}), drafts.summary(),
         {f"{t:g}": spent[t] for t in YARDSTICKS}, deep.shape, emitted / rounds, rounds, temperature,
@@ -268,9 +273,13 @@ def _replays(
     return {exact: Replay(part, shapes, eos) for exact, part in parts.items()}
 
 
-def _heats(rules: Iterable[Rule]) -> dict[Tilted, float]:
-    """Return the rules with a learned price and their heats."""
-    return {rule: rule.heat for rule in rules if isinstance(rule, Tilted) and rule.heat is not None}
+def _matching(rules: Iterable[Rule]) -> dict[Tilted, float]:
+    """Return the rules with a learned price and the temperatures that they match."""
+    return {
+        rule: rule.match_temperature
+        for rule in rules
+        if isinstance(rule, Tilted) and rule.match_temperature is not None
+    }
 
 
 def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, rest: float) -> Shaped:
@@ -283,7 +292,7 @@ def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, res
 
 def fixed_prices(rule: Tilted) -> list[Rule]:
     """Return rules of fixed prices between which one with a learned price lies."""
-    return [Exact(), *(replace(rule, price=price, heat=None, min_p=rule.least_p) for price in PRICES)]
+    return [Exact(), *(replace(rule, price=price, match_temperature=None, min_p=rule.least_p) for price in PRICES)]
 
 
 def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[Shaped]]) -> list[Shaped]:

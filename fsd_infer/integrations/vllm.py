@@ -104,11 +104,11 @@ def no_looser(rule: Rule, most: Rule) -> bool:
     if most.only_in is None and isinstance(rule, LossyRule):
         rule = dataclasses.replace(rule, only_in=None)
     if isinstance(rule, Tilted) and isinstance(most, Tilted):
-        if (rule.heat is None) != (most.heat is None):
-            return False  # a fixed price and a heat are not comparable
+        if (rule.match_temperature is None) != (most.match_temperature is None):
+            return False  # a fixed price and a learned one are not comparable
         return (
             rule.only_in == most.only_in
-            and (rule.heat or 0.0) <= (most.heat or 0.0)
+            and (rule.match_temperature or 0.0) <= (most.match_temperature or 0.0)
             and rule.first_price >= most.first_price
             and rule.least_toll >= most.least_toll
             and rule.settled >= most.settled

@@ -27,8 +27,8 @@ from fsd_infer.rules.parameters import parameter
 LEAST_PRICE = 1e-3
 PRICE, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
 FIRST_PRICE = 2.0  # a learned price before any spending
-RARE = 100.0  # min_p of a learned price: a hot sample takes such a token this many times less often than the best
-LIKELY = 16  # a hot sample is drawn from this many tokens; fewer tokens allow less, never more
+RARE = 100.0  # min_p of a learned price: the samples it matches take such a token this many times less often
+LIKELY = 16  # the samples to match are of this many tokens; fewer tokens allow less, never more
 GREEDY_SHARPNESS = 2.0  # greedy acceptance resembles draws from a law whose tilt is this many times larger
 
 
@@ -51,39 +51,40 @@ class Tilted(LossyRule):
     each deviation also costs a toll, whatever its regret, which leaves those that win several drafts; and an answer's
     first tokens are exact.
 
-    With a heat the rule learns its price, and spends about what the target's own samples would. At each emitted token,
-    a hot sample costs some nats on average: a sample of p^(1/(1 + heat)), at temperature 0 of softmax(logits/heat). The
-    sum of these costs is the allowance. Spending beyond it raises the price; unspent allowance lowers it (drift plus
-    penalty: Neely, 2010). So spending follows the allowance within a few nats.
+    With a temperature t to match, the rule learns its price, and spends about what the target's own samples would. At
+    each emitted token such a sample costs some nats on average: one of p^(1/(1 + t)), at temperature 0 of
+    softmax(logits/t). The sum of these costs is the allowance. Spending beyond it raises the price; unspent allowance
+    lowers it (drift plus penalty: Neely, 2010). So spending follows the allowance within a few nats.
 
     Args:
         price: how many accepted drafts a nat is worth, at least 0.001 (rounding decides below it). None: 2, or
-            learned if a heat is given.
+            learned if there is a temperature to match.
         min_p: drafts below this share of the likeliest token's probability count as not drafted. None: 0.25; with a
-            learned price, the share a hot sample takes 100 times less often than the likeliest token.
+            learned price, the share that its samples take 100 times less often than the likeliest token.
         gate: tilt only where ``divergence`` of target and drafter (raw) is at most this. V assumes open gates below.
             None: tilt everywhere, even where no q is known.
         divergence: a name in :data:`fsd_core.divergence.DIVERGENCES`.
-        heat: the heat of a learned price. 0.3 allows about 0.04 nats per token of chat and 0.015 of a worked sum.
+        match_temperature: of the samples whose cost a learned price matches. 0.3 allows about 0.04 nats per token of
+            chat and 0.015 of a worked sum.
         toll: accepted drafts that each deviation costs besides its regret, at temperature 0. None: 1; with a price or a
-            heat, 0.
-        settle: how many first tokens are exact. None: 48; with a price or a heat, 0.
+            temperature to match, 0.
+        settle: how many first tokens are exact. None: 48; with a price or a temperature to match, 0.
 
     Raises:
         UnknownNameError: unknown divergence.
-        FsdError: a number out of range, or heat with a price.
+        FsdError: a number out of range, or match_temperature with a price.
     """
 
     measured = (
-        "by default 1.04 times exact's tokens per forward at 0.0 points of score (-2.2 to +2.2), with heat=0.3 1.28 "
-        "times at -2.2 points (-6.7 to +1.5): 135 prompts of IFEval, the built-in head, "
+        "by default 1.04 times exact's tokens per forward at 0.0 points of score (-2.2 to +2.2), with "
+        "match_temperature=0.3 1.28 times at -2.2 points (-6.7 to +1.5): 135 prompts of IFEval, the built-in head, "
         "benchmarks/results/rules-ifeval-odd.json"
     )
     price: float | None = parameter(None, low=LEAST_PRICE, infinite=True)
     min_p: float | None = parameter(None, low=0, high=1)
     gate: float | None = parameter(None, low=0, infinite=True)
     divergence: str = "js"
-    heat: float | None = parameter(None, above=0, keyword=True)
+    match_temperature: float | None = parameter(None, above=0, keyword=True)
     toll: float | None = parameter(None, low=0, high=1e6, keyword=True)
     exact_ngram_size: int = parameter(3, low=0, high=MOST_TOKENS, keyword=True)
 
@@ -91,12 +92,12 @@ class Tilted(LossyRule):
         super().__post_init__()
         object.__setattr__(self, "divergence", divergence(self.divergence).name)
         check_gate(self.name, "gate", self.divergence, self.gate)
-        if self.price is not None and self.heat is not None:
-            raise FsdError("rule 'tilted': heat is for a learned price: leave out price or heat.")
+        if self.price is not None and self.match_temperature is not None:
+            raise FsdError("rule 'tilted': match_temperature is for a learned price: leave out one of the two.")
 
     @property
     def _by_default(self) -> bool:
-        return self.price is None and self.heat is None
+        return self.price is None and self.match_temperature is None
 
     @property
     def least_toll(self) -> float:
@@ -112,25 +113,25 @@ class Tilted(LossyRule):
         """``min_p``, given or by default."""
         if self.min_p is not None:
             return self.min_p
-        return 0.25 if self.heat is None else RARE**-self.heat
+        return 0.25 if self.match_temperature is None else RARE**-self.match_temperature
 
     @property
     def first_price(self) -> float:
         """The price, given or of a text's first round."""
         if self.price is not None:
             return self.price
-        return PRICE if self.heat is None else FIRST_PRICE
+        return PRICE if self.match_temperature is None else FIRST_PRICE
 
     def prices(self, evidence: Evidence) -> Tensor:
         """[B, 1] the current price of each row."""
         overspent = evidence.round.overspent
         first = evidence.tree.tokens[:, :1].to(wide(evidence.tree.tokens.device)) * 0 + self.first_price
-        if self.heat is None or overspent is None:
+        if self.match_temperature is None or overspent is None:
             return first
         return (first + overspent[:, None]).clamp_min(LEAST_PRICE)
 
     def allowance(self, scores: Tensor, greedy: bool) -> Tensor | None:
-        return None if self.heat is None else sampling_cost(scores, self.heat, greedy)
+        return None if self.match_temperature is None else sampling_cost(scores, self.match_temperature, greedy)
 
     def law(self, evidence: Evidence) -> Law:
         if self.price == math.inf:
@@ -177,18 +178,18 @@ class Tilted(LossyRule):
         return {**super().describe(), **gated, "price_unit": "accepted drafts per nat"}
 
 
-def sampling_cost(scores: Tensor, heat: float, greedy: bool) -> Tensor:
-    """Return the mean cost of a hot sample: [..., V] scores -> [...] nats.
+def sampling_cost(scores: Tensor, temperature: float, greedy: bool) -> Tensor:
+    """Return the mean cost of a sample at a temperature: [..., V] scores -> [...] nats.
 
-    At temperature 0 the cost is the mean regret, E[max(scores) - scores] under softmax(scores/heat). Above, it is
-    KL(p^(1/(1+heat)) || p) with p = softmax(scores). Both use the ``LIKELY`` likeliest tokens alone.
+    In greedy decoding that is the mean regret, E[max(scores) - scores] under softmax(scores/temperature). Else it is
+    KL(p^(1/(1+temperature)) || p) with p = softmax(scores). Both use the ``LIKELY`` likeliest tokens alone.
     """
     top, _ = functional.topk_logprobs(scores, min(LIKELY, scores.shape[-1]))
     regret = top[..., :1] - top
     if greedy:
-        return ((-regret / heat).softmax(-1) * regret.nan_to_num(posinf=0.0)).sum(-1)
-    log_p, log_hot = (-regret).log_softmax(-1), (-regret / (1 + heat)).log_softmax(-1)
-    return (log_hot.exp() * (log_hot - log_p).nan_to_num()).sum(-1).clamp_min(0.0)
+        return ((-regret / temperature).softmax(-1) * regret.nan_to_num(posinf=0.0)).sum(-1)
+    log_p, log_q = (-regret).log_softmax(-1), (-regret / (1 + temperature)).log_softmax(-1)
+    return (log_q.exp() * (log_q - log_p).nan_to_num()).sum(-1).clamp_min(0.0)
 
 
 def _sums_down(ancestors: Tensor, weights: Tensor, open: Tensor) -> Tensor:
