@@ -287,7 +287,7 @@ def test_the_value_of_a_chain_is_what_tilted_gives_for_it() -> None:
     lengths = kept[steps, starts + steps].cumprod(0).sum(0)
     anchor = ((p * (p.log() - q.log())).sum(-1) * batch.weights).sum() / batch.weights.sum()
     expected = 0.1 * anchor - (lengths / 3).log().mean()
-    check(batch, stories.ValueLoss(price=0.3)(batch.batch()).loss, expected)
+    check(batch, stories.ValueLoss(kl_coef=0.3)(batch.batch()).loss, expected)
 
 
 def test_every_loss_has_its_recipe(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def answers(engine: dict[str, Any]) -> dict[str | Case, list[list[int]]]:
 
 
 def test_requests_come_and_go_each_with_its_own_rule(target: Path, answers: dict[Any, Any]) -> None:
-    """As our own walk has it, one request at a time: rules, prices and lengths mixed, budgets kept, slots reused."""
+    """As our own walk has it, one request at a time: rules, coefficients and lengths mixed, budgets kept."""
     toy = Toy(target, ALLOWED)
     wanted = [greedy_answer(toy, RULES[n % 8] or "exact", PROMPTS[n], LENGTHS[n]) for n in range(40)]
     assert answers["greedy"] == wanted

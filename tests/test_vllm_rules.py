@@ -222,10 +222,10 @@ def test_which_drafts_are_favoured(
     assert server.step(logits, [0]).argmax(-1).tolist() == choices
 
 
-@pytest.mark.parametrize("options", ["match_temperature=0.4", "price=0.3:budget=2"])
+@pytest.mark.parametrize("options", ["match_temperature=0.4", "kl_coef=0.3:budget=2"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
-    """As in the engine: step by step the same tokens, under a learned price and under a budget."""
+    """As in the engine: step by step the same tokens, under an adaptive KL coefficient and under a budget."""
     generator, asked = (
         torch.Generator().manual_seed(seed),
         Params(0.0, {"rule": f"tilted:exact_ngram_size=0:min_p=0:{options}"}),
@@ -281,7 +281,7 @@ def test_a_budget_is_each_requests_own() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (Params(extra_args={"rule": "tilted:-1"}), "price must be at least 0.001"),
+        (Params(extra_args={"rule": "tilted:-1"}), "kl_coef must be at least 0.001"),
         (Params(extra_args={"rule": "fuzzy:js:0.3"}), "'fuzzy' needs the drafter's distribution"),
         (Params(extra_args={"rule": "tilted:gate=0.1"}), "needs the drafter's distribution"),
         (Params(0.7, {"rule": "tilted"}, top_p=0.9), "top_p = 1, top_k = 0 and min_p = 0"),

@@ -14,7 +14,7 @@ from fsd_bench.evidence.candidates import forecast_rules
 from fsd_bench.evidence.settings import SweepOptions
 from fsd_bench.jobs import decoding
 from fsd_bench.worth import Forecast, forecast
-from fsd_bench.worth.forecasts import Shaped, fixed_prices, learned
+from fsd_bench.worth.forecasts import Shaped, fixed_coefs, learned
 from fsd_bench.worth.replay import RecordedRound, Replay, walk
 from fsd_bench.worth.run import WorthOptions, brief_text, recommended, verdict, worth_text
 from fsd_bench.worth.watch import Watch
@@ -174,14 +174,14 @@ def test_a_calibration_that_names_no_rules_gets_the_forecasts(toy: Toy, monkeypa
 
 
 def test_a_learned_price_lies_between_fixed_ones() -> None:
-    """It spends what is allowed, or what the cheapest price can; exact is where nothing is."""
+    """It spends what is allowed, or what the smallest coefficient can; exact is where nothing is."""
 
     def shaped(nats: float, tau: float) -> Shaped:
         return Shaped(TreeShape.chain(4), tau, nats, nats, 4.0, 5.0, 1.0)
 
     rule = parse_rule("tilted:match_temperature=0.5")
     assert isinstance(rule, Tilted)
-    exact, *fixed = fixed_prices(rule)
+    exact, *fixed = fixed_coefs(rule)
     assert exact == parse_rule("exact") and fixed[0] == parse_rule("tilted:8:min_p=0.1"), "with the rule's own min_p"
     found = {each: [shaped(0.1 * n, 2.0 + 0.4 * n)] for n, each in enumerate([exact, *fixed])}
     for allowed, tau in ((0.0, 2.0), (0.05, 2.2), (0.15, 2.6), (9.0, 4.8)):

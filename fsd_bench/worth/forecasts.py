@@ -21,10 +21,10 @@ from fsd_infer.engine.drafts import Drafts
 from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
 from fsd_infer.tree import Draws
 
-PRICES = (8, 4, 2, 1.5, 1, 0.7, 0.5)
+KL_COEFS = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (
-    *(f"tilted:{price:g}" for price in PRICES),
-    *(f"tilted:{price:g}:min_p=0" for price in PRICES),
+    *(f"tilted:{coef:g}" for coef in KL_COEFS),
+    *(f"tilted:{coef:g}:min_p=0" for coef in KL_COEFS),
     *(
         "typical:exact_ngram_size=3",
         "relaxed:exact_ngram_size=3",
@@ -216,7 +216,7 @@ def forecast(
     shapes = _shapes(deep.shape)
     tried = _rules([*(RULES if usual else ()), *(MATCHING if usual and not temperature else ()), *rules], temperature)
     matching = {} if temperature else _matching(tried)
-    fixed = dict.fromkeys([*(rule for rule in tried if rule not in matching), *chain(*map(fixed_prices, matching))])
+    fixed = dict.fromkeys([*(rule for rule in tried if rule not in matching), *chain(*map(fixed_coefs, matching))])
     eos = decoder.target.model.generation_config.eos_token_id
     replays = _replays(fixed, shapes, frozenset([eos] if isinstance(eos, int) else eos or ()), temperature)
     temperatures = dict.fromkeys([*YARDSTICKS, *matching.values()], 0.0)
@@ -274,7 +274,7 @@ def _replays(
 
 
 def _matching(rules: Iterable[Rule]) -> dict[Tilted, float]:
-    """Return the rules with a learned price and the temperatures that they match."""
+    """Return the rules with an adaptive KL coefficient and the temperatures that they match."""
     return {
         rule: rule.match_temperature
         for rule in rules
@@ -290,21 +290,21 @@ def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, res
     )  # fmt: skip
 
 
-def fixed_prices(rule: Tilted) -> list[Rule]:
-    """Return rules of fixed prices between which one with a learned price lies."""
-    return [Exact(), *(replace(rule, price=price, match_temperature=None, min_p=rule.least_p) for price in PRICES)]
+def fixed_coefs(rule: Tilted) -> list[Rule]:
+    """Return rules of fixed KL coefficients between which one with an adaptive one lies."""
+    return [Exact(), *(replace(rule, kl_coef=coef, match_temperature=None, min_p=rule.least_p) for coef in KL_COEFS)]
 
 
 def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[Shaped]]) -> list[Shaped]:
-    """Interpolate a rule with a learned price between the fixed prices that spend more and less.
+    """Interpolate a rule with an adaptive KL coefficient between fixed ones that spend more and less.
 
     Args:
-        rule: with a learned price.
-        allowed: nats per token to spend; at most what the cheapest price spends.
+        rule: with an adaptive KL coefficient.
+        allowed: nats per token to spend; at most what the smallest coefficient spends.
         found: by rule, a forecast for each shape.
     """
     made = []
-    for shaped in zip(*(found[fixed] for fixed in fixed_prices(rule))):
+    for shaped in zip(*(found[fixed] for fixed in fixed_coefs(rule))):
         points = sorted(shaped, key=lambda point: point.nats)
         above = next((number for number, point in enumerate(points) if point.nats > allowed), None)
         made.append(points[-1] if above is None else _between(points[above - 1], points[above], allowed))

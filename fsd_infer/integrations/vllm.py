@@ -105,11 +105,11 @@ def no_looser(rule: Rule, most: Rule) -> bool:
         rule = dataclasses.replace(rule, only_in=None)
     if isinstance(rule, Tilted) and isinstance(most, Tilted):
         if (rule.match_temperature is None) != (most.match_temperature is None):
-            return False  # a fixed price and a learned one are not comparable
+            return False  # a fixed KL coefficient and an adaptive one are not comparable
         return (
             rule.only_in == most.only_in
             and (rule.match_temperature or 0.0) <= (most.match_temperature or 0.0)
-            and rule.first_price >= most.first_price
+            and rule.first_kl_coef >= most.first_kl_coef
             and rule.least_toll >= most.least_toll
             and rule.settled >= most.settled
             and rule.leading >= most.leading
@@ -154,7 +154,7 @@ class FuzzyRules(_Processor):
         self.temperature = torch.ones(slots, device=self.device)
         self.left = torch.full((slots,), math.inf, device=self.device)  # remaining nats
         self.cost = torch.zeros(slots, self.nodes, device=self.device)  # nats at the last step's positions
-        self.allowed = torch.zeros_like(self.cost)  # nats that a learned price allows at these positions
+        self.allowed = torch.zeros_like(self.cost)  # nats that adaptive KL coefficients allow here
         self.overspent = torch.zeros(slots, device=self.device)  # nats beyond the allowance
         self.seen = torch.zeros(slots, dtype=torch.long, device=self.device)  # length of the text at the last step
         self.ledger = Ledger(self.device)
@@ -174,7 +174,7 @@ class FuzzyRules(_Processor):
     def apply_staged_writes(self) -> None:
         """Copy new requests to the device.
 
-        A preemption loses a request's spending, so its budget is then 0 and its learned price restarts.
+        A preemption loses a request's spending, so its budget is then 0 and its adaptive KL coefficient restarts.
         """
         if not self.fresh:
             return

@@ -106,7 +106,7 @@ class Rule:
         return 0.0
 
     def allowance(self, scores: Tensor, greedy: bool) -> Tensor | None:
-        """Return the nats that a learned price allows at each context; None for other rules.
+        """Return the nats that an adaptive KL coefficient allows at each context; None for other rules.
 
         Args:
             scores: [..., V] of the target, after the request's processors.

@@ -14,7 +14,7 @@ from fsd_core.errors import FsdError
 from fsd_core.former import say
 from fsd_core.registry import read_float, read_int
 
-FORMER = {"floor": "min_p", "heat": "match_temperature", "novel": "exact_ngram_size"}
+FORMER = {"floor": "min_p", "heat": "match_temperature", "novel": "exact_ngram_size", "price": "kl_coef"}
 _TYPES: dict[Any, tuple[str, Any]] = {
     float: ("a number", (int, float)),
     int: ("a whole number", int),

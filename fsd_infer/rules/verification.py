@@ -141,7 +141,7 @@ class Verdict:
             if there is none.
         proposers: [B, N] of the tree's nodes, see :class:`DraftTree`; None if one drafter proposed all.
         allowed: [B] nats that each row's rule allows for the emitted tokens, on the device of the logits; None if no
-            rule learns its price.
+            rule adapts its KL coefficient.
         faults: [B, ·] bool by what is wrong: logits that are not finite, by their source, or ``FORKS``. A verdict with
             any of them is void, see :meth:`check`.
     """
