@@ -74,7 +74,7 @@ def fresh(record: Record) -> str:
 
 def ladder(record: Record) -> str:
     """Each rule on drafters of rising strength."""
-    header = ["drafter", "agrees", "median regret", "below 1 nat", "rule", "× τ", "score, points", "log-likelihood"]
+    header = ["drafter", "agrees", "median gap", "below 1 nat", "rule", "× τ", "score, points", "log-likelihood"]
     rows = []
     for name, facts in record["rungs"].items():
         drafts, first = facts["drafts"], True
@@ -92,7 +92,7 @@ def ladder(record: Record) -> str:
 def losses(record: Record) -> str:
     """Losses for a small LM: its first drafts, then tokens per cost under exact and under a rule."""
     rule = "tilted:1:floor=0"
-    header = ["loss", "first draft agrees", "median regret", "below 1 nat", "`exact`", "× public", f"`{rule}`"]
+    header = ["loss", "first draft agrees", "median gap", "below 1 nat", "`exact`", "× public", f"`{rule}`"]
     rows = []
     for name, facts in record["losses"].items():
         exact, lossy = facts["exact"], facts[rule]

@@ -246,12 +246,12 @@ def asd_reference(round: Verification, row: int, gap: float, most: int, left: fl
     node, emitted = 0, list[int]()
     while True:
         choice = int(z[node].argmax())
-        regret = {c: z[node].max() - z[node][tokens[c]] for c in below[node]}
+        loss = {c: z[node].max() - z[node][tokens[c]] for c in below[node]}
         if choice not in [tokens[c] for c in below[node]] and most:
-            fit = [c for c in below[node] if regret[c] <= gap * depth(node)]
-            best = min(fit, key=lambda c: regret[c], default=None)
-            if best is not None and regret[best] <= left:
-                choice, left, most = tokens[best], left - regret[best], most - 1
+            fit = [c for c in below[node] if loss[c] <= gap * depth(node)]
+            best = min(fit, key=lambda c: loss[c], default=None)
+            if best is not None and loss[best] <= left:
+                choice, left, most = tokens[best], left - loss[best], most - 1
         emitted.append(choice)
         down = [c for c in below[node] if tokens[c] == choice]
         if not down:

@@ -283,8 +283,8 @@ def test_a_sample_costs_what_enumeration_says(t: float) -> None:
     scores[1, 1, 1:] = -INF
     p = scores.softmax(-1)
     warm = (scores / t).softmax(-1)
-    regret = (scores.amax(-1, keepdim=True) - scores).masked_fill(warm == 0, 0.0)
-    torch.testing.assert_close(sampling_cost(scores, t, greedy=True), (warm * regret).sum(-1))
+    gap = (scores.amax(-1, keepdim=True) - scores).masked_fill(warm == 0, 0.0)
+    torch.testing.assert_close(sampling_cost(scores, t, greedy=True), (warm * gap).sum(-1))
     warmer = (scores / (1 + t)).softmax(-1)
     divergence = (warmer * (warmer.log() - p.log())).nan_to_num(0.0).sum(-1)
     torch.testing.assert_close(sampling_cost(scores, t, greedy=False), divergence, atol=1e-6, rtol=1e-4)

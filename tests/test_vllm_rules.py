@@ -267,7 +267,7 @@ def test_an_answers_first_tokens_are_exact_in_a_slot() -> None:
 def test_a_budget_is_each_requests_own() -> None:
     """A slot's next request starts with its own; after a preemption, which forgets what was spent, none is left."""
     server, logits = Server(), torch.zeros(3, V)
-    logits[:, 7] = 0.5  # the target's choice; drafts have a regret of 0.5
+    logits[:, 7] = 0.5  # the target's choice; drafts have a gap of 0.5
     params = Params(0.0, {"rule": "tilted:0.1:exact_ngram_size=0:min_p=0:budget=1.2"})
     for _ in range(2):
         server.add(3, params, [1, 2], [3, 4])

@@ -146,7 +146,7 @@ def test_the_command(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str
     found = json.loads(record.read_text())
     rows = found["forecast"]["rows"]
     assert rows[0]["rule"] == "exact" and {"relaxed:3:0.5", "tilted:2"} <= {row["rule"] for row in rows}
-    assert found["forecast"]["regret"]["count"] > 0 and found["environment"]
+    assert found["forecast"]["drafts"]["count"] > 0 and found["environment"]
     assert found["options"]["max_new_tokens"] == 12
     assert command(toy, "--raw", "--temperature", "0.7") == 0
     text = capsys.readouterr().out

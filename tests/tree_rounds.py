@@ -133,7 +133,7 @@ def assert_same(a: Verdict, b: Verdict) -> None:
         assert torch.equal(getattr(a, field), getattr(b, field)), field
     assert torch.equal(a.first, b.first)
     torch.testing.assert_close(a.spent, b.spent, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(a.regret, b.regret, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(a.logprob_gap, b.logprob_gap, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def check_tree(tree: DraftTree) -> None:

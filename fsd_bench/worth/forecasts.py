@@ -110,7 +110,7 @@ class Forecast:
 
     Attributes:
         rows: exact first, then from the cheapest rule per token to the dearest.
-        regret: of the drafter's first choices, see :meth:`.Drafts.summary`.
+        drafts: of the drafter's first choices, see :meth:`.Drafts.summary`.
         yardsticks: by temperature, nats per token that the target's own samples spend, counted as at temperature 0.
         decoded: shape of the run with exact.
         tau, rounds: measured τ of that run, and its number of rounds.
@@ -120,7 +120,7 @@ class Forecast:
     """
 
     rows: list[ForecastRow]
-    regret: dict[str, Any]
+    drafts: dict[str, Any]
     yardsticks: dict[str, float]
     decoded: TreeShape
     tau: float

@@ -136,11 +136,11 @@ class Chains(Evidence):
         """
         law = rule.charged_law(self)
         if law.logit_bias is None:
-            nothing = torch.zeros_like(self.regret)
+            nothing = torch.zeros_like(self.logprob_gap)
             return nothing, nothing
         holds = mine if law.gate is None else mine & law.gate(self.whole).view_as(mine)
         odds = biased(self, law.logit_bias, law.applies & holds)
         cost = odds.cost.masked_fill(~odds.applies, 0.0)
         pays = odds.applies if left is None else odds.applies & affordable(self, cost, left)
-        allowed = torch.where(self.regret < math.inf, law.logit_bias, 0.0)  # never favour forbidden tokens
+        allowed = torch.where(self.logprob_gap < math.inf, law.logit_bias, 0.0)  # never favour forbidden tokens
         return allowed.clamp_min(0.0).roll(-1, 1).masked_fill(~pays, 0.0), cost.masked_fill(~pays, 0.0)

@@ -193,9 +193,9 @@ class _Walk:
                 torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(TokenOrigin.GATE)
             )
         first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
-        regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
+        logprob_gap = evidence.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
         numbers = path, accepted[:, 0], tokens.masked_fill_(beyond, 0), sources
-        return Verdict(*numbers, is_open, spent, first, regret, tree.proposers, faults=self._faults())
+        return Verdict(*numbers, is_open, spent, first, logprob_gap, tree.proposers, faults=self._faults())
 
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""

@@ -2,8 +2,8 @@
 
 A rule returns r. The walk (:mod:`fsd_infer.rules._walk`) draws from it, charges its cost, and enforces budgets. The
 cost is KL(r || p) in nats, with p the processed target. At temperature 0 the KL of one-hot distributions is 0 or
-infinite. So the cost is the greedy regret ``score(y*) - score(y)``, with y* the target's likeliest token and y the
-emitted one. The regret is the limit of temperature times KL as the temperature falls to 0. Every cost is known before
+infinite. So the cost is the log-probability gap ``score(y*) - score(y)``, with y* the target's likeliest token and y
+the emitted one. This gap is the limit of temperature times KL as the temperature falls to 0. Every cost is known before
 the token is drawn. So by the chain rule the expected sum over a sequence is KL(output || target).
 """
 
@@ -145,7 +145,7 @@ class Law:
                 passes = evidence.log_p >= cutoff if math.isfinite(cutoff) else evidence.tree.is_draft & (cutoff < 0)
             else:
                 passes = evidence.log_p >= evidence.above(cutoff - ROUNDING)
-            logit_bias = torch.zeros_like(evidence.regret)
+            logit_bias = torch.zeros_like(evidence.logprob_gap)
             if chance is not None:  # the bias that gives the children chance(p(C)) together
                 mass = evidence.draft_mass
                 raised = chance(mass).clamp(max=1.0)
@@ -267,19 +267,19 @@ def biased(evidence: Evidence, logit_bias: Tensor, applies: Tensor) -> Odds:
 
     Works with logarithms in the device's widest type: p(C) and e^-bias may underflow at a low temperature.
     """
-    dtype, inf, regret = wide(logit_bias.device), math.inf, evidence.regret
-    logit_bias = logit_bias.masked_fill(regret == inf, 0.0)  # never emit what the processed target forbids
+    dtype, inf, logprob_gap = wide(logit_bias.device), math.inf, evidence.logprob_gap
+    logit_bias = logit_bias.masked_fill(logprob_gap == inf, 0.0)  # never emit what the processed target forbids
     held = logit_bias == -inf
     applies = applies & evidence.some(logit_bias > 0)
     if evidence.greedy:
         applies = applies & ~evidence.some(held & evidence.chance)
-        value = evidence.of_children(logit_bias - regret, -inf)
+        value = evidence.of_children(logit_bias - logprob_gap, -inf)
         best = value.amax(-1, keepdim=True)
-        # ties: the least regret, then the smallest token, as an argmax over the vocabulary resolves them
-        order = -regret.to(dtype) - 1e-12 * evidence.tree.tokens
+        # ties: the least gap, then the smallest token, as an argmax over the vocabulary resolves them
+        order = -logprob_gap.to(dtype) - 1e-12 * evidence.tree.tokens
         child, won = order[:, None].masked_fill(value < best, -inf).argmax(-1), best[..., 0] > 0
         chance = torch.where(evidence.above(won), evidence.nodes == evidence.above(child), evidence.chance)
-        cost = regret.gather(1, child).masked_fill(~won, 0.0).to(dtype)
+        cost = logprob_gap.gather(1, child).masked_fill(~won, 0.0).to(dtype)
         return Odds(applies, chance, cost, cost)
     logit_bias, log_p = logit_bias.to(dtype), evidence.log_p.to(dtype)
     free = (1.0 - evidence.total(log_p.exp().masked_fill(~held, 0.0))).clamp_min(0.0).log()

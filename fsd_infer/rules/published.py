@@ -182,8 +182,8 @@ class Fly(LossyRule):
 
     def law(self, evidence: Evidence) -> Law:
         self.check_greedy(evidence)
-        agrees = evidence.regret == 0
-        run = best_path(evidence.tree.ancestors, torch.ones_like(evidence.regret), agrees)
+        agrees = evidence.logprob_gap == 0
+        run = best_path(evidence.tree.ancestors, torch.ones_like(evidence.logprob_gap), agrees)
         log_p = evidence.best(3)
         unsure = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1) >= self.entropy
         logit_bias = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
@@ -193,9 +193,9 @@ class Fly(LossyRule):
 @RULES.register("asd")
 @dataclass(frozen=True)
 class Asd(LossyRule):
-    """Pass mismatches whose regret is small beside what they win, within a request's budget; temperature 0 only.
+    """Pass mismatches whose logprob gap is small beside what they win, within a request's budget; temperature 0 only.
 
-    A draft that is not the target's choice passes if its regret max z - z(x), in logits, is at most ``gap`` times the
+    A draft that is not the target's choice passes if max z - z(x), in logits, is at most ``gap`` times the
     drafts that it may win. These are the depth of the tree below its parent; on a chain K - i. A round passes at most
     ``mismatches`` of them, a request as many as the sum of their regrets stays within the budget. Of several, the
     likeliest is emitted. Exact where one of the three is 0. From arXiv:2608.03447, with the defaults of its code.
@@ -216,15 +216,15 @@ class Asd(LossyRule):
 
     def law(self, evidence: Evidence) -> Law:
         self.check_greedy(evidence)
-        if 0 in (self.gap, self.mismatches, self.budget):  # equal logits have no regret, yet one of them is not argmax
+        if 0 in (self.gap, self.mismatches, self.budget):  # equal logits have no gap, yet one of them is not argmax
             return Law.target(evidence)
-        tree, regret = evidence.tree, evidence.regret
-        ones = torch.ones_like(regret)
+        tree, logprob_gap = evidence.tree, evidence.logprob_gap
+        ones = torch.ones_like(logprob_gap)
         mismatch = tree.is_draft & ~evidence.chance
         count = (tree.ancestors.to(ones.dtype) @ mismatch.to(ones.dtype)[..., None]).squeeze(-1)
         depth_below = best_path(tree.ancestors, ones, tree.is_draft)
-        passes = (regret <= self.gap * evidence.above(depth_below)) & (count <= self.mismatches)
-        logit_bias = torch.zeros_like(regret).masked_fill(passes & mismatch, math.inf)
+        passes = (logprob_gap <= self.gap * evidence.above(depth_below)) & (count <= self.mismatches)
+        logit_bias = torch.zeros_like(logprob_gap).masked_fill(passes & mismatch, math.inf)
         return Law.biased(evidence, logit_bias).where(~evidence.some(evidence.chance))
 
 

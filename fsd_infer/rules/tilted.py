@@ -41,17 +41,17 @@ class Tilted(LossyRule):
 
     λ is ``kl_coef``. No rule accepts more drafts for its divergence. On a tree v(c) = 1 + V(c) for a child c and 0 for
     every other token. For a node n with children C, V(n) = λ · ln(1 - p(C) + Σ_C p·e^(v/λ)); V is 0 at leaves. At
-    temperature 0, V(n) = max(0, max_C v(c) - λ · regret(c) - toll · [c is not the target's choice]). On a sampled
+    temperature 0, V(n) = max(0, max_C v(c) - λ · gap(c) - toll · [c is not the target's choice]). On a sampled
     chain, drafts are tested against r = clip(q, p/Z, p·e^(1/λ)/Z). Trees need no q. As λ falls to 0, r becomes p
     conditioned on the walk taking one of the tree's deepest paths.
 
     A draft that completes an n-gram of ``exact_ngram_size`` tokens counts as not drafted, and so do the nodes below it.
     The exception: at temperature 0, a draft that is the target's own choice.
 
-    At temperature 0 the harm of a deviation hardly depends on its regret: one that costs 0.1 nats turns a right answer
-    wrong as often as one that costs 1. What it depends on is how much of the answer is still to come. So by default
-    each deviation also costs a toll, whatever its regret, which leaves those that win several drafts; and an answer's
-    first tokens are exact.
+    At temperature 0 the harm of a deviation hardly depends on its gap, ln p(best) - ln p(draft): one of 0.1 nats turns
+    a right answer wrong as often as one of 1. What it depends on is how much of the answer is still to come. So by
+    default each deviation also costs a toll, whatever its gap, which leaves those that win several drafts; and an
+    answer's first tokens are exact.
 
     With a temperature t to match, λ adapts, and the rule spends about what the target's own samples would. At each
     emitted token such a sample costs some nats on average: one of p^(1/(1 + t)), at temperature 0 of softmax(logits/t).
@@ -68,7 +68,7 @@ class Tilted(LossyRule):
         divergence: a name in :data:`fsd_core.divergence.DIVERGENCES`.
         match_temperature: of the samples whose cost an adaptive λ matches. 0.3 allows about 0.04 nats per token of
             chat and 0.015 of a worked sum.
-        toll: accepted drafts that each deviation costs besides its regret, at temperature 0. None: 1; with a λ or a
+        toll: accepted drafts that each deviation costs besides its gap, at temperature 0. None: 1; with a λ or a
             temperature to match, 0.
         settle: how many first tokens are exact. None: 48; with a λ or a temperature to match, 0.
 
@@ -146,18 +146,18 @@ class Tilted(LossyRule):
     def _logit_bias(self, evidence: Evidence) -> Tensor:
         """[B, N] v(c)/λ of each draft."""
         coef, tree, least = self.kl_coefs(evidence), evidence.tree, self.least_p
-        regret = evidence.regret.to(coef.dtype)
+        logprob_gap = evidence.logprob_gap.to(coef.dtype)
         fresh = ~evidence.known(self.exact_ngram_size) if self.exact_ngram_size else evidence.tree.is_draft
-        favoured = fresh & (regret <= (-math.log(least) if least else torch.finfo(regret.dtype).max))
+        favoured = fresh & (logprob_gap <= (-math.log(least) if least else torch.finfo(logprob_gap.dtype).max))
         if evidence.greedy:
-            copied = ~fresh & (regret == 0)  # the target's own choice, whose siblings are never taken
+            copied = ~fresh & (logprob_gap == 0)  # the target's own choice, whose siblings are never taken
             open = favoured & ~evidence.above(evidence.some(copied)) | copied
             if (where := self.lossy_at(evidence)) is not None:
                 open = open & (evidence.above(where) | evidence.chance)
             toll = torch.where(evidence.chance, 0.0, self.least_toll)
-            value = best_path(tree.ancestors, fresh.to(regret.dtype) - coef * regret - toll, open) - toll
+            value = best_path(tree.ancestors, fresh.to(logprob_gap.dtype) - coef * logprob_gap - toll, open) - toll
         else:
-            log_p = evidence.log_p.to(regret.dtype)
+            log_p = evidence.log_p.to(logprob_gap.dtype)
             mass = evidence.total(log_p.exp().masked_fill(~favoured, 0.0))
             value = coef * log_mean_exp(tree.ancestors, log_p + 1 / coef, favoured, 1.0 - mass)
         return ((1 + value).clamp_min(0.0) / coef).masked_fill(~favoured, 0.0)
@@ -183,14 +183,14 @@ class Tilted(LossyRule):
 def sampling_cost(scores: Tensor, temperature: float, greedy: bool) -> Tensor:
     """Return the mean cost of a sample at a temperature: [..., V] scores -> [...] nats.
 
-    In greedy decoding that is the mean regret, E[max(scores) - scores] under softmax(scores/temperature). Else it is
+    In greedy decoding that is the mean gap, E[max(scores) - scores] under softmax(scores/temperature). Else it is
     KL(p^(1/(1+temperature)) || p) with p = softmax(scores). Both use the ``LIKELY`` likeliest tokens alone.
     """
     top, _ = functional.topk_logprobs(scores, min(LIKELY, scores.shape[-1]))
-    regret = top[..., :1] - top
+    logprob_gap = top[..., :1] - top
     if greedy:
-        return ((-regret / temperature).softmax(-1) * regret.nan_to_num(posinf=0.0)).sum(-1)
-    log_p, log_q = (-regret).log_softmax(-1), (-regret / (1 + temperature)).log_softmax(-1)
+        return ((-logprob_gap / temperature).softmax(-1) * logprob_gap.nan_to_num(posinf=0.0)).sum(-1)
+    log_p, log_q = (-logprob_gap).log_softmax(-1), (-logprob_gap / (1 + temperature)).log_softmax(-1)
     return (log_q.exp() * (log_q - log_p).nan_to_num()).sum(-1).clamp_min(0.0)
 
 
