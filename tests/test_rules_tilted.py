@@ -301,9 +301,9 @@ def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool)
     different = 0
     for seed in range(8):
         round = any_round(shape, seed, greedy)
-        overspent = torch.tensor(spent[: round.tree.tokens.shape[0]])
-        made = apply_rules([learned] * len(overspent), replace(round, overspent=overspent))
-        coefs = [max(FIRST_PRICE + float(nats), LEAST_KL_COEF) for nats in overspent]
+        kl_excess = torch.tensor(spent[: round.tree.tokens.shape[0]])
+        made = apply_rules([learned] * len(kl_excess), replace(round, kl_excess=kl_excess))
+        coefs = [max(FIRST_PRICE + float(nats), LEAST_KL_COEF) for nats in kl_excess]
         fixed = [Tilted(kl_coef, learned.least_p, exact_ngram_size=0) for kl_coef in coefs]
         assert_same(made, apply_rules(fixed, round))
         different += int((made.spent != apply_rules([fixed[2]] * len(fixed), round).spent).any())
@@ -314,7 +314,7 @@ def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool)
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temperature: float) -> None:
-    """A round's kl_coef λ buys at most depth/λ nats, so what is overspent grows no faster than √(2·depth·rounds)."""
+    """A round's kl_coef λ buys at most depth/λ nats, so the excess grows no faster than √(2·depth·rounds)."""
     sampling = {"do_sample": temperature > 0, "temperature": temperature or None, "top_p": None, "top_k": None}
     prompts = [[5, 6, 7, 8], [9, 3, 4]]
 

@@ -231,7 +231,7 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
         Params(0.0, {"rule": f"tilted:exact_ngram_size=0:min_p=0:{options}"}),
     )
     rule = RuleRequest.of(asked).rule
-    server, text, overspent, spent = Server(), [1, 2], torch.zeros(1), torch.zeros(1)
+    server, text, kl_excess, spent = Server(), [1, 2], torch.zeros(1), torch.zeros(1)
     for step in range(10):
         drafts = torch.randint(0, V, (5,), generator=generator).tolist()
         logits = torch.rand(6, V, generator=generator) * 2
@@ -239,7 +239,7 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
             server.add(3, asked, text, drafts)
         server.grow(3, text, drafts)
         left = torch.full((1,), torch.inf if rule.budget is None else rule.budget) - spent
-        verdict = rule(text_round(text, drafts, logits, True, overspent=overspent, budget_left=left))
+        verdict = rule(text_round(text, drafts, logits, True, kl_excess=kl_excess, budget_left=left))
         count = int(verdict.accepted[0]) + 1
         assert server.step(logits, [3]).argmax(-1).tolist()[:count] == verdict.tokens[0, :count].tolist()
         text = text + verdict.tokens[0, :count].tolist()
@@ -247,11 +247,11 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
         server.grow(3, text, [])
         server.step(logits[:1], [3])  # accounts for the step before
         if verdict.allowed is not None:
-            overspent = (overspent + verdict.spent.sum(1) - verdict.allowed).clamp_min(-FIRST_PRICE)
-            torch.testing.assert_close(server.rules.overspent[3:4], overspent.float(), atol=1e-4, rtol=1e-4)
+            kl_excess = (kl_excess + verdict.spent.sum(1) - verdict.allowed).clamp_min(-FIRST_PRICE)
+            torch.testing.assert_close(server.rules.kl_excess[3:4], kl_excess.float(), atol=1e-4, rtol=1e-4)
     assert float(spent) > (0 if rule.budget is None else 0.5 * rule.budget)
     server.add(3, asked, [1, 2], [3])
-    assert float(server.rules.overspent[3]) == 0, "of the request before"
+    assert float(server.rules.kl_excess[3]) == 0, "of the request before"
 
 
 def test_an_answers_first_tokens_are_exact_in_a_slot() -> None:

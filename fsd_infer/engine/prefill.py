@@ -80,7 +80,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         texts=Texts([()] * rows, prompts, device, markers, capacity + drafter.max_nodes + 1, marks),
         ends=to_device(torch.tensor([len(prompt) + limit for prompt, limit in zip(prompts, limits)]), device),
         budget=nats_of(rules, device),
-        overspent=torch.zeros(rows, device=device),
+        kl_excess=torch.zeros(rows, device=device),
         measures=request.measure_log_likelihood,
         history=books.history,
         most_nodes=drafter.max_nodes,

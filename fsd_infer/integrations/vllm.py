@@ -155,7 +155,7 @@ class FuzzyRules(_Processor):
         self.left = torch.full((slots,), math.inf, device=self.device)  # remaining nats
         self.cost = torch.zeros(slots, self.nodes, device=self.device)  # nats at the last step's positions
         self.allowed = torch.zeros_like(self.cost)  # nats that adaptive KL coefficients allow here
-        self.overspent = torch.zeros(slots, device=self.device)  # nats beyond the allowance
+        self.kl_excess = torch.zeros(slots, device=self.device)  # nats beyond the targets
         self.seen = torch.zeros(slots, dtype=torch.long, device=self.device)  # length of the text at the last step
         self.ledger = Ledger(self.device)
 
@@ -192,7 +192,7 @@ class FuzzyRules(_Processor):
         resumed = (self.states.prefill_len.gpu > self.states.prompt_len.gpu)[index] & budget.isfinite()
         self.temperature[index] = temperature
         self.left[index] = budget.masked_fill(resumed, 0.0)
-        for kept in (self.cost, self.allowed, self.overspent):
+        for kept in (self.cost, self.allowed, self.kl_excess):
             kept.index_fill_(0, index, 0.0)
         self.seen[index] = self.states.total_len.gpu[index].long()
         self.fresh = {}
@@ -214,14 +214,14 @@ class FuzzyRules(_Processor):
             asked = self.kinds[number]
             if asked.greedy not in chains:  # rows edited so far belong to other requests
                 scores = step.scores(logits, None if asked.greedy else temperature)
-                chains[asked.greedy] = Chains(step, scores, asked.greedy, self.overspent[step.slot])
+                chains[asked.greedy] = Chains(step, scores, asked.greedy, self.kl_excess[step.slot])
             evidence, here = chains[asked.greedy], (kind == number)[:, None].expand(step.shape)
             mine = step.drafted & here
-            allowance = asked.rule.allowance(evidence.round.scores, asked.greedy)
-            if allowance is not None:
+            target = asked.rule.kl_target(evidence.round.scores, asked.greedy)
+            if target is not None:
                 where = asked.rule.lossy_at(evidence)
                 here = here if where is None else here & where
-                self.allowed[step.slot] += allowance.float().masked_fill(~here, 0.0)
+                self.allowed[step.slot] += target.float().masked_fill(~here, 0.0)
             left = None if asked.rule.budget is None else self.left[step.slot]
             logit_bias, cost = evidence.biased(asked.rule, mine, left)
             self.cost[step.slot] += cost.float()
@@ -244,7 +244,7 @@ class FuzzyRules(_Processor):
         places = torch.arange(self.nodes, device=self.device)
         spent, allowed = (kept[slot].masked_fill(places >= emitted, 0.0).sum(1) for kept in (self.cost, self.allowed))
         self.left[slot] = (self.left[slot] - spent).clamp_min(0.0)
-        self.overspent[slot] = (self.overspent[slot] + spent - allowed).clamp_min(-FIRST_PRICE)
+        self.kl_excess[slot] = (self.kl_excess[slot] + spent - allowed).clamp_min(-FIRST_PRICE)
         self.cost.index_fill_(0, slot, 0.0)
         self.allowed.index_fill_(0, slot, 0.0)
         self.seen[slot] = total

@@ -113,10 +113,10 @@ class Chains(Evidence):
         step: the drafts.
         scores: [B, N, V] ln p up to a constant; at temperature 0 raw logits.
         greedy: temperature 0.
-        overspent: [B], see :class:`Verification`.
+        kl_excess: [B], see :class:`Verification`.
     """
 
-    def __init__(self, step: SchedulerStep, scores: Tensor, greedy: bool, overspent: Tensor | None = None) -> None:
+    def __init__(self, step: SchedulerStep, scores: Tensor, greedy: bool, kl_excess: Tensor | None = None) -> None:
         batch, nodes = step.shape
         # vLLM does not pass the drafter's distribution; positions without a draft are padding
         no_draft = torch.nn.functional.pad(~step.drafted[:, :-1], (1, 0))
@@ -126,7 +126,7 @@ class Chains(Evidence):
             scores=torch.zeros(step.shape, device=scores.device).masked_fill(no_draft, -math.inf),
         )
         uniforms = None if greedy else scores.new_empty(batch, nodes, 3)  # nothing is drawn here
-        round = Verification(tree, scores, scores, greedy, uniforms, texts=step.texts, overspent=overspent)
+        round = Verification(tree, scores, scores, greedy, uniforms, texts=step.texts, kl_excess=kl_excess)
         super().__init__(round)
 
     def biased(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:

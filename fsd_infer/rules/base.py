@@ -105,7 +105,7 @@ class Rule:
         """
         return 0.0
 
-    def allowance(self, scores: Tensor, greedy: bool) -> Tensor | None:
+    def kl_target(self, scores: Tensor, greedy: bool) -> Tensor | None:
         """Return the nats that an adaptive KL coefficient allows at each context; None for other rules.
 
         Args:
@@ -223,13 +223,13 @@ def nats_of(rules: Sequence[Rule], device: torch.device) -> Tensor | None:
 
 def _allowed(rows: Mapping[Rule, Sequence[int]], evidence: Evidence, verdict: Verdict) -> Tensor | None:
     """:attr:`Verdict.allowed`, without a sync."""
-    learned = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).allowance is not Rule.allowance]
+    learned = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).kl_target is not Rule.kl_target]
     allowed: Tensor | None = None
     path, scores = verdict.path, evidence.round.scores
     for rule, of_rule in learned:
         mine = None if len(of_rule) == len(path) else row_index(tuple(of_rule), path.device)
         nodes, logits = (path, scores) if mine is None else (path[mine], scores[mine])
-        nats = rule.allowance(at_nodes(logits, nodes), evidence.greedy)
+        nats = rule.kl_target(at_nodes(logits, nodes), evidence.greedy)
         if nats is not None:
             nats = nats if mine is None else nats.new_zeros(path.shape).index_copy(0, mine, nats)
             where = rule.lossy_at(evidence)

@@ -55,8 +55,8 @@ class Tilted(LossyRule):
 
     With a temperature t to match, λ adapts, and the rule spends about what the target's own samples would. At each
     emitted token such a sample costs some nats on average: one of p^(1/(1 + t)), at temperature 0 of softmax(logits/t).
-    The sum of these costs is the allowance. Spending beyond it raises λ; unspent allowance lowers it (drift plus
-    penalty: Neely, 2010). So spending follows the allowance within a few nats.
+    The sum of these costs is the KL target. Spending beyond it raises λ, and below it lowers λ (drift plus penalty:
+    Neely, 2010). So spending follows the target within a few nats.
 
     Args:
         kl_coef: how many accepted drafts a nat is worth, at least 0.001 (rounding decides below it). None: 2, or
@@ -126,13 +126,13 @@ class Tilted(LossyRule):
 
     def kl_coefs(self, evidence: Evidence) -> Tensor:
         """[B, 1] the current ``kl_coef`` of each row."""
-        overspent = evidence.round.overspent
+        kl_excess = evidence.round.kl_excess
         first = evidence.tree.tokens[:, :1].to(wide(evidence.tree.tokens.device)) * 0 + self.first_kl_coef
-        if self.match_temperature is None or overspent is None:
+        if self.match_temperature is None or kl_excess is None:
             return first
-        return (first + overspent[:, None]).clamp_min(LEAST_KL_COEF)
+        return (first + kl_excess[:, None]).clamp_min(LEAST_KL_COEF)
 
-    def allowance(self, scores: Tensor, greedy: bool) -> Tensor | None:
+    def kl_target(self, scores: Tensor, greedy: bool) -> Tensor | None:
         return None if self.match_temperature is None else sampling_cost(scores, self.match_temperature, greedy)
 
     def law(self, evidence: Evidence) -> Law:

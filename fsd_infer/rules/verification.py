@@ -69,7 +69,7 @@ class Verification:
         process_draft: maps the tree's raw ``q_logits`` to processed scores [B, I, V] over the target's vocabulary;
             None if there are no processors. Called at most once per round, by rules that need a processed q.
         texts: each row's prompt and answer so far, the root included; only rules that look at them need them.
-        overspent: [B] nats that each row has spent beyond what its rule allowed so far, see :attr:`Verdict.allowed`;
+        kl_excess: [B] nats that each row has spent beyond what its rule allowed so far, see :attr:`Verdict.allowed`;
             None: nothing is known.
         room: [B] most drafts that each row may accept, by its length alone, so that no law changes; None: all.
         copies: n -> [B, N] bool, the drafts that complete an n-gram of remembered texts (None: nothing is remembered);
@@ -84,7 +84,7 @@ class Verification:
     budget_left: Tensor | None = None
     process_draft: Callable[[DraftTree], Tensor] | None = None
     texts: Texts | None = None
-    overspent: Tensor | None = None
+    kl_excess: Tensor | None = None
     copies: Callable[[int], Tensor | None] | None = None
     room: Tensor | None = None
 
