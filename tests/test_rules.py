@@ -16,7 +16,19 @@ from hypothesis import strategies as st
 from fsd_core import functional
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.tensors import draw
-from fsd_infer.rules import Exact, Fuzzy, RandomGate, Rule, Texts, Tilted, TokenOrigin, Verification, parse_rule
+from fsd_infer.rules import (
+    Evidence,
+    Exact,
+    Fuzzy,
+    Law,
+    RandomGate,
+    Rule,
+    Texts,
+    Tilted,
+    TokenOrigin,
+    Verification,
+    parse_rule,
+)
 from fsd_infer.rules.fuzzy import _warn_never_opens
 from fsd_infer.rules.parameters import FORMER
 from fsd_infer.rules.texts import in_sentence, sentence_ends
@@ -130,6 +142,14 @@ def test_former_names_of_parameters(former: str, now: str, monkeypatch: pytest.M
         assert parse_rule(f"tilted:{former}=1") == parse_rule(f"tilted:{now}=1") == Tilted(**{former: 1})
         assert getattr(Tilted(**{now: 1}), former) == 1
     assert len(said) == 1
+
+
+def test_former_names_of_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsd_core.former._said", set())
+    evidence = Evidence(tree_round(0, greedy=True))
+    with pytest.warns(FutureWarning, match=r"Evidence\.regret|Law\.lifted") as said:
+        made = Law.lifted(evidence, evidence.regret)
+    assert made == Law.biased(evidence, evidence.logprob_gap) and len(said) == 2
 
 
 KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy
