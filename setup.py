@@ -13,7 +13,7 @@ from setuptools import find_packages, setup
 ADDRESS = os.environ.get("FSD_REPOSITORY", "").rstrip("/")
 URLS = {
     "Source": "",
-    "Documentation": "/blob/main/docs/README.md",
+    "Documentation": "/tree/main/docs",
     "Changelog": "/blob/main/CHANGELOG.md",
     "Issues": "/issues",
 }

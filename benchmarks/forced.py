@@ -75,7 +75,7 @@ def gain(deviation: dict[str, Any]) -> int:
 
 def deviations(seen: RecordedRound) -> list[dict[str, Any]]:
     """Return what `tilted` would emit in a round of exact decoding in place of the target's choice, by price."""
-    rules = [parse_rule(f"tilted:{price}:floor=0.02") for price in PRICES]
+    rules = [parse_rule(f"tilted:{price}:min_p=0.02") for price in PRICES]
     whole = tuple(range(len(seen.parents)))
     round, _ = seen.narrowed([whole] * len(rules))
     verdict, found = apply_rules(rules, round), dict[tuple[int, int], float]()

@@ -1,6 +1,6 @@
 """Compare rules on drafters of rising strength for one target: the ladder.
 
-    python -m benchmarks.ladder --rungs noise:0.08 shipped --rules tilted typical:novel=3 alone \\
+    python -m benchmarks.ladder --rungs noise:0.08 shipped --rules tilted typical:exact_ngram_size=3 alone \\
         --prompts ifeval_dev.jsonl --every 6 --forecast --json ladder.json --figure ladder.png
 
 A rung is a drafter's name as `--drafter` takes it, or ``noise:0.08``: a copy of the target whose weight matrices are
@@ -308,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure every rung and write the record. Return 2 after bad input."""
     parser = parser_of(
         "benchmarks.ladder", __doc__, target=BUILT_IN, rungs=(["shipped"], "drafters, or noise:SHARE"),
-        rules=(["tilted", "typical:novel=3", ALONE], "acceptance rules, or alone"), prompts=..., raw=False,
+        rules=(["tilted", "typical:exact_ngram_size=3", ALONE], "acceptance rules, or alone"), prompts=..., raw=False,
         score=("auto", "kind of reference"), every=1, limit=None, max_new_tokens=96, depth=(8, "drafts per chain"),
         batch=48, temperature=0.0, seed=1, threads=None, forecast=(False, "add the forecasts of `fsd-bench worth`"),
         join=(None, "earlier record whose rungs to add"), work=(Path("runs/ladder"), "directory of the rungs' records"),

@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drafter=("Xenova/llama2.c-stories15M", "the public drafter"), losses=([*LOSSES], "losses to train with"),
         seeds=([0], "seeds of the training runs"),
         texts=(1024, "training beginnings"), steps=(200, "training steps"),
-        rules=(["exact", "tilted:1:floor=0", "typical:novel=3"], "acceptance rules"),
+        rules=(["exact", "tilted:1:min_p=0", "typical:exact_ngram_size=3"], "acceptance rules"),
         chains=([8, 4], "drafts per chain"), prompts_judged=(16, "held-out beginnings"), max_new_tokens=64,
         temperature=0.0, work=(Path("runs/stories"), "directory of texts, drafters and runs"), json=None,
     )  # fmt: skip

@@ -14,7 +14,7 @@ BEGINNINGS = [
     "Once upon a time, a little mouse found a golden key in the forest. It",
     "One rainy morning, Ella heard a strange noise in the kitchen. She",
 ]
-RULES = {"exact": 4, "tilted:0.7:floor=0": 8}  # each rule's chain length, in drafts
+RULES = {"exact": 4, "tilted:0.7:min_p=0": 8}  # each rule's chain length, in drafts
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
 parser.add_argument("--target", default="TinyLlama/TinyLlama-1.1B-Chat-v1.0", help="directory or Hub id (%(default)s)")

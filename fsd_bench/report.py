@@ -178,8 +178,8 @@ def _drafts_table(methods: dict[str, Any]) -> str:
         + [percent(share, 0) for share in drafts["below"].values()]
         for name, drafts in drafted.items()
     ]
-    note = "right: the target's likeliest token; regret of the others: ln p(likeliest) - ln p(draft), nats"
-    headers = ["method", "contexts", "right %", "median regret", *(f"below {bound} %" for bound in bounds)]
+    note = "right: the target's likeliest token; gap of the others: ln p(likeliest) - ln p(draft), nats"
+    headers = ["method", "contexts", "right %", "median gap", *(f"below {bound} %" for bound in bounds)]
     return "first drafts\n" + fitted_tables(headers, rows) + "\n" + note
 
 

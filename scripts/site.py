@@ -52,7 +52,7 @@ def _moved(markdown: str, folder: str) -> str:
     def moved(found: re.Match[str]) -> str:
         path, hash, anchor = found[3].partition("#")
         named = posixpath.normpath(posixpath.join(folder, path))
-        if named in ("docs", "docs/README.md"):
+        if named == "docs":
             return f"[{found[2]}](index.md)"
         if named.startswith("docs/") and (ROOT / named).exists():
             return f"{found[1]}[{found[2]}]({named.removeprefix('docs/')}{hash}{anchor})"

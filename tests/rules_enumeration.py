@@ -34,17 +34,19 @@ RULES = {
     "random:0.6:budget=0.4": {"kind": "random", "rate": 0.6, "budget": 0.4}, "draft-only": {"kind": "draft-only"},
     "draft-only:budget=0.3": {"kind": "draft-only", "budget": 0.3},
     "tilted:1": {"kind": "tilted", "threshold": math.inf},
-    "tilted:0.2:budget=0.5": {"kind": "tilted", "threshold": math.inf, "price": 0.2, "budget": 0.5},
-    "tilted:0.5:floor=0.4": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "floor": 0.4},
-    "tilted:0.5:gate=0.08": {"kind": "tilted", "threshold": 0.08, "price": 0.5},
-    "tilted:0.5:novel=2": {"kind": "tilted", "threshold": math.inf, "price": 0.5, "novel": 2},
-    "tilted:0.3:novel=1": {"kind": "tilted", "threshold": math.inf, "price": 0.3, "novel": 1},
-    "fuzzy:js:inf:novel=1": {"kind": "fuzzy", "threshold": math.inf, "novel": 1},
-    "draft-only:novel=1": {"kind": "draft-only", "novel": 1}, "exact:block=true": {"kind": "exact"},
+    "tilted:0.2:budget=0.5": {"kind": "tilted", "threshold": math.inf, "kl_coef": 0.2, "budget": 0.5},
+    "tilted:0.5:min_p=0.4": {"kind": "tilted", "threshold": math.inf, "kl_coef": 0.5, "min_p": 0.4},
+    "tilted:0.5:gate=0.08": {"kind": "tilted", "threshold": 0.08, "kl_coef": 0.5},
+    "tilted:0.5:exact_ngram_size=2": {"kind": "tilted", "threshold": math.inf, "kl_coef": 0.5, "exact_ngram_size": 2},
+    "tilted:0.3:exact_ngram_size=1": {"kind": "tilted", "threshold": math.inf, "kl_coef": 0.3, "exact_ngram_size": 1},
+    "fuzzy:js:inf:exact_ngram_size=1": {"kind": "fuzzy", "threshold": math.inf, "exact_ngram_size": 1},
+    "draft-only:exact_ngram_size=1": {"kind": "draft-only", "exact_ngram_size": 1},
+    "exact:block=true": {"kind": "exact"},
     "fuzzy:js:inf:only_in=1..2": {"kind": "fuzzy", "threshold": math.inf, "phases": True},
     "fuzzy-strict:js:0.3:budget=0.3:only_in=1..2": dict(kind="fuzzy-strict", threshold=0.3, budget=0.3, phases=True),
     "draft-only:only_in=1..2": {"kind": "draft-only", "phases": True},
-    "tilted:0.5:novel=1:only_in=1..2": dict(kind="tilted", threshold=math.inf, price=0.5, novel=1, phases=True),
+    "tilted:0.5:exact_ngram_size=1:only_in=1..2":
+        dict(kind="tilted", threshold=math.inf, kl_coef=0.5, exact_ngram_size=1, phases=True),
 }  # fmt: skip
 
 
@@ -66,7 +68,7 @@ class Enumeration:
         toy: the models.
         kind: exact, fuzzy, fuzzy-strict, random, draft-only or tilted.
         phases: exact but where the last of the tokens 1 and 2 is a 1.
-        divergence, threshold, gate_on, rate, budget, price, floor, novel: the rule's parameters.
+        divergence, threshold, gate_on, rate, budget, kl_coef, min_p, exact_ngram_size: the rule's parameters.
     """
 
     toy: Toy
@@ -76,9 +78,9 @@ class Enumeration:
     gate_on: str = "raw"
     rate: float = 0.0
     budget: float = math.inf
-    price: float = 1.0
-    floor: float = 0.0
-    novel: int = 0
+    kl_coef: float = 1.0
+    min_p: float = 0.0
+    exact_ngram_size: int = 0
     phases: bool = False
 
     def __post_init__(self) -> None:
@@ -174,7 +176,7 @@ class Enumeration:
 
     def _repeats(self, text: tuple[int, ...], token: int) -> bool:
         """Would the token complete an n-gram of the text."""
-        n, after = self.novel, (*text, token)
+        n, after = self.exact_ngram_size, (*text, token)
         return n > 0 and after[-n:] in [after[i : i + n] for i in range(len(after) - n)]
 
     def _held(self, text: tuple[int, ...], p: np.ndarray, law: np.ndarray, drafted: Sequence[int]) -> np.ndarray:
@@ -192,7 +194,7 @@ class Enumeration:
     def _favoured(self, text: tuple[int, ...], context: int, place: Place) -> dict[int, Place]:
         """The drafted tokens that a tilted law may favour."""
         p, drafted = self.p[context], self.below(place)
-        likely = {token: child for token, child in drafted.items() if p[token] > 0 and p[token] >= self.floor * p.max()}
+        likely = {token: child for token, child in drafted.items() if p[token] > 0 and p[token] >= self.min_p * p.max()}
         return {token: child for token, child in likely.items() if not self._repeats(text, token)}
 
     def _worth(self, text: tuple[int, ...], context: int, token: int, child: Place) -> float:
@@ -204,10 +206,10 @@ class Enumeration:
         p, favoured = self.p[context], self._favoured(text, context, place)
         terms = [1 - sum(p[token] for token in favoured)]
         terms += [
-            p[token] * math.exp(self._worth(text, context, token, child) / self.price)
+            p[token] * math.exp(self._worth(text, context, token, child) / self.kl_coef)
             for token, child in favoured.items()
         ]
-        return self.price * math.log(sum(terms))
+        return self.kl_coef * math.log(sum(terms))
 
     def _law(self, text: tuple[int, ...], context: int, place: Place) -> np.ndarray:
         """The law of an open gate; p where it has none."""
@@ -224,7 +226,7 @@ class Enumeration:
         if self.kind == "tilted":
             law = p.copy()
             for token, child in self._favoured(text, context, place).items():
-                law[token] *= math.exp(self._worth(text, context, token, child) / self.price)
+                law[token] *= math.exp(self._worth(text, context, token, child) / self.kl_coef)
             return self._held(text, p, law / law.sum(), drafted)
         if self.kind not in ("fuzzy", "random"):
             return self._clamped(text, p, q)
@@ -236,8 +238,8 @@ class Enumeration:
 
     def _clipped(self, text: tuple[int, ...], p: np.ndarray, q: np.ndarray) -> np.ndarray:
         """The tilted law of a sampled chain."""
-        wins = np.array([not self._repeats(text, token) and p[token] >= self.floor * p.max() for token in range(V)])
-        limit = np.exp(wins / self.price)
+        wins = np.array([not self._repeats(text, token) and p[token] >= self.min_p * p.max() for token in range(V)])
+        limit = np.exp(wins / self.kl_coef)
 
         def law(z: float) -> np.ndarray:
             return np.clip(q, p / z, p * limit / z)

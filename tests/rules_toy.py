@@ -146,8 +146,12 @@ TOYS = {
 
 
 def plain_rule(spec: str) -> Rule:
-    """The rule; ``tilted`` without floor and novelty unless they are given."""
-    more = [f":{option}=0" for option in ("floor", "novel") if spec.startswith("tilted") and f"{option}=" not in spec]
+    """The rule; ``tilted`` without min_p and exact n-grams unless they are given."""
+    more = [
+        f":{option}=0"
+        for option in ("min_p", "exact_ngram_size")
+        if spec.startswith("tilted") and f"{option}=" not in spec
+    ]
     return parse_rule(spec + "".join(more))
 
 
@@ -168,7 +172,7 @@ def simulate(toy: Toy, rule: Rule, rows: int, seed: int) -> Outcome:
     # tokens beyond LENGTH, cut off here, must not use up a budget that a row is charged for
     left = torch.full((rows,), math.inf if rule.budget is None else rule.budget, dtype=torch.float64)
     answers: list[list[int]] = [[] for _ in range(rows)]
-    looks = bool(getattr(rule, "novel", 0) or rule.only_in)
+    looks = bool(getattr(rule, "exact_ngram_size", 0) or rule.only_in)
     while bool((length < LENGTH).any()):
         active = (length < LENGTH).nonzero().squeeze(-1)
         so_far = [answers[row] for row in active.tolist()] if looks else None

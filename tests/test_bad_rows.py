@@ -139,7 +139,7 @@ def test_fields_that_nothing_reads_are_named_once(tmp_path: Path, capsys: pytest
         conclude(check, tokenizer)
         [said] = capsys.readouterr().err.splitlines()
         assert said.startswith("notice: nothing reads the fields `mood` (3 rows), ")
-        named = {part.strip() for part in said.removesuffix(" (docs/training-data.md)").split("fields ")[1].split(",")}
+        named = {part.strip() for part in said.removesuffix(" (docs/training.md)").split("fields ")[1].split(",")}
         expected = {"`mood` (3 rows)", "`messages[].name` (3 rows)", "`messages[].loss` (3 rows)"}
         assert named == expected | ({thoughts.removeprefix(", ")} if thoughts else set())
 

@@ -281,15 +281,15 @@ def test_beginnings_to_judge_by_share_nothing_with_those_to_train_on() -> None:
 def test_the_value_of_a_chain_is_what_tilted_gives_for_it() -> None:
     batch = make_batch()
     p, q = distributions(batch)
-    regret = p.log().amax(-1, keepdim=True) - p.log()
-    kept = (q * (1 - 0.3 * regret).clamp_min(0)).sum(-1)  # [S, N]
+    gap = p.log().amax(-1, keepdim=True) - p.log()
+    kept = (q * (1 - 0.3 * gap).clamp_min(0)).sum(-1)  # [S, N]
     # chains that begin at rows 0..4 of the first text, and in the second at those that miss the hole at (1, 11)
     starts = torch.tensor([0, 1, 2, 3, 4, 7, 8, 9, 11])
     steps = torch.arange(3)[:, None]
     lengths = kept[steps, starts + steps].cumprod(0).sum(0)
     anchor = ((p * (p.log() - q.log())).sum(-1) * batch.weights).sum() / batch.weights.sum()
     expected = 0.1 * anchor - (lengths / 3).log().mean()
-    check(batch, stories.ValueLoss(price=0.3)(batch.batch()).loss, expected)
+    check(batch, stories.ValueLoss(kl_coef=0.3)(batch.batch()).loss, expected)
 
 
 def test_every_loss_has_its_recipe(tmp_path: Path) -> None:

@@ -278,8 +278,8 @@ def test_settings_are_products_of_lists() -> None:
     ]  # fmt: skip
     assert found[4].rule == Fuzzy("tv", threshold=0.2) and found[4].tree is not None and found[4].tree.nodes == 8
     assert found[1].family == found[4].family and found[5].tree is None
-    named = [one.rule for one in parse_settings(["tilted:2/1:novel=0/4"])[1:]]
-    assert named == [Tilted(price, novel=novel) for price in (2, 1) for novel in (0, 4)]
+    named = [one.rule for one in parse_settings(["tilted:2/1:exact_ngram_size=0/4"])[1:]]
+    assert named == [Tilted(price, exact_ngram_size=size) for price in (2, 1) for size in (0, 4)]
     with pytest.raises(FsdError, match="no rule besides exact"):
         parse_settings(["exact"])
 

@@ -14,10 +14,10 @@ import torch
 from transformers import GenerationConfig
 
 import fsd_infer
+from fsd_core import former
 from fsd_core.errors import FsdError
 from fsd_core.options import add_models
 from fsd_infer import FuzzyConfig, FuzzyDecoder, RuntimeConfig, Target, TreeShape
-from fsd_infer.decoder import retired
 from fsd_infer.decoder.config import OWN
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine.beams import BeamOptions
@@ -38,10 +38,10 @@ def decoder() -> FuzzyDecoder:
 @pytest.fixture
 def unsaid() -> Iterator[None]:
     """Former names warn as if for the first time."""
-    before = set(retired._said)
-    retired._said.clear()
+    before = set(former._said)
+    former._said.clear()
     yield
-    retired._said |= before
+    former._said |= before
 
 
 def test_the_public_surface() -> None:
@@ -59,7 +59,14 @@ def test_every_field_is_documented() -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    ["exact", "fuzzy:js:0.3", "fuzzy:top_k_js:20:0.3", "tilted", "tilted:1:budget=2:novel=3", "exact:draw=false"],
+    [
+        "exact",
+        "fuzzy:js:0.3",
+        "fuzzy:top_k_js:20:0.3",
+        "tilted",
+        "tilted:1:budget=2:exact_ngram_size=3",
+        "exact:draw=false",
+    ],
 )
 def test_rules_as_text(rule: str) -> None:
     assert parse_rule(rule_text(parse_rule(rule))) == parse_rule(rule)

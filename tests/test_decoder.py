@@ -68,7 +68,7 @@ def test_text_prompts_stop_strings_and_defaults(decoder: FuzzyDecoder) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_path_of_a_prompt(count: int) -> None:
-    """Calls from ``generate`` to the model's forward, as docs/house.md has them: for prompts, then for rounds."""
+    """Calls from ``generate`` to the model's forward, for prompts, then for rounds."""
     found: list[list[str]] = []
 
     def note(*_: Any) -> None:

@@ -26,7 +26,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "reduced": {"draft_vocab_size": 40}, "stop": {},
 }  # fmt: skip
 RULES = [
-    *("exact", "fuzzy:js:0.3", "fuzzy-strict:tv:0.3", "tilted:1", "tilted:1:gate=0.3:novel=2", "draft-only"),
+    *("exact", "fuzzy:js:0.3", "fuzzy-strict:tv:0.3", "tilted:1", "tilted:1:gate=0.3:exact_ngram_size=2", "draft-only"),
     *("random:0.5", "cactus:0.3", "cascade-token:0.5", "ensemble:0.5", "lenient:0.5", "relaxed", "threshold:0.3"),
     *("typical", "fly", "asd", "mars"),
 ]

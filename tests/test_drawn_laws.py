@@ -29,10 +29,11 @@ from tests.tree_rounds import masked
 
 LEVELS = 4  # contexts have at most as many tokens
 RULES = (
-    "exact", "fuzzy:js:0.1", "fuzzy:js:inf:floor=0.3", "fuzzy:kl_qp:0.3:gate=processed", "fuzzy-strict:js:0.1",
-    "draft-only", "random:0.5", "tilted:1:novel=0", "tilted:0.3:floor=0.3:novel=1", "tilted:1:gate=0.1:novel=0",
+    "exact", "fuzzy:js:0.1", "fuzzy:js:inf:min_p=0.3", "fuzzy:kl_qp:0.3:gate=processed", "fuzzy-strict:js:0.1",
+    "draft-only", "random:0.5", "tilted:1:exact_ngram_size=0", "tilted:0.3:min_p=0.3:exact_ngram_size=1",
+    "tilted:1:gate=0.1:exact_ngram_size=0",
     "lenient:0.5", "typical:0.2:0.5", "relaxed:2:0.3", "threshold:0.4:0.7", "cascade-token:0.4", "ensemble:0.6",
-    "mars:0.7", "cactus:0.1", "tilted:1:novel=0:budget=0.05", "fuzzy:js:inf:novel=1",
+    "mars:0.7", "cactus:0.1", "tilted:1:exact_ngram_size=0:budget=0.05", "fuzzy:js:inf:exact_ngram_size=1",
 )  # fmt: skip
 
 

@@ -220,7 +220,7 @@ def test_every_prompt_may_have_a_rule_of_its_own(temperature: float, target: Tar
     """One batch; at temperature 0 each answer is that of its rule alone, and budgets are each rule's own."""
     decoder = FuzzyDecoder(target, tiny_head(target))
     prompts, options = tiny_prompts(), {"max_new_tokens": 24, "temperature": temperature, "do_sample": temperature > 0}
-    rules = ["exact", "tilted:0.1:novel=3", "tilted:0.1:budget=9", "draft-only"][: len(prompts)]
+    rules = ["exact", "tilted:0.1:exact_ngram_size=3", "tilted:0.1:budget=9", "draft-only"][: len(prompts)]
     out = decoder.generate(prompts, rule=rules, seed=0, **options)
     assert out.stats.rule["rows"] == [parse_rule(rule).describe() for rule in rules]
     spent = [row.divergence_spent for row in out.stats.rows]

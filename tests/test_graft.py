@@ -186,7 +186,7 @@ class GraftedToy(Toy):
     "spec",
     [
         *("exact", "fuzzy:js:0.08", "fuzzy:js:inf", "fuzzy:js:0.3:budget=0.5", "fuzzy-strict:js:0.08", "draft-only"),
-        *("tilted:1", "tilted:0.5:novel=2"),
+        *("tilted:1", "tilted:0.5:exact_ngram_size=2"),
     ],
 )
 def test_sequence_law_and_spent_divergence(spec: str, toy: GraftedToy) -> None:

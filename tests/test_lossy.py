@@ -33,7 +33,7 @@ def in_phase(text: list[int], opening: int, closing: int) -> bool:
     return bool(seen) and seen[-1] == opening
 
 
-@pytest.mark.parametrize("rule", ["draft-only", "tilted:0.2:novel=0:floor=0"])
+@pytest.mark.parametrize("rule", ["draft-only", "tilted:0.2:exact_ngram_size=0:min_p=0"])
 def test_outside_the_phase_each_token_is_the_targets_own(rule: str) -> None:
     """At temperature 0 by the target's argmax after the very text that was emitted; phases begin and end in it."""
     model, prompt = tiny_model("llama"), [5, 9, 11]

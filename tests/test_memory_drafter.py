@@ -132,7 +132,7 @@ def test_a_replay_is_drafted_from_the_store_and_answers_stay(beams: int, saved: 
     assert decoder.generate(tiny_prompts(), **options).stats.target_forwards == first.stats.target_forwards
 
 
-@pytest.mark.parametrize(("rule", "temperature"), [("exact", 0.0), ("tilted:0.5:novel=0", 0.8)])
+@pytest.mark.parametrize(("rule", "temperature"), [("exact", 0.0), ("tilted:0.5:exact_ngram_size=0", 0.8)])
 def test_a_request_with_a_seed_comes_again(rule: str, temperature: float) -> None:
     """Whatever was answered before: the store is neither read nor filled. A lossy answer depends on the trees."""
     target = Target(tiny_model("llama"))
@@ -193,7 +193,7 @@ def test_a_server_remembers_for_users_that_name_themselves(toy_decoder: FuzzyDec
 
 
 def test_copies_from_memory_are_copies() -> None:
-    """Under ``novel`` a draft that completes an n-gram of a remembered text wins nothing, whoever proposed it."""
+    """Under ``exact_ngram_size`` a draft that completes an n-gram of a remembered text wins nothing."""
     target = Target(tiny_model("llama"))
     drafter = MemoryDrafter(VOCAB)
     texts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [20, 21, 22, 23, 24, 25, 4, 5, 6]]
@@ -206,7 +206,7 @@ def test_copies_from_memory_are_copies() -> None:
     assert drafter.start(torch.tensor([1]), DraftRequest(1, 99, keys=[""])).copies(tree, 3) is None
     # the same request, with and without a memory of its exact answer: charged, the lossy rule cannot copy it
     prompts, options = tiny_prompts((9,)), dict(max_new_tokens=32, do_sample=False)
-    for rule, copied in (("tilted:0.2:novel=2", False), ("tilted:0.2:novel=0", True)):
+    for rule, copied in (("tilted:0.2:exact_ngram_size=2", False), ("tilted:0.2:exact_ngram_size=0", True)):
         taught = MemoryDrafter(VOCAB)
         draws = Random(1)
         said = [draws.randrange(1, VOCAB) for _ in range(4000)]

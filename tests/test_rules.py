@@ -16,8 +16,21 @@ from hypothesis import strategies as st
 from fsd_core import functional
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.tensors import draw
-from fsd_infer.rules import Exact, Fuzzy, RandomGate, Rule, Texts, TokenOrigin, Verification, parse_rule
+from fsd_infer.rules import (
+    Evidence,
+    Exact,
+    Fuzzy,
+    Law,
+    RandomGate,
+    Rule,
+    Texts,
+    Tilted,
+    TokenOrigin,
+    Verification,
+    parse_rule,
+)
 from fsd_infer.rules.fuzzy import _warn_never_opens
+from fsd_infer.rules.parameters import FORMER
 from fsd_infer.rules.texts import in_sentence, sentence_ends
 from fsd_infer.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, take, tree_round, verdict_of
@@ -69,12 +82,13 @@ BAD: dict[str, str] = {
     "fuzzy:jensen:0.3": "unknown divergence 'jensen'", "fuzy:js:0.3": "unknown rule 'fuzy'.*Did you mean 'fuzzy'",
     "random": "rate is missing", "random:1.1": "rate must be between 0 and 1",
     "random:0.1:rate=0.2": "rate is given twice", "exact:0.3": "block must be true or false",
-    "tilted:0": "price must be at least 0.001, not 0", "tilted:1:floor=inf": "floor must be between 0 and 1, not inf",
-    "tilted:1:no_repeat=4": "no_repeat is now novel, and counts the prompt too",
-    "tilted:1:novel=2.5": "novel must be a whole number, not '2.5'",
-    "tilted:1:novel=-1": "novel must be between 0 and 64, not -1",
+    "tilted:0": "kl_coef must be at least 0.001, not 0", "tilted:1:min_p=inf": "min_p must be between 0 and 1, not inf",
+    "tilted:1:no_repeat=4": "no_repeat is now exact_ngram_size",
+    "tilted:1:exact_ngram_size=2.5": "exact_ngram_size must be a whole number, not '2.5'",
+    "tilted:1:exact_ngram_size=-1": "exact_ngram_size must be between 0 and 64, not -1",
     "tilted:2:gate=30": "gate must be at most 0.6931, the largest js, not 30",
-    "tilted:2:heat=0.3": "heat is for a learned price", "tilted:toll=-1": "toll must be between 0 and 1e",
+    "tilted:2:match_temperature=0.3": "match_temperature adapts kl_coef",
+    "tilted:toll=-1": "toll must be between 0 and 1e",
     "lenient:0": "lenience must be above 0 and at most 1, not 0.0",
     "threshold:2": "single must be between 0 and 1, not 2", "threshold:acc=0": "acc must be",
     "typical:-1": "epsilon must be at least 0", "relaxed:3:2": "delta must be between 0 and 1",
@@ -118,6 +132,24 @@ def test_bad_arguments_are_named(make: Callable[[], object], message: str) -> No
 def test_rules_as_text(spec: str, rule: Rule) -> None:
     assert parse_rule(spec) == rule
     assert parse_rule(rule) is rule
+
+
+@pytest.mark.parametrize(("former", "now"), FORMER.items())
+def test_former_names_of_parameters(former: str, now: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As text, as keywords and as attributes, with one warning for all."""
+    monkeypatch.setattr("fsd_core.former._said", set())
+    with pytest.warns(FutureWarning, match=f"{former} of a rule .* it is now {now}") as said:
+        assert parse_rule(f"tilted:{former}=1") == parse_rule(f"tilted:{now}=1") == Tilted(**{former: 1})
+        assert getattr(Tilted(**{now: 1}), former) == 1
+    assert len(said) == 1
+
+
+def test_former_names_of_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsd_core.former._said", set())
+    evidence = Evidence(tree_round(0, greedy=True))
+    with pytest.warns(FutureWarning, match=r"Evidence\.regret|Law\.lifted") as said:
+        made = Law.lifted(evidence, evidence.regret)
+    assert made == Law.biased(evidence, evidence.logprob_gap) and len(said) == 2
 
 
 KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy
@@ -210,7 +242,7 @@ def test_kernels_and_plain_torch_agree(spec: str, shape: str, greedy: bool, monk
 
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
-@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:floor=0:novel=0"])
+@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:min_p=0:exact_ngram_size=0"])
 def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) -> None:
     """Answers have a token each, the root. So the one drawn at depth d is token 1 + d of the answer, from 0."""
     for seed in range(6):
@@ -227,7 +259,7 @@ def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) 
 
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
-@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:floor=0:novel=0"])
+@pytest.mark.parametrize("spec", ["fuzzy:js:inf", "typical:0:0", "tilted:0.1:min_p=0:exact_ngram_size=0"])
 def test_a_sentences_first_tokens_are_exact(spec: str, shape: str, greedy: bool) -> None:
     for seed in range(6):
         round = any_round(shape, seed, greedy)
@@ -263,14 +295,14 @@ def test_a_look_ahead_stops_where_a_sentence_begins() -> None:
     tree = DraftTree.chain(torch.tensor([[0, 1, 2, 3]]), torch.empty(1, 0, 5), scores=torch.zeros(1, 4))
     ends = torch.tensor([False, False, True, False, False, False])
     round = Verification(tree, logits, logits, True, texts=Texts([[0] * 9], ends=ends))
-    assert parse_rule("tilted:1:novel=0:floor=0:toll=0.3")(round).accepted.tolist() == [3]
-    assert parse_rule("tilted:1:novel=0:floor=0:toll=0.3:lead=1")(round).accepted.tolist() == [0]
+    assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3")(round).accepted.tolist() == [3]
+    assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3:lead=1")(round).accepted.tolist() == [0]
 
 
 AS_EXACT = [
     *("fuzzy:js:0", "fuzzy:kl_qp:0:gate=processed", "random:0", "lenient:1", "threshold", "typical:inf:inf"),
     *("relaxed:0", "cactus:0", "cascade-token:-0.1", "ensemble:1", "tilted:inf", "mars:0"),
-    "tilted:inf:floor=0.1:gate=0.3:budget=1",
+    "tilted:inf:min_p=0.1:gate=0.3:budget=1",
 ]
 
 

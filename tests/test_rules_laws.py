@@ -27,7 +27,9 @@ CASES = [
     if ("cold" not in toy or spec in ("exact", "fuzzy:js:0.08", "tilted:1"))
     and ("reduced" not in toy or spec.startswith("fuzzy") or spec in ("draft-only", "tilted:1"))
     and ("block" not in spec or "chain" in toy)
-    and (not any(option in spec for option in ("novel", "only_in")) or toy in ("tree", "chain", "long-chain"))
+    and (
+        not any(option in spec for option in ("exact_ngram_size", "only_in")) or toy in ("tree", "chain", "long-chain")
+    )
     and (spec.count(":") < 2 or not spec.startswith("tilted") or toy in ("tree", "tree-processed", "long-chain"))
 ]
 
@@ -125,8 +127,8 @@ REFERENCES: dict[str, partial[np.ndarray]] = {
     "cascade-token:0.3": partial(cascade, alpha=0.3), "cascade-token:1": partial(cascade, alpha=1.0),
     "ensemble:0.7": partial(ensemble, weight=0.7), "fuzzy:js:inf": partial(passing, passes=lambda p: p >= 0),
     "fuzzy-strict:js:inf": partial(ensemble, weight=0.0),
-    "fuzzy:js:inf:floor=0.3": partial(passing, passes=lambda p: p >= 0.3 * p.max()),
-    "fuzzy-strict:js:inf:floor=0.3": partial(cascade, alpha=0.7),
+    "fuzzy:js:inf:min_p=0.3": partial(passing, passes=lambda p: p >= 0.3 * p.max()),
+    "fuzzy-strict:js:inf:min_p=0.3": partial(cascade, alpha=0.7),
 }  # fmt: skip
 SHAPES = ["tree", "tree-processed", "tree-reduced", "chain", "chain-processed", "chain-reduced"]
 
@@ -244,12 +246,12 @@ def asd_reference(round: Verification, row: int, gap: float, most: int, left: fl
     node, emitted = 0, list[int]()
     while True:
         choice = int(z[node].argmax())
-        regret = {c: z[node].max() - z[node][tokens[c]] for c in below[node]}
+        loss = {c: z[node].max() - z[node][tokens[c]] for c in below[node]}
         if choice not in [tokens[c] for c in below[node]] and most:
-            fit = [c for c in below[node] if regret[c] <= gap * depth(node)]
-            best = min(fit, key=lambda c: regret[c], default=None)
-            if best is not None and regret[best] <= left:
-                choice, left, most = tokens[best], left - regret[best], most - 1
+            fit = [c for c in below[node] if loss[c] <= gap * depth(node)]
+            best = min(fit, key=lambda c: loss[c], default=None)
+            if best is not None and loss[best] <= left:
+                choice, left, most = tokens[best], left - loss[best], most - 1
         emitted.append(choice)
         down = [c for c in below[node] if tokens[c] == choice]
         if not down:

@@ -1,4 +1,4 @@
-"""The optimal rule: optimality, options, numbers, and its learned price. What is sampled: tests/test_rules_laws.py."""
+"""The optimal rule: optimality, options, numbers, and the adaptive kl_coef. Its draws: tests/test_rules_laws.py."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import Evidence, Exact, Rule, Texts, Verification, apply_rules, parse_rule
 from fsd_infer.rules.laws import clipped
 from fsd_infer.rules.texts import known, known_tokens
-from fsd_infer.rules.tilted import FIRST_PRICE, LEAST_PRICE, Tilted, sampling_cost
+from fsd_infer.rules.tilted import FIRST_PRICE, LEAST_KL_COEF, Tilted, sampling_cost
 from fsd_infer.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
 
-PRICES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
+KL_COEFS = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-def plain(price: float, **options: Any) -> Tilted:
-    """The rule without floor and novelty unless they are given."""
-    return Tilted(price, **{"floor": 0.0, "novel": 0, **options})
+def plain(kl_coef: float, **options: Any) -> Tilted:
+    """The rule without min_p and exact n-grams unless they are given."""
+    return Tilted(kl_coef, **{"min_p": 0.0, "exact_ngram_size": 0, **options})
 
 
 def law_table(rule: Rule, round: Verification) -> np.ndarray:
@@ -62,29 +62,31 @@ def probabilities(round: Verification, row: int) -> list[list[Any]]:
     return [[x / mpmath.fsum(line) for x in line] for line in raised]
 
 
-def value(tree: DraftTree, row: int, p: list[list[Any]], price: Any, node: int = 0) -> Any:
+def value(tree: DraftTree, row: int, p: list[list[Any]], kl_coef: Any, node: int = 0) -> Any:
     """V by the recursion that defines it."""
     below = children_of(tree, row, node)
     if not below:
         return mpmath.mpf(0)
     rest = 1 - mpmath.fsum(p[node][token] for token in below)
-    worth = {token: 1 + value(tree, row, p, price, child) for token, child in below.items()}
-    return price * mpmath.log(rest + mpmath.fsum(p[node][token] * mpmath.exp(v / price) for token, v in worth.items()))
+    worth = {token: 1 + value(tree, row, p, kl_coef, child) for token, child in below.items()}
+    return kl_coef * mpmath.log(
+        rest + mpmath.fsum(p[node][token] * mpmath.exp(v / kl_coef) for token, v in worth.items())
+    )
 
 
-@pytest.mark.parametrize("price", PRICES)
-def test_its_law_reaches_the_value_that_the_recursion_promises(price: float) -> None:
+@pytest.mark.parametrize("kl_coef", KL_COEFS)
+def test_its_law_reaches_the_value_that_the_recursion_promises(kl_coef: float) -> None:
     for seed in range(6):
         round = tree_round(seed, batch=2, nodes=6, vocab=5, mask=seed % 2 == 1)
-        law = law_table(plain(price), round)
+        law = law_table(plain(kl_coef), round)
         np.testing.assert_allclose(law.sum(-1), 1.0, atol=1e-6)
         for row in range(2):
             drafts, nats = outcome(round, row, law[row])
-            promised = float(value(round.tree, row, probabilities(round, row), price))
-            assert drafts - price * nats == pytest.approx(promised, abs=2e-5)
+            promised = float(value(round.tree, row, probabilities(round, row), kl_coef))
+            assert drafts - kl_coef * nats == pytest.approx(promised, abs=2e-5)
             for spec in SPECS:  # no rule reaches more
                 drafts, nats = outcome(round, row, law_table(parse_rule(spec), round)[row])
-                assert drafts - price * nats <= promised + 2e-5
+                assert drafts - kl_coef * nats <= promised + 2e-5
 
 
 def ways(tree: DraftTree, row: int) -> list[list[int]]:
@@ -103,24 +105,29 @@ def _may_take(round: Verification, known: torch.Tensor, row: int, node: int, chi
 
 
 @pytest.mark.parametrize(
-    "options", [f":floor={x}:novel={n}" for x, n in ((0, 0), (0, 2), (0.2, 0))] + [":novel=2:toll=0.6"]
+    "options",
+    [f":min_p={x}:exact_ngram_size={n}" for x, n in ((0, 0), (0, 2), (0.2, 0))] + [":exact_ngram_size=2:toll=0.6"],
 )
-@pytest.mark.parametrize("price", [0.1, 0.5, 1.0, 2.0])
-def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str) -> None:
-    rule = parse_rule(f"tilted:{price}{options}")
+@pytest.mark.parametrize("kl_coef", [0.1, 0.5, 1.0, 2.0])
+def test_at_temperature_0_it_takes_the_best_way_down(kl_coef: float, options: str) -> None:
+    rule = parse_rule(f"tilted:{kl_coef}{options}")
     assert isinstance(rule, Tilted)
     lossy = 0
     for seed in range(12):
         round = tree_round(seed, greedy=True, mask=seed % 3 == 0)
         answers = [[int(t) % 12 for t in range(row, row + 9)] + [int(round.tree.tokens[row, 0])] for row in range(6)]
         verdict = verdict_of(rule, replace(round, texts=Texts(answers)))
-        again = known(Texts(answers), round.tree, rule.novel) if rule.novel else torch.zeros(6, 9).bool()
+        again = (
+            known(Texts(answers), round.tree, rule.exact_ngram_size)
+            if rule.exact_ngram_size
+            else torch.zeros(6, 9).bool()
+        )
         for row in range(6):
             scores = round.scores[row]
             worth = []
             for way in ways(round.tree, row):
                 loss = [float(scores[a].max() - scores[a, round.tree.tokens[row, b]]) for a, b in zip(way, way[1:])]
-                if any(math.exp(-x) < rule.least_share for x in loss) or INF in loss:
+                if any(math.exp(-x) < rule.least_p for x in loss) or INF in loss:
                     continue
                 if not all(_may_take(round, again, row, a, b) for a, b in zip(way, way[1:])):
                     continue
@@ -128,7 +135,7 @@ def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str)
                 other = sum(int(scores[a].argmax()) != round.tree.tokens[row, b] for a, b in zip(way, way[1:]))
                 worth.append(
                     (
-                        wins - price * sum(loss) - rule.least_toll * other,
+                        wins - kl_coef * sum(loss) - rule.least_toll * other,
                         [round.tree.tokens[row, node] for node in way[1:]],
                         loss,
                     )
@@ -143,18 +150,18 @@ def test_at_temperature_0_it_takes_the_best_way_down(price: float, options: str)
     assert lossy > 5
 
 
-@pytest.mark.parametrize("price", [0.05, 0.3, 1.0, 4.0])
-def test_no_law_beats_the_clipped_one_on_a_sampled_chain(price: float) -> None:
-    """Σ min(r, q) - price · KL(r || p): found by a search over all r."""
+@pytest.mark.parametrize("kl_coef", [0.05, 0.3, 1.0, 4.0])
+def test_no_law_beats_the_clipped_one_on_a_sampled_chain(kl_coef: float) -> None:
+    """Σ min(r, q) - kl_coef · KL(r || p): found by a search over all r."""
     generator = np.random.default_rng(1)
     for _ in range(6):
         p, q = generator.dirichlet(np.ones(5), size=2)
 
         def worth(r: np.ndarray, p: np.ndarray = p, q: np.ndarray = q) -> float:
-            return float(np.minimum(r, q).sum() - price * rel_entr(r, p).sum())
+            return float(np.minimum(r, q).sum() - kl_coef * rel_entr(r, p).sum())
 
         logs = (torch.tensor(x).log()[None] for x in (p, q))
-        r = clipped(*logs, torch.full((1, 5), 1 / price, dtype=torch.float64)).exp()[0].numpy()
+        r = clipped(*logs, torch.full((1, 5), 1 / kl_coef, dtype=torch.float64)).exp()[0].numpy()
         assert r.sum() == pytest.approx(1.0)
         found = max(
             -minimize(lambda x: -worth(softmax(x)), np.log(start), method="Nelder-Mead", options={"maxiter": 4000}).fun
@@ -163,17 +170,17 @@ def test_no_law_beats_the_clipped_one_on_a_sampled_chain(price: float) -> None:
         assert found <= worth(r) + 1e-9
         for law in generator.dirichlet(np.ones(5), size=500):
             assert worth(law) <= worth(r)
-        if price == 0.05:
+        if kl_coef == 0.05:
             assert worth(r) > worth(p) and np.abs(r - q).max() < np.abs(p - q).max()
 
 
-@pytest.mark.parametrize("price", [1e-3, 0.1, 1.0, 1e4])
-def test_the_clipped_law_is_one_whatever_the_numbers(price: float) -> None:
+@pytest.mark.parametrize("kl_coef", [1e-3, 0.1, 1.0, 1e4])
+def test_the_clipped_law_is_one_whatever_the_numbers(kl_coef: float) -> None:
     torch.manual_seed(3)
     log_p = (torch.randn(64, 300) * torch.linspace(0.1, 30, 64)[:, None]).log_softmax(-1)
     log_q = (log_p + torch.randn(64, 300) * 3).masked_fill(torch.rand(64, 300) < 0.3, -INF).log_softmax(-1)
     log_p = log_p.masked_fill((torch.rand(64, 300) < 0.3) & (log_p < log_p.amax(-1, True)), -INF).log_softmax(-1)
-    gain = (torch.rand(64, 300) < 0.7).float() / price
+    gain = (torch.rand(64, 300) < 0.7).float() / kl_coef
     log_r = clipped(log_p, log_q, gain)
     assert not log_r.isnan().any() and (log_r.exp().sum(-1) - 1).abs().max() < 1e-5
     assert (log_r == -INF)[log_p == -INF].all()
@@ -182,29 +189,29 @@ def test_the_clipped_law_is_one_whatever_the_numbers(price: float) -> None:
     low = torch.where((log_r < log_q - 1e-4) & (log_p > -INF), ratio - gain, -INF).amax(-1)  # above: gain + ln 1/Z
     high = torch.where((log_r > log_q + 1e-4) & (log_p > -INF), ratio, INF).amin(-1)  # below: ln 1/Z
     both = low.isfinite() & high.isfinite()
-    if price >= 0.1:
+    if kl_coef >= 0.1:
         assert both.any()
         torch.testing.assert_close(low[both], high[both], atol=2e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("price", ["0.001", "0.1", "1", "1000"])
+@pytest.mark.parametrize("kl_coef", ["0.001", "0.1", "1", "1000"])
 @pytest.mark.parametrize("scale", [1.0, 40.0])
-def test_numbers_hold_from_a_price_of_a_thousandth(price: str, scale: float) -> None:
-    """Against 60 digits; p(C) and e^(1/price) leave the range of floats here."""
+def test_numbers_hold_from_a_kl_coef_of_a_thousandth(kl_coef: str, scale: float) -> None:
+    """Against 60 digits; p(C) and e^(1/kl_coef) leave the range of floats here."""
     mpmath.mp.dps = 60
     for seed in range(4):
         base = tree_round(seed, nodes=12, mask=seed % 2 == 1)
         round = replace(base, scores=base.scores * scale)
-        lift = plain(float(price)).law(Evidence(round)).lift
-        assert lift is not None and not lift.isnan().any()
-        exact = mpmath.mpf(price)
+        logit_bias = plain(float(kl_coef)).law(Evidence(round)).logit_bias
+        assert logit_bias is not None and not logit_bias.isnan().any()
+        exact = mpmath.mpf(kl_coef)
         for row in range(2):
             p = probabilities(round, row)
             for token, child in children_of(round.tree, row, 0).items():
                 if p[0][token] > 0:
                     wanted = float((1 + value(round.tree, row, p, exact, child)) / exact)
-                    assert float(lift[row, child]) == pytest.approx(wanted, rel=2e-5, abs=1e-4 * scale)
-        verdict = plain(float(price))(round)
+                    assert float(logit_bias[row, child]) == pytest.approx(wanted, rel=2e-5, abs=1e-4 * scale)
+        verdict = plain(float(kl_coef))(round)
         assert verdict.spent.isfinite().all() and (verdict.spent >= 0).all()
 
 
@@ -261,43 +268,43 @@ def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_i
     copied = Texts(roots, [[*tokens, *tokens] for tokens in round.tree.tokens.tolist()])
     repeated = Texts([[*tokens, *tokens, *root] for tokens, root in zip(round.tree.tokens.tolist(), roots)])
     with pytest.raises(FsdError, match="reads prompt and answer; pass texts"):
-        parse_rule(f"{spec}:novel=2")(replace(round, texts=None))
+        parse_rule(f"{spec}:exact_ngram_size=2")(replace(round, texts=None))
     for texts in (copied, repeated):
-        found = parse_rule(f"{spec}:novel=2")(replace(round, texts=texts))
+        found = parse_rule(f"{spec}:exact_ngram_size=2")(replace(round, texts=texts))
         assert_same(found, Exact()(round))
-        assert parse_rule(f"{spec}:novel=0")(round).accepted.sum() > found.accepted.sum()
+        assert parse_rule(f"{spec}:exact_ngram_size=0")(round).accepted.sum() > found.accepted.sum()
 
 
-@pytest.mark.parametrize("heat", [0.1, 0.3, 1.0])
-def test_a_hot_sample_costs_what_enumeration_says(heat: float) -> None:
+@pytest.mark.parametrize("t", [0.1, 0.3, 1.0])
+def test_a_sample_costs_what_enumeration_says(t: float) -> None:
     """Over a vocabulary that is looked at as a whole; forbidden tokens are never sampled."""
     scores = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0)) * 3
     scores[0, 0, 3:] = -INF
     scores[1, 1, 1:] = -INF
     p = scores.softmax(-1)
-    hot = (scores / heat).softmax(-1)
-    regret = (scores.amax(-1, keepdim=True) - scores).masked_fill(hot == 0, 0.0)
-    torch.testing.assert_close(sampling_cost(scores, heat, greedy=True), (hot * regret).sum(-1))
-    warmer = (scores / (1 + heat)).softmax(-1)
+    warm = (scores / t).softmax(-1)
+    gap = (scores.amax(-1, keepdim=True) - scores).masked_fill(warm == 0, 0.0)
+    torch.testing.assert_close(sampling_cost(scores, t, greedy=True), (warm * gap).sum(-1))
+    warmer = (scores / (1 + t)).softmax(-1)
     divergence = (warmer * (warmer.log() - p.log())).nan_to_num(0.0).sum(-1)
-    torch.testing.assert_close(sampling_cost(scores, heat, greedy=False), divergence, atol=1e-6, rtol=1e-4)
-    assert sampling_cost(scores, heat, True)[1, 1] == 0 == sampling_cost(scores, heat, False)[1, 1]
+    torch.testing.assert_close(sampling_cost(scores, t, greedy=False), divergence, atol=1e-6, rtol=1e-4)
+    assert sampling_cost(scores, t, True)[1, 1] == 0 == sampling_cost(scores, t, False)[1, 1]
 
 
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool) -> None:
     """So the learned rule has the laws of the fixed one, which are tested by enumeration."""
-    learned = parse_rule("tilted:novel=0:heat=0.5")
+    learned = parse_rule("tilted:exact_ngram_size=0:match_temperature=0.5")
     assert isinstance(learned, Tilted)
     spent = [-9.0, -1.5, 0.0, 0.7, 3.0, 40.0, 1.0, -1.9]
     different = 0
     for seed in range(8):
         round = any_round(shape, seed, greedy)
-        overspent = torch.tensor(spent[: round.tree.tokens.shape[0]])
-        made = apply_rules([learned] * len(overspent), replace(round, overspent=overspent))
-        prices = [max(FIRST_PRICE + float(nats), LEAST_PRICE) for nats in overspent]
-        fixed = [Tilted(price, learned.least_share, novel=0) for price in prices]
+        kl_excess = torch.tensor(spent[: round.tree.tokens.shape[0]])
+        made = apply_rules([learned] * len(kl_excess), replace(round, kl_excess=kl_excess))
+        coefs = [max(FIRST_PRICE + float(nats), LEAST_KL_COEF) for nats in kl_excess]
+        fixed = [Tilted(kl_coef, learned.least_p, exact_ngram_size=0) for kl_coef in coefs]
         assert_same(made, apply_rules(fixed, round))
         different += int((made.spent != apply_rules([fixed[2]] * len(fixed), round).spent).any())
         assert made.allowed is not None and (made.allowed >= 0).all()
@@ -307,7 +314,7 @@ def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool)
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temperature: float) -> None:
-    """A round's price λ buys at most depth/λ nats, so what is overspent grows no faster than √(2·depth·rounds)."""
+    """A round's kl_coef λ buys at most depth/λ nats, so the excess grows no faster than √(2·depth·rounds)."""
     sampling = {"do_sample": temperature > 0, "temperature": temperature or None, "top_p": None, "top_k": None}
     prompts = [[5, 6, 7, 8], [9, 3, 4]]
 
@@ -318,17 +325,17 @@ def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temper
         ]  # fmt: skip
 
     exact, _, _ = answer("exact")
-    for heat in (0.2, 1.0):
-        sequences, spent, rounds = answer(f"tilted:heat={heat}:floor=0:novel=0")
+    for t in (0.2, 1.0):
+        sequences, spent, rounds = answer(f"tilted:match_temperature={t}:min_p=0:exact_ngram_size=0")
         for prompt, sequence, nats, count in zip(prompts, sequences, spent, rounds):
             with torch.inference_mode():
                 logits = toy_decoder.target.model(torch.tensor([prompt + sequence])).logits[0, len(prompt) - 1 : -1]
             scores = logits.float() / (temperature or 1.0)
-            allowed = float(sampling_cost(scores, heat, temperature == 0).sum())
+            allowed = float(sampling_cost(scores, t, temperature == 0).sum())
             depth = toy_decoder.drafter.max_depth
             assert nats <= allowed + math.sqrt(FIRST_PRICE**2 + 2 * depth * count * (1 + depth / 8)) - FIRST_PRICE
-    # a sure target at next to no heat allows nothing, and the price rises with all that is spent
-    cool, warm = (sum(answer(f"tilted:heat={heat}:floor=0:novel=0")[1]) for heat in (1e-3, 3.0))
+    # a sure target at next to no temperature allows nothing, and the kl_coef rises with all that is spent
+    cool, warm = (sum(answer(f"tilted:match_temperature={t}:min_p=0:exact_ngram_size=0")[1]) for t in (1e-3, 3.0))
     assert cool < warm
     if not temperature:  # above 0 draws depend on trees, which are chosen for the rule
-        assert answer("tilted:heat=0.2:budget=0")[0] == exact
+        assert answer("tilted:match_temperature=0.2:budget=0")[0] == exact

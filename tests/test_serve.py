@@ -40,7 +40,7 @@ def request(draw: random.Random) -> tuple[str, dict[str, Any]]:
     body |= draw.choice(OPTIONS) | draw.choice(OPTIONS) | draw.choice([*GUIDES, {}, {}, {}, {}])
     if draw.random() < 0.4:
         body |= {"seed": draw.randrange(99), "temperature": draw.choice([0, 0.5, 1.0])}
-        body["rule"] = draw.choice(["exact", "tilted:0.5:novel=0", "typical", "fuzzy:js:0.3", "tilted:-1"])
+        body["rule"] = draw.choice(["exact", "tilted:0.5:exact_ngram_size=0", "typical", "fuzzy:js:0.3", "tilted:-1"])
     if draw.random() < 0.3:
         body["prompt"] = body.pop("messages")[0]["content"]
         formats = {"response_format", "logprobs"} & body.keys()
@@ -192,12 +192,14 @@ def test_one_request_that_cannot_be_decoded_does_not_fail_its_batch(
 
 def test_log_probabilities_are_the_target_s(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
     """By a forward of the target's own over prompt and answer; the same in a stream."""
-    body = asked(rule="tilted:0.5:novel=0", logprobs=True, top_logprobs=3, seed=0)  # with which no clock is read
+    body = asked(
+        rule="tilted:0.5:exact_ngram_size=0", logprobs=True, top_logprobs=3, seed=0
+    )  # with which no clock is read
     choice = client.post(CHAT, json=body).json()["choices"][0]
     entries = choice["logprobs"]["content"]
     tokenizer, model = toy_decoder.tokenizer, toy_decoder.target.model
     options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0, "seed": 0}
-    out = toy_decoder.generate("the cat sat on the mat", "tilted:0.5:novel=0", **options)
+    out = toy_decoder.generate("the cat sat on the mat", "tilted:0.5:exact_ngram_size=0", **options)
     prompt, answer = toy_decoder.encode("the cat sat on the mat"), out.sequences[0]
     with torch.inference_mode():
         log_p = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
@@ -244,7 +246,7 @@ def test_bias_and_penalties_are_openai_s(client: TestClient, toy_decoder: FuzzyD
 def test_phases_are_part_of_the_rule(client: TestClient, toy_decoder: FuzzyDecoder) -> None:
     """A pair that the target lacks fails its own request alone."""
     opening, closing = toy_decoder.tokenizer.convert_ids_to_tokens([5, 6])
-    rule = f"tilted:0.5:novel=0:only_in={opening}..{closing}"
+    rule = f"tilted:0.5:exact_ngram_size=0:only_in={opening}..{closing}"
     wanted = toy_decoder.generate("the cat sat on the mat", rule, max_new_tokens=8, temperature=0, seed=0).texts[0]
     found = client.post(CHAT, json=asked(rule=rule, seed=0))
     assert found.json()["choices"][0]["message"]["content"] == wanted

@@ -153,7 +153,7 @@ def test_lossy_answers_in_vllm_are_ours(name: str, root: Path, results: dict[str
     drafter = EagleDrafter(head.cast(torch.float32), target, TreeShape(4, 1, 5), context_ids=False)
     decoder, prompts = FuzzyDecoder(target, drafter), prompts_for(target)[:16]
     speculation = {"method": name, "model": str(root / f"vllm-{name}" / "exported"), "num_speculative_tokens": 4}
-    rules = ["exact", "tilted:0.5:novel=0:floor=0", "tilted:0.3:novel=3:floor=0:budget=2"]
+    rules = ["exact", "tilted:0.5:exact_ngram_size=0:min_p=0", "tilted:0.3:exact_ngram_size=3:min_p=0:budget=2"]
     params = [{"temperature": 0.0, "max_tokens": 32, "extra_args": {"rule": rule}} for rule in rules]
     engine = {"model": str(root / "target"), "speculative_config": speculation, "logits_processors": FUZZY}
     answers, _ = run(engine, [[each, prompts] for each in params])

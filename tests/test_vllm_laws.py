@@ -12,7 +12,8 @@ from tests.vllm_laws import ALLOWED, CASES, FUZZY, NEEDS_VLLM, NGRAM, PROMPT, Ca
 
 SAMPLES, MEASURED = 200, CASES[:4]
 RULES = [
-    None, "tilted:inf", "tilted:0.3:novel=0:floor=0", "typical:0:0", "tilted:0.2:novel=0:floor=0:budget=1.5",
+    None, "tilted:inf", "tilted:0.3:exact_ngram_size=0:min_p=0", "typical:0:0",
+    "tilted:0.2:exact_ngram_size=0:min_p=0:budget=1.5",
     "fly:2:0.1", "lenient:0.02", "threshold:0.05", "asd:1", "mars:0.5",
 ]  # fmt: skip
 PROMPTS = [[5 + (n * k * k + k) % 8 for k in range(4 + n % 16)] for n in range(40)]
@@ -58,7 +59,7 @@ def answers(engine: dict[str, Any]) -> dict[str | Case, list[list[int]]]:
 
 
 def test_requests_come_and_go_each_with_its_own_rule(target: Path, answers: dict[Any, Any]) -> None:
-    """As our own walk has it, one request at a time: rules, prices and lengths mixed, budgets kept, slots reused."""
+    """As our own walk has it, one request at a time: rules, coefficients and lengths mixed, budgets kept."""
     toy = Toy(target, ALLOWED)
     wanted = [greedy_answer(toy, RULES[n % 8] or "exact", PROMPTS[n], LENGTHS[n]) for n in range(40)]
     assert answers["greedy"] == wanted

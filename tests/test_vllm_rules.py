@@ -21,8 +21,9 @@ from tests.tree_rounds import text_round
 
 V, SLOTS, LONGEST = 11, 30, 64
 RULES = [
-    "tilted:1:novel=0:floor=0", "tilted:0.4:novel=2:floor=0.1", "lenient:0.4", "typical:0.2:0.5", "relaxed:3:0.4",
-    "threshold:0.2:0.6:novel=1", "cactus:0.5:novel=2", "mars:0.7:novel=1", "asd:1:budget=3", "exact",
+    "tilted:1:exact_ngram_size=0:min_p=0", "tilted:0.4:exact_ngram_size=2:min_p=0.1", "lenient:0.4", "typical:0.2:0.5",
+    "relaxed:3:0.4", "threshold:0.2:0.6:exact_ngram_size=1", "cactus:0.5:exact_ngram_size=2",
+    "mars:0.7:exact_ngram_size=1", "asd:1:budget=3", "exact",
 ]  # fmt: skip
 
 
@@ -172,9 +173,9 @@ def test_a_batch_without_rules_is_not_touched() -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        "tilted:0.4:novel=2:floor=0.1",
+        "tilted:0.4:exact_ngram_size=2:min_p=0.1",
         "tilted",
-        "tilted:heat=0.3",
+        "tilted:match_temperature=0.3",
         "tilted:1:budget=2",
         "relaxed:3:0.4",
         "fly:2:0.1",
@@ -216,18 +217,21 @@ def test_which_drafts_are_favoured(
     monkeypatch.setattr(vllm, "_vocabulary", lambda model: {"<think>": 9, "</think>": 10})
     server, logits = Server(method=method), torch.zeros(3, V)
     logits[:, 7] = 0.5
-    rule = "tilted:0.1:novel=0:floor=0" + (f":only_in={only_in}" if only_in else "")
+    rule = "tilted:0.1:exact_ngram_size=0:min_p=0" + (f":only_in={only_in}" if only_in else "")
     server.add(0, Params(0.0, {"rule": rule}), text, drafts)
     assert server.step(logits, [0]).argmax(-1).tolist() == choices
 
 
-@pytest.mark.parametrize("options", ["heat=0.4", "price=0.3:budget=2"])
+@pytest.mark.parametrize("options", ["match_temperature=0.4", "kl_coef=0.3:budget=2"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
-    """As in the engine: step by step the same tokens, under a learned price and under a budget."""
-    generator, asked = torch.Generator().manual_seed(seed), Params(0.0, {"rule": f"tilted:novel=0:floor=0:{options}"})
+    """As in the engine: step by step the same tokens, under an adaptive KL coefficient and under a budget."""
+    generator, asked = (
+        torch.Generator().manual_seed(seed),
+        Params(0.0, {"rule": f"tilted:exact_ngram_size=0:min_p=0:{options}"}),
+    )
     rule = RuleRequest.of(asked).rule
-    server, text, overspent, spent = Server(), [1, 2], torch.zeros(1), torch.zeros(1)
+    server, text, kl_excess, spent = Server(), [1, 2], torch.zeros(1), torch.zeros(1)
     for step in range(10):
         drafts = torch.randint(0, V, (5,), generator=generator).tolist()
         logits = torch.rand(6, V, generator=generator) * 2
@@ -235,7 +239,7 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
             server.add(3, asked, text, drafts)
         server.grow(3, text, drafts)
         left = torch.full((1,), torch.inf if rule.budget is None else rule.budget) - spent
-        verdict = rule(text_round(text, drafts, logits, True, overspent=overspent, budget_left=left))
+        verdict = rule(text_round(text, drafts, logits, True, kl_excess=kl_excess, budget_left=left))
         count = int(verdict.accepted[0]) + 1
         assert server.step(logits, [3]).argmax(-1).tolist()[:count] == verdict.tokens[0, :count].tolist()
         text = text + verdict.tokens[0, :count].tolist()
@@ -243,18 +247,18 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
         server.grow(3, text, [])
         server.step(logits[:1], [3])  # accounts for the step before
         if verdict.allowed is not None:
-            overspent = (overspent + verdict.spent.sum(1) - verdict.allowed).clamp_min(-FIRST_PRICE)
-            torch.testing.assert_close(server.rules.overspent[3:4], overspent.float(), atol=1e-4, rtol=1e-4)
+            kl_excess = (kl_excess + verdict.spent.sum(1) - verdict.allowed).clamp_min(-FIRST_PRICE)
+            torch.testing.assert_close(server.rules.kl_excess[3:4], kl_excess.float(), atol=1e-4, rtol=1e-4)
     assert float(spent) > (0 if rule.budget is None else 0.5 * rule.budget)
     server.add(3, asked, [1, 2], [3])
-    assert float(server.rules.overspent[3]) == 0, "of the request before"
+    assert float(server.rules.kl_excess[3]) == 0, "of the request before"
 
 
 def test_an_answers_first_tokens_are_exact_in_a_slot() -> None:
     """A text of 2 tokens is the prompt. With settle=3, tokens 0 to 2 of the answer are the target's own."""
     server, logits = Server(), torch.zeros(3, V)
     logits[:, 7] = 0.5
-    server.add(3, Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0:settle=3"}), [1, 2], [3, 4])
+    server.add(3, Params(0.0, {"rule": "tilted:0.1:exact_ngram_size=0:min_p=0:settle=3"}), [1, 2], [3, 4])
     for answer, choices in (([], [7, 7, 7]), ([5, 5], [7, 4, 7]), ([5, 5, 5], [3, 4, 7])):
         server.grow(3, [1, 2, *answer], [3, 4])
         assert server.step(logits, [3]).argmax(-1).tolist() == choices
@@ -263,8 +267,8 @@ def test_an_answers_first_tokens_are_exact_in_a_slot() -> None:
 def test_a_budget_is_each_requests_own() -> None:
     """A slot's next request starts with its own; after a preemption, which forgets what was spent, none is left."""
     server, logits = Server(), torch.zeros(3, V)
-    logits[:, 7] = 0.5  # the target's choice; drafts have a regret of 0.5
-    params = Params(0.0, {"rule": "tilted:0.1:novel=0:floor=0:budget=1.2"})
+    logits[:, 7] = 0.5  # the target's choice; drafts have a gap of 0.5
+    params = Params(0.0, {"rule": "tilted:0.1:exact_ngram_size=0:min_p=0:budget=1.2"})
     for _ in range(2):
         server.add(3, params, [1, 2], [3, 4])
         assert server.step(logits, [3]).argmax(-1).tolist() == [3, 4, 7]
@@ -277,7 +281,7 @@ def test_a_budget_is_each_requests_own() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (Params(extra_args={"rule": "tilted:-1"}), "price must be at least 0.001"),
+        (Params(extra_args={"rule": "tilted:-1"}), "kl_coef must be at least 0.001"),
         (Params(extra_args={"rule": "fuzzy:js:0.3"}), "'fuzzy' needs the drafter's distribution"),
         (Params(extra_args={"rule": "tilted:gate=0.1"}), "needs the drafter's distribution"),
         (Params(0.7, {"rule": "tilted"}, top_p=0.9), "top_p = 1, top_k = 0 and min_p = 0"),
@@ -302,20 +306,33 @@ def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch)
         RuleRequest.of(Params())
     monkeypatch.setenv("FSD_VLLM_RULE", "tilted:2:budget=4")
     assert RuleRequest.of(Params()).rule == parse_rule("tilted:2:budget=4")
-    for rule in ("exact", "tilted:1:novel=2:budget=9", "tilted:inf:budget=0", "tilted:1:budget=9:only_in=think"):
+    for rule in (
+        "exact",
+        "tilted:1:exact_ngram_size=2:budget=9",
+        "tilted:inf:budget=0",
+        "tilted:1:budget=9:only_in=think",
+    ):
         assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted")
     for rule in ("tilted", "tilted:4:toll=1:settle=64", "tilted:toll=2"):
         assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
-    for rule in ("tilted:4", "tilted:2:toll=1", "tilted:heat=0.1"):
+    for rule in ("tilted:4", "tilted:2:toll=1", "tilted:match_temperature=0.1"):
         with pytest.raises(ValueError, match="this server allows tilted"):
             RuleRequest.of(Params(extra_args={"rule": rule}))
-    monkeypatch.setenv("FSD_VLLM_MOST", "tilted:heat=0.3")
-    assert RuleRequest.of(Params(extra_args={"rule": "tilted:heat=0.2"})).rule == parse_rule("tilted:heat=0.2")
-    for rule in ("tilted:heat=0.4", "tilted:4"):
+    monkeypatch.setenv("FSD_VLLM_MOST", "tilted:match_temperature=0.3")
+    assert RuleRequest.of(Params(extra_args={"rule": "tilted:match_temperature=0.2"})).rule == parse_rule(
+        "tilted:match_temperature=0.2"
+    )
+    for rule in ("tilted:match_temperature=0.4", "tilted:4"):
         with pytest.raises(ValueError, match="this server allows tilted"):
             RuleRequest.of(Params(extra_args={"rule": rule}))
     monkeypatch.setenv("FSD_VLLM_MOST", "tilted:1:budget=9")
-    for rule in ("tilted", "tilted:0.9:budget=1", "tilted:1:novel=0:budget=1", "typical", "tilted:2:floor=0:budget=1"):
+    for rule in (
+        "tilted",
+        "tilted:0.9:budget=1",
+        "tilted:1:exact_ngram_size=0:budget=1",
+        "typical",
+        "tilted:2:min_p=0:budget=1",
+    ):
         with pytest.raises(ValueError, match="this server allows"):
             RuleRequest.of(Params(extra_args={"rule": rule}))

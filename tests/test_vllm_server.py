@@ -19,7 +19,12 @@ from benchmarks.peers import vllm_variables
 from tests.vllm_laws import ALLOWED, FUZZY, NEEDS_VLLM, NGRAM, PYTHON, ROOT, Toy, flat_target, greedy_answer
 from tests.vllm_v2 import V2
 
-RULES = [None, "tilted:0.3:novel=0:floor=0", "typical:0:0", "tilted:0.2:novel=0:floor=0:budget=1.5"]
+RULES = [
+    None,
+    "tilted:0.3:exact_ngram_size=0:min_p=0",
+    "typical:0:0",
+    "tilted:0.2:exact_ngram_size=0:min_p=0:budget=1.5",
+]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"vllm_xargs": {"rule": "nonsense"}}, "rule: unknown rule 'nonsense'"),
     ({"vllm_xargs": {"rule": "fuzzy:js:0.3"}}, "needs the drafter's distribution"),

@@ -37,7 +37,7 @@ def test_wheel_decodes_and_trains(repo_root: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "source", filter="data")
     (source,) = (tmp_path / "source").iterdir()
-    for path in ("tests/conftest.py", "docs/README.md", "examples", "CHANGELOG.md", "data/spec_bench_dev.jsonl"):
+    for path in ("tests/conftest.py", "docs/tutorial.md", "examples", "CHANGELOG.md", "data/spec_bench_dev.jsonl"):
         assert (source / path).exists(), path
 
     names = set(zipfile.ZipFile(wheel).namelist())

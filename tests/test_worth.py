@@ -15,7 +15,7 @@ from fsd_bench.evidence.candidates import forecast_rules
 from fsd_bench.evidence.settings import SweepOptions
 from fsd_bench.jobs import decoding
 from fsd_bench.worth import Forecast, forecast
-from fsd_bench.worth.forecasts import Shaped, fixed_prices, learned
+from fsd_bench.worth.forecasts import Shaped, fixed_coefs, learned
 from fsd_bench.worth.replay import RecordedRound, Replay, walk
 from fsd_bench.worth.run import WorthOptions, brief_text, recommended, verdict, worth_text
 from fsd_bench.worth.watch import Watch
@@ -28,7 +28,15 @@ PROMPTS = [[5, 17, 3, 44], [60, 2, 9], [33, 8, 71, 71, 15], [90, 12]]
 NEW = 14
 
 
-FEW = ("exact", "tilted:2", "tilted:1:floor=0", "typical:novel=3", "fuzzy:js:0.3:novel=3", "fly:2:0.1", "draft-only")
+FEW = (
+    "exact",
+    "tilted:2",
+    "tilted:1:min_p=0",
+    "typical:exact_ngram_size=3",
+    "fuzzy:js:0.3:exact_ngram_size=3",
+    "fly:2:0.1",
+    "draft-only",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +52,7 @@ def decoders() -> dict[str, FuzzyDecoder]:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer rules, for speed."""
     monkeypatch.setattr("fsd_bench.worth.forecasts.RULES", FEW[1:-1])
-    monkeypatch.setattr("fsd_bench.worth.forecasts.HEATED", ("tilted:heat=0.5",))
+    monkeypatch.setattr("fsd_bench.worth.forecasts.MATCHING", ("tilted:match_temperature=0.5",))
 
 
 def decoded(decoder: FuzzyDecoder, drafter: Drafter, rule: str | Rule, temperature: float = 0.0) -> tuple[float, int]:
@@ -110,7 +118,10 @@ def test_a_replayed_first_round_is_decodings(spec: str, length: int, decoders: d
 
 @pytest.mark.parametrize("kind", ["lm", "head"])
 def test_a_narrow_vocabulary_changes_no_verdict(kind: str, decoders: dict[str, FuzzyDecoder]) -> None:
-    rules = [parse_rule(spec) for spec in ("tilted:1", "tilted:0.3:floor=0:novel=2", "tilted:8:novel=0")]
+    rules = [
+        parse_rule(spec)
+        for spec in ("tilted:1", "tilted:0.3:min_p=0:exact_ngram_size=2", "tilted:8:exact_ngram_size=0")
+    ]
     for seen in seen_rounds(decoders[kind], 2)[:4]:
         parts = [tuple(seen.cut(shape, 0.5)) for shape in (TreeShape(2, 3, 5), TreeShape(6, 3, 9))]
         asked = [(rule, nodes) for rule in rules for nodes in parts]
@@ -140,7 +151,7 @@ def test_the_command_prints_and_records_the_forecast(
     found = json.loads(record.read_text())
     rows = found["forecast"]["rows"]
     assert rows[0]["rule"] == "exact" and {"relaxed:3:0.5", "tilted:2"} <= {row["rule"] for row in rows}
-    assert found["forecast"]["regret"]["count"] > 0 and found["environment"]
+    assert found["forecast"]["drafts"]["count"] > 0 and found["environment"]
     assert found["options"]["max_new_tokens"] == 12
     assert command(toy, "--raw", "--temperature", "0.7", "--limit", "2") == 0
     text = capsys.readouterr().out
@@ -168,15 +179,15 @@ def test_a_calibration_that_names_no_rules_gets_the_forecasts(toy: Toy, monkeypa
 
 
 def test_a_learned_price_lies_between_fixed_ones() -> None:
-    """It spends what is allowed, or what the cheapest price can; exact is where nothing is."""
+    """It spends what is allowed, or what the smallest coefficient can; exact is where nothing is."""
 
     def shaped(nats: float, tau: float) -> Shaped:
         return Shaped(TreeShape.chain(4), tau, nats, nats, 4.0, 5.0, 1.0)
 
-    rule = parse_rule("tilted:heat=0.5")
+    rule = parse_rule("tilted:match_temperature=0.5")
     assert isinstance(rule, Tilted)
-    exact, *fixed = fixed_prices(rule)
-    assert exact == parse_rule("exact") and fixed[0] == parse_rule("tilted:8:floor=0.1"), "with the rule's own floor"
+    exact, *fixed = fixed_coefs(rule)
+    assert exact == parse_rule("exact") and fixed[0] == parse_rule("tilted:8:min_p=0.1"), "with the rule's own min_p"
     found = {each: [shaped(0.1 * n, 2.0 + 0.4 * n)] for n, each in enumerate([exact, *fixed])}
     for allowed, tau in ((0.0, 2.0), (0.05, 2.2), (0.15, 2.6), (9.0, 4.8)):
         assert learned(rule, allowed, found)[0].tau == pytest.approx(tau)

@@ -16,9 +16,9 @@ from fsd_infer.tree import DraftTree, Nodes
 INF = math.inf
 # Every kind of rule, most with and without their options.
 SPECS = [
-    *("exact", "exact:block=true", "fuzzy:js:0.1", "fuzzy:top_k_js:3:0.1", "fuzzy:tv:inf", "fuzzy:js:inf:floor=0.3"),
+    *("exact", "exact:block=true", "fuzzy:js:0.1", "fuzzy:top_k_js:3:0.1", "fuzzy:tv:inf", "fuzzy:js:inf:min_p=0.3"),
     *("fuzzy:kl_qp:0.2:gate=processed", "fuzzy:js:0.3:budget=0.4", "fuzzy-strict:js:0.1", "random:0.5", "draft-only"),
-    *("draft-only:budget=0.5", "tilted:1", "tilted:0.3:budget=0.4", "tilted:0.5:floor=0.2:gate=0.1", "lenient:0.5"),
+    *("draft-only:budget=0.5", "tilted:1", "tilted:0.3:budget=0.4", "tilted:0.5:min_p=0.2:gate=0.1", "lenient:0.5"),
     *("threshold:0.4:0.8", "typical", "relaxed:2:0.2", "cactus:0.1", "cascade-token", "ensemble:0.7", "mars:0.7"),
 ]
 
@@ -133,7 +133,7 @@ def assert_same(a: Verdict, b: Verdict) -> None:
         assert torch.equal(getattr(a, field), getattr(b, field)), field
     assert torch.equal(a.first, b.first)
     torch.testing.assert_close(a.spent, b.spent, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(a.regret, b.regret, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(a.logprob_gap, b.logprob_gap, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def check_tree(tree: DraftTree) -> None:

@@ -31,7 +31,7 @@ from fsd_core.files import write_json
 from fsd_infer import Target
 from fsd_infer.environment import environment
 from fsd_infer.rules import Evidence, parse_rule
-from fsd_infer.rules.laws import lifted
+from fsd_infer.rules.laws import biased
 from tests.head_toys import make_target
 from tests.tree_rounds import text_round
 
@@ -66,11 +66,13 @@ class Case:
 
 
 CASES = [
-    Case("tilted:0.7:novel=0:floor=0", 1.0), Case("tilted:0.4:novel=0:floor=0:budget=0.8", 0.7),
+    Case("tilted:0.7:exact_ngram_size=0:min_p=0", 1.0), Case("tilted:0.4:exact_ngram_size=0:min_p=0:budget=0.8", 0.7),
     Case("lenient:0.3", 1.0, presence_penalty=1.0), Case("threshold:0.5:0.6", 0.7),
-    Case("tilted:0.5:novel=3:floor=0.1", 0.7), Case("tilted:0.7:novel=0:floor=0", 0.7, presence_penalty=-1.0),
+    Case("tilted:0.5:exact_ngram_size=3:min_p=0.1", 0.7),
+    Case("tilted:0.7:exact_ngram_size=0:min_p=0", 0.7, presence_penalty=-1.0),
     Case("lenient:0.5", 0.7), Case("typical:0.4:0.8", 1.0), Case("typical:0.4:0.8", 0.7), Case("relaxed:2:0.5", 1.0),
-    Case("relaxed:2:0.5:novel=3", 0.7), Case("threshold:0.5:0.6", 1.0), Case("cactus:1", 1.0), Case("cactus:0.3", 0.7),
+    Case("relaxed:2:0.5:exact_ngram_size=3", 0.7), Case("threshold:0.5:0.6", 1.0),
+    Case("cactus:1", 1.0), Case("cactus:0.3", 0.7),
 ]  # fmt: skip
 
 
@@ -194,9 +196,9 @@ def _contexts(rule: Any, text: list[int], drafts: list[int], scores: Tensor) -> 
     """(law, p, nats that the law costs) at each position of the chain."""
     evidence = Evidence(text_round(text, drafts, scores, False))
     law, p = rule.charged_law(evidence), scores.double().softmax(-1)
-    if law.lift is None:
+    if law.logit_bias is None:
         return [(row, row, 0.0) for row in p]
-    odds, laws = lifted(evidence, law.lift, law.applies), law.log_probs(evidence)[0].exp()
+    odds, laws = biased(evidence, law.logit_bias, law.applies), law.log_probs(evidence)[0].exp()
     costs = odds.cost.masked_fill(~odds.applies, 0.0)[0].tolist()
     return list(zip(laws, p, costs))
 

@@ -21,16 +21,32 @@ from fsd_infer.engine.drafts import Drafts
 from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
 from fsd_infer.tree import Draws
 
-PRICES = (8, 4, 2, 1.5, 1, 0.7, 0.5)
+KL_COEFS = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (
-    *(f"tilted:{price:g}" for price in PRICES),
-    *(f"tilted:{price:g}:floor=0" for price in PRICES),
-    *("typical:novel=3", "relaxed:novel=3", "fuzzy:js:0.2:novel=3", "fuzzy:js:0.3:novel=3", "fuzzy:js:0.4:novel=3"),
+    *(f"tilted:{coef:g}" for coef in KL_COEFS),
+    *(f"tilted:{coef:g}:min_p=0" for coef in KL_COEFS),
+    *(
+        "typical:exact_ngram_size=3",
+        "relaxed:exact_ngram_size=3",
+        "fuzzy:js:0.2:exact_ngram_size=3",
+        "fuzzy:js:0.3:exact_ngram_size=3",
+        "fuzzy:js:0.4:exact_ngram_size=3",
+    ),
     *("tilted", "tilted:2:toll=1", "tilted:1:toll=1"),
-    *("asd:novel=3", "asd:gap=0.5:novel=3", "mars:0.5:novel=3", "mars:novel=3"),
-    *("fly:novel=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
+    *(
+        "asd:exact_ngram_size=3",
+        "asd:gap=0.5:exact_ngram_size=3",
+        "mars:0.5:exact_ngram_size=3",
+        "mars:exact_ngram_size=3",
+    ),
+    *("fly:exact_ngram_size=3", "cactus:0.25", "cactus:0.5", "lenient:0.5", "cascade-token:0.3"),
 )
-HEATED = ("tilted:heat=0.2", "tilted:heat=0.3", "tilted:heat=0.5", "tilted:heat=0.8")  # at temperature 0
+MATCHING = (
+    "tilted:match_temperature=0.2",
+    "tilted:match_temperature=0.3",
+    "tilted:match_temperature=0.5",
+    "tilted:match_temperature=0.8",
+)  # at temperature 0
 EXACT = {Draws.NONE: Exact(draw=False), Draws.TREE: Exact(), Draws.CHAIN: Exact(block=True)}  # on drafts drawn so
 COSTS = (0.05, 0.1, 0.2, 0.4, 1.0)  # of a drafted token, in target forwards
 DEPTH = 12  # of the chain that is decoded with
@@ -94,7 +110,7 @@ class Forecast:
 
     Attributes:
         rows: exact first, then from the cheapest rule per token to the dearest.
-        regret: of the drafter's first choices, see :meth:`.Drafts.summary`.
+        drafts: of the drafter's first choices, see :meth:`.Drafts.summary`.
         yardsticks: by temperature, nats per token that the target's own samples spend, counted as at temperature 0.
         decoded: shape of the run with exact.
         tau, rounds: measured τ of that run, and its number of rounds.
@@ -104,7 +120,7 @@ class Forecast:
     """
 
     rows: list[ForecastRow]
-    regret: dict[str, Any]
+    drafts: dict[str, Any]
     yardsticks: dict[str, float]
     decoded: TreeShape
     tau: float
@@ -187,7 +203,7 @@ def forecast(
         drafter: a head or a small LM whose shape is cut; None: the decoder's. Without a requested shape it drafts
             :data:`DEPTH` tokens, or :data:`DEEP_TREE`.
         temperature, max_new_tokens, chat: of the request.
-        usual: replay :data:`RULES` too, and at temperature 0 :data:`HEATED`.
+        usual: replay :data:`RULES` too, and at temperature 0 :data:`MATCHING`.
         seed: seed of draws.
         progress: show a progress bar.
 
@@ -198,12 +214,12 @@ def forecast(
         raise FsdError("no prompts: give at least one.")
     deep = deep_drafter(decoder.drafter if drafter is None else drafter)
     shapes = _shapes(deep.shape)
-    tried = _rules([*(RULES if usual else ()), *(HEATED if usual and not temperature else ()), *rules], temperature)
-    heats = {} if temperature else _heats(tried)
-    fixed = dict.fromkeys([*(rule for rule in tried if rule not in heats), *chain(*map(fixed_prices, heats))])
+    tried = _rules([*(RULES if usual else ()), *(MATCHING if usual and not temperature else ()), *rules], temperature)
+    matching = {} if temperature else _matching(tried)
+    fixed = dict.fromkeys([*(rule for rule in tried if rule not in matching), *chain(*map(fixed_coefs, matching))])
     eos = decoder.target.model.generation_config.eos_token_id
     replays = _replays(fixed, shapes, frozenset([eos] if isinstance(eos, int) else eos or ()), temperature)
-    temperatures = dict.fromkeys([*YARDSTICKS, *heats.values()], 0.0)
+    temperatures = dict.fromkeys([*YARDSTICKS, *matching.values()], 0.0)
     exact = next(iter(replays))  # from whose rounds come the facts about decoding
     watch = Watch(replays[exact].add, temperature, max_new_tokens, torch.Generator().manual_seed(seed), temperatures)
     options = {
@@ -233,7 +249,7 @@ def forecast(
     for (rule, shape), tally in chain(*(replay.tallies.items() for replay in replays.values())):
         found.setdefault(rule, []).append(_shaped(shape, tally, forwards, step, rest))
     cells = {rule: found[rule] for rule in tried if rule in found}
-    cells |= {rule: learned(rule, spent[heat], found) for rule, heat in heats.items()}
+    cells |= {rule: learned(rule, spent[t], found) for rule, t in matching.items()}
     return Forecast(
         _rows({tried[rule]: shaped for rule, shaped in cells.items()}), drafts.summary(),
         {f"{t:g}": spent[t] for t in YARDSTICKS}, deep.shape, emitted / rounds, rounds, temperature,
@@ -257,9 +273,13 @@ def _replays(
     return {exact: Replay(part, shapes, eos) for exact, part in parts.items()}
 
 
-def _heats(rules: Iterable[Rule]) -> dict[Tilted, float]:
-    """Return the rules with a learned price and their heats."""
-    return {rule: rule.heat for rule in rules if isinstance(rule, Tilted) and rule.heat is not None}
+def _matching(rules: Iterable[Rule]) -> dict[Tilted, float]:
+    """Return the rules with an adaptive KL coefficient and the temperatures that they match."""
+    return {
+        rule: rule.match_temperature
+        for rule in rules
+        if isinstance(rule, Tilted) and rule.match_temperature is not None
+    }
 
 
 def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, rest: float) -> Shaped:
@@ -270,21 +290,21 @@ def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, res
     )  # fmt: skip
 
 
-def fixed_prices(rule: Tilted) -> list[Rule]:
-    """Return rules of fixed prices between which one with a learned price lies."""
-    return [Exact(), *(replace(rule, price=price, heat=None, floor=rule.least_share) for price in PRICES)]
+def fixed_coefs(rule: Tilted) -> list[Rule]:
+    """Return rules of fixed KL coefficients between which one with an adaptive one lies."""
+    return [Exact(), *(replace(rule, kl_coef=coef, match_temperature=None, min_p=rule.least_p) for coef in KL_COEFS)]
 
 
 def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[Shaped]]) -> list[Shaped]:
-    """Interpolate a rule with a learned price between the fixed prices that spend more and less.
+    """Interpolate a rule with an adaptive KL coefficient between fixed ones that spend more and less.
 
     Args:
-        rule: with a learned price.
-        allowed: nats per token to spend; at most what the cheapest price spends.
+        rule: with an adaptive KL coefficient.
+        allowed: nats per token to spend; at most what the smallest coefficient spends.
         found: by rule, a forecast for each shape.
     """
     made = []
-    for shaped in zip(*(found[fixed] for fixed in fixed_prices(rule))):
+    for shaped in zip(*(found[fixed] for fixed in fixed_coefs(rule))):
         points = sorted(shaped, key=lambda point: point.nats)
         above = next((number for number, point in enumerate(points) if point.nats > allowed), None)
         made.append(points[-1] if above is None else _between(points[above - 1], points[above], allowed))

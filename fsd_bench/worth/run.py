@@ -83,7 +83,7 @@ def shape_name(shape: TreeShape) -> str:
 
 def worth_text(found: Forecast) -> str:
     """Return the whole text."""
-    parts = [_rules_table(found), _costs_table(found), f"drafter: {drafts_text(found.regret)}"]
+    parts = [_rules_table(found), _costs_table(found), f"drafter: {drafts_text(found.drafts)}"]
     if found.temperature == 0:
         spent = ", ".join(f"{nats:.2f} at temperature {t}" for t, nats in found.yardsticks.items())
         parts.append(f"yardstick, nats per token that the target's own samples spend: {spent}")
@@ -146,7 +146,7 @@ def verdict(found: Forecast) -> str:
             f"{row.rule} on {shape_name(row.best.shape)} emits {row.tokens:.2f} times exact's tokens per forward at "
             f"{row.speed:.2f} times its speed for {row.best.nats:.2f} nats per token."
         )
-    median = found.regret["regret_median"]
+    median = found.drafts["regret_median"]
     mistakes = "" if median is None else f"its mistakes cost {median:.1f} nats in the median, and "
     return (
         f"With this drafter leave it exact: {mistakes}no rule below {MOST_NATS:g} nats per token is {LEAST_SPEED:g} "

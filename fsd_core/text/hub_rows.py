@@ -3,7 +3,7 @@
 hf:OWNER/NAME                              split train of the default configuration
 hf:OWNER/NAME@REVISION?split=train_sft     another split, of a branch, tag or commit
 hf:OWNER/NAME?config=en&limit=5000         the first rows of a configuration
-hf:OWNER/NAME?prompt=instruction           FIELD=COLUMN, where docs/training-data.md lists the fields
+hf:OWNER/NAME?prompt=instruction           FIELD=COLUMN, where docs/training.md lists the fields
 """
 
 from __future__ import annotations

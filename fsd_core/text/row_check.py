@@ -217,7 +217,7 @@ class RowCheck:
         if found:
             named = ", ".join(f"`{name}` ({count} rows)" for name, count in found.most_common(2 * _MOST_SAID))
             more = f" and {len(found) - 2 * _MOST_SAID} more" if len(found) > 2 * _MOST_SAID else ""
-            print(f"notice: nothing reads the fields {named}{more} (docs/training-data.md)", file=sys.stderr)
+            print(f"notice: nothing reads the fields {named}{more} (docs/training.md)", file=sys.stderr)
 
 
 def listing_of(output: str | Path | None) -> Path | None:

@@ -115,7 +115,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     request.add_argument(
         "--beam-options", metavar="NAME=NUMBER,...",
         help="how beams are drafted (depth, spread, nodes) and sampled (confidence, min_width, join_every); see "
-        "docs/beams.md",
+        "docs/decoding.md",
     )  # fmt: skip
     guided = request.add_mutually_exclusive_group()
     guided.add_argument("--schema", metavar="FILE", help="answer with JSON that fits the JSON schema in FILE")

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsd_core.errors import FsdError
+from fsd_core.former import say
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.rules import Rule
 
 _RENAMED = {"chat": "apply_chat_template", "cache_keys": "users", "beam_options": "beams"}
 _FUNCTIONS = ("on_tokens", "on_round", "ends")
-_said: set[str] = set()
-
-
-def say(old: str, new: str) -> None:
-    """Warn, once, that a name is a former one."""
-    if old not in _said:
-        _said.add(old)
-        warnings.warn(f"{old} works until fsd-toolkit 0.2: {new}.", FutureWarning, stacklevel=4)
 
 
 def request_options(

@@ -1,6 +1,6 @@
-"""The quality of a drafter's first choices: how often they are the target's, and the regret of the others.
+"""The quality of a drafter's first choices: how often they are the target's, and the gap of the others.
 
-A lossy rule gains from mistakes that are nearly as good as the target's own token. So the regret of a drafter's
+A lossy rule gains from mistakes that are nearly as good as the target's own token. So the gap of a drafter's
 mistakes predicts the gain of such a rule better than the drafter's agreement does.
 """
 
@@ -16,7 +16,7 @@ Regrets = Mapping[str, Sequence[Sequence[float]]]  # by proposer, then by depth 
 
 
 class Drafts:
-    """Regrets of a drafter's first choices at the contexts that rounds reached, in nats; 0: the target's likeliest.
+    """Gaps of a drafter's first choices at the contexts that rounds reached, in nats; 0: the target's likeliest.
 
     Args:
         regrets: as :meth:`regrets` returns them.
@@ -37,11 +37,11 @@ class Drafts:
     def __bool__(self) -> bool:
         return bool(self._regrets)
 
-    def add(self, proposer: str, depth: int, regret: float) -> None:
-        """Add a first choice: its proposer, its depth from 1, and its regret."""
+    def add(self, proposer: str, depth: int, gap: float) -> None:
+        """Add a first choice: its proposer, its depth from 1, and its gap."""
         depths = self._regrets.setdefault(proposer, [])
         depths += [[] for _ in range(depth - len(depths))]
-        depths[depth - 1].append(regret)
+        depths[depth - 1].append(gap)
 
     def merge(self, regrets: Regrets) -> None:
         """Add many first choices."""
@@ -51,7 +51,7 @@ class Drafts:
                     self.add(proposer, depth, float(value))
 
     def regrets(self) -> dict[str, list[list[float]]]:
-        """Return every regret to three significant digits, by proposer and depth, for files."""
+        """Return every gap to three significant digits, by proposer and depth, for files."""
         return {
             name: [[float(f"{value:.3g}") for value in values] for values in depths]
             for name, depths in self._regrets.items()
@@ -60,7 +60,7 @@ class Drafts:
     def summary(self) -> dict[str, Any]:
         """Return statistics of all first choices, and the same ``by_proposer`` and ``by_depth``.
 
-        ``count`` and ``agreement``, the share with regret 0; of the others, ``regret_median`` and the shares ``below``
+        ``count`` and ``agreement``, the share with gap 0; of the others, ``regret_median`` and the shares ``below``
         each of ``BOUNDS`` nats. A statistic of nothing is None.
         """
         depths: dict[str, list[float]] = {}
@@ -75,14 +75,13 @@ class Drafts:
 
 
 def _summary(regrets: Sequence[float]) -> dict[str, Any]:
-    mistakes = [regret for regret in regrets if regret > 0]
+    mistakes = [gap for gap in regrets if gap > 0]
     return {
         "count": len(regrets),
         "agreement": (len(regrets) - len(mistakes)) / len(regrets) if regrets else None,
         "regret_median": statistics.median(mistakes) if mistakes else None,
         "below": {
-            f"{bound:g}": sum(regret < bound for regret in mistakes) / len(mistakes) if mistakes else None
-            for bound in BOUNDS
+            f"{bound:g}": sum(gap < bound for gap in mistakes) / len(mistakes) if mistakes else None for bound in BOUNDS
         },
     }
 

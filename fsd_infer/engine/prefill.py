@@ -80,7 +80,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         texts=Texts([()] * rows, prompts, device, markers, capacity + drafter.max_nodes + 1, marks),
         ends=to_device(torch.tensor([len(prompt) + limit for prompt, limit in zip(prompts, limits)]), device),
         budget=nats_of(rules, device),
-        overspent=torch.zeros(rows, device=device),
+        kl_excess=torch.zeros(rows, device=device),
         measures=request.measure_log_likelihood,
         history=books.history,
         most_nodes=drafter.max_nodes,
@@ -105,7 +105,7 @@ def _recorded(target: Target, drafter: Drafter, processors: TreeProcessors) -> R
 def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
     """Return which drafts of a request are drawn: what all its rules take."""
     wanted = {rule.draws for rule in rules}
-    charged = drafter.keeps_texts and any(getattr(rule, "novel", 0) for rule in rules)
+    charged = drafter.keeps_texts and any(getattr(rule, "exact_ngram_size", 0) for rule in rules)
     # copies of remembered texts are looked up for likely drafts only
     if not temperature or Draws.NONE in wanted or charged:
         return Draws.NONE

@@ -84,7 +84,7 @@ def verify(state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
 
 
 def accept(state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor) -> RoundTensors:
-    """Apply each row's rule, and charge its budget and its learned price. features: [B, N, F]."""
+    """Apply each row's rule, and charge its budget and its adaptive KL coefficient. features: [B, N, F]."""
     processors = state.processors
     texts = state.history() if processors.contextual else []
     given = logits.float() if processors else logits  # in fp32, as in generate; rules convert what they look at
@@ -101,7 +101,7 @@ def accept(state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor
             if processors
             else None,
             texts=state.texts,
-            overspent=state.overspent,
+            kl_excess=state.kl_excess,
             copies=(lambda n: state.session.copies(tree, n)) if state.session.remembers else None,
             room=room(state, tree),
         ),
@@ -111,8 +111,8 @@ def accept(state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor
         verdict.accepted = verdict.accepted.masked_fill(~goes_on, -1)
     spent = verdict.spent.sum(1)
     if verdict.allowed is not None:
-        state.overspent += spent.float() - verdict.allowed
-        state.overspent.clamp_(min=-FIRST_PRICE)  # limits saved nats
+        state.kl_excess += spent.float() - verdict.allowed
+        state.kl_excess.clamp_(min=-FIRST_PRICE)  # limits saved nats
     if state.budget is not None:  # an infinite budget pays infinite costs
         state.budget.copy_(torch.where(state.budget.isinf(), state.budget, (state.budget - spent).clamp_min(0.0)))
     made = RoundTensors(tree, logits, at_nodes(features, verdict.path), verdict)

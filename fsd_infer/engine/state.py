@@ -35,7 +35,7 @@ class DecodeState:
         texts: prompts and answers.
         ends: [B] tokens of each text when its answer is as long as it may be.
         budget: [B] nats that each row may still spend; None: no rule has a budget.
-        overspent: [B] nats beyond the allowance of learned prices, see :class:`~fsd_infer.rules.Verification`.
+        kl_excess: [B] nats beyond the targets of adaptive KL coefficients, see :class:`~fsd_infer.rules.Verification`.
         measures: whether to measure the log-likelihood of emitted tokens.
         history: returns the tokens before each row's root, as processors take them.
         most_nodes: nodes of the largest tree.
@@ -57,7 +57,7 @@ class DecodeState:
     texts: Texts
     ends: Tensor
     budget: Tensor | None
-    overspent: Tensor
+    kl_excess: Tensor
     measures: bool
     history: Callable[[], list[Tensor]]
     most_nodes: int
@@ -92,7 +92,7 @@ class DecodeState:
     def tensors(self) -> list[Tensor]:
         """Return what a round changes in place, without the drafter's, and without keys and values."""
         budget = [] if self.budget is None else [self.budget]
-        return [self.lengths, self.roots, self.overspent, self.ends, *budget, *self.texts.tensors]
+        return [self.lengths, self.roots, self.kl_excess, self.ends, *budget, *self.texts.tensors]
 
     def restart(self, fresh: DecodeState) -> DecodeState:
         """Take over the texts of a new request of the same plan, in the same tensors; return this state."""
@@ -114,7 +114,7 @@ class DecodeState:
         index = torch.tensor(rows)
         kept = to_device(index, self.device)
         self.rules, self.numbers = [self.rules[row] for row in rows], [self.numbers[row] for row in rows]
-        self.lengths, self.roots, self.overspent = self.lengths[kept], self.roots[kept], self.overspent[kept]
+        self.lengths, self.roots, self.kl_excess = self.lengths[kept], self.roots[kept], self.kl_excess[kept]
         self.ends, self.budget = self.ends[kept], None if self.budget is None else self.budget[kept]
         self.texts.select(kept)
         self.cache.select(index)

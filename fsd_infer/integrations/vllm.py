@@ -3,8 +3,8 @@
     vllm serve MODEL --speculative-config '{…}' --logits-processors fsd_infer.integrations.vllm:FuzzyRules
     curl … -d '{…, "vllm_xargs": {"rule": "tilted:2"}}'
 
-vLLM drafts greedily and accepts a draft with its probability under the logits. So a rule with the law r ∝ p·e^lift on a
-chain edits one logit per drafted position: + T·lift at temperature T, + lift at temperature 0. The edits run on the
+vLLM drafts greedily and accepts a draft with its probability under the logits. So a rule with the law r ∝ p·e^bias on a
+chain edits one logit per drafted position: + T·bias at temperature T, + bias at temperature 0. The edits run on the
 device, for all rows at once, with the rule objects of :mod:`fsd_infer.rules`. See docs/serving.md.
 
 Environment of the server:
@@ -36,7 +36,7 @@ from fsd_infer.rules.tilted import FIRST_PRICE
 
 TESTED = ("0.32",)  # of vLLM
 NEED_Q = ("fuzzy", "fuzzy-strict", "cascade-token", "ensemble", "draft-only", "random")
-CERTAIN = 1e4  # nats in place of an infinite lift: e^-10000 is 0
+CERTAIN = 1e4  # nats in place of an infinite bias: e^-10000 is 0
 FILLED = ("ngram", "ngram_gpu")  # methods that may have no draft; see :class:`Step`
 READ = {  # the fields of vLLM's interface that this module reads
     "LogitsProcRequestState": ("device", "max_num_reqs", "all_token_ids", "prompt_len", "prefill_len", "total_len"),
@@ -104,17 +104,17 @@ def no_looser(rule: Rule, most: Rule) -> bool:
     if most.only_in is None and isinstance(rule, LossyRule):
         rule = dataclasses.replace(rule, only_in=None)
     if isinstance(rule, Tilted) and isinstance(most, Tilted):
-        if (rule.heat is None) != (most.heat is None):
-            return False  # a fixed price and a heat are not comparable
+        if (rule.match_temperature is None) != (most.match_temperature is None):
+            return False  # a fixed KL coefficient and an adaptive one are not comparable
         return (
             rule.only_in == most.only_in
-            and (rule.heat or 0.0) <= (most.heat or 0.0)
-            and rule.first_price >= most.first_price
+            and (rule.match_temperature or 0.0) <= (most.match_temperature or 0.0)
+            and rule.first_kl_coef >= most.first_kl_coef
             and rule.least_toll >= most.least_toll
             and rule.settled >= most.settled
             and rule.leading >= most.leading
-            and rule.least_share >= most.least_share
-            and (0 < rule.novel <= most.novel or not most.novel)
+            and rule.least_p >= most.least_p
+            and (0 < rule.exact_ngram_size <= most.exact_ngram_size or not most.exact_ngram_size)
             and rule.nats <= most.nats
         )
     return isinstance(rule, Exact) or rule == most
@@ -154,8 +154,8 @@ class FuzzyRules(_Processor):
         self.temperature = torch.ones(slots, device=self.device)
         self.left = torch.full((slots,), math.inf, device=self.device)  # remaining nats
         self.cost = torch.zeros(slots, self.nodes, device=self.device)  # nats at the last step's positions
-        self.allowed = torch.zeros_like(self.cost)  # nats that a learned price allows at these positions
-        self.overspent = torch.zeros(slots, device=self.device)  # nats beyond the allowance
+        self.allowed = torch.zeros_like(self.cost)  # nats that adaptive KL coefficients allow here
+        self.kl_excess = torch.zeros(slots, device=self.device)  # nats beyond the targets
         self.seen = torch.zeros(slots, dtype=torch.long, device=self.device)  # length of the text at the last step
         self.ledger = Ledger(self.device)
 
@@ -174,7 +174,7 @@ class FuzzyRules(_Processor):
     def apply_staged_writes(self) -> None:
         """Copy new requests to the device.
 
-        A preemption loses a request's spending, so its budget is then 0 and its learned price restarts.
+        A preemption loses a request's spending, so its budget is then 0 and its adaptive KL coefficient restarts.
         """
         if not self.fresh:
             return
@@ -192,7 +192,7 @@ class FuzzyRules(_Processor):
         resumed = (self.states.prefill_len.gpu > self.states.prompt_len.gpu)[index] & budget.isfinite()
         self.temperature[index] = temperature
         self.left[index] = budget.masked_fill(resumed, 0.0)
-        for kept in (self.cost, self.allowed, self.overspent):
+        for kept in (self.cost, self.allowed, self.kl_excess):
             kept.index_fill_(0, index, 0.0)
         self.seen[index] = self.states.total_len.gpu[index].long()
         self.fresh = {}
@@ -214,18 +214,18 @@ class FuzzyRules(_Processor):
             asked = self.kinds[number]
             if asked.greedy not in chains:  # rows edited so far belong to other requests
                 scores = step.scores(logits, None if asked.greedy else temperature)
-                chains[asked.greedy] = Chains(step, scores, asked.greedy, self.overspent[step.slot])
+                chains[asked.greedy] = Chains(step, scores, asked.greedy, self.kl_excess[step.slot])
             evidence, here = chains[asked.greedy], (kind == number)[:, None].expand(step.shape)
             mine = step.drafted & here
-            allowance = asked.rule.allowance(evidence.round.scores, asked.greedy)
-            if allowance is not None:
+            target = asked.rule.kl_target(evidence.round.scores, asked.greedy)
+            if target is not None:
                 where = asked.rule.lossy_at(evidence)
                 here = here if where is None else here & where
-                self.allowed[step.slot] += allowance.float().masked_fill(~here, 0.0)
+                self.allowed[step.slot] += target.float().masked_fill(~here, 0.0)
             left = None if asked.rule.budget is None else self.left[step.slot]
-            lift, cost = evidence.lifted(asked.rule, mine, left)
+            logit_bias, cost = evidence.biased(asked.rule, mine, left)
             self.cost[step.slot] += cost.float()
-            edit = lift.clamp_max(CERTAIN)
+            edit = logit_bias.clamp_max(CERTAIN)
             step.add(logits, edit if asked.greedy else edit * temperature[:, None])
         return logits
 
@@ -244,7 +244,7 @@ class FuzzyRules(_Processor):
         places = torch.arange(self.nodes, device=self.device)
         spent, allowed = (kept[slot].masked_fill(places >= emitted, 0.0).sum(1) for kept in (self.cost, self.allowed))
         self.left[slot] = (self.left[slot] - spent).clamp_min(0.0)
-        self.overspent[slot] = (self.overspent[slot] + spent - allowed).clamp_min(-FIRST_PRICE)
+        self.kl_excess[slot] = (self.kl_excess[slot] + spent - allowed).clamp_min(-FIRST_PRICE)
         self.cost.index_fill_(0, slot, 0.0)
         self.allowed.index_fill_(0, slot, 0.0)
         self.seen[slot] = total

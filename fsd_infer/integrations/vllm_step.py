@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsd_infer.rules import Evidence, Rule, Texts, Verification
 from fsd_infer.rules._walk import affordable
-from fsd_infer.rules.laws import lifted
+from fsd_infer.rules.laws import biased
 from fsd_infer.rules.texts import Markers
 from fsd_infer.tree import DraftTree
 
@@ -113,10 +113,10 @@ class Chains(Evidence):
         step: the drafts.
         scores: [B, N, V] ln p up to a constant; at temperature 0 raw logits.
         greedy: temperature 0.
-        overspent: [B], see :class:`Verification`.
+        kl_excess: [B], see :class:`Verification`.
     """
 
-    def __init__(self, step: SchedulerStep, scores: Tensor, greedy: bool, overspent: Tensor | None = None) -> None:
+    def __init__(self, step: SchedulerStep, scores: Tensor, greedy: bool, kl_excess: Tensor | None = None) -> None:
         batch, nodes = step.shape
         # vLLM does not pass the drafter's distribution; positions without a draft are padding
         no_draft = torch.nn.functional.pad(~step.drafted[:, :-1], (1, 0))
@@ -126,21 +126,21 @@ class Chains(Evidence):
             scores=torch.zeros(step.shape, device=scores.device).masked_fill(no_draft, -math.inf),
         )
         uniforms = None if greedy else scores.new_empty(batch, nodes, 3)  # nothing is drawn here
-        round = Verification(tree, scores, scores, greedy, uniforms, texts=step.texts, overspent=overspent)
+        round = Verification(tree, scores, scores, greedy, uniforms, texts=step.texts, kl_excess=kl_excess)
         super().__init__(round)
 
-    def lifted(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the lift of the draft after each node and the law's cost there, in nats, [B, N] each.
+    def biased(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the bias of the draft after each node and the law's cost there, in nats, [B, N] each.
 
         Both are 0 outside ``mine`` [B, N] bool, and where the remaining ``left`` [B] nats do not pay.
         """
         law = rule.charged_law(self)
-        if law.lift is None:
-            nothing = torch.zeros_like(self.regret)
+        if law.logit_bias is None:
+            nothing = torch.zeros_like(self.logprob_gap)
             return nothing, nothing
         holds = mine if law.gate is None else mine & law.gate(self.whole).view_as(mine)
-        odds = lifted(self, law.lift, law.applies & holds)
+        odds = biased(self, law.logit_bias, law.applies & holds)
         cost = odds.cost.masked_fill(~odds.applies, 0.0)
         pays = odds.applies if left is None else odds.applies & affordable(self, cost, left)
-        lift = torch.where(self.regret < math.inf, law.lift, 0.0).clamp_min(0.0)  # never lift forbidden tokens
-        return lift.roll(-1, 1).masked_fill(~pays, 0.0), cost.masked_fill(~pays, 0.0)
+        allowed = torch.where(self.logprob_gap < math.inf, law.logit_bias, 0.0)  # never favour forbidden tokens
+        return allowed.clamp_min(0.0).roll(-1, 1).masked_fill(~pays, 0.0), cost.masked_fill(~pays, 0.0)

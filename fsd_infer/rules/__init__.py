@@ -3,13 +3,13 @@
 A rule is an object, ``Fuzzy("js", threshold=0.3)``, or text on command lines and in records::
 
     exact    fuzzy:js:0.3    fuzzy:top_k_js:20:0.3    fuzzy:js:0.3:budget=2:gate=processed
-    fuzzy-strict:tv:0.2      random:0.25              draft-only    tilted      tilted:1.5:novel=3:budget=5
+    fuzzy-strict:tv:0.2      random:0.25              draft-only    tilted      tilted:1.5:exact_ngram_size=3:budget=5
     exact:block=true         lenient:0.5              typical       relaxed:10:0.6      threshold:single=0.4
-    cactus:0.1               cascade-token:0.3        ensemble:0.7  fly:6:0.3     typical:novel=4
+    cactus:0.1               cascade-token:0.3        ensemble:0.7  fly:6:0.3     typical:exact_ngram_size=4
     asd:budget=4             mars:0.5
 
 To write a rule, subclass :class:`LossyRule` and return a :class:`Law` of a round's :class:`Evidence`; see
-docs/extending.md.
+docs/internals.md.
 """
 
 from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules, rule_text

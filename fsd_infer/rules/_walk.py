@@ -21,7 +21,7 @@ from fsd_core.divergence import divergence
 from fsd_core.tensors import draw, wide
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import Law, lifted
+from fsd_infer.rules.laws import Law, biased
 from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
 
 
@@ -90,9 +90,9 @@ class _Walk:
             return law, mine
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
-        if law.lift is not None:
+        if law.logit_bias is not None:
             where = law.dense_at(self.evidence) if law.log_r is not None else None
-            applies, chance, cost, _ = lifted(self.evidence, law.lift, law.applies)
+            applies, chance, cost, _ = biased(self.evidence, law.logit_bias, law.applies)
             applies = applies if where is None else torch.where(where, law.applies, applies)
             self.open, self.cost = put(chance, self.open), put(cost, self.cost)
         self.applies = put(applies, self.applies)
@@ -193,9 +193,9 @@ class _Walk:
                 torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(TokenOrigin.GATE)
             )
         first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
-        regret = evidence.regret.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
+        logprob_gap = evidence.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
         numbers = path, accepted[:, 0], tokens.masked_fill_(beyond, 0), sources
-        return Verdict(*numbers, is_open, spent, first, regret, tree.proposers, faults=self._faults())
+        return Verdict(*numbers, is_open, spent, first, logprob_gap, tree.proposers, faults=self._faults())
 
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fsd_core.tensors import at_nodes, to_device, wide
 from fsd_infer.rules._walk import walk
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law
-from fsd_infer.rules.parameters import parameter, parameters_of
+from fsd_infer.rules.parameters import current, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import Verdict, Verification, row_index
 from fsd_infer.tree import Draws
@@ -47,6 +47,14 @@ class Rule:
     def __post_init__(self) -> None:
         for name, checks in parameters_of(type(self)).items():
             object.__setattr__(self, name, checks.checked(getattr(self, name)))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:  # only called for names that the rule does not have
+            new = current(name, getattr(type(self), "__dataclass_fields__", ()))
+            if new == name:
+                raise AttributeError(f"rule {self.name!r} has no {name!r}")
+            return getattr(self, new)
 
     @property
     def settled(self) -> int:
@@ -97,8 +105,8 @@ class Rule:
         """
         return 0.0
 
-    def allowance(self, scores: Tensor, greedy: bool) -> Tensor | None:
-        """Return the nats that a learned price allows at each context; None for other rules.
+    def kl_target(self, scores: Tensor, greedy: bool) -> Tensor | None:
+        """Return the nats that an adaptive KL coefficient allows at each context; None for other rules.
 
         Args:
             scores: [..., V] of the target, after the request's processors.
@@ -115,7 +123,7 @@ class Rule:
         return {"rule": self.name, **values, **({"budget_unit": "nats"} if "budget" in values else {})}
 
 
-MOST_NOVEL = 64  # tokens per n-gram
+MOST_TOKENS = 64  # of an n-gram
 
 
 @dataclass(frozen=True)
@@ -125,8 +133,8 @@ class LossyRule(Rule):
     Args:
         budget: nats that a request may spend; None for no limit. A context that costs more than the remaining budget
             emits from p.
-        novel: n-gram length. A draft that completes an n-gram of the prompt or the answer is tested exactly: copies
-            and repetitions, which drafters predict best, earn nothing. 0: no such test.
+        exact_ngram_size: a draft that completes an n-gram of this many tokens which the prompt or the answer already
+            has is tested exactly: copies and repetitions, which drafters predict best, earn nothing. 0: no such test.
         only_in: emit from p outside this phase of the text (:mod:`fsd_infer.rules.texts`), "think" or "A..B".
         settle: emit the answer's first tokens, as many as this, from p: they decide what the answer will be.
         lead: emit the first tokens of each sentence and line, as many as this, from p: they decide what is said, and
@@ -136,7 +144,7 @@ class LossyRule(Rule):
     """
 
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
-    novel: int = parameter(0, low=0, high=MOST_NOVEL, keyword=True)
+    exact_ngram_size: int = parameter(0, low=0, high=MOST_TOKENS, keyword=True)
     only_in: str | None = parameter(None, keyword=True)
     settle: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
     lead: int | None = parameter(None, low=0, high=2**31 - 1, keyword=True)
@@ -149,7 +157,7 @@ class LossyRule(Rule):
 
     def charged_law(self, evidence: Evidence) -> Law:
         law = self.law(evidence)
-        law = law.novel(evidence, self.novel) if self.novel else law
+        law = law.without_copies(evidence, self.exact_ngram_size) if self.exact_ngram_size else law
         where = self.lossy_at(evidence)
         return law if where is None else law.where(where)
 
@@ -174,6 +182,7 @@ class _Rules(Registry[type[Rule]]):
 
         def named(rule: R) -> R:
             rule.name = name
+            reads_former_names(rule)
             return file(rule)
 
         return named
@@ -214,13 +223,13 @@ def nats_of(rules: Sequence[Rule], device: torch.device) -> Tensor | None:
 
 def _allowed(rows: Mapping[Rule, Sequence[int]], evidence: Evidence, verdict: Verdict) -> Tensor | None:
     """:attr:`Verdict.allowed`, without a sync."""
-    learned = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).allowance is not Rule.allowance]
+    learned = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).kl_target is not Rule.kl_target]
     allowed: Tensor | None = None
     path, scores = verdict.path, evidence.round.scores
     for rule, of_rule in learned:
         mine = None if len(of_rule) == len(path) else row_index(tuple(of_rule), path.device)
         nodes, logits = (path, scores) if mine is None else (path[mine], scores[mine])
-        nats = rule.allowance(at_nodes(logits, nodes), evidence.greedy)
+        nats = rule.kl_target(at_nodes(logits, nodes), evidence.greedy)
         if nats is not None:
             nats = nats if mine is None else nats.new_zeros(path.shape).index_copy(0, mine, nats)
             where = rule.lossy_at(evidence)
@@ -261,8 +270,9 @@ def parse_rule(rule: str | Rule) -> Rule:
         key, equals, text = part.partition("=")
         if not equals:
             key, text = next(order, ""), part
+        key = current(key, keys)
         if key not in keys:
-            renamed = "no_repeat is now novel, and counts the prompt too; " if key == "no_repeat" else ""
+            renamed = "no_repeat is now exact_ngram_size; " if key == "no_repeat" else ""
             raise FsdError(f"rule {rule!r}: cannot use {part!r}; {renamed}{usage}.")
         key = keys[key]
         if key in values:

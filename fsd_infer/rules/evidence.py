@@ -11,6 +11,7 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError
+from fsd_core.former import say
 from fsd_core.tensors import wide
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.texts import Texts, in_sentence, inside, known
@@ -108,16 +109,22 @@ class Evidence:
         return functional.topk_logprobs(self.round.scores, k, self.tree.inner)[0]
 
     @cached_property
-    def regret(self) -> Tensor:
+    def logprob_gap(self) -> Tensor:
         """ln p of the likeliest token at the parent minus ln p of the draft, at least 0; inf at roots and padding."""
         scores, tree = self.round.scores, self.tree
         own = scores.flatten(1).gather(1, tree.parents * scores.shape[-1] + tree.tokens).float()
         return (self.above(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.tree.is_draft, math.inf)
 
+    @property
+    def regret(self) -> Tensor:
+        """:attr:`logprob_gap`, which had this name."""
+        say("Evidence.regret", "it is now Evidence.logprob_gap")
+        return self.logprob_gap
+
     @cached_property
     def log_p(self) -> Tensor:
         """ln p of each draft at its parent; -inf at roots and padding."""
-        return self.above(self.log_p_max) - self.regret
+        return self.above(self.log_p_max) - self.logprob_gap
 
     @cached_property
     def draft_mass(self) -> Tensor:

@@ -29,7 +29,7 @@ class DivergenceGate(LossyRule):
             where D is infinite.
         gate_on: "raw" compares softmax(logits) of both models, "processed" the distributions after the request's
             logits processors. Temperature 0 always compares raw ones, since processed ones are one-hot.
-        floor: an open gate passes no token whose probability is below this share of the likeliest token's.
+        min_p: an open gate passes no token whose probability is below this share of the likeliest token's.
 
     Raises:
         UnknownNameError: unknown divergence.
@@ -39,7 +39,7 @@ class DivergenceGate(LossyRule):
     divergence: str = "js"
     threshold: float = parameter(0.3, low=0, infinite=True)
     gate_on: Literal["raw", "processed"] = parameter("raw", alias="gate")
-    floor: float = parameter(0.0, low=0, high=1)
+    min_p: float = parameter(0.0, low=0, high=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,8 +51,8 @@ class DivergenceGate(LossyRule):
         return divergence_gate(evidence, self.divergence, self.threshold, self.gate_on == "processed")
 
     def cutoff(self, evidence: Evidence) -> Tensor | float:
-        """[B, N] ln p that a token needs to pass the floor."""
-        return evidence.log_p_max + math.log(self.floor) if self.floor else -math.inf
+        """[B, N] ln p that a token needs to pass ``min_p``."""
+        return evidence.log_p_max + math.log(self.min_p) if self.min_p else -math.inf
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), **divergence(self.divergence).describe()}
@@ -79,7 +79,7 @@ class FuzzyStrict(DivergenceGate):
 
     At threshold 0 it accepts almost no sampled drafts. On a tree a y that is no child ends the round, open gate or not.
     The rule may emit tokens that the processed target forbids; their cost KL(q || p) is infinite, so a budget excludes
-    them. With a floor, a y ~ q below it is replaced by y ~ p.
+    them. With ``min_p``, a y ~ q below it is replaced by y ~ p.
     """
 
     def law(self, evidence: Evidence) -> Law:

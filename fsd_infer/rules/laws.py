@@ -2,8 +2,8 @@
 
 A rule returns r. The walk (:mod:`fsd_infer.rules._walk`) draws from it, charges its cost, and enforces budgets. The
 cost is KL(r || p) in nats, with p the processed target. At temperature 0 the KL of one-hot distributions is 0 or
-infinite. So the cost is the greedy regret ``score(y*) - score(y)``, with y* the target's likeliest token and y the
-emitted one. The regret is the limit of temperature times KL as the temperature falls to 0. Every cost is known before
+infinite. So the cost is the log-probability gap ``score(y*) - score(y)``, with y* the target's likeliest token and y
+the emitted one. This gap is the limit of temperature times KL as the temperature falls to 0. Every cost is known before
 the token is drawn. So by the chain rule the expected sum over a sequence is KL(output || target).
 """
 
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsd_core.former import say
 from fsd_core.tensors import wide
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.evidence import Evidence
@@ -46,8 +47,8 @@ class Law:
 
     Attributes:
         applies: [B, N] bool; elsewhere, and where the remaining budget does not pay, the law is p.
-        lift: [B, N] nats added to each draft's ln p, see :meth:`lifted`.
-        log_r: see :meth:`dense`. Where there is a lift, too, it holds at contexts with drawn nodes below them.
+        logit_bias: [B, N] nats added to each draft's ln p, see :meth:`biased`.
+        log_r: see :meth:`dense`. Where there is a bias, too, it holds at contexts with drawn nodes below them.
         gate: contexts -> [R] bool, a further condition.
         test: of sampled drafts where the law is p.
         lumpable: whether ``log_r`` is linear in p where q is 0, so that one column may stand for all such tokens, see
@@ -55,7 +56,7 @@ class Law:
     """
 
     applies: Tensor
-    lift: Tensor | None = None
+    logit_bias: Tensor | None = None
     log_r: AtContexts | None = None
     gate: AtContexts | None = None
     test: AcceptanceTest | None = None
@@ -64,7 +65,7 @@ class Law:
     @property
     def is_target(self) -> bool:
         """Whether r = p at all contexts."""
-        return self.lift is None and self.log_r is None
+        return self.logit_bias is None and self.log_r is None
 
     @classmethod
     def target(cls, evidence: Evidence, test: AcceptanceTest | None = None) -> Law:
@@ -72,19 +73,21 @@ class Law:
         return cls(torch.zeros_like(evidence.tree.is_draft), test=test)
 
     @classmethod
-    def lifted(cls, evidence: Evidence, lift: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0) -> Law:
-        """Return r(y) ∝ p(y)·e^lift(y), with lift 0 for tokens that are not drafted; greedy: argmax ln p + lift.
+    def biased(
+        cls, evidence: Evidence, logit_bias: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0
+    ) -> Law:
+        """Return r(y) ∝ p(y)·e^bias(y), with bias 0 for tokens that are not drafted; greedy: argmax ln p + bias.
 
         Args:
             evidence: of the round.
-            lift: [B, N] nats per draft, or a function that returns them: at least 0, or -inf. ``inf`` restricts p to
-                the children with ``inf``. ``-inf`` keeps r(y) = p(y), and the other tokens share the remaining mass. At
-                temperature 0 such a y is emitted if it is the likeliest.
-            gain: lift of each token as a draft where drafts are drawn: contexts -> a tensor of the shape of their p, or
+            logit_bias: [B, N] nats per draft, or a function that returns them: at least 0, or -inf. ``inf`` restricts p
+                to the children with ``inf``. ``-inf`` keeps r(y) = p(y), and the other tokens share the remaining mass.
+                At temperature 0 such a y is emitted if it is the likeliest.
+            gain: bias of each token as a draft where drafts are drawn: contexts -> a tensor of the shape of their p, or
                 a number. There the law must not depend on what was drawn. So drafts are tested against r = clip(q, p/Z,
                 p·e^gain/Z), and fixed candidates have r = p·e^gain/Z.
         """
-        fixed_tree = None if evidence.is_chain else lift() if callable(lift) else lift
+        fixed_tree = None if evidence.is_chain else logit_bias() if callable(logit_bias) else logit_bias
         if not evidence.sampled:
             return cls(evidence.tree.inner, fixed_tree)
 
@@ -95,12 +98,18 @@ class Law:
         return cls.drawn(evidence, fixed_tree, log_r)
 
     @classmethod
-    def drawn(cls, evidence: Evidence, lift: Tensor | None, log_r: AtContexts) -> Law:
-        """Return a dense law at contexts with drawn nodes below them, a lifted one at the others of a tree."""
+    def lifted(cls, evidence: Evidence, lift: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0) -> Law:
+        """Return :meth:`biased`, which had this name."""
+        say("Law.lifted", "it is now Law.biased")
+        return cls.biased(evidence, lift, gain)
+
+    @classmethod
+    def drawn(cls, evidence: Evidence, logit_bias: Tensor | None, log_r: AtContexts) -> Law:
+        """Return a dense law at contexts with drawn nodes below them, a biased one at the others of a tree."""
         applies = evidence.has_q
-        if lift is not None:
+        if logit_bias is not None:
             applies = torch.where(evidence.unsettled, applies, evidence.tree.inner)
-        return cls(applies, lift, log_r, lumpable=True)
+        return cls(applies, logit_bias, log_r, lumpable=True)
 
     @classmethod
     def dense(cls, evidence: Evidence, log_r: AtContexts) -> Law:
@@ -130,28 +139,28 @@ class Law:
                 probability chance(p(C)), in proportion to p. A drawn draft that does not pass is accepted with
                 probability min(1, chance(p(x))/q(x)).
         """
-        lift = None
+        logit_bias = None
         if not evidence.is_chain:
             if isinstance(cutoff, float):  # an infinite cutoff decides without ln p
                 passes = evidence.log_p >= cutoff if math.isfinite(cutoff) else evidence.tree.is_draft & (cutoff < 0)
             else:
                 passes = evidence.log_p >= evidence.above(cutoff - ROUNDING)
-            lift = torch.zeros_like(evidence.regret)
-            if chance is not None:  # the lift that gives the children chance(p(C)) together
+            logit_bias = torch.zeros_like(evidence.logprob_gap)
+            if chance is not None:  # the bias that gives the children chance(p(C)) together
                 mass = evidence.draft_mass
                 raised = chance(mass).clamp(max=1.0)
                 ratio = (torch.logit(raised) - torch.logit(mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
                 ratio = ratio.masked_fill(raised >= 1, math.inf).masked_fill(evidence.some(passes), 0.0)
-                lift = evidence.above(ratio)
-            lift = lift.masked_fill(passes, math.inf)
+                logit_bias = evidence.above(ratio)
+            logit_bias = logit_bias.masked_fill(passes, math.inf)
         if not evidence.sampled:
-            return cls(evidence.tree.inner, lift)
+            return cls(evidence.tree.inner, logit_bias)
 
         def log_r(at: Contexts) -> Tensor:
             passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
             return passed(at.p, at.proposal, at.fixed, passes, chance or (lambda p: p)).log()
 
-        law = cls.drawn(evidence, lift, log_r)
+        law = cls.drawn(evidence, logit_bias, log_r)
         if chance is not None:
             return law
         return law.where(~evidence.unsettled | (evidence.log_p_max >= cutoff - ROUNDING))
@@ -189,15 +198,15 @@ class Law:
         first = self.gate
         return replace(self, gate=holds if first is None else lambda at: first(at) & holds(at))
 
-    def novel(self, evidence: Evidence, n: int) -> Law:
+    def without_copies(self, evidence: Evidence, n: int) -> Law:
         """Return the law with an exact test of tokens that complete a known n-gram.
 
-        Such drafts get the lift -inf. A dense law gives such a y at most p(y); the excess is drawn from p.
+        Such drafts get the bias -inf. A dense law gives such a y at most p(y); the excess is drawn from p.
         """
         dense = self.log_r
-        lift = None if self.lift is None else self.lift.masked_fill(evidence.known(n), -math.inf)
+        logit_bias = None if self.logit_bias is None else self.logit_bias.masked_fill(evidence.known(n), -math.inf)
         if dense is None:
-            return replace(self, lift=lift)
+            return replace(self, logit_bias=logit_bias)
 
         def log_r(at: Contexts) -> Tensor:
             known, log_r = at.known_tokens(n), dense(at)
@@ -207,11 +216,11 @@ class Law:
             kept = torch.where(known, torch.minimum(r, at.p), r)
             return (kept + (r - kept).sum(-1, keepdim=True) * at.p).log()
 
-        return replace(self, lift=lift, log_r=log_r)
+        return replace(self, logit_bias=logit_bias, log_r=log_r)
 
     def dense_at(self, evidence: Evidence) -> Tensor | None:
         """[B, N] bool; contexts where :attr:`log_r` is the law, if there is one; None: all that have a q."""
-        return None if self.lift is None else evidence.unsettled
+        return None if self.logit_bias is None else evidence.unsettled
 
     def log_probs(self, evidence: Evidence) -> Tensor:
         """Return ln r [B, N, V] without regard to budgets; above temperature 0."""
@@ -220,9 +229,9 @@ class Law:
             applies = applies & self.gate(at).view_as(applies)
         log_law = log_p = at.log_p.unflatten(0, applies.shape).double()
         where = self.dense_at(evidence)
-        if self.lift is not None:
-            of_lift, chance, _, others = lifted(evidence, self.lift, applies)
-            applies = of_lift if where is None else torch.where(where, applies, of_lift)
+        if self.logit_bias is not None:
+            of_biased, chance, _, others = biased(evidence, self.logit_bias, applies)
+            applies = of_biased if where is None else torch.where(where, applies, of_biased)
             log_law = log_p + others[..., None]
             rows, drafts = evidence.tree.is_draft.nonzero(as_tuple=True)
             log_law[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
@@ -238,7 +247,7 @@ def _limit(at: Contexts, cutoff: Tensor | float) -> Tensor | float:
 
 
 class Odds(NamedTuple):
-    """A lifted law in numbers, [B, N] each.
+    """A biased law in numbers, [B, N] each.
 
     Attributes:
         applies: contexts where it differs from p.
@@ -253,30 +262,30 @@ class Odds(NamedTuple):
     others: Tensor
 
 
-def lifted(evidence: Evidence, lift: Tensor, applies: Tensor) -> Odds:
-    """Compute the law r ∝ p·e^lift at contexts with ``applies``, see :meth:`Law.lifted`.
+def biased(evidence: Evidence, logit_bias: Tensor, applies: Tensor) -> Odds:
+    """Compute the law r ∝ p·e^bias at contexts with ``applies``, see :meth:`Law.biased`.
 
-    Works with logarithms in the device's widest type: p(C) and e^-lift may underflow at a low temperature.
+    Works with logarithms in the device's widest type: p(C) and e^-bias may underflow at a low temperature.
     """
-    dtype, inf, regret = wide(lift.device), math.inf, evidence.regret
-    lift = lift.masked_fill(regret == inf, 0.0)  # never emit what the processed target forbids
-    held = lift == -inf
-    applies = applies & evidence.some(lift > 0)
+    dtype, inf, logprob_gap = wide(logit_bias.device), math.inf, evidence.logprob_gap
+    logit_bias = logit_bias.masked_fill(logprob_gap == inf, 0.0)  # never emit what the processed target forbids
+    held = logit_bias == -inf
+    applies = applies & evidence.some(logit_bias > 0)
     if evidence.greedy:
         applies = applies & ~evidence.some(held & evidence.chance)
-        value = evidence.of_children(lift - regret, -inf)
+        value = evidence.of_children(logit_bias - logprob_gap, -inf)
         best = value.amax(-1, keepdim=True)
-        # ties: the least regret, then the smallest token, as an argmax over the vocabulary resolves them
-        order = -regret.to(dtype) - 1e-12 * evidence.tree.tokens
+        # ties: the least gap, then the smallest token, as an argmax over the vocabulary resolves them
+        order = -logprob_gap.to(dtype) - 1e-12 * evidence.tree.tokens
         child, won = order[:, None].masked_fill(value < best, -inf).argmax(-1), best[..., 0] > 0
         chance = torch.where(evidence.above(won), evidence.nodes == evidence.above(child), evidence.chance)
-        cost = regret.gather(1, child).masked_fill(~won, 0.0).to(dtype)
+        cost = logprob_gap.gather(1, child).masked_fill(~won, 0.0).to(dtype)
         return Odds(applies, chance, cost, cost)
-    lift, log_p = lift.to(dtype), evidence.log_p.to(dtype)
+    logit_bias, log_p = logit_bias.to(dtype), evidence.log_p.to(dtype)
     free = (1.0 - evidence.total(log_p.exp().masked_fill(~held, 0.0))).clamp_min(0.0).log()
-    forced = evidence.some(lift == inf)  # p is restricted to these children
+    forced = evidence.some(logit_bias == inf)  # p is restricted to these children
     outside = (1.0 - evidence.draft_mass).clamp_min(0.0).log().masked_fill(forced, -inf)
-    log_r = log_p + torch.where(evidence.above(forced), torch.where(lift == inf, 0.0, -inf), lift)
+    log_r = log_p + torch.where(evidence.above(forced), torch.where(logit_bias == inf, 0.0, -inf), logit_bias)
     inside = evidence.of_children(log_r, -inf).logsumexp(-1)
     others = free - torch.logaddexp(inside, outside)  # ln of the scale of all weights; held children reduce it
     log_r = torch.where(held, log_p, log_r + evidence.above(others))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Container
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsd_core.errors import FsdError
+from fsd_core.former import say
 from fsd_core.registry import read_float, read_int
 
+FORMER = {"floor": "min_p", "heat": "match_temperature", "novel": "exact_ngram_size", "price": "kl_coef"}
 _TYPES: dict[Any, tuple[str, Any]] = {
     float: ("a number", (int, float)),
     int: ("a whole number", int),
@@ -121,3 +125,23 @@ def parameters_of(rule: type) -> dict[str, Parameter]:
     types = get_type_hints(rule)
     fields = sorted(dataclasses.fields(rule), key=lambda field: bool(field.kw_only))
     return {field.name: Parameter(rule, field, types[field.name]) for field in fields}
+
+
+def current(name: str, parameters: Container[str]) -> str:
+    """Return the parameter that a name stands for: itself, or the present name of a former one, with one warning."""
+    new = FORMER.get(name, name)
+    if name == new or name in parameters or new not in parameters:
+        return name
+    say(f"{name} of a rule", f"it is now {new}")
+    return new
+
+
+def reads_former_names(rule: type) -> None:
+    """Let a rule's class be made with the former names of its parameters."""
+    made, names = rule.__init__, {field.name for field in dataclasses.fields(rule)}  # type: ignore[misc]
+
+    @functools.wraps(made)
+    def init(self: Any, *values: Any, **named: Any) -> None:
+        made(self, *values, **{current(name, names): value for name, value in named.items()})
+
+    rule.__init__ = init  # type: ignore[misc]

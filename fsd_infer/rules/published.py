@@ -121,7 +121,7 @@ class CascadeToken(LossyRule):
 
     Exact at alpha < 0, where A is empty. Exact at contexts without a q (n-gram lookup). At temperature 0 it emits the
     drafter's likeliest token if A holds it, else the target's. From arXiv:2405.19261 (variant "token v3"), with the
-    default of github.com/chiatzenw-cur/lossy-token-eff. `fuzzy:js:inf` with the floor 1 - alpha tests drafts outside A
+    default of github.com/chiatzenw-cur/lossy-token-eff. `fuzzy:js:inf` with min_p 1 - alpha tests drafts outside A
     exactly.
 
     Args:
@@ -173,7 +173,7 @@ class Fly(LossyRule):
 
     greedy_only = True
     measured = (
-        "window=3:novel=3 1.23 times exact's tokens per forward at -1.5 points of score (-5.2 to +2.2), with lead=5 "
+        "window=3:exact_ngram_size=3 1.23 times exact's tokens per forward at -1.5 points (-5.2 to +2.2), with lead=5 "
         "1.14 times at +0.7 (-2.2 to +4.4), with lead=8 1.10 times at 0.0 (-3.0 to +3.0): 135 prompts of IFEval, the "
         "built-in head, benchmarks/results/rules-ifeval-odd-lead.json and -rivals.json"
     )
@@ -182,20 +182,20 @@ class Fly(LossyRule):
 
     def law(self, evidence: Evidence) -> Law:
         self.check_greedy(evidence)
-        agrees = evidence.regret == 0
-        run = best_path(evidence.tree.ancestors, torch.ones_like(evidence.regret), agrees)
+        agrees = evidence.logprob_gap == 0
+        run = best_path(evidence.tree.ancestors, torch.ones_like(evidence.logprob_gap), agrees)
         log_p = evidence.best(3)
         unsure = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1) >= self.entropy
-        lift = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
-        return Law.lifted(evidence, lift).where(unsure & ~evidence.some(agrees))
+        logit_bias = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
+        return Law.biased(evidence, logit_bias).where(unsure & ~evidence.some(agrees))
 
 
 @RULES.register("asd")
 @dataclass(frozen=True)
 class Asd(LossyRule):
-    """Pass mismatches whose regret is small beside what they win, within a request's budget; temperature 0 only.
+    """Pass mismatches whose logprob gap is small beside what they win, within a request's budget; temperature 0 only.
 
-    A draft that is not the target's choice passes if its regret max z - z(x), in logits, is at most ``gap`` times the
+    A draft that is not the target's choice passes if max z - z(x), in logits, is at most ``gap`` times the
     drafts that it may win. These are the depth of the tree below its parent; on a chain K - i. A round passes at most
     ``mismatches`` of them, a request as many as the sum of their regrets stays within the budget. Of several, the
     likeliest is emitted. Exact where one of the three is 0. From arXiv:2608.03447, with the defaults of its code.
@@ -216,16 +216,16 @@ class Asd(LossyRule):
 
     def law(self, evidence: Evidence) -> Law:
         self.check_greedy(evidence)
-        if 0 in (self.gap, self.mismatches, self.budget):  # equal logits have no regret, yet one of them is not argmax
+        if 0 in (self.gap, self.mismatches, self.budget):  # equal logits have no gap, yet one of them is not argmax
             return Law.target(evidence)
-        tree, regret = evidence.tree, evidence.regret
-        ones = torch.ones_like(regret)
+        tree, logprob_gap = evidence.tree, evidence.logprob_gap
+        ones = torch.ones_like(logprob_gap)
         mismatch = tree.is_draft & ~evidence.chance
         count = (tree.ancestors.to(ones.dtype) @ mismatch.to(ones.dtype)[..., None]).squeeze(-1)
         depth_below = best_path(tree.ancestors, ones, tree.is_draft)
-        passes = (regret <= self.gap * evidence.above(depth_below)) & (count <= self.mismatches)
-        lift = torch.zeros_like(regret).masked_fill(passes & mismatch, math.inf)
-        return Law.lifted(evidence, lift).where(~evidence.some(evidence.chance))
+        passes = (logprob_gap <= self.gap * evidence.above(depth_below)) & (count <= self.mismatches)
+        logit_bias = torch.zeros_like(logprob_gap).masked_fill(passes & mismatch, math.inf)
+        return Law.biased(evidence, logit_bias).where(~evidence.some(evidence.chance))
 
 
 @RULES.register("mars")

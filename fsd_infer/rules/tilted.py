@@ -1,8 +1,8 @@
 """The optimal lossy rule: of all laws with the same cost, the one that accepts most drafts.
 
-A nat of divergence is worth ``price`` accepted drafts. p is known at every node before a token is emitted. Hence the
-law that maximises E[accepted drafts] - price · KL(law || p) from a node on has a closed form. docs/optimal-rule.md
-derives it.
+A nat of divergence is worth ``kl_coef`` accepted drafts. p is known at every node before a token is emitted. Hence the
+law that maximises E[accepted drafts] - kl_coef · KL(law || p) from a node on has a closed form, which
+docs/optimal-rule.md derives.
 """
 
 from __future__ import annotations
@@ -17,86 +17,89 @@ from fsd_core import functional
 from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
-from fsd_infer.rules.base import MOST_NOVEL, RULES, LossyRule
+from fsd_infer.rules.base import MOST_TOKENS, RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate
 from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
-LEAST_PRICE = 1e-3
-PRICE, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
-FIRST_PRICE = 2.0  # a learned price before any spending
-RARE = 100.0  # the floor of a learned price: a hot sample takes such a token this many times less often than the best
-LIKELY = 16  # a hot sample is drawn from this many tokens; fewer tokens allow less, never more
+LEAST_KL_COEF = 1e-3
+KL_COEF, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
+FIRST_PRICE = 2.0  # an adaptive KL coefficient before any spending
+RARE = (
+    100.0  # min_p of an adaptive coefficient: the samples that it matches take such a token this many times less often
+)
+LIKELY = 16  # the samples to match are of this many tokens; fewer tokens allow less, never more
 GREEDY_SHARPNESS = 2.0  # greedy acceptance resembles draws from a law whose tilt is this many times larger
 
 
 @RULES.register("tilted")
 @dataclass(frozen=True)
 class Tilted(LossyRule):
-    """r(y) ∝ p(y)·e^(v(y)/price), where v(y) is the number of accepted drafts y is worth. Exact at price = inf.
+    """r(y) ∝ p(y)·e^(v(y)/λ), where v(y) is the number of accepted drafts y is worth. Exact at λ = inf.
 
-    No rule accepts more drafts for its divergence. On a tree v(c) = 1 + V(c) for a child c and 0 for every other token.
-    For a node n with children C, V(n) = price · ln(1 - p(C) + Σ_C p·e^(v/price)); V is 0 at leaves. At temperature 0,
-    V(n) = max(0, max_C v(c) - price · regret(c) - toll · [c is not the target's choice]). On a sampled chain, drafts
-    are tested against r = clip(q, p/Z, p·e^(1/price)/Z). Trees need no q. As the price falls to 0, r becomes p
+    λ is ``kl_coef``. No rule accepts more drafts for its divergence. On a tree v(c) = 1 + V(c) for a child c and 0 for
+    every other token. For a node n with children C, V(n) = λ · ln(1 - p(C) + Σ_C p·e^(v/λ)); V is 0 at leaves. At
+    temperature 0, V(n) = max(0, max_C v(c) - λ · gap(c) - toll · [c is not the target's choice]). On a sampled
+    chain, drafts are tested against r = clip(q, p/Z, p·e^(1/λ)/Z). Trees need no q. As λ falls to 0, r becomes p
     conditioned on the walk taking one of the tree's deepest paths.
 
-    A draft that is not novel counts as not drafted, together with the nodes below it. The exception: at temperature 0,
-    a draft that is the target's own choice.
+    A draft that completes an n-gram of ``exact_ngram_size`` tokens counts as not drafted, and so do the nodes below it.
+    The exception: at temperature 0, a draft that is the target's own choice.
 
-    At temperature 0 the harm of a deviation hardly depends on its regret: one that costs 0.1 nats turns a right answer
-    wrong as often as one that costs 1. What it depends on is how much of the answer is still to come. So by default
-    each deviation also costs a toll, whatever its regret, which leaves those that win several drafts; and an answer's
-    first tokens are exact.
+    At temperature 0 the harm of a deviation hardly depends on its gap, ln p(best) - ln p(draft): one of 0.1 nats turns
+    a right answer wrong as often as one of 1. What it depends on is how much of the answer is still to come. So by
+    default each deviation also costs a toll, whatever its gap, which leaves those that win several drafts; and an
+    answer's first tokens are exact.
 
-    With a heat the rule learns its price, and spends about what the target's own samples would. At each emitted token,
-    a hot sample costs some nats on average: a sample of p^(1/(1 + heat)), at temperature 0 of softmax(logits/heat). The
-    sum of these costs is the allowance. Spending beyond it raises the price; unspent allowance lowers it (drift plus
-    penalty: Neely, 2010). So spending follows the allowance within a few nats.
+    With a temperature t to match, λ adapts, and the rule spends about what the target's own samples would. At each
+    emitted token such a sample costs some nats on average: one of p^(1/(1 + t)), at temperature 0 of softmax(logits/t).
+    The sum of these costs is the KL target. Spending beyond it raises λ, and below it lowers λ (drift plus penalty:
+    Neely, 2010). So spending follows the target within a few nats.
 
     Args:
-        price: how many accepted drafts a nat is worth, at least 0.001 (rounding decides below it). None: 2, or
-            learned if a heat is given.
-        floor: drafts below this share of the likeliest token's probability count as not drafted. None: 0.25; with a
-            learned price, the share a hot sample takes 100 times less often than the likeliest token.
+        kl_coef: how many accepted drafts a nat is worth, at least 0.001 (rounding decides below it). None: 2, or
+            adaptive if there is a temperature to match.
+        min_p: drafts below this share of the likeliest token's probability count as not drafted. None: 0.25; with
+            an adaptive λ, the share that the samples take 100 times less often than the likeliest token.
         gate: tilt only where ``divergence`` of target and drafter (raw) is at most this. V assumes open gates below.
             None: tilt everywhere, even where no q is known.
         divergence: a name in :data:`fsd_core.divergence.DIVERGENCES`.
-        heat: the heat of a learned price. 0.3 allows about 0.04 nats per token of chat and 0.015 of a worked sum.
-        toll: accepted drafts that each deviation costs besides its regret, at temperature 0. None: 1; with a price or a
-            heat, 0.
-        settle: how many first tokens are exact. None: 48; with a price or a heat, 0.
+        match_temperature: of the samples whose cost an adaptive λ matches. 0.3 allows about 0.04 nats per token of
+            chat and 0.015 of a worked sum.
+        toll: accepted drafts that each deviation costs besides its gap, at temperature 0. None: 1; with a λ or a
+            temperature to match, 0.
+        settle: how many first tokens are exact. None: 48; with a λ or a temperature to match, 0.
 
     Raises:
         UnknownNameError: unknown divergence.
-        FsdError: a number out of range, or heat with a price.
+        FsdError: a number out of range, or match_temperature with a kl_coef.
     """
 
     measured = (
-        "by default 1.04 times exact's tokens per forward at 0.0 points of score (-2.2 to +2.2), with heat=0.3 1.28 "
-        "times at -2.2 points (-6.7 to +1.5): 135 prompts of IFEval, the built-in head, "
+        "by default 1.04 times exact's tokens per forward at 0.0 points of score (-2.2 to +2.2), with "
+        "match_temperature=0.3 1.28 times at -2.2 points (-6.7 to +1.5): 135 prompts of IFEval, the built-in head, "
         "benchmarks/results/rules-ifeval-odd.json"
     )
-    price: float | None = parameter(None, low=LEAST_PRICE, infinite=True)
-    floor: float | None = parameter(None, low=0, high=1)
+    kl_coef: float | None = parameter(None, low=LEAST_KL_COEF, infinite=True)
+    min_p: float | None = parameter(None, low=0, high=1)
     gate: float | None = parameter(None, low=0, infinite=True)
     divergence: str = "js"
-    heat: float | None = parameter(None, above=0, keyword=True)
+    match_temperature: float | None = parameter(None, above=0, keyword=True)
     toll: float | None = parameter(None, low=0, high=1e6, keyword=True)
-    novel: int = parameter(3, low=0, high=MOST_NOVEL, keyword=True)
+    exact_ngram_size: int = parameter(3, low=0, high=MOST_TOKENS, keyword=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "divergence", divergence(self.divergence).name)
         check_gate(self.name, "gate", self.divergence, self.gate)
-        if self.price is not None and self.heat is not None:
-            raise FsdError("rule 'tilted': heat is for a learned price: leave out price or heat.")
+        if self.kl_coef is not None and self.match_temperature is not None:
+            raise FsdError("rule 'tilted': match_temperature adapts kl_coef: leave out one of the two.")
 
     @property
     def _by_default(self) -> bool:
-        return self.price is None and self.heat is None
+        return self.kl_coef is None and self.match_temperature is None
 
     @property
     def least_toll(self) -> float:
@@ -108,85 +111,87 @@ class Tilted(LossyRule):
         return self.settle if self.settle is not None else SETTLE if self._by_default else 0
 
     @property
-    def least_share(self) -> float:
-        """The floor, given or by default."""
-        if self.floor is not None:
-            return self.floor
-        return 0.25 if self.heat is None else RARE**-self.heat
+    def least_p(self) -> float:
+        """``min_p``, given or by default."""
+        if self.min_p is not None:
+            return self.min_p
+        return 0.25 if self.match_temperature is None else RARE**-self.match_temperature
 
     @property
-    def first_price(self) -> float:
-        """The price, given or of a text's first round."""
-        if self.price is not None:
-            return self.price
-        return PRICE if self.heat is None else FIRST_PRICE
+    def first_kl_coef(self) -> float:
+        """``kl_coef``, given or of a text's first round."""
+        if self.kl_coef is not None:
+            return self.kl_coef
+        return KL_COEF if self.match_temperature is None else FIRST_PRICE
 
-    def prices(self, evidence: Evidence) -> Tensor:
-        """[B, 1] the current price of each row."""
-        overspent = evidence.round.overspent
-        first = evidence.tree.tokens[:, :1].to(wide(evidence.tree.tokens.device)) * 0 + self.first_price
-        if self.heat is None or overspent is None:
+    def kl_coefs(self, evidence: Evidence) -> Tensor:
+        """[B, 1] the current ``kl_coef`` of each row."""
+        kl_excess = evidence.round.kl_excess
+        first = evidence.tree.tokens[:, :1].to(wide(evidence.tree.tokens.device)) * 0 + self.first_kl_coef
+        if self.match_temperature is None or kl_excess is None:
             return first
-        return (first + overspent[:, None]).clamp_min(LEAST_PRICE)
+        return (first + kl_excess[:, None]).clamp_min(LEAST_KL_COEF)
 
-    def allowance(self, scores: Tensor, greedy: bool) -> Tensor | None:
-        return None if self.heat is None else sampling_cost(scores, self.heat, greedy)
+    def kl_target(self, scores: Tensor, greedy: bool) -> Tensor | None:
+        return None if self.match_temperature is None else sampling_cost(scores, self.match_temperature, greedy)
 
     def law(self, evidence: Evidence) -> Law:
-        if self.price == math.inf:
+        if self.kl_coef == math.inf:
             return Law.target(evidence)
-        law = Law.lifted(evidence, lambda: self._lift(evidence), self._gain)
+        law = Law.biased(evidence, lambda: self._logit_bias(evidence), self._gain)
         if self.gate is None:
             return law
         return law.where(evidence.has_q).where(divergence_gate(evidence, self.divergence, self.gate))
 
-    def _lift(self, evidence: Evidence) -> Tensor:
-        """[B, N] v(c)/price of each draft."""
-        price, tree, floor = self.prices(evidence), evidence.tree, self.least_share
-        regret = evidence.regret.to(price.dtype)
-        novel = ~evidence.known(self.novel) if self.novel else evidence.tree.is_draft
-        favoured = novel & (regret <= (-math.log(floor) if floor else torch.finfo(regret.dtype).max))
+    def _logit_bias(self, evidence: Evidence) -> Tensor:
+        """[B, N] v(c)/λ of each draft."""
+        coef, tree, least = self.kl_coefs(evidence), evidence.tree, self.least_p
+        logprob_gap = evidence.logprob_gap.to(coef.dtype)
+        fresh = ~evidence.known(self.exact_ngram_size) if self.exact_ngram_size else evidence.tree.is_draft
+        favoured = fresh & (logprob_gap <= (-math.log(least) if least else torch.finfo(logprob_gap.dtype).max))
         if evidence.greedy:
-            copied = ~novel & (regret == 0)  # the target's own choice, whose siblings are never taken
+            copied = ~fresh & (logprob_gap == 0)  # the target's own choice, whose siblings are never taken
             open = favoured & ~evidence.above(evidence.some(copied)) | copied
             if (where := self.lossy_at(evidence)) is not None:
                 open = open & (evidence.above(where) | evidence.chance)
             toll = torch.where(evidence.chance, 0.0, self.least_toll)
-            value = best_path(tree.ancestors, novel.to(regret.dtype) - price * regret - toll, open) - toll
+            value = best_path(tree.ancestors, fresh.to(logprob_gap.dtype) - coef * logprob_gap - toll, open) - toll
         else:
-            log_p = evidence.log_p.to(regret.dtype)
+            log_p = evidence.log_p.to(logprob_gap.dtype)
             mass = evidence.total(log_p.exp().masked_fill(~favoured, 0.0))
-            value = price * log_mean_exp(tree.ancestors, log_p + 1 / price, favoured, 1.0 - mass)
-        return ((1 + value).clamp_min(0.0) / price).masked_fill(~favoured, 0.0)
+            value = coef * log_mean_exp(tree.ancestors, log_p + 1 / coef, favoured, 1.0 - mass)
+        return ((1 + value).clamp_min(0.0) / coef).masked_fill(~favoured, 0.0)
 
     def _gain(self, at: Contexts) -> Tensor:
-        """[R, V] v/price of each token as the draft of a sampled chain, which is worth 1 or 0."""
-        gain = (1 / self.prices(at.evidence))[at.rows].float()
+        """[R, V] v/λ of each token as the draft of a sampled chain, which is worth 1 or 0."""
+        gain = (1 / self.kl_coefs(at.evidence))[at.rows].float()
         favoured = at.log_p > -math.inf
-        if self.least_share:
-            favoured = at.log_p >= at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_share)
-        return torch.where(favoured & ~at.known_tokens(self.novel) if self.novel else favoured, gain, 0.0)
+        if self.least_p:
+            favoured = at.log_p >= at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_p)
+        if self.exact_ngram_size:
+            favoured &= ~at.known_tokens(self.exact_ngram_size)
+        return torch.where(favoured, gain, 0.0)
 
     def tilt(self, greedy: bool) -> float:
-        return (GREEDY_SHARPNESS if greedy else 1.0) / self.first_price
+        return (GREEDY_SHARPNESS if greedy else 1.0) / self.first_kl_coef
 
     def describe(self) -> dict[str, object]:
         gated = {} if self.gate is None else divergence(self.divergence).describe()
-        return {**super().describe(), **gated, "price_unit": "accepted drafts per nat"}
+        return {**super().describe(), **gated, "kl_coef_unit": "accepted drafts per nat"}
 
 
-def sampling_cost(scores: Tensor, heat: float, greedy: bool) -> Tensor:
-    """Return the mean cost of a hot sample: [..., V] scores -> [...] nats.
+def sampling_cost(scores: Tensor, temperature: float, greedy: bool) -> Tensor:
+    """Return the mean cost of a sample at a temperature: [..., V] scores -> [...] nats.
 
-    At temperature 0 the cost is the mean regret, E[max(scores) - scores] under softmax(scores/heat). Above, it is
-    KL(p^(1/(1+heat)) || p) with p = softmax(scores). Both use the ``LIKELY`` likeliest tokens alone.
+    In greedy decoding that is the mean gap, E[max(scores) - scores] under softmax(scores/temperature). Else it is
+    KL(p^(1/(1+temperature)) || p) with p = softmax(scores). Both use the ``LIKELY`` likeliest tokens alone.
     """
     top, _ = functional.topk_logprobs(scores, min(LIKELY, scores.shape[-1]))
-    regret = top[..., :1] - top
+    logprob_gap = top[..., :1] - top
     if greedy:
-        return ((-regret / heat).softmax(-1) * regret.nan_to_num(posinf=0.0)).sum(-1)
-    log_p, log_hot = (-regret).log_softmax(-1), (-regret / (1 + heat)).log_softmax(-1)
-    return (log_hot.exp() * (log_hot - log_p).nan_to_num()).sum(-1).clamp_min(0.0)
+        return ((-logprob_gap / temperature).softmax(-1) * logprob_gap.nan_to_num(posinf=0.0)).sum(-1)
+    log_p, log_q = (-logprob_gap).log_softmax(-1), (-logprob_gap / (1 + temperature)).log_softmax(-1)
+    return (log_q.exp() * (log_q - log_p).nan_to_num()).sum(-1).clamp_min(0.0)
 
 
 def _sums_down(ancestors: Tensor, weights: Tensor, open: Tensor) -> Tensor:

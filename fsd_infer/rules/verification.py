@@ -38,7 +38,7 @@ class Emission(NamedTuple):
         nats: spent at its context.
         proposer: index into the drafter's ``proposers``; -1 if the token was not drafted.
         depth: position among the tokens of its round, from 1.
-        first_choice: proposer and regret of the drafter's best child at the context; None if it had no children.
+        first_choice: proposer and logprob gap of the drafter's best child at the context; None if it had no children.
         log_likelihood: the target's raw log-probability of the token, if measured.
     """
 
@@ -69,7 +69,7 @@ class Verification:
         process_draft: maps the tree's raw ``q_logits`` to processed scores [B, I, V] over the target's vocabulary;
             None if there are no processors. Called at most once per round, by rules that need a processed q.
         texts: each row's prompt and answer so far, the root included; only rules that look at them need them.
-        overspent: [B] nats that each row has spent beyond what its rule allowed so far, see :attr:`Verdict.allowed`;
+        kl_excess: [B] nats that each row has spent beyond what its rule allowed so far, see :attr:`Verdict.allowed`;
             None: nothing is known.
         room: [B] most drafts that each row may accept, by its length alone, so that no law changes; None: all.
         copies: n -> [B, N] bool, the drafts that complete an n-gram of remembered texts (None: nothing is remembered);
@@ -84,7 +84,7 @@ class Verification:
     budget_left: Tensor | None = None
     process_draft: Callable[[DraftTree], Tensor] | None = None
     texts: Texts | None = None
-    overspent: Tensor | None = None
+    kl_excess: Tensor | None = None
     copies: Callable[[int], Tensor | None] | None = None
     room: Tensor | None = None
 
@@ -93,7 +93,7 @@ FORKS = "drafts drawn from q"  # the fault of sampled drafts that form no chain
 _FAULT = "not finite: "  # begins the names of columns with faults
 _COLUMNS = {
     "path": torch.long, "accepted": torch.long, "tokens": torch.long, "sources": torch.long, "gate_open": torch.bool,
-    "spent": None, "first": torch.long, "regret": None,
+    "spent": None, "first": torch.long, "logprob_gap": None,
 }  # fmt: skip
 
 
@@ -137,11 +137,11 @@ class Verdict:
         spent: [B, D+1] nats spent at each context, 0 where the law is the target's.
         first: [B, D+1] the drafter's first choice below each node of the path, the child with the highest score. The
             first of equals; -1 without children, and in the padding.
-        regret: [B, D+1] ln p of the target's likeliest token minus ln p of that choice (processed p), at least 0. NaN
-            if there is none.
+        logprob_gap: [B, D+1] ln p of the target's likeliest token minus ln p of that choice (processed p), at least 0.
+            NaN if there is none.
         proposers: [B, N] of the tree's nodes, see :class:`DraftTree`; None if one drafter proposed all.
         allowed: [B] nats that each row's rule allows for the emitted tokens, on the device of the logits; None if no
-            rule learns its price.
+            rule adapts its KL coefficient.
         faults: [B, ·] bool by what is wrong: logits that are not finite, by their source, or ``FORKS``. A verdict with
             any of them is void, see :meth:`check`.
     """
@@ -153,7 +153,7 @@ class Verdict:
     gate_open: Tensor
     spent: Tensor
     first: Tensor
-    regret: Tensor
+    logprob_gap: Tensor
     proposers: Tensor | None = None
     allowed: Tensor | None = None
     faults: dict[str, Tensor] = field(default_factory=dict)
@@ -165,7 +165,10 @@ class Verdict:
         self.path = self.path.gather(1, steps.minimum(self.accepted[:, None] + 1))
         beyond = steps > self.accepted[:, None]
         self.spent = self.spent.masked_fill(beyond, 0.0)
-        self.first, self.regret = self.first.masked_fill(beyond, -1), self.regret.masked_fill(beyond, float("nan"))
+        self.first, self.logprob_gap = (
+            self.first.masked_fill(beyond, -1),
+            self.logprob_gap.masked_fill(beyond, float("nan")),
+        )
 
     def columns(self) -> dict[str, Tensor]:
         """Return what the host reads, [B, ·] each, for one transfer and :meth:`of_columns`."""
@@ -199,18 +202,18 @@ class Verdict:
 
     def emissions(self, log_p: Sequence[Sequence[float]] | None = None) -> list[list[Emission]]:
         """Return each row's tokens in order, of a verdict on the CPU. ``log_p``: log-likelihoods, [B, D+1]."""
-        columns = (self.tokens, self.sources, self.gate_open, self.spent, self.path, self.first, self.regret)
+        columns = (self.tokens, self.sources, self.gate_open, self.spent, self.path, self.first, self.logprob_gap)
         proposers = None if self.proposers is None else self.proposers.tolist()
         rows: list[list[Emission]] = []
         for row, (count, *facts) in enumerate(zip(self.accepted.tolist(), *(column.tolist() for column in columns))):
-            tokens, sources, gates, spent, path, first, regret = facts
+            tokens, sources, gates, spent, path, first, logprob_gap = facts
             by = [0] * (1 + max(*path, *first)) if proposers is None else proposers[row]
             rows.append([
                 Emission(
                     tokens[step], sources[step], gates[step], spent[step],
                     by[below] if below != path[step] else -1,
                     step + 1,
-                    (by[first[step]], regret[step]) if first[step] >= 0 else None,
+                    (by[first[step]], logprob_gap[step]) if first[step] >= 0 else None,
                     None if log_p is None else log_p[row][step],
                 )
                 for step, below in enumerate([*path[1 : count + 2], path[-1]][: count + 1])

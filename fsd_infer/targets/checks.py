@@ -221,5 +221,5 @@ def check_decodable(model: Any, name: str) -> None:
     if len(places) > 1:
         raise ModelLoadError(
             f"{name} lies on several devices ({', '.join(sorted(places))}), layer by layer, but a cache lies on one. "
-            'Load it on one device, or by tp_plan="auto" on one per process (docs/scaling.md).'
+            'Load it on one device, or by tp_plan="auto" on one per process (docs/performance.md).'
         )

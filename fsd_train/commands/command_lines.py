@@ -48,7 +48,7 @@ _REGENERATE: Options = {
     "--config": {"metavar": "RECIPE", "help": "recipe for target, output (data.train_files) and --max-length"},
     "--target": _TARGET,
     "--target-kwargs": TARGET_KWARGS,
-    "--prompts": {"required": True, "nargs": "+", "help": "prompts: files or directories (docs/training-data.md)"},
+    "--prompts": {"required": True, "nargs": "+", "help": "prompts: files or directories (docs/training.md)"},
     "--output": {"help": "a .jsonl file, or a directory for answers.jsonl"},
     "--max-length": _count(
         None,

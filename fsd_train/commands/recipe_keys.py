@@ -35,7 +35,7 @@ ELSEWHERE = {  # what other trainers call these
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
     "max_grad_norm": "trainer.gradient_clip_val",
     "warmup_steps": "model.lr_scheduler.init_args.warmup_steps",
-    "tp_size": "trainer.strategy: fsdp, which shards the target; there is no tensor parallelism (docs/scaling.md)",
+    "tp_size": "trainer.strategy: fsdp, which shards the target; there is no tensor parallelism (docs/training.md)",
     "bf16": "trainer.precision",
 }
 LIGHTNING = {"help", "config", "print_config"}

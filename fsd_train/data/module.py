@@ -38,7 +38,7 @@ class AnswersDataModule(LightningDataModule):
     number of replicas.
 
     Args:
-        train_files: files of answers, see docs/training-data.md.
+        train_files: files of answers, see docs/training.md.
         validation_files: rows for validation (default: a share of the training prompts).
         validation_fraction: share of training prompts to hold out, chosen by the hash of the prompt.
         max_length: most tokens of a sequence; longer ones are cut.

@@ -102,7 +102,7 @@ class DistillationModule(RunModule, ABC):
         if target_kwargs and "tp_plan" in target_kwargs:  # each rank has batches of its own
             raise DataError(
                 "target_kwargs.tp_plan: training has no tensor parallelism. trainer.strategy fsdp shards the target "
-                "(docs/scaling.md)."
+                "(docs/training.md)."
             )
         self.target_name, self.target_kwargs, self.seed = target, dict(target_kwargs or {}), seed
         self.unroll_steps, self.step_decay, self.compile_option = unroll_steps, step_decay, compile

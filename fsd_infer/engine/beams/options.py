@@ -32,7 +32,7 @@ class BeamOptions:
     """Options of speculative beams.
 
     The first three change only the number of target forwards. The others belong to beam sampling and change its law,
-    see docs/beams.md.
+    see docs/decoding.md.
 
     Attributes:
         depth: search steps drafted per round; 0: none (default: by device).

@@ -1,0 +1,171 @@
+"""Tables of benchmarks/results/README.md, each from the record that it names.
+
+On the page a table stands between ``[NAME](NAME.json) <!-- FORM -->`` and ``<!-- end -->``: the record and one of
+:data:`FORMS`. The text around the tables is written there by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables import beside_exact, difference, ratio, sweep_tables
+
+RESULTS = Path(__file__).parent / "results"
+PLACE = re.compile(r"(\[(\S+)]\(\2\.json\) <!-- (\w+) -->\n\n).*?(?=<!-- end -->)", re.DOTALL)
+Record = dict[str, Any]
+
+
+def columns(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    heads, *lines = [f"| {' | '.join(line)} |" for line in (list(header), *rows)]
+    return "\n".join([heads, "|" + "---|" * (heads.count(" | ") + 1), *lines])
+
+
+def plain(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def middle(found: dict[str, float] | None) -> str:
+    """The median ratio of paired speeds."""
+    return "–" if found is None else "{median:.2f} ({low:.2f}–{high:.2f})".format(**found)
+
+
+def run(record: Record) -> str:
+    """Methods of `fsd-bench run`: τ, speeds, and the decoding speed beside the last baseline's, pair by pair."""
+    baseline = list(record["ratios"])[-1]
+    lossy = any(facts.get("divergence_spent") for facts in record["methods"].values())
+    header = ["method", "τ", "tok/s", "decode tok/s", f"decoding, × `{baseline}`", *["nats per token"] * lossy]
+    rows = []
+    for name, facts in record["methods"].items():
+        ratios = record["ratios"][baseline].get(name, {})
+        row = [f"`{name}`", plain(facts["tau"]), plain(facts["tokens_per_second"], 0)]
+        row += [plain(facts["decode_tokens_per_second"], 0), middle(ratios.get("decode_tokens_per_second"))]
+        row[-1] = "1" if name == baseline else row[-1]
+        if lossy:
+            row.append(plain((facts["divergence_spent"] or 0) / facts["answer_tokens"], 3))
+        rows.append(row)
+    return columns(header, rows)
+
+
+def acceptance(record: Record) -> str:
+    """Methods of `fsd-bench run` whose times mean nothing: τ and its ratio to the baseline's."""
+    baseline = list(record["ratios"])[-1]
+    rows = []
+    for name, facts in record["methods"].items():
+        found = record["ratios"][baseline].get(name, {}).get("tau")
+        nats = plain((facts["divergence_spent"] or 0) / facts["answer_tokens"], 3)
+        rows.append([f"`{name}`", plain(facts["tau"]), "1" if name == baseline else ratio(found), nats])
+    return columns(["method", "τ", f"× `{baseline}`", "nats per token"], rows)
+
+
+def fresh(record: Record) -> str:
+    header = ["rule", "× τ", "score, points", "retention", "lost, gained", "ended, points", "repeated 4-grams, points"]
+    rows = [line.strip("| ").split(" | ") for line in beside_exact(record).splitlines()]
+    return columns([*header, "nats per token"], rows)
+
+
+def ladder(record: Record) -> str:
+    """Each rule on drafters of rising strength."""
+    header = ["drafter", "agrees", "median gap", "below 1 nat", "rule", "× τ", "score, points", "log-likelihood"]
+    rows = []
+    for name, facts in record["rungs"].items():
+        drafts, first = facts["drafts"], True
+        who = [f"`{name}`", percent(drafts["agreement"]), plain(drafts["regret_median"]), percent(drafts["below"]["1"])]
+        for rule, found in facts["rules"].items():
+            if rule != "exact" and found.get("gain"):
+                less = found["differences"]
+                cells = [ratio(found["gain"]), difference(less.get("score"), 100, 1)]
+                cells.append(difference(less.get("log_likelihood_per_token"), 1, 3))
+                rows.append([*(who if first else [""] * 4), f"`{rule}`", *cells])
+                first = False
+    return columns(header, rows)
+
+
+def losses(record: Record) -> str:
+    """Losses for a small LM: its first drafts, then tokens per cost under exact and under a rule."""
+    rule = "tilted:1:floor=0"
+    header = ["loss", "first draft agrees", "median gap", "below 1 nat", "`exact`", "× public", f"`{rule}`"]
+    rows = []
+    for name, facts in record["losses"].items():
+        exact, lossy = facts["exact"], facts[rule]
+        row = [
+            f"`{name}`",
+            percent(exact["agreement"]),
+            plain(exact["regret_median"]),
+            percent(exact["regret_below_1"]),
+        ]
+        row += [plain(exact["tokens_per_cost"]), ratio(exact["x_public"]), plain(lossy["tokens_per_cost"])]
+        rows.append([*row, ratio(lossy["x_first"]), plain(lossy["nats_per_token"], 3), plain(lossy["repeated_4grams"])])
+    return columns([*header, "× `lk`", "nats per token", "repeats"], rows)
+
+
+def deviations(record: Record) -> str:
+    """Deviations that were forced one at a time, by what was known before them."""
+    header = ["deviations", "count", "harmful", "share of the gain", "answers that end, points each", "repeats, points"]
+    rows = []
+    for name, found in record["forced"].items():
+        row = [name, str(found["on_right_answers"]), f"{100 * found['harmful']:.1f} %", plain(found["gain_share"])]
+        rows.append([*row, difference(found["ended"], 100, 1), difference(found["repeated_4grams"], 100, 1)])
+    return columns(header, rows)
+
+
+def memory(record: Record) -> str:
+    """Tokens per forward and per second by workload, beside the head with n-gram lookup."""
+    rows = [
+        [workload, f"`{method}`", plain(cell["tau"]), ratio(cell["tau_ratio"]), ratio(cell["tokens_per_second_ratio"]),
+         plain(cell.get("oracle_tau"))]
+        for workload, methods in record["workloads"].items()
+        for method, cell in methods.items()
+    ]  # fmt: skip
+    return columns(["workload", "drafter", "τ", "× `lookup`'s", "× speed", "oracle's τ"], rows)
+
+
+def training(record: Record) -> str:
+    """Memory and time of a training step at a true target's shape, with random weights."""
+    bytes_, step = record["memory"], record["step"]
+    sizes = [f"{bytes_[key] / 1e9:.2f} GB" for key in ("predicted_bytes", "peak_bytes")]
+    times = [f"{step[key]:.1f}" for key in ("predicted_seconds", "seconds", "cpu_seconds", "arithmetic_seconds")]
+    header = ["memory: predicted", "peak", "seconds a step: predicted", "measured", "CPU seconds", "of arithmetic"]
+    return columns(header, [sizes + times])
+
+
+def kinds(record: Record) -> str:
+    """Quantised weights in their libraries and in our kernels."""
+    rows = []
+    for kind in record["kinds"]:
+        row = [kind["kind"]]
+        for where in ("library", "kernels"):
+            found = kind.get(where) or {}
+            row += [plain(found.get("plain"), 0), plain(found.get("exact"), 0)]
+        rows.append(row)
+    return columns(["weights", "library: `plain`", "`exact`", "kernels: `plain`", "`exact`"], rows)
+
+
+def drawing(record: Record) -> str:
+    """Other ways to draw a context's children, times the acceptance of one drawn child."""
+    found = record["nodes"]["to_mixed"]
+    return columns(["children", "× acceptance"], [[name, ratio(facts)] for name, facts in found.items()])
+
+
+FORMS: dict[str, Callable[[Record], str]] = {
+    "fresh": fresh, "deviations": deviations, "ladder": ladder, "sweep": sweep_tables, "run": run, "losses": losses,
+    "acceptance": acceptance, "drawing": drawing, "memory": memory, "kinds": kinds, "training": training,
+}  # fmt: skip
+
+
+def filled(text: str) -> str:
+    """Return the page with each table as its record has it."""
+
+    def table(place: re.Match[str]) -> str:
+        record = json.loads((RESULTS / f"{place[2]}.json").read_text("utf-8"))
+        return f"{place[1]}{FORMS[place[3]](record).strip()}\n\n"
+
+    return PLACE.sub(table, text)

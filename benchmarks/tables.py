@@ -1,0 +1,61 @@
+"""Markdown tables of records: settings of a sweep, or rules of `fsd-bench run`, beside exact decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsd_bench.evidence.settings import EXACT
+
+RATIOS = {"× τ": "tau", "forwards ×": "target_forwards", "length ×": "answer_tokens", "speed ×": "speed"}
+DIFFERENCES = {  # heading: quantity, scale, digits
+    "score, points": ("score", 100, 0), "log-likelihood": ("log_likelihood_per_token", 1, 3),
+    "copied 4-grams, points": ("copied_4grams", 100, 1), "repeated 4-grams, points": ("repeated_4grams", 100, 1),
+}  # fmt: skip
+
+
+def sweep_tables(record: dict[str, Any]) -> str:
+    """Return a Markdown table per temperature with each setting's ratios to exact and its differences from it."""
+    headers = ["rule", *RATIOS, *DIFFERENCES, "nats per answer"]
+    parts = []
+    for temperature, settings in record["temperatures"].items():
+        exact = settings[EXACT]
+        score = exact["means"].get("score")
+        lines = [f"Temperature {temperature}, `{EXACT}`: {exact['tau']:.2f} tokens per forward."]
+        if score is not None:
+            mean, low, high = (f"{100 * score[key]:.0f}" for key in ("mean", "low", "high"))
+            lines[0] = f"{lines[0][:-1]}, score {mean} % ({low}–{high})."
+        lines += ["", "| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
+        for name, facts in settings.items():
+            if name != EXACT:
+                cells = [ratio(facts["ratios"].get(key)) for key in RATIOS.values()]
+                cells += [difference(facts["differences"].get(key), *form) for key, *form in DIFFERENCES.values()]
+                cells.append(f"{facts['nats_per_answer']['mean']:.1f}")
+                lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+        parts.append("\n".join([*lines, ""]))
+    return "\n".join(parts)
+
+
+def beside_exact(record: dict[str, Any]) -> str:
+    """Return a row per rule of a record of `fsd-bench run`: τ, score, flips, ends and repeats beside exact."""
+    rows = []
+    for name, less in record["differences"][EXACT].items():
+        ratios, facts, flips = record["ratios"][EXACT][name], record["methods"][name], record["flips"][EXACT][name]
+        kept = "{:.0f} % ({:.0f}–{:.0f})".format(*(100 * ratios["retention"][key] for key in ("ratio", "low", "high")))
+        points = [difference(less[key], 100, 1) for key in ("score", "finished_fraction", "repeated_4grams")]
+        nats = facts["divergence_spent"] / facts["answer_tokens"]
+        lost = f"{flips['lost']}, {flips['gained']}"
+        rows.append([f"`{name}`", ratio(ratios["tau"]), points[0], kept, lost, *points[1:], f"{nats:.3f}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def ratio(values: dict[str, float] | None) -> str:
+    """A ratio with its interval."""
+    return "–" if values is None else "{ratio:.2f} ({low:.2f}–{high:.2f})".format(**values)
+
+
+def difference(values: dict[str, float] | None, scale: float, digits: int) -> str:
+    """A mean difference with its interval, times a scale."""
+    if values is None:
+        return "–"
+    mean, low, high = (f"{scale * values[key]:+.{digits}f}" for key in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})".replace("-", "−")
