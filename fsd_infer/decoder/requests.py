@@ -74,9 +74,9 @@ def prepare(
     model = target.model
     fields, processing, stopping = split_options(overrides, {*OWN, "drafter", "streamer", "callbacks", "images"})
     asked = _set({} if given is None else vars(given)) | _set(fields)
-    own, replaced = _set(vars(model.generation_config)), set[str]()
-    if LENGTHS & asked.keys():  # a request's length is instead of the model's, whichever of them the model names
-        replaced = LENGTHS - asked.keys()
+    own = _set(vars(model.generation_config))
+    # a request's length is instead of the model's, whichever of them the model names
+    replaced = LENGTHS - asked.keys() if LENGTHS & asked.keys() else frozenset[str]()
     stated = {name: own[name] for name in own.keys() & LENGTHS - replaced} | asked
     check_numbers(stated)
     fields = with_defaults(fields, stated)
