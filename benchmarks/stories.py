@@ -39,14 +39,14 @@ _kl_pq = divergence_rows("kl_pq")
 
 
 class ValueLoss(FsdLoss):
-    """The chain loss of `fsd` with E_q[max(0, 1 - price·regret)], a draft's worth to `tilted` at temperature 0."""
+    """The chain loss of `fsd` with E_q[max(0, 1 - kl_coef·gap)], a draft's worth to `tilted` at temperature 0."""
 
-    def __init__(self, price: float = 0.7, anchor: float = 0.1, chunk_size: int | None = None) -> None:
+    def __init__(self, kl_coef: float = 0.7, anchor: float = 0.1, chunk_size: int | None = None) -> None:
         super().__init__(threshold=0, anchor=anchor, chunk_size=chunk_size)
-        self.price = price
+        self.kl_coef = kl_coef
 
     def _rows(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        worth = (1 - self.price * (log_p.amax(-1, keepdim=True) - log_p)).clamp_min(0)
+        worth = (1 - self.kl_coef * (log_p.amax(-1, keepdim=True) - log_p)).clamp_min(0)
         kept = torch.linalg.vecdot(log_q.exp(), worth)
         return torch.stack([torch.zeros_like(kept), kept, _kl_pq(log_p, log_q)])
 
@@ -57,7 +57,7 @@ def _fsd(threshold: float) -> dict[str, Any]:
 
 PUBLIC = "public"  # name of the drafter as it was published
 DRAFT_COST = 0.06  # forwards of the target per drafted token
-_VALUE = {"class_path": "benchmarks.stories.ValueLoss", "init_args": {"price": 0.7}}
+_VALUE = {"class_path": "benchmarks.stories.ValueLoss", "init_args": {"kl_coef": 0.7}}
 LOSSES: dict[str, dict[str, Any]] = {  # arguments of the module by name
     **{name: {"loss": name} for name in ("kl_qp", "kl_pq", "js", "tv", "lk")},
     "fsd-0.2": {"loss": _fsd(0.2), "unroll_steps": 4},
