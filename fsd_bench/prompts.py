@@ -14,7 +14,7 @@ from fsd_core.errors import DataError
 from fsd_core.text.conversations import Message, template_options
 from fsd_core.text.encoding import PromptRow, encode_chat, encode_text, need_tokenizer, read_prompts
 from fsd_core.text.row_check import RowCheck, listing_of
-from fsd_core.text.templates import turn_fields_of
+from fsd_core.text.templates import fields_of
 from fsd_infer.decoder import FuzzyDecoder
 
 REFERENCES = ("answer", "reference", "scored_by", "letters")  # fields that answers are scored against
@@ -163,7 +163,7 @@ def encode_rows(rows: Sequence[PromptRow], encode: Encoder) -> list[list[int]]:
         for name in REFERENCES:
             row.row.get(name)  # a score may need none
         check.note(row.row)
-    check.name_unread(turn_fields_of(encode.tokenizer))
+    check.name_unread(fields_of(encode.tokenizer))
     return prompts
 
 

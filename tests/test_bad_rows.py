@@ -128,20 +128,31 @@ def test_a_limit_does_not_read_a_whole_stream(tmp_path: Path) -> None:
 
 
 def test_fields_that_nothing_reads_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    turns = [{**USER, "name": "Ann"}, {**BOT, "thinking": "hm", "weight": 1, "loss": True}]
+    part = {"type": "text", "text": USER["content"], "cache": 1}
+    turns = [{**USER, "content": [part], "name": "Ann", "weight": 1}]
+    turns.append({**BOT, "reasoning": "hm", "thinking": "so", "weight": 1, "loss": True})
     rows = [{"messages": turns, "mood": "fine", "empty": "", "id": f"{number}"} for number in range(3)]
+    rows = [{**row, "tools": [{"type": "function", "function": {"name": "look"}}]} for row in rows]
     rows.append({"prompt": "a", "response": "b", "system": "s", "messages": None})  # type: ignore[dict-item]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for template, thoughts in ((CHATML, ", `messages[].thinking` (3 rows)"), (CHATML + "{# m.thinking #}", "")):
+    always = {"mood", *(f"messages[].{name}" for name in ("name", "loss", "content[].cache"))}
+    always |= {"messages[].weight of turns of the role user", "messages[].thinking beside reasoning"}
+    tools = "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    for template, more in ((CHATML, {"messages[].reasoning", "tools"}), (tools + CHATML + "{# m.thinking #}", set())):
         tokenizer, check = tiny_tokenizer(template), RowCheck()
         read_answers([path], tokenizer, check=check)
         conclude(check, tokenizer)
         [said] = capsys.readouterr().err.splitlines()
         assert said.startswith("notice: nothing reads the fields `mood` (3 rows), ")
-        named = {part.strip() for part in said.removesuffix(" (docs/training.md)").split("fields ")[1].split(",")}
-        expected = {"`mood` (3 rows)", "`messages[].name` (3 rows)", "`messages[].loss` (3 rows)"}
-        assert named == expected | ({thoughts.removeprefix(", ")} if thoughts else set())
+        named = said.removesuffix(" (docs/training.md)").split("fields ")[1].split(", ")
+        assert {*named} == {f"`{name}` (3 rows)" for name in always | more}
+
+
+def test_a_table_whose_columns_share_a_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,response,prompt\na,b,c\n")
+    with pytest.raises(DataError, match="a.csv:1: two columns are called 'prompt'"):
+        list(read_prompts(tmp_path / "a.csv"))
 
 
 @pytest.fixture(scope="module")

@@ -140,6 +140,14 @@ def test_contents_have_the_form_that_the_template_reads(template: str) -> None:
                 encode_chat(deaf, turns)
 
 
+def test_calls_that_the_template_would_drop_are_refused() -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    writes = CHATML.replace("m['content']", "m['content'] + (m.tool_calls[0].function.name if m.tool_calls else '')")
+    assert said(tiny_tokenizer(writes), *encode_conversation(tiny_tokenizer(writes), [USER, called])) == "look<|end|>"
+    with pytest.raises(DataError, match="the chat template writes no tool calls"):
+        encode_conversation(tiny_tokenizer(), [USER, called])
+
+
 TOOL = {"role": "tool", "content": "12 degrees", "name": "look", "tool_call_id": "call00000"}
 
 

@@ -26,6 +26,7 @@ PROMPT_FIELDS = ("messages", "conversations", "conversation", "data", *SYSTEMS, 
 THOUGHT = "reasoning_content"  # of an assistant turn
 THOUGHTS = (THOUGHT, "reasoning", "thinking")  # how rows and chat templates call it
 IMAGES = ("image", "images")  # columns beside a conversation
+TOOLS = "tools"  # column that the chat template may read
 WEIGHT = "weight"  # 0: training leaves an assistant turn out
 
 
@@ -57,12 +58,16 @@ def check_text(text: str, where: str) -> str:
     return text
 
 
+def role_of(turn: Mapping[str, Any]) -> str:
+    """Return the role that an unchecked turn names, also in ShareGPT's form."""
+    named = turn.get("from") is not None
+    return str(SPEAKERS.get(str(turn["from"])) if named else turn.get("role"))
+
+
 def turn_fields(turn: Mapping[str, Any]) -> set[str]:
     """Return the fields of a turn that :func:`check_messages` reads: of ShareGPT's form if it has ``from``."""
-    named = turn.get("from") is not None
-    role = SPEAKERS.get(str(turn["from"])) if named else turn.get("role")
-    own = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}.get(str(role), set())
-    return own | ({"from", "value"} if named else {"role", "content"})
+    own = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}.get(role_of(turn), set())
+    return own | ({"from", "value"} if turn.get("from") is not None else {"role", "content"})
 
 
 def check_messages(

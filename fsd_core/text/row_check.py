@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fsd_core.errors import DataError
 from fsd_core.files import write_text
-from fsd_core.text.conversations import ANSWERS, turn_fields
+from fsd_core.text.conversations import ANSWERS, THOUGHTS, TOOLS, WEIGHT, role_of, turn_fields
 
 MOST_SKIPPED = 0.05  # share of the rows
 LISTING = "skipped-rows.jsonl"  # in the directory of an output; an output that is a file gets it as suffix
@@ -55,8 +55,11 @@ class RowFields(dict[str, Any]):
         return super().items()
 
     def unread(self) -> list[str]:
-        """Return the fields that hold something and were not read, except :data:`PROVENANCE`."""
-        known = self.seen | PROVENANCE
+        """Return the fields that hold something and were not read, except :data:`PROVENANCE`.
+
+        The template alone tells whether `tools` are read, and thoughts and weights (:meth:`RowCheck.name_unread`).
+        """
+        known = self.seen - {TOOLS} | PROVENANCE
         columns = [name for name, value in dict.items(self) if name not in known and value not in _EMPTY]
         talks = [name for name in CONVERSATIONS if name in self.seen]
         return [*columns, *(f"{name}[].{key}" for name in talks for key in _turn_fields(dict.get(self, name)))]
@@ -66,9 +69,19 @@ def _turn_fields(turns: Any) -> list[str]:
     """Return the fields of chat turns that hold something and that no reader of conversations takes."""
     found: set[str] = set()
     for turn in turns if isinstance(turns, list) else ():
-        if isinstance(turn, Mapping):
-            known = turn_fields(turn)
-            found |= {str(key) for key, value in turn.items() if key not in known and value not in _EMPTY}
+        if not isinstance(turn, Mapping):
+            continue
+        known, role = turn_fields(turn), role_of(turn)
+        given = [key for key, value in turn.items() if key not in known and value not in _EMPTY]
+        thoughts = [name for name in THOUGHTS if name in given]
+        for key in given:
+            if key in (WEIGHT, *THOUGHTS) and role != "assistant":
+                found.add(f"{key} of turns of the role {role}")
+            else:
+                found.add(f"{key} beside {thoughts[0]}" if key in thoughts[1:] else str(key))
+        parts = turn.get("content") if isinstance(turn.get("content"), list) else []
+        others = {key for part in parts if isinstance(part, Mapping) for key in part if part[key] not in _EMPTY}
+        found |= {f"content[].{key}" for key in others - {"type", "text"}}
     return sorted(found)
 
 
@@ -210,9 +223,10 @@ class RowCheck:
         return lines
 
     def name_unread(self, known: Iterable[str] = ()) -> None:
-        """Say once, on standard error, which fields nothing reads, except turns' fields ``known``."""
+        """Say once, on standard error, which fields nothing reads, except turns' fields and `tools` in ``known``."""
+        read = {TOOLS} & {*known}
         ends = tuple(f"[].{name}" for name in known)
-        found = Counter({name: count for name, count in self.unread.items() if not name.endswith(ends)})
+        found = Counter({n: count for n, count in self.unread.items() if n not in read and not n.endswith(ends)})
         self.unread.clear()
         if found:
             named = ", ".join(f"`{name}` ({count} rows)" for name, count in found.most_common(2 * _MOST_SAID))

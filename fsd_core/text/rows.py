@@ -181,6 +181,9 @@ def _table_rows(path: Path, lines: Iterable[tuple[int, bytes]], delimiter: str) 
     texts = (raw.decode("utf-8-sig", "surrogateescape") for _, raw in lines)
     rows = csv.DictReader(texts, delimiter=delimiter, strict=True)
     try:
+        names = rows.fieldnames or []
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise DataError(f"{path}:1: two columns are called {twice!r:.60}. Rename one.")
         for values in rows:
             yield path, rows.line_num, partial(_table_row, values, f"{path}:{rows.line_num}")
     except csv.Error as error:

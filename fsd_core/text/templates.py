@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsd_core.errors import DataError
-from fsd_core.text.conversations import THOUGHT, THOUGHTS, WEIGHT, Message
+from fsd_core.text.conversations import THOUGHT, THOUGHTS, TOOLS, WEIGHT, Message
 
 WORD = "Rhubarb"  # no template contains it
 _KEPT = "_fsd_template_forms"  # attribute of tokenizers
 _MOST_KEPT = 64  # rows may bring templates of their own
 _CALL = {"type": "function", "function": {"name": "look", "arguments": {}}}
+_CALLED = {"type": "function", "function": {"name": WORD, "arguments": {}}, "id": "call00000"}
+_TOOL = {"type": "function", "function": {"name": WORD, "description": "", "parameters": {}}}
 # a conversation per role, whose last turn of that role says WORD
 _PROBES: dict[str, list[dict[str, Any]]] = {
     "user": [{"role": "user", "content": WORD}],
@@ -35,11 +37,15 @@ class TemplateForm:
         parted: the roles whose content it reads only as a list of parts.
         dropped: the roles whose content it writes in neither form.
         thought: its name for an assistant's thought; None: it writes none.
+        drops_calls: whether it writes no tool calls of an assistant.
+        drops_tools: whether it writes no tools.
     """
 
     parted: frozenset[str]
     dropped: frozenset[str]
     thought: str | None
+    drops_calls: bool
+    drops_tools: bool
 
 
 def template_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> str:
@@ -63,10 +69,12 @@ def form_of(tokenizer: Any, options: Mapping[str, Any] | None = None) -> Templat
     return found
 
 
-def turn_fields_of(tokenizer: Any) -> tuple[str, ...]:
-    """Return the fields of an assistant turn that the template reads besides content and tool calls."""
-    written = getattr(tokenizer, "chat_template", None) and form_of(tokenizer).thought is not None
-    return THOUGHTS if written else ()
+def fields_of(tokenizer: Any) -> tuple[str, ...]:
+    """Return what the template reads besides contents and calls: fields of an assistant turn, and a row's `tools`."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ()
+    thoughts = () if form_of(tokenizer).thought is None else THOUGHTS
+    return thoughts if form_of(tokenizer, {TOOLS: [_TOOL]}).drops_tools else (*thoughts, TOOLS)
 
 
 def _probed(tokenizer: Any, template: str) -> TemplateForm:
@@ -80,13 +88,16 @@ def _probed(tokenizer: Any, template: str) -> TemplateForm:
         elif said == [False, False]:
             dropped.add(role)
     thought = next((name for name in THOUGHTS if re.search(rf"""[.'"]{name}\b""", template)), None)
-    return TemplateForm(frozenset(parted), frozenset(dropped), thought)
+    calls = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [_CALLED]}]
+    written = _writes(tokenizer, template, calls), _writes(tokenizer, template, calls[:1], tools=[_TOOL])
+    drops = [each is False for each in written]
+    return TemplateForm(frozenset(parted), frozenset(dropped), thought, drops_calls=drops[0], drops_tools=drops[1])
 
 
-def _writes(tokenizer: Any, template: str, turns: Sequence[Mapping[str, Any]]) -> bool | None:
+def _writes(tokenizer: Any, template: str, turns: Sequence[Mapping[str, Any]], **options: Any) -> bool | None:
     """Return whether the template writes WORD; None if it refuses these turns."""
     try:
-        return WORD in tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+        return WORD in tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, **options)
     except Exception:  # a template is a program of the model's author
         return None
 
@@ -101,7 +112,7 @@ def turns_for(
     """Return turns as the template reads them: contents in its form, thoughts under its name, no weights.
 
     Raises:
-        DataError: the template would drop a turn's text, or as :func:`template_of`.
+        DataError: the template would drop a turn's text or calls, or as :func:`template_of`.
     """
     form = form_of(tokenizer, options)
     made: list[Mapping[str, Any]] = []
@@ -112,6 +123,8 @@ def turns_for(
                 f"the chat template writes no text of a {turn['role']} turn, as text or in parts. Leave such turns "
                 "out, or fix the template."
             )
+        if turn.get("tool_calls") and form.drops_calls:
+            raise DataError("the chat template writes no tool calls. Leave such turns out, or fix the template.")
         if THOUGHT in turn or WEIGHT in turn:
             given = {name: value for name, value in turn.items() if name not in (THOUGHT, WEIGHT)}
             if form.thought is not None and THOUGHT in turn:

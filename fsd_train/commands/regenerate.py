@@ -26,8 +26,10 @@ from fsd_core.errors import ContextLengthError, DataError, FsdError
 from fsd_core.files import disk_errors, read_json, write_json
 from fsd_core.hub import guarded, hub_fault
 from fsd_core.text.control import set_control_tokens
+from fsd_core.text.conversations import TOOLS
 from fsd_core.text.row_check import RowCheck, listing_of
 from fsd_core.text.rows import read_jsonl, rows_digest
+from fsd_core.text.templates import fields_of
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
 from fsd_train import LONGEST
@@ -169,7 +171,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
     )
     output = AnswerFile(args.output, _settings(args))
     check.finish(listing_of(output.path))
-    check.name_unread()
+    check.name_unread({TOOLS} & {*fields_of(backend.tokenizer)})
     _say_what_is_left_out(plan, args)
     window = _window(args.target)
     longest = max((len(job.prompt_ids) for job in plan.jobs), default=0)

@@ -21,7 +21,7 @@ from fsd_core.text.encoding import row_id
 from fsd_core.text.masks import encode_conversation
 from fsd_core.text.row_check import RowCheck
 from fsd_core.text.rows import Example, read_rows
-from fsd_core.text.templates import turn_fields_of
+from fsd_core.text.templates import fields_of
 from fsd_train import MAX_LENGTH
 from fsd_train.data.features import FeatureStore, sequence_key
 from fsd_train.data.sampler import stable_seed
@@ -274,7 +274,7 @@ def conclude(check: RowCheck, tokenizer: Any, listing: Path | None = None, speak
     """Say which rows are skipped and which fields nothing reads. Raises DataError as :class:`.RowCheck`."""
     check.finish(listing, speak)
     if speak:
-        check.name_unread([WEIGHT, *turn_fields_of(tokenizer)])
+        check.name_unread([WEIGHT, *fields_of(tokenizer)])
 
 
 def _placed(row: Example, tokenizer: Any, max_length: int, vocab_size: int | None) -> list[_Sided]:
