@@ -211,8 +211,17 @@ data: {train_files: [], batch_tokens: 512}
 """
 
 
-def test_what_is_learnt_by_heart_is_accepted(world: Path, tmp_path: Path) -> None:
-    """Training on one answer, export and decoding agree: nearly every draft of that answer is accepted."""
+def test_what_is_learnt_by_heart_is_accepted(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training on one answer, export and decoding agree: nearly every draft of that answer is accepted. Of an export
+    that reads other layers, these are named."""
+    train = module._train
+
+    def kept(args: Any, directory: Path, tokens: int) -> float:
+        learnt = train(args, directory, tokens)
+        shutil.copytree(directory / "head", tmp_path / "learnt")
+        return learnt
+
+    monkeypatch.setattr(module, "_train", kept)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.replace("TARGET", str(world / "target")))
     found = tmp_path / "found.json"
@@ -221,6 +230,16 @@ def test_what_is_learnt_by_heart_is_accepted(world: Path, tmp_path: Path) -> Non
     lines = {line["check"]: line for line in json.loads(found.read_text())}
     assert status == 0, lines
     assert all(lines[stage]["ok"] for stage in ("template", "training", "export", "decoding")), lines
+    _, tensors, options, _, _, fix = FAULTS["feature layers"]
+
+    def spoilt(args: Any, directory: Path, tokens: int) -> float:
+        edited(tmp_path / "learnt", directory / "head", tensors, **options)
+        return 1.0
+
+    monkeypatch.setattr(module, "_train", spoilt)
+    assert cli(["doctor", *words, "--overfit", "40", "--config", str(recipe)]) == 1
+    lines = {line["check"]: line for line in json.loads(found.read_text())}
+    assert "feature layers" in lines and fix in lines["export"]["fix"], lines
 
 
 def test_overfitting_names_the_stage_that_loses(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,14 @@ def test_tokens_come_in_the_colours_of_who_wrote_them_with_their_rate(decoder: F
 OWN_RULE = """
 from dataclasses import dataclass
 
+from fsd_infer.drafters import DRAFTERS
+from fsd_infer.drafters.memory import LookupDrafter
 from fsd_infer.rules import RULES, Exact
+
+
+@DRAFTERS.register("own-{name}-drafter")
+class OwnDrafter(LookupDrafter):
+    pass
 
 
 @RULES.register("own-{name}")
@@ -217,12 +224,17 @@ class Own(Exact):
 """
 
 
-def test_a_rule_of_ones_own_is_imported_by_name(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_and_a_drafter_of_ones_own_are_imported_by_name(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     (tmp_path / "own_rules_here.py").write_text(OWN_RULE.format(name="rule"))
     words = ["generate", "--prompt", PROMPT, "--target", str(target), "--dtype", "fp32", "--max-new-tokens", "4"]
     status, answer, said = called(fsd_infer, [*words, "--import", "own_rules_here", "--rule", "own-rule"])
     assert status == 0 and answer == called(fsd_infer, words)[1], said
+    for drafter in ("own-rule-drafter", "recycle+own-rule-drafter"):
+        status, again, said = called(fsd_infer, [*words, "--import", "own_rules_here", "--drafter", drafter])
+        assert status == 0 and again == answer and f"drafter {drafter}," in said, said
     status, _, said = called(fsd_infer, [*words, "--import", "no_such_rules"])
     assert status == 2 and "--import no_such_rules: ModuleNotFoundError: No module named" in said.splitlines()[-1]

@@ -132,11 +132,13 @@ class FreeDrafter(Drafter):
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
         kind, colon, option = str(name).partition(":")
-        if kind != cls.name:
+        if free_drafters().get(kind) is not cls:
             return None
-        made: Any = cls
+        kept: Any = cls
         options = {} if tree is None else {"nodes": tree.nodes}
-        return made(target.vocab_size, **options, **(cls.option(option, target) if colon else {}))
+        made: FreeDrafter = kept(target.vocab_size, **options, **(cls.option(option, target) if colon else {}))
+        made.name = kind  # a subclass may have its parent's
+        return made
 
     @classmethod
     def option(cls, text: str, target: Target) -> dict[str, Any]:

@@ -185,7 +185,7 @@ class MemoryDrafter(FreeDrafter):
 
     @classmethod
     def option(cls, text: str, target: Target) -> dict[str, Any]:
-        if cls is LookupDrafter:
+        if issubclass(cls, LookupDrafter):
             return super().option(text, target)
         return {"keep": True} if text == "keep" else {"corpus": open_corpus(text, target)}
 
