@@ -161,6 +161,19 @@ def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float]
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
 
 
+@pytest.mark.parametrize(
+    ("of_node", "of_draft", "sure"), [(0.3, 0.6, 0.6), (0.3, 0.6, 0.2), (0.3, 0.1, 0.2), (0.15, 0.6, 0.6)]
+)
+def test_a_machine_unlike_the_assumed_one_is_found_out(of_node: float, of_draft: float, sure: float) -> None:
+    """Where drafts lose time, the first eight answers take hardly longer than without: what was assumed hid it."""
+    machine = Machine(lambda nodes: 5e-3 * (1 + of_node * (nodes - 1)), 2e-3 * of_draft, reading=3e-3 * of_draft)
+    memory, tokens = AutoMemory("cpu", clock=machine, prior=PRIORS["blocks on tiles"]), 0
+    for number in range(8):
+        text, choice = Text(sure, number, sibling=0.15), AutoTree(memory, 1, LawKind(), 48)
+        tokens += sum(round_of(text, machine, choice) for _ in range(60))
+    assert tokens / machine.spent >= 0.9 / 6e-3  # of the speed without drafts
+
+
 @pytest.mark.parametrize("kinds", [(0.3,), (0.7,), (0.3, 0.3, 0.3, 0.3, 0.9)])
 def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, ...]) -> None:
     """Drafts that cost more than they bring pause, and come back within the first rounds of a text where they pay."""

@@ -156,7 +156,7 @@ class AutoTree:
         if in_trials:
             known.trials += 1
             self._is_trial = known.trials % 2 == 1
-            drafts = self._is_trial or loss <= 0.0
+            drafts = self._is_trial or not self.learns and loss <= 0.0  # the others show what a plain round costs
         else:
             drafts = known.pause.allows(loss, self.batch)
         if drafts:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
 KNOTS = (1, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
-NOISE = 0.1  # relative standard deviation of a measured cost
+NOISE, SAME_NOISE = 0.1, 0.3  # relative standard deviation of a measured cost, beside another one and alone
 DOUBT = 0.8  # relative standard deviation of a prior slope
+FORWARD_DOUBT = 0.04  # at least, of C's slopes: machines differ by more than their small ones
 KINSHIP = 0.7  # correlation of these deviations, the first slope's excepted: slopes tend to be too high together
 FORGET = 0.01  # share of the evidence that a round forgets
 RECENT = 5  # rounds whose median gives the present speed of the machine
@@ -88,15 +89,16 @@ class Slopes:
 
     Args:
         prior: weights before the first observation.
+        least_doubt: least standard deviation of a prior weight.
 
     Attributes:
         weights: the present estimate.
     """
 
-    def __init__(self, prior: Sequence[float]) -> None:
+    def __init__(self, prior: Sequence[float], least_doubt: float = 0.0) -> None:
         self.weights = list(prior)
         self._least = [0.05 * value for value in prior]
-        doubts = [DOUBT * value for value in prior]
+        doubts = [max(DOUBT * value, least_doubt) for value in prior]
         self._prior = [
             [a * b * (1.0 if i == j else KINSHIP if i and j else 0.0) for j, b in enumerate(doubts)]
             for i, a in enumerate(doubts)
@@ -128,10 +130,11 @@ class Costs:
     """
 
     def __init__(self, prior: Prior) -> None:
-        self.forward_slopes = Slopes(prior.slopes)
+        self.forward_slopes = Slopes(prior.slopes, FORWARD_DOUBT)
         self.draft_slopes = Slopes(prior.drafting)
         self.rest_slopes = Slopes(prior.rest)
         self._paces: deque[float] = deque(maxlen=RECENT)
+        self._before: tuple[int, float, bool] | None = None  # nodes and seconds of the last round; whether it was plain
 
     @property
     def pace(self) -> float | None:
@@ -169,18 +172,31 @@ class Costs:
             rest: seconds of everything else; None if unknown.
             reads: whether the drafter read the accepted tokens.
         """
-        if min(forward, draft, rest or 1.0) <= 0.0:
+        if min(forward, draft if depths else 1.0, 1.0 if rest is None else rest) <= 0.0:
             return
         expected = self.forward(nodes)
         own = forward / expected  # a busy machine slows all parts of a round alike
         self._paces.append(own)
-        pace = median(self._paces)
-        self.forward_slopes.learn(_spans(nodes), forward / pace - 1.0, NOISE * expected)
+        before, self._before = self._before, (nodes, forward, not depths)
+        if before is not None and before[2] != (not depths):
+            self._compare(*sorted((before[:2], (nodes, forward))))
+        else:
+            pace = median(self._paces)
+            self.forward_slopes.learn(_spans(nodes), forward / pace - 1.0, SAME_NOISE * expected)
         if depths:
             expected = self.drafting(depths, expanded)
             self.draft_slopes.learn((depths, expanded), draft / own, 2 * NOISE * expected)
         if rest is not None:
             self.rest_slopes.learn((1.0, float(reads)), rest / own, 2 * NOISE * self.rest(reads))
+
+    def _compare(self, plain: tuple[int, float], drafted: tuple[int, float]) -> None:
+        """Learn from a round without drafts and one with drafts beside it, nodes and seconds each.
+
+        Rounds alike say little of C: a slow machine and a large C look the same.
+        """
+        nodes, seconds = drafted
+        pace = plain[1] / self.forward(plain[0])
+        self.forward_slopes.learn(_spans(nodes), seconds / pace - 1.0, NOISE * self.forward(nodes))
 
 
 def _spans(nodes: int) -> list[float]:
