@@ -79,8 +79,9 @@ def _turn_fields(turns: Any) -> list[str]:
                 found.add(f"{key} of turns of the role {role}")
             else:
                 found.add(f"{key} beside {thoughts[0]}" if key in thoughts[1:] else str(key))
-        parts = turn.get("content") if isinstance(turn.get("content"), list) else []
-        others = {key for part in parts if isinstance(part, Mapping) for key in part if part[key] not in _EMPTY}
+        content = turn.get("content")
+        parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+        others = {key for part in parts for key in part if part[key] not in _EMPTY}
         found |= {f"content[].{key}" for key in others - {"type", "text"}}
     return sorted(found)
 

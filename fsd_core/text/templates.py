@@ -88,7 +88,10 @@ def _probed(tokenizer: Any, template: str) -> TemplateForm:
         elif said == [False, False]:
             dropped.add(role)
     thought = next((name for name in THOUGHTS if re.search(rf"""[.'"]{name}\b""", template)), None)
-    calls = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [_CALLED]}]
+    calls: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [_CALLED]},
+    ]
     written = _writes(tokenizer, template, calls), _writes(tokenizer, template, calls[:1], tools=[_TOOL])
     drops = [each is False for each in written]
     return TemplateForm(frozenset(parted), frozenset(dropped), thought, drops_calls=drops[0], drops_tools=drops[1])
