@@ -17,7 +17,7 @@ from fsd_bench.score import SCORES, first_option, last_number, other_language, r
 from fsd_core import options
 from fsd_core.errors import DataError, FsdError
 from fsd_core.text.encoding import PromptRow
-from tests.bench_toys import Toy
+from tests.bench_toys import Toy, save_toy
 from tests.openai_server import Behaviour, serving
 from tests.text_toys import tiny_tokenizer, write_rows
 
@@ -104,8 +104,9 @@ def test_rouge_l() -> None:
 
 
 @pytest.fixture(scope="module")
-def toy(toy: Toy) -> Toy:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """A target that says 7 whatever it is asked: its layers add nothing, and its head likes that token alone."""
+    toy = save_toy(tmp_path_factory.mktemp("sevens"))
     model = AutoModelForCausalLM.from_pretrained(toy.target, dtype=torch.float32)
     for layer in model.model.layers:
         layer.mlp.down_proj.weight.data.zero_()

@@ -35,12 +35,13 @@ from fsd_core.errors import CheckpointError, DataError
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
 from fsd_infer.decoder.calibrated import FILE, Calibrated, calibrated, write_calibrated
 from fsd_infer.rules import Fuzzy, Tilted
-from tests.bench_toys import Toy
+from tests.bench_toys import Toy, save_toy
 from tests.text_toys import write_rows
 
 
 @pytest.fixture(scope="module")
-def toy(toy: Toy) -> Toy:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    toy = save_toy(tmp_path_factory.mktemp("questions"))
     write_rows(toy.prompts, [{"question": f"the cat sat on {n} mats", "answer": str(n)} for n in range(12)])
     return toy
 
