@@ -91,14 +91,22 @@ def test_of_a_head_with_an_lm_head_and_of_a_small_lm(rows: Path, tmp_path: Path)
         same(found[1], found[0])
 
 
-def test_the_last_step_of_an_epoch_may_have_fewer_batches(rows: Path, tmp_path: Path) -> None:
+def test_rows_of_any_lengths_weigh_by_their_tokens_also_in_a_step_of_few_batches(rows: Path, tmp_path: Path) -> None:
     """Trainer divides by the usual number in any case, which the total makes good."""
-    whole = gradient(rows, tmp_path / "whole", head(rows, "fsd", {}), 1)
-    data = answers_of(rows, validation_fraction=0.0, batch_tokens=ROWS * LENGTH // 2)
-    keep = Gradients()
-    fixed = {"accumulate_grad_batches": 3, "limit_val_batches": 0, "logger": False}
-    train_toys.trainer(tmp_path / "few", 1, keep, **fixed).fit(head(rows, "fsd", {}), data)
-    same(keep.found, whole)
+    (tmp_path / "target").symlink_to(rows / "target")
+    sizes = [(2, 57), (9, 1), (30, 2), (1, 1), (3, 40), (20, 3), (5, 1)]
+    made = [{"prompt_ids": [3 + number] * asked, "response_ids": [*range(4, 4 + answer)]}
+            for number, (asked, answer) in enumerate(sizes)]  # fmt: skip
+    write_rows(tmp_path / "answers.jsonl", made)
+    found = []
+    for tokens, batches in ((400, 1), (64, 64)):
+        keep, data = Gradients(), answers_of(tmp_path, validation_fraction=0.0, batch_tokens=tokens)
+        fixed = {"accumulate_grad_batches": batches, "limit_val_batches": 0, "logger": False}
+        trainer = train_toys.trainer(tmp_path / str(batches), 1, keep, **fixed)
+        trainer.fit(head(rows, "fsd", {}), data)
+        assert (trainer.num_training_batches > 2) == (batches > 1)
+        found.append(keep.found)
+    same(found[1], found[0])
 
 
 def test_an_epoch_that_is_limited_may_end_within_a_step(rows: Path, tmp_path: Path) -> None:

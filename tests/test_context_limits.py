@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from transformers import LogitsProcessorList, MoshiConfig, MoshiForCausalLM
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_core.errors import ModelLoadError
 from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
+from fsd_infer.drafters.memory import LookupDrafter
 from fsd_infer.rules import TokenOrigin
 from fsd_infer.targets.prefixes import PrefixCache
-from tests.families import WINDOW, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts
+from fsd_train.commands.regenerate import context_of
+from tests.families import WINDOW, OracleDrafter, noisy_model, reference, tiny_head, tiny_model, tiny_prompts
 
 ORIGINAL = 24
 LONG = {
@@ -50,15 +53,18 @@ def test_answers_are_those_of_generate_across_the_length_at_which_angles_change(
     for drafter in (
         NoDrafter(target.vocab_size),
         OracleDrafter(target),
+        LookupDrafter(target.vocab_size),
+        tiny_head(target),
         LMDrafter(draft, target, TreeShape(4, 2, 8)),
         LMDrafter(Target(changing(kind, noisy_model)), target, TreeShape(4, 2, 8)),
     ):
         decoder = FuzzyDecoder(target, drafter)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert decoder.generate(prompts, max_new_tokens=26, do_sample=False).sequences == right
+            made = decoder.generate(prompts, max_new_tokens=26, do_sample=False)
             alone = decoder.generate([prompts[1]], max_new_tokens=26, do_sample=False)
-        assert alone.sequences[0] == right[1] and (drafter.max_depth == 0 or alone.stats.tau > 1)
+        assert made.sequences == right and (drafter.max_depth == 0 or made.stats.tau > 1)
+        assert alone.sequences == [right[1]]
     target.prefixes = PrefixCache(10**7)
     ends = []
     for length in (18, 24, 30):  # a text that stays short, one that grows long, and one that begins like it
@@ -128,9 +134,13 @@ def test_beams_end_where_a_text_would_be_read_again() -> None:
     assert made.sequences == reference(changing("phi3"), [prompt], max_new_tokens=ORIGINAL - 13, num_beams=2)
 
 
-def test_rows_of_training_end_where_angles_change() -> None:
-    for kind in CHANGING:
-        assert Target(changing(kind)).fixed_positions == ORIGINAL
+def test_rows_of_training_end_where_angles_change_and_prompts_do_not(tmp_path: Path) -> None:
+    for kind in ("phi3", "llama-dynamic"):
+        (_, rope, longest), target = CHANGING[kind], Target(changing(kind))
+        assert target.fixed_positions == ORIGINAL
+        target.model.save_pretrained(tmp_path / kind)
+        right = None if rope is DYNAMIC else longest  # no length is too long for dynamic NTK
+        assert target.max_positions == context_of(str(tmp_path / kind)) == right
 
 
 def test_a_window_that_only_the_cache_applies_is_refused() -> None:

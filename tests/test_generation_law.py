@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
+from fsd_bench.engine import EngineMethod
+from fsd_bench.hf import GenerateMethod
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.commands import fuzzy_config
+from fsd_infer.cli.main import main as fsd_infer
 from fsd_infer.decoder.requests import prepare
 from fsd_infer.request.options import shaping
+from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import make_app
+from fsd_train.cli import main as fsd_train
 from fsd_train.data.backends import LocalBackend, RegenerationRequest
 from tests.serve_toys import CHAT, COMPLETIONS, asked
 from tests.text_toys import save_tiny_chat_target
@@ -81,20 +86,85 @@ def test_the_config_shapes_nothing_and_is_named(
             body = {**asked(temperature=2, seed=0, max_tokens=6), name: value}
             first = client.post(CHAT, json=body).json()["choices"]
             assert first == client.post(CHAT, json={**body, "seed": 1}).json()["choices"]
-    # training rows follow the same law and end at the same tokens, whatever the tokenizer calls its eos
-    decoder.tokenizer.eos_token = decoder.tokenizer.pad_token
-    ids = plain.encode(prompt["prompts"])
+
+
+Warpers = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def warpers(monkeypatch: pytest.MonkeyPatch) -> list[Warpers]:
+    """The name and the numbers of each logits processor of every request, also of those to transformers' generate."""
+    found: list[Warpers] = []
+    make = GenerationMixin._get_logits_processor
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = make(self, *args, **kwargs)
+        numbers = [{k: v for k, v in vars(each).items() if isinstance(v, (int, float))} for each in made]
+        found.append([(type(each).__name__, own) for each, own in zip(made, numbers, strict=True)])
+        return made
+
+    monkeypatch.setattr(GenerationMixin, "_get_logits_processor", noted)
+    return found
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 7, "top_p": 0.9}])
+def test_every_way_to_ask_has_the_same_law(
+    sampling: dict[str, Any], shaped: Path, warpers: list[Warpers], tmp_path: Path
+) -> None:
+    """Beside the request's own options nothing counts: neither the model's config nor transformers' top-k of 50."""
+    names = {"temperature": "TemperatureLogitsWarper", "top_k": "TopKLogitsWarper", "top_p": "TopPLogitsWarper"}
+    right = [(names[name], value) for name, value in sampling.items()]
+    rows, flags = tmp_path / "rows.jsonl", [f"--{name.replace('_', '-')}={value}" for name, value in sampling.items()]
+    rows.write_text(json.dumps({"prompt": "the cat", "id": "a", **sampling}) + "\n")
+    model = f"--target {shaped} --device cpu --dtype fp32 --max-new-tokens 2".split()
+    decoder = FuzzyDecoder.from_pretrained(str(shaped), "lookup", dtype=torch.float32, device="cpu")
+    bench = ["bench", "--methods", "plain,hf-generate", "--no-warmup", "--json", str(tmp_path / "r.json")]
+    files = ["--prompts", str(rows), "--output", str(tmp_path / "a.jsonl")]
+    with TestClient(make_app(decoder)) as client:
+        ways: dict[str, Any] = {
+            "python": lambda: decoder.generate("the cat", max_new_tokens=2, **sampling),
+            "server": lambda: client.post(CHAT, json={**asked(max_tokens=2), "temperature": 0, **sampling}),
+            "generate": lambda: fsd_infer(["generate", "--prompt", "the cat", "--drafter", "lookup", *model, *flags]),
+            "bench": lambda: fsd_infer([*bench, "--prompts", str(rows), "--drafter", "none", *model, *flags[:1]]),
+            "regenerate": lambda: fsd_train(["regenerate", "--drafter", "none", "--quiet", *files, *model]),
+        }
+        for way, ask in ways.items():
+            warpers.clear()
+            assert ask() not in (1, 2), way
+            assert len(warpers) == (2 if way == "bench" else 1), way
+            wanted = right[:1] if way == "bench" else right  # it has no other option that shapes answers
+            for made in warpers:
+                assert [name for name, _ in made] == [name for name, _ in wanted], way
+                assert all(value in own.values() for (_, own), (_, value) in zip(made, wanted)), way
+
+
+def test_every_way_to_ask_ends_at_the_tokens_of_the_config(shaped: Path, tmp_path: Path) -> None:
+    """At each of them, and not at the tokenizer's eos beside them."""
+    decoder = FuzzyDecoder.from_pretrained(str(shaped), "lookup", dtype=torch.float32, device="cpu")
+    config, ids = decoder.target.model.generation_config, decoder.encode("the cat sat on the mat")
+    config.eos_token_id = None
+    ((*free,),) = decoder.generate([ids], max_new_tokens=40).sequences
+    first = list(dict.fromkeys(free))  # distinct tokens, in the order of their first places
+    assert len(first) > 3, "the toy's answer should have several tokens"
+    decoder.tokenizer.eos_token_id, ends = first[1], [first[3], first[2]]
+    config.eos_token_id = ends
+    right = free[: free.index(first[2]) + 1]
+    made = decoder.generate([ids], max_new_tokens=40)
+    assert made.sequences == [right] and made.stats.rows[0].finish_reason == "stop"
     job = RegenerationRequest(id="a", messages=[], prompt_ids=ids, temperature=0.0, source="x")
     ((answer,),) = LocalBackend(decoder, 40, 0).answer([[job]], set())
-    assert answer.response_ids == plain.generate([ids], max_new_tokens=40).sequences[0]
-
-
-def test_no_top_k_unless_it_is_asked_for(plain: FuzzyDecoder) -> None:
-    """transformers' own default is 50."""
-    request, config = prepare(plain.target, [[5]], None, {"do_sample": True, "max_new_tokens": 3})
-    assert not config.top_k and not request.processors
-    request, _ = prepare(plain.target, [[5]], None, {"do_sample": True, "max_new_tokens": 3, "top_k": 7})
-    assert [type(each).__name__ for each in request.processors or []] == ["TopKLogitsWarper"]
+    assert (answer.response_ids, answer.finish_reason) == (right, "stop")
+    options = {"max_new_tokens": 40, "do_sample": False}
+    for method in (
+        EngineMethod("plain", decoder, parse_rule("exact"), decoder.drafter),
+        GenerateMethod("hf", decoder.target.model),
+    ):
+        (found,) = method.answer([ids], options, 0).answers
+        assert (found.tokens, found.finish_reason) == (right, "stop")
+    with TestClient(make_app(decoder)) as client:
+        reply = client.post(COMPLETIONS, json={"prompt": ids, "max_tokens": 40, "temperature": 0}).json()
+        assert reply["choices"][0]["finish_reason"] == "stop"
+        assert reply["usage"]["completion_tokens"] == len(right)
 
 
 def test_a_length_of_the_request_is_instead_of_the_models(plain: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:

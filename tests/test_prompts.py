@@ -194,6 +194,13 @@ FORMS: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]] | N
     ({"turns": ["c", "later"]}, asks("c"), None),
     ({"instruction": "Add:", "input": "1 and 2", "answer": "3"}, asks("Add:\n\n1 and 2"), None),
     ({"instruction": "Sum up.", "context": "d", "response": "e"}, asks("Sum up.\n\nd"), None),
+    (
+        {"instruction": "Add:", "input": "1 and 2", "output": IT["content"]},
+        asks("Add:\n\n1 and 2"),
+        [*asks("Add:\n\n1 and 2"), IT],
+    ),
+    ({"input": "b", "instruction": None, "output": [IT], "data": "d"}, asks("b"), [*asks("b"), IT]),
+    ({"messages": TURNS, "output": "not this"}, TURNS[:-1], TURNS),
     ({"problem": "g", "solution": "h"}, asks("g"), None),
     ({"conversation": [USER, BOT], "language": "English"}, [USER], None),
     ({"messages": PARTS}, [{"role": "system", "content": "s"}, *asks("f")], None),

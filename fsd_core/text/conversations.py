@@ -19,7 +19,7 @@ SPEAKERS = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-ANSWERS = ("response", "completion")
+ANSWERS = ("response", "completion", "output")  # the last is Alpaca's, beside a text alone
 TEXTS = ("prompt", "question", "turns", "instruction", "problem", "query", "input", "text")  # of one user turn
 SYSTEMS = ("system", "system_prompt")  # of a system turn before a conversation without one
 PROMPT_FIELDS = ("messages", "conversations", "conversation", "data", *SYSTEMS, *TEXTS, *ANSWERS)
@@ -233,7 +233,8 @@ def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message
     """Return the conversation of a row with its answers, up to its last assistant turn.
 
     The answer is in ``response`` or ``completion``, a text or a list of turns, beside a prompt as
-    :func:`row_messages` reads it. Otherwise the conversation itself holds the answers.
+    :func:`row_messages` reads it, or beside a text also in ``output``. Otherwise the conversation itself holds the
+    answers.
 
     Args:
         row: one row of a training file.
@@ -242,7 +243,8 @@ def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message
     Raises:
         DataError: no answer, a malformed field, or a fault as for :func:`row_messages`.
     """
-    field = next((name for name in ANSWERS if row.get(name) is not None), None)
+    names = ANSWERS if _turns(row, where) is None else ANSWERS[:-1]
+    field = next((name for name in names if row.get(name) is not None), None)
     if field is not None:
         turns = [*row_messages(row, where), *_answer(row[field], where, field)]
     else:
@@ -250,7 +252,7 @@ def row_conversation(row: Mapping[str, Any], where: str = "row") -> list[Message
     while turns and turns[-1]["role"] != "assistant":
         turns.pop()
     if not turns:
-        raise DataError(f"{where}: no answer. Give `response`, or end `messages` with an assistant turn.")
+        raise DataError(f"{where}: no answer. Give `response` or `output`, or end `messages` with an assistant turn.")
     return turns
 
 

@@ -26,7 +26,7 @@ def max_positions(config: Any) -> int | None:
 def fixed_positions(config: Any) -> int | None:
     """Return the longest text, in tokens, whose angles do not depend on its length; None as for :func:`max_positions`.
 
-    Training and beams end there.
+    Rows of training end there.
     """
     return min(filter(None, (max_positions(config), *changes(config).values())), default=None)
 

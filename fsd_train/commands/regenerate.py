@@ -32,6 +32,7 @@ from fsd_core.text.rows import read_jsonl, rows_digest
 from fsd_core.text.templates import fields_of
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
+from fsd_infer.targets.masks import max_positions
 from fsd_train import LONGEST
 from fsd_train.commands.fit import read_recipe, target_kwargs_of
 from fsd_train.data.backends import RULE, AnswerBackend, EndpointBackend, LocalBackend
@@ -173,7 +174,7 @@ def run(args: argparse.Namespace) -> Counter[str]:
     check.finish(listing_of(output.path))
     check.name_unread({TOOLS} & {*fields_of(backend.tokenizer)})
     _say_what_is_left_out(plan, args)
-    window = _window(args.target)
+    window = context_of(args.target)
     longest = max((len(job.prompt_ids) for job in plan.jobs), default=0)
     if window is not None and longest + args.max_new_tokens > window:
         raise ContextLengthError(
@@ -207,7 +208,7 @@ def resolve(args: argparse.Namespace) -> None:
     for name in ("target", "output"):
         if not getattr(args, name):
             raise DataError(f"no {name} was given. Give --{name}, or a recipe with it as --config.")
-    length = args.max_length or min(_window(args.target) or LONGEST, LONGEST)
+    length = args.max_length or min(context_of(args.target) or LONGEST, LONGEST)
     args.max_new_tokens = args.max_new_tokens or max(1, length // 2)
     args.max_prompt_tokens = args.max_prompt_tokens or max(1, length - args.max_new_tokens)
 
@@ -247,13 +248,13 @@ def _endpoint(args: argparse.Namespace) -> EndpointBackend:
     )  # fmt: skip
 
 
-def _window(target: str) -> int | None:
-    """Return the target's longest context, or None if its config is missing or does not say."""
+def context_of(target: str) -> int | None:
+    """Return the target's longest context; None if its config is missing or does not say, or there is no limit."""
     try:
         config = load_config(target)
     except FsdError:
         return None
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return max_positions(config.get_text_config(decoder=True))
 
 
 def _generation_config(directory: str | Path) -> GenerationConfig | None:
