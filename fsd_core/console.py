@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shlex
 import sys
 import tempfile
 import traceback
@@ -124,6 +125,8 @@ class ConsoleParser(argparse.ArgumentParser):
             self.print_help(sys.stderr)
             sys.exit(BAD_INPUT)
         found = super().parse_known_args(args, namespace)
+        if self._subparsers is None:
+            self._check_words(found[1], words)
         for action in self._actions:
             if action.nargs is None and getattr(found[0], action.dest, None) == []:  # how some Pythons read --option=--
                 self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
@@ -137,6 +140,16 @@ class ConsoleParser(argparse.ArgumentParser):
             if re.fullmatch("--[a-z][a-z_-]*", option) and not any(name.startswith(option) for name in known):
                 self.error(f"unknown option {option}.{did_you_mean(option, known)}")
 
+    def _check_words(self, left: Sequence[str], words: Sequence[str]) -> None:
+        """Report a word that belongs to no option, with the first option that is not given and may be meant."""
+        word = next((word for word in left if not word.startswith("-")), None)
+        if word is None:
+            return
+        given = {word.partition("=")[0] for word in words}
+        free = [option for option in _meant(word) if option in self._option_string_actions and option not in given]
+        hint = f" Did you mean {free[0]} {shlex.quote(word)}?" if free else ""
+        self.error(f"unexpected argument {word!r:.60}.{hint}")
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
@@ -148,6 +161,17 @@ class ConsoleParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         sys.exit(_say(self.prog, f"{message} (see {self.prog} --help)", BAD_INPUT))
+
+
+def _meant(word: str) -> Sequence[str]:
+    """Return the options that a word without one may be meant for: a text, a file, or a model's directory or name."""
+    models, files, texts = ("--head", "--target", "--drafter"), ("--config", "--data", "--prompts"), ("--prompt",)
+    if " " in word:
+        return texts
+    ending = os.path.splitext(word)[1]
+    if os.path.isfile(word) or ending in (".json", ".jsonl", ".yaml", ".yml", ".txt"):
+        return files if ending in (".yaml", ".yml") else files[1:]
+    return (*models, *files, *texts)
 
 
 def one_line(text: str) -> str:

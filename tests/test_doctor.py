@@ -211,39 +211,84 @@ data: {train_files: [], batch_tokens: 512}
 """
 
 
-def test_what_is_learnt_by_heart_is_accepted(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training on one answer, export and decoding agree: nearly every draft of that answer is accepted. Of an export
-    that reads other layers, these are named."""
-    train = module._train
+@pytest.fixture(scope="module")
+def learnt(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with head/, which learnt one answer, and found.json, what doctor said of it."""
+    root, train = tmp_path_factory.mktemp("learnt"), module._train
 
     def kept(args: Any, directory: Path, tokens: int) -> float:
-        learnt = train(args, directory, tokens)
-        shutil.copytree(directory / "head", tmp_path / "learnt")
-        return learnt
+        agreed = train(args, directory, tokens)
+        shutil.copytree(directory / "head", root / "head")
+        return agreed
 
-    monkeypatch.setattr(module, "_train", kept)
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.replace("TARGET", str(world / "target")))
-    found = tmp_path / "found.json"
-    words = ["--target", str(world / "target"), "--data", str(world / "answers.jsonl"), "--json", str(found)]
-    status = cli(["doctor", *words, "--overfit", "40", "--config", str(recipe)])
-    lines = {line["check"]: line for line in json.loads(found.read_text())}
-    assert status == 0, lines
-    assert all(lines[stage]["ok"] for stage in ("template", "training", "export", "decoding")), lines
-    _, tensors, options, _, _, fix = FAULTS["feature layers"]
+    (root / "recipe.yaml").write_text(RECIPE.replace("TARGET", str(world / "target")))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "_train", kept)
+        overfit(world, root / "found.json", "40", "--config", str(root / "recipe.yaml"))
+    return root
+
+
+def overfit(world: Path, record: Path, *words: str) -> dict[str, dict[str, Any]]:
+    files = ["--target", str(world / "target"), "--data", str(world / "answers.jsonl"), "--json", str(record)]
+    status = cli(["doctor", *files, "--overfit", *words])
+    found = {line["check"]: line for line in json.loads(record.read_text())}
+    assert status == int(any(line["ok"] is False for line in found.values()))
+    return found
+
+
+def test_what_is_learnt_by_heart_is_accepted(learnt: Path) -> None:
+    """Training on one answer, export and decoding agree: nearly every draft of that answer is accepted."""
+    found = {line["check"]: line for line in json.loads((learnt / "found.json").read_text())}
+    assert found.keys() == {"template", "loss mask", "training", "export", "decoding"}, found
+    assert all(found[stage]["ok"] for stage in ("template", "training", "export", "decoding")), found
+
+
+def rotate(config: dict[str, Any]) -> None:
+    config["layer"]["rope_parameters"]["rope_theta"] = 1.5
+
+
+# stage: changes of the head's tensors and config, options of the command, whether decoding loses, what is said
+STAGES: dict[str, tuple[Any, ...]] = {
+    "feature layers": (None, {"fused_layers": [2, 3]}, [], True, "fused_layers [1, 2]"),
+    "vocabulary map": (permute, {}, [], True, "d2t or draft_ids are in another order"),
+    "dtype": (enlarge, {}, ["--dtype", "float16"], True, "bfloat16"),
+    "rope": (None, rotate, [], True, "rope_theta"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_stage_that_loses_what_was_learnt_is_named(
+    stage: str, world: Path, learnt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, options, words, loses, fix = STAGES[stage]
 
     def spoilt(args: Any, directory: Path, tokens: int) -> float:
-        edited(tmp_path / "learnt", directory / "head", tensors, **options)
+        given = json.loads((learnt / "head" / "config.json").read_text())
+        options(given) if callable(options) else given.update(options)
+        edited(learnt / "head", directory / "head", tensors, **given)
         return 1.0
 
     monkeypatch.setattr(module, "_train", spoilt)
-    assert cli(["doctor", *words, "--overfit", "40", "--config", str(recipe)]) == 1
-    lines = {line["check"]: line for line in json.loads(found.read_text())}
-    assert "feature layers" in lines and fix in lines["export"]["fix"], lines
+    found = overfit(world, tmp_path / "found.json", *words)
+    named = [check for check, line in found.items() if line["fix"]]
+    assert [check for check in named if check not in ("export", "decoding")] == [stage], found
+    assert fix in found[stage]["fix"] and ("decoding" in wrong(found)) == loses, found
+    assert "export" not in wrong(found) or fix in found["export"]["fix"], found
 
 
-def test_overfitting_names_the_stage_that_loses(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An export whose vocabulary map is rolled, and a template that decoding renders differently."""
+def test_a_head_that_learnt_nothing_has_no_wrong_vocabulary_map(world: Path) -> None:
+    """Whatever ids it drafts by chance, in many answers or one."""
+    target = Target.from_pretrained(str(world / "target"), dtype=torch.float32)
+    rows = [json.loads(line) for line in (world / "answers.jsonl").read_text().splitlines()[:20]]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        head = EagleHead(EagleConfig.for_target(target, **EAGLE3, own_lm_head=True))
+        for given in (rows, rows[seed : seed + 1]):
+            assert Doctor(target, head, given)._remapped() is None
+
+
+def test_an_export_that_is_not_what_was_trained(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export that is not what was trained, and one that vLLM decodes otherwise."""
 
     def trained(args: Any, directory: Path, tokens: int) -> float:
         edited(world / "eagle3", directory / "head", permute)

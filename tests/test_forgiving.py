@@ -149,6 +149,10 @@ MISTAKES = [
     ("fsd-infer generate --promt x", "fsd-infer generate: unknown option --promt. Did you mean '--prompt'?"),
     ("fsd-bench run --prompts x --metods plain", "unknown option --metods. Did you mean '--methods'?"),
     ("fsd-train export a b --dta x", "unknown option --dta. Did you mean '--data'?"),
+    ("fsd-train doctor runs --target {target} --data a", "unexpected argument 'runs'. Did you mean --head runs?"),
+    ("fsd-infer generate {target} --prompt x", "Did you mean --target {target}?"),
+    ("fsd-infer generate --prompt x --target {target} lookup", "Did you mean --drafter lookup?"),
+    ("fsd-train new-recipe --target {target} rows.jsonl", "Did you mean --data rows.jsonl?"),
     ("fsd-infer generate --prompt x --color alwayss", "invalid choice 'alwayss'. Did you mean 'always'?"),
     ("fsd-infer generate --prompt x --target {target} --drafter lokup", "'lokup'. Did you mean 'lookup'?"),
     ("fsd-infer generate --prompt x --target runs/mytraget", "runs/mytraget: no such directory, though runs is one."),
@@ -164,7 +168,7 @@ def test_mistakes_on_the_command_line_name_what_was_meant(
     (tmp_path / "runs" / "mytarget").mkdir(parents=True)
     program, *words = line.format(target=target).split()
     status, _, err = called(MAINS[program], words)
-    assert status == 2 and said in err and err.count("\n") == 1, err
+    assert status == 2 and said.format(target=target) in err and err.count("\n") == 1, err
 
 
 def test_the_list_of_rules_says_once_what_all_take_and_names_what_can_be_given() -> None:

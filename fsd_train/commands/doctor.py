@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from fsd_train.models.unroll import supervised
 
 STEPS = 4  # of chains
 _CLEAR = 0.05  # smallest difference of agreement that counts
+_RENAMED = 6  # fewest drafts in different contexts that show a wrong vocabulary map; fewer agree by chance
 
 
 class Doctor:
@@ -131,25 +132,21 @@ class Doctor:
         return [*findings, self._coverage()]
 
     def _remapped(self) -> tuple[float, Finding] | None:
-        """Check for wrong ids in the vocabulary map: learn a map on half of the data and test it on the other."""
-        found, wanted = self.feeding.drafted()
-        half = len(found) // 2
-        learnt = self.feeding.ids(torch.arange(int(found.max()) + 1, device=found.device)).clone()
-        pairs, counts = torch.stack([found[:half], wanted[:half]]).unique(dim=1, return_counts=True)
-        usual = (counts >= 3) & (counts > 0.5 * found[:half].bincount()[pairs[0]])
-        learnt[pairs[0, usual]] = pairs[1, usual]
-        rest = slice(half, None)
-        mine = float((self.feeding.ids(found[rest]) == wanted[rest]).float().mean())
-        other = float((learnt[found[rest]] == wanted[rest]).float().mean())
-        if other - mine <= _CLEAR or mine >= 0.7 * other:
+        """Check for wrong ids in the vocabulary map: name each entry by the id that the target mostly wants at other
+        positions where the head drafts it. Only positions after another token are evidence, since what the last token
+        decides, or one answer repeats, goes together under any map.
+        """
+        before, (found, wanted) = self.feeding.before(), self.feeding.drafted()
+        own = self.feeding.ids(found) == wanted
+        renamed = _paired(found, wanted, lambda *what: _alike(*what) - 1)
+        proven = _paired(found, wanted, lambda *what: _alike(*what) - _alike(before, *what)) & ~own
+        contexts = torch.stack([before, found, wanted])[:, proven].unique(dim=1).shape[1]
+        other, mine = float(renamed.float().mean()), float(own.float().mean())
+        if contexts < _RENAMED or other - mine <= _CLEAR or mine >= 0.7 * other:
             return None
         says = f"agrees with the target in {mine:.0%} of the drafts, under other ids in {other:.0%}"
-        return other, Finding(
-            "vocabulary map",
-            False,
-            says,
-            "d2t or draft_ids are in another order than the LM head's rows: write the map of the training",
-        )
+        fix = "d2t or draft_ids are in another order than the LM head's rows: write the map of the training"
+        return other, Finding("vocabulary map", False, says, fix)
 
     def _coverage(self) -> Finding:
         if self.head.draft_ids is None:
@@ -185,7 +182,10 @@ class Doctor:
         theirs = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
         longest, room = layer.get("max_position_embeddings"), self.target.max_positions
         says = f"base {ours} (target {theirs}), up to {longest} tokens (target {room})"
-        return Finding("rope", True if ours == theirs else None, says)
+        if ours == theirs:
+            return Finding("rope", True, says)
+        fix = "set the head's rope_theta to the target's, unless it was trained with its own"
+        return Finding("rope", None, says, fix)
 
     def check_cache(self, directory: str | Path) -> Finding:
         """Compare cached features with the target's current ones."""
@@ -214,6 +214,18 @@ class Doctor:
         says = "accepted by position: " + " ".join(f"{share:.0%}" for share in accepted)
         mistakes = Finding("drafts", None, drafts_text(made.stats.drafts.summary()))
         return [Finding("decoding", None, says), mistakes], accepted, made.sequences
+
+
+def _alike(*what: torch.Tensor) -> torch.Tensor:
+    """Return for each position [N] the number of positions with the same values of all ``what`` [N]."""
+    _, places, counts = torch.stack(what).unique(dim=1, return_inverse=True, return_counts=True)
+    return counts[places]
+
+
+def _paired(found: torch.Tensor, wanted: torch.Tensor, others: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Return where [N] most ``others`` with this draft want this id, and the reverse: one-to-one, as a map is."""
+    pairs = others(found, wanted)
+    return (pairs > 0.5 * others(found)) & (pairs > 0.5 * others(wanted))
 
 
 def runs_of(sources: Sequence[int]) -> list[int]:

@@ -127,6 +127,10 @@ class Feeding:
             wanted.append(torch.cat([self.target.lm_logits(part).argmax(-1) for part in final.split(_CHUNK)]))
         return torch.cat(found), torch.cat(wanted)
 
+    def before(self) -> Tensor:
+        """Return the tokens [N] before those that :meth:`drafted` returns at the first step."""
+        return torch.cat([row.ids[0, supervised(row.mask[0], 1)[0].nonzero().squeeze(1) + 1] for row in self.rows])
+
     def inputs(self, features: Tensor, variant: Variant = AS_IT_IS) -> Tensor:
         """Return the head's input features, made from the target's features [1, M, F]."""
         layers = self.head.config.fused_layers if variant.layers is None else variant.layers

@@ -34,6 +34,7 @@ from fsd_infer.drafters import NoDrafter
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.builtin import builtin_dir, is_builtin
+from fsd_infer.targets.loading import parse_dtype
 from fsd_infer.targets.target import Target
 from fsd_train.commands.doctor import STEPS, Doctor
 from fsd_train.commands.export import target_facts
@@ -73,7 +74,8 @@ def overfit(args: argparse.Namespace, target: Target) -> list[Finding]:
         head = EagleHead.from_pretrained(directory / "head", target, dtype=torch.float32)
         elsewhere = _check_in_vllm(args.target, directory, prompt, answer)
     doctor = Doctor(target, head, [row], len(prompt) + len(answer) + 1)
-    return [*findings, *_check_head(doctor, learnt, len(answer)), *elsewhere]
+    dtype = parse_dtype(args.dtype) or torch.bfloat16
+    return [*findings, *_check_head(doctor, learnt, len(answer), dtype), *elsewhere]
 
 
 def _answered(
@@ -123,17 +125,32 @@ def _check_encoding(target: Target, row: dict[str, Any], prompt: list[int], answ
     for name in ("prompt_ids", "response_ids"):
         turns.pop(name)
     ids, mask = encode_row(turns, target.tokenizer)[-1]
-    first = mask.index(1) if 1 in mask else len(ids)
-    same = ids[:first] == prompt
-    says = f"training reads {first} tokens before the answer, decoding {len(prompt)}" + (
-        "" if same else ": not the same"
-    )
-    fix = "set data.tokenizer to the target's, and the row's template options as in serving"
-    findings = [Finding("template", same, says, "" if same else fix)]
-    learnt = [token for token, counts in zip(ids, mask, strict=True) if counts]
-    kept = sum(a == b for a, b in zip(learnt, answer))
+    start = len(prompt)
+    if ids[:start] != prompt:
+        first = mask.index(1) if 1 in mask else len(ids)
+        says = f"training reads {first} tokens before the answer, decoding {start}: not the same"
+        fix = "set data.tokenizer to the target's, and the row's template options as in serving"
+        return [Finding("template", False, says, fix)]
+    template = Finding("template", True, f"training and decoding read the same {start} tokens before the answer")
+    return [template, _check_mask(ids[start:], mask[start:], answer, sum(mask[:start]))]
+
+
+def _check_mask(ids: list[int], mask: list[int], answer: list[int], before: int) -> Finding:
+    """Check that training learns the answer's tokens, as far as its text has the same ids again, and no others.
+
+    Args:
+        ids, mask: of training, from the answer's first token.
+        answer: ids of decoding.
+        before: tokens of the prompt that the mask covers.
+    """
+    kept = next((place for place, (a, b) in enumerate(zip(ids, answer)) if a != b), min(len(ids), len(answer)))
+    missed = mask[: min(kept, len(answer) - 1)].count(0)
+    if missed or before:
+        says = f"{missed} of the answer's first {kept} tokens are not learnt, {before} of the prompt's are"
+        fix = "let the template's {% generation %} markers enclose the answer and its end token"
+        return Finding("loss mask", False, says, fix)
     says = f"{kept} of {len(answer)} answer tokens are the same when the text is encoded again"
-    return [*findings, Finding("loss mask", True if kept >= len(answer) - 1 else None, says)]
+    return Finding("loss mask", True if kept >= len(answer) - 1 else None, says)
 
 
 def _train(args: argparse.Namespace, directory: Path, tokens: int) -> float:
@@ -192,20 +209,21 @@ def _overrides(directory: Path, seconds: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def _check_head(doctor: Doctor, learnt: float, tokens: int) -> list[Finding]:
+def _check_head(doctor: Doctor, learnt: float, tokens: int, dtype: torch.dtype) -> list[Finding]:
     """Check the exported head on the same answer, fed as decoding feeds it, then in decoding itself."""
-    fed = doctor.check_feeding()
-    [agreement] = [finding for finding in fed if finding.check == "agreement"]
+    checks = [*doctor.check_feeding(), doctor.check_dtype(dtype), doctor.check_positions()]
+    suspects = [check for check in checks if check.check != "agreement" and (check.ok is False or check.fix)]
     own = doctor.feeding.agreement(at_step(0))
     lost = own < learnt - 0.05
     says = f"the exported head agrees with {own:.0%} of the answer's tokens, in training {learnt:.0%}"
-    fix = next((finding.fix for finding in fed if finding.ok is False), "compare the exported config with the recipe")
-    findings = [Finding("export", not lost, says, fix if lost else "")]
-    findings += [finding for finding in fed if finding is not agreement and finding.ok is False]
+    fix = next((check.fix for check in suspects), "compare the exported config with the recipe")
+    findings = [Finding("export", not lost, says, fix if lost else ""), *suspects]
     _, accepted, _ = doctor.decoded(1, tokens)
     share = math.prod(accepted[:STEPS]) ** (1 / len(accepted[:STEPS]))
     says = "accepted by position in decoding: " + " ".join(f"{value:.0%}" for value in accepted)
-    fix = "report it: decoding feeds the head in another way than training (the table above names no other stage)"
+    fix = "report it: decoding feeds the head in another way than training"
+    if lost or suspects:
+        fix = f"first that of {suspects[0].check if suspects else 'export'} above"
     return [*findings, Finding("decoding", share >= LEARNT, says, "" if share >= LEARNT else fix)]
 
 

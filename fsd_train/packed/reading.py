@@ -17,7 +17,7 @@ from fsd_train.packed.masks import TextMask
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 0.05  # relative; rounding in bf16 stays below 0.02, a token of another conversation changes more than 0.2
+TOLERANCE = 0.12  # relative; rounding in bf16 stays below 0.05, a token of another conversation changes more than 0.5
 _VERDICT = "_fsd_reads_packed_rows"  # attribute of a model
 
 
@@ -75,7 +75,7 @@ def reads_packed_rows(read: Callable[..., Tensor], model: nn.Module) -> bool:
         device = next(model.parameters()).device
         was_training = model.training
         model.eval()
-        text, ids = TextMask((3, 4), device), torch.arange(7, device=device)[None]
+        text, ids = TextMask((3, 4), device), _usual_ids(model, 7).to(device)[None]
         try:
             with attending(model):
                 packed = read(ids, position_ids=text.positions, packing=text)
@@ -89,6 +89,13 @@ def reads_packed_rows(read: Callable[..., Tensor], model: nn.Module) -> bool:
         if not alike:
             log.warning("%s cannot read packed rows. It reads padded ones, which take longer.", type(model).__name__)
     return bool(vars(model)[_VERDICT])
+
+
+def _usual_ids(model: Any, count: int) -> Tensor:
+    """Return ids from the middle of the vocabulary. At its ends are special tokens and bytes that training rarely saw:
+    some models enlarge rounding with them a hundredfold, or tell no context apart."""
+    size = int(model.config.get_text_config().vocab_size)
+    return torch.linspace(size / 4, size / 2, count).long()
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
