@@ -48,6 +48,8 @@ QUOTED = [
     ("README", "rules-ifeval-odd-lead", "{fly:window=3:novel=3:lead=5/more:ratio} × `exact`'s tokens per forward"),
     ("README", "compare-smollm2-135m", "| {hf-generate/tokens_per_second:.0f} tok/s | "
      "{plain/tokens_per_second:.0f} | {exact/tokens_per_second:.0f} |"),
+    ("README", "compare-smollm2-135m-amx", "| {hf-generate/tokens_per_second:.0f} tok/s | "
+     "{plain/tokens_per_second:.0f} | {exact/tokens_per_second:.0f} |"),
     ("README", "compare-smollm2-135m", "llama.cpp has {llama.cpp:gguf/tokens_per_second:.0f}, OpenVINO "
      "{openvino:gguf/tokens_per_second:.0f} and vLLM {vllm/tokens_per_second:.0f}."),
     ("internals", "drawn-80-1.0", "`exact` emits {drawn/tau:.2f} tokens per forward instead of "
