@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ from fsd_train.data import AnswersDataModule, FeatureStore, cache_features
 from tests.families import load_head
 from tests.head_toys import EAGLE3, FSD, WIDTH, make_target, train, write_answers
 from tests.openai_server import Behaviour, serving
-from tests.text_toys import CHATML
+from tests.test_prompts import marked
+from tests.text_toys import CHATML, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +243,23 @@ def test_what_is_learnt_by_heart_is_accepted(learnt: Path) -> None:
     found = {line["check"]: line for line in json.loads((learnt / "found.json").read_text())}
     assert found.keys() == {"template", "loss mask", "training", "export", "decoding"}, found
     assert all(found[stage]["ok"] for stage in ("template", "training", "export", "decoding")), found
+
+
+WHOLE = marked("{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}")
+LATE = marked("{{ m['content'][:5] }}{% generation %}{{ m['content'][5:] + '<|end|>' }}{% endgeneration %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "served", "wrong"),
+    [(WHOLE, WHOLE, None), (LATE, LATE, "loss mask"), (WHOLE, "System. " + WHOLE, "template")],
+)
+def test_an_encoding_that_loses_the_answer_is_named(template: str, served: str, wrong: str | None) -> None:
+    tokenizer, user = tiny_tokenizer(template), {"role": "user", "content": "what is the answer"}
+    prompt = encode_chat(tiny_tokenizer(served), [user])
+    answer = tokenizer("it is there<|end|>", add_special_tokens=False).input_ids
+    row = {"messages": [user], "prompt_ids": prompt, "response_ids": answer}
+    found = module._check_encoding(SimpleNamespace(tokenizer=tokenizer), row, prompt, answer)  # type: ignore[arg-type]
+    assert [finding.check for finding in found if not finding.ok] == ([wrong] if wrong else [])
 
 
 def rotate(config: dict[str, Any]) -> None:
