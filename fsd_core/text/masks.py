@@ -261,23 +261,19 @@ def _by_markers(
         )
     ids, offsets = encode_with_offsets(tokenizer, text)
     starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
-    apart, shared = list[_Encoded](), list[tuple[int, int]]()
+    apart, shared, enders = list[_Encoded](), list[tuple[int, int]](), special_ids(tokenizer)
     for number, (begin, end) in enumerate(marked):
         if number in untrained:
             continue
-        seen, first, closed = ids, bisect_right(stops, begin), bisect_left(starts, end)
-        joined = (
-            first < closed and starts[first] < begin
-        )  # a token joins the answer to its prompt, which decoding reads without it
-        if joined:
+        first, closed = bisect_right(stops, begin), bisect_left(starts, end)
+        whole = complete or number < len(marked) - 1
+        if first < closed and starts[first] < begin:  # a token joins it to its prompt, which decoding reads without it
             prompt = encode_rendered(tokenizer, text[:begin])
-            seen, first = prompt + _continued(tokenizer, text[begin:end]), len(prompt)
-            closed = len(seen)
-        last = _marked_end(tokenizer, special_ids(tokenizer), seen, first, closed, complete or number < len(marked) - 1)
-        if joined:
-            apart.append(_masked(seen, [(first, last)]))
+            own = prompt + _continued(tokenizer, text[begin:end])
+            last = _marked_end(tokenizer, enders, own, len(prompt), len(own), whole)
+            apart.append(_masked(own, [(len(prompt), last)]))
         else:
-            shared.append((first, last))
+            shared.append((first, _marked_end(tokenizer, enders, ids, first, closed, whole)))
     return [*apart, *([_masked(ids, shared)] if shared else [])]
 
 
