@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fsd_infer.drafters.auto import AutoTree
+from fsd_infer.drafters.estimates import AutoMemory, LawKind
 from scipy.special import softmax
 from torch import Tensor
 
 from fsd_infer import FsdError
-from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing, Shares, accepted_drafts
-from fsd_infer.drafters.estimates import AutoMemory, LawKind
 from fsd_infer.drafters.graft import kept_of, union_of
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.drafters.shape import TreeShape
-from fsd_infer.drafters.visits import likeliest
 from fsd_infer.rules import Evidence, Exact, parse_rule
 from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.visits import likeliest
 from tests.rules_toy import ALARM, LENGTH, Toy, V, child_of, p_value, simulate
 
 ROWS = 10_000

@@ -19,12 +19,12 @@ from torch import Tensor
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.drafters.shape import TreeShape
-from fsd_infer.drafters.visits import likeliest
 from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
 from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.laws import clipped, least_divergent, passed
 from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.visits import likeliest
 from tests.tree_rounds import masked
 
 LEVELS = 4  # contexts have at most as many tokens

@@ -20,7 +20,7 @@ from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.estimates import KNOTS, PRIORS, AutoMemory, Curve, Kind, LawKind, Prior
 from fsd_infer.drafters.loading import choose_trees, main_of
-from fsd_infer.drafters.shape import AUTO, parse_tree
+from fsd_infer.trees.shape import AUTO, parse_tree
 from tests.families import VOCAB, drafter_of, reference, tiny_model, tiny_prompts
 from tests.tree_rounds import tree_of
 

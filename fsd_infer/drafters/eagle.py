@@ -16,7 +16,6 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
@@ -24,6 +23,7 @@ from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.weights import format_of
+from fsd_infer.trees.shape import TreeShape
 
 READ_AT_ONCE = 256  # tokens of all rows per forward over prompts; more are not faster and take memory
 MOST_UNREAD = 1024  # tokens of a text that may wait while drafting is paused
@@ -227,7 +227,7 @@ class EagleSession(TreeSession):
 
     @property
     def is_fixed(self) -> bool:
-        return self.auto is None and self.vocabulary is None
+        return self.prices is None and self.vocabulary is None
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last]
