@@ -170,11 +170,12 @@ class CpuStack(Stack):
         cosine, sine = self._tables(int(positions.max()) + 1)
         masks = [mask.contiguous() for mask in masks]
         positions, slots = positions.contiguous(), cache.slots.expand(batch, -1).contiguous()
-        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in capture}
+        last = self.number - 1
+        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in capture if index != last}
         addresses = (c_void_p * self.number)()
         for index, output in outputs.items():
             addresses[index] = output.data_ptr()
-        outputs[self.number - 1] = out
+        outputs[last] = out
         forward = Forward(
             batch=batch,
             count=count,
