@@ -11,12 +11,15 @@ import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from fsd_core.tensors import additive
-from fsd_infer.device.cache import cache_argument
+from fsd_infer.device.cache import SlotCache, cache_argument
+
+if TYPE_CHECKING:
+    from fsd_infer.heads.head import EagleHead
 
 
 class Outputs(NamedTuple):
@@ -65,6 +68,39 @@ class Stack(Protocol):
         """
         ...
 
+    def head_step(self, head: EagleHead, embeddings: nn.Module, lm_head: nn.Module) -> HeadStep | None:
+        """Return a faster step of the draft head that owns the stack, by default None.
+
+        Args:
+            head: the head.
+            embeddings: its own or the target's.
+            lm_head: what reads its outputs as they are. Neither scale nor soft cap follows.
+        """
+        return None
+
+
+class HeadStep(Protocol):
+    """A draft head's step from ids and features to features and logits."""
+
+    def __call__(
+        self,
+        cache: SlotCache,
+        visible: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        more: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Run one step. Arguments as of :meth:`fsd_infer.drafters.eagle.HeadModel.forward`, and
+
+        Args:
+            more: [X, H] in fp32, further rows of the LM head.
+
+        Returns:
+            The head's outputs [B, M, H] and their logits [B, M, V + X]; None for arguments that it does not take.
+        """
+        ...
+
 
 class StackOwner(Protocol):
     """A target or a draft head.
@@ -93,7 +129,7 @@ class StackOwner(Protocol):
     def lm_head_is_plain(self) -> bool: ...
 
 
-class TransformersStack:
+class TransformersStack(Stack):
     """A causal LM's own modules: its layers under a 4-D mask, and its LM head.
 
     Args:

@@ -52,6 +52,27 @@ class Forward(Structure):
     ]
 
 
+class Head(Structure):
+    """``fsd_head`` of kernels.cpp."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("embed", "fc", "lm_head", "fusion")),
+        *((name, c_void_p) for name in ("fusion_norms", "feature_scale")),
+        ("fused", c_int64),
+        ("fusion_epsilon", c_float),
+    ]
+
+
+class Step(Structure):
+    """``fsd_step`` of kernels.cpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("ids", "embeds", "features", "joined", "inner", "more")),
+        ("extra", c_int64),
+        ("logits", c_void_p),
+    ]
+
+
 class Tree(Structure):
     """``fsd_tree`` of kernels.cpp."""
 
