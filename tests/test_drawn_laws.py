@@ -90,7 +90,6 @@ class Session(TreeSession):
         self.drafter = SimpleNamespace(vocabulary=q.shape[1])  # type: ignore[assignment]
         self.device, self.tilt, self.lengths = torch.device("cpu"), 0.0, torch.zeros(1, dtype=torch.long)
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
-        self.auto, self.reads_scores = None, False
         self.request = DraftRequest(1, 9, False, toy.process, None, draws=Draws.TREE)
         self._visits, self._drawing = torch.zeros(0), None
         self._where = torch.zeros(1, 1, dtype=torch.long)
