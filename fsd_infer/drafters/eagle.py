@@ -251,7 +251,7 @@ class EagleSession(TreeSession):
         self.last.copy_(torch.where(grown[:, None], at_nodes(out, ends)[:, 0], self.last))  # finished rows keep theirs
         self.lengths += counts
         self._begun = True
-        return None if logits is None or not bool(grown.all()) else at_nodes(logits, ends)
+        return None if logits is None else at_nodes(logits, ends)
 
     def _read(self, first: int, tokens: Tensor, features: Tensor) -> Tensor:
         """Return the head's outputs over tokens [B, K] with features [B, K, F], the ``first``-th new ones onwards."""
