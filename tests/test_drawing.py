@@ -23,7 +23,7 @@ from fsd_infer.rules import Evidence, Exact, parse_rule
 from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.costs import PRIORS
 from fsd_infer.trees.estimates import LawKind, TreeMemory
-from fsd_infer.trees.policy import ThroughputTree
+from fsd_infer.trees.policy import TreePolicy
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.visits import likeliest
 from tests.rules_toy import ALARM, LENGTH, Toy, V, child_of, p_value, simulate
@@ -87,7 +87,7 @@ class GrownToy(Toy):
 
     def shape_for(self, batch: int) -> TreeShape:
         memory, law = TreeMemory("cpu", PRIORS["cpu"]), LawKind(0.0, "exact")
-        return ThroughputTree(memory, batch, law, self.shape, learns=False).choose(batch) if self.auto else self.shape
+        return TreePolicy(memory, batch, law, self.shape, learns=False).choose(batch) if self.auto else self.shape
 
     def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
         tree = TableSession(self, contexts, generator).draft(torch.zeros_like(contexts))

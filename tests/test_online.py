@@ -20,8 +20,8 @@ from fsd_infer.drafters import Drafter, GraftedDrafter, LookupDrafter, RecycleDr
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.trees.costs import PRIORS, Prior
 from fsd_infer.trees.estimates import Curve, LawKind, TreeMemory
-from fsd_infer.trees.growing import DraftWork, Growth, chosen
-from fsd_infer.trees.policy import TRIALS, ThroughputTree, TreeReport, memory_of
+from fsd_infer.trees.growing import Growth
+from fsd_infer.trees.policy import TRIALS, TreePolicy, TreeReport, memory_of
 from fsd_infer.trees.prices import KNOTS, Kind
 from fsd_infer.trees.shape import AUTO, TreeShape, parse_tree
 from tests.families import VOCAB, drafter_of, reference, tiny_model, tiny_prompts
@@ -86,18 +86,17 @@ class Text:
         return 0 if draw < first else 1 if draw < first + second else 2
 
 
-def policy_of(memory: TreeMemory) -> ThroughputTree:
-    return ThroughputTree(memory, 1, LawKind(), TreeShape(12, 2, 48))
+def policy_of(memory: TreeMemory) -> TreePolicy:
+    return TreePolicy(memory, 1, LawKind(), TreeShape(12, 2, 48))
 
 
-def round_of(text: Text, machine: Machine, choice: ThroughputTree | TreeShape) -> int:
+def round_of(text: Text, machine: Machine, choice: TreePolicy | TreeShape) -> int:
     """Drafts a chain with a sibling of each node, verifies it, and returns the tokens emitted."""
     steps: list[tuple[float, float]] = []
     shape, growth, reads = choice, None, True
-    if isinstance(choice, ThroughputTree):
+    if isinstance(choice, TreePolicy):
         shape = choice.choose(1)
-        assert shape.prices is not None
-        growth, reads = Growth(shape.prices, 1), choice.known.trials < TRIALS  # texts wait in pauses
+        growth, reads = Growth(shape, 1), choice.known.trials < TRIALS  # texts wait in pauses
     assert isinstance(shape, TreeShape)
     times = [machine()]
     goes_on = growth is None or growth.starts()
@@ -116,7 +115,7 @@ def round_of(text: Text, machine: Machine, choice: ThroughputTree | TreeShape) -
         kept = sorted(sorted(range(len(scores)), key=lambda n: -scores[n])[: shape.nodes])
     else:
         tree = tree_of(([0] * len(scores), parents, scores), vocab=1)
-        kept = chosen(tree, shape, growth.work)[0].tolist() if steps else [0]
+        kept = growth.choose(tree)[0].tolist() if steps else [0]
     times.append(machine())
     machine.takes(machine.forward(len(kept)))
     path = [0]
@@ -129,14 +128,14 @@ def round_of(text: Text, machine: Machine, choice: ThroughputTree | TreeShape) -
             break
     times.append(machine())
     machine.takes(1e-3 + (machine.reading if steps or reads else 0.0))
-    if growth is not None and isinstance(choice, ThroughputTree):
+    if growth is not None and isinstance(choice, TreePolicy):
         seconds = times[1] - times[0], times[2] - times[1], machine() - times[2]
-        choice.update(TreeReport(growth.work, [[kept.index(node) for node in path]], [len(path) - 1], seconds))
+        choice.update(TreeReport(growth, [[kept.index(node) for node in path]], [len(path) - 1], seconds))
     machine.round += 1
     return len(path)
 
 
-def speed(choice: ThroughputTree | TreeShape, machine: Machine, sure: float, rounds: int) -> float:
+def speed(choice: TreePolicy | TreeShape, machine: Machine, sure: float, rounds: int) -> float:
     """Tokens per true second."""
     text, spent = Text(sure), machine.spent
     return sum(round_of(text, machine, choice) for _ in range(rounds)) / (machine.spent - spent)
@@ -205,10 +204,10 @@ def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, .
 def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple[float, ...], drafts: bool) -> None:
     choice = policy_of(TreeMemory("cpu", PRIORS["cpu"], lambda: 0.0))
     choice.known.trials = 12
-    prices, scores = choice.choose(1).prices, [0.0, *accumulate(map(math.log, copy))]
-    assert prices is not None
+    shape, scores = choice.choose(1), [0.0, *accumulate(map(math.log, copy))]
+    assert shape.prices is not None
     copied = tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1)
-    assert Growth(prices.beside(copied), 1).starts() is drafts
+    assert Growth(replace(shape, prices=shape.prices.beside(copied)), 1).starts() is drafts
 
 
 def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
@@ -231,16 +230,15 @@ def test_a_grafted_drafter_is_asked_where_its_drafts_pay(side_ms: float, right: 
 
     def decode(rounds: int, hits: float) -> float:
         for number in range(rounds):
-            shape, nodes = choice.choose(1), 1
-            assert shape.prices is not None
-            asked.append(shape.prices.asks_side)
-            work = DraftWork(prices=shape.prices, asked_side=asked[-1])
-            if asked[-1]:
-                work.side_seconds = work.side_first = side_ms / 1e3
-                nodes = chosen(drafts, shape, work).shape[1]
+            growth, nodes = Growth(choice.choose(1), 1), 1
+            growth.asked_side = growth.prices.asks_side
+            asked.append(growth.asked_side)
+            if growth.asked_side:
+                growth.side_seconds = side_ms / 1e3
+                nodes = growth.choose(drafts).shape[1]
             accepted = int(nodes > 1 and int((number + 1) * hits) > int(number * hits))
-            seconds = work.side_seconds + 1e-4, 5e-3 * (1 + 0.07 * (nodes - 1)), 1e-4
-            choice.update(TreeReport(work, [[0, accepted]], [accepted], seconds))
+            seconds = growth.side_seconds + 1e-4, 5e-3 * (1 + 0.07 * (nodes - 1)), 1e-4
+            choice.update(TreeReport(growth, [[0, accepted]], [accepted], seconds))
         return mean(asked[-rounds // 2 :])
 
     found = decode(200, right)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fsd_core.registry import Registry
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.tree import DraftTree, Draws
-from fsd_infer.trees.growing import DraftWork
+from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.shape import TreeShape
 
 if TYPE_CHECKING:
@@ -78,12 +78,12 @@ class DraftSession(ABC):
     Attributes:
         parts: the sessions that this one combines. By default they take what this one is told.
         shape: of the next trees, if shapes are chosen round by round.
-        work: what the last trees took, if their shape has prices; None: nothing was drafted by them.
+        growth: how the last trees were grown, if by prices.
     """
 
     parts: Sequence[DraftSession] = ()
     shape: TreeShape | None = None
-    work: DraftWork | None = None
+    growth: Growth | None = None
 
     @property
     def on_host(self) -> bool:

@@ -91,7 +91,7 @@ class ForcedSession(DraftSession):
         self.ends = [self.ends[row] for row in kept]
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter, self.work = self.drafter, None
+        drafter, self.growth = self.drafter, None
         chains = [drafter.forced(row, answer)[:MOST] for row, answer in zip(self.rows, self.answers)]
         nodes = [_chain([root, *chain]) for root, chain in zip(self.ends, chains, strict=True)]
         forced = DraftTree.of_lists(nodes, drafter.vocab_size, self.device, MOST)
@@ -99,7 +99,7 @@ class ForcedSession(DraftSession):
         if min(map(len, chains)) >= ALONE:
             return replace(forced, proposers=torch.full_like(forced.parents, own))
         self.main.shape = self.shape
-        main, self.work = self.main.draft(roots), self.main.work
+        main, self.growth = self.main.draft(roots), self.main.growth
         if main.sampled and main.drawn is None or not any(chains):
             return main
         union = union_of(main, forced, drafter.max_depth, own)
@@ -109,8 +109,8 @@ class ForcedSession(DraftSession):
             return main
         most = min(1 + int(drafts.max()), drafter.max_nodes)
         kept = likeliest(union.scores, union.parents, drafter.max_depth, 0.0, most, union.held)
-        if self.work is not None:
-            self.work.is_choice = False
+        if self.growth is not None:
+            self.growth.is_choice = False
         return kept_of(union, main, kept)
 
 

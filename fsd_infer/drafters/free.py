@@ -15,7 +15,7 @@ from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Nodes
-from fsd_infer.trees.growing import DraftWork, chosen
+from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape, check_tree
 
 PRIOR_TRIALS = 4.0  # trials that a prior counts as
@@ -181,8 +181,8 @@ class FreeSession(DraftSession):
         tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
         if self.shape is None:
             return tree
-        self.work = DraftWork()
-        return tree.keep(chosen(tree, self.shape, self.work))
+        self.growth = Growth(self.shape, len(rows))
+        return tree.keep(self.growth.choose(tree))
 
 
 def free_drafters() -> dict[str, type[FreeDrafter]]:

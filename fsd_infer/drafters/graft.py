@@ -15,7 +15,6 @@ from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.tree import DraftTree, Draws
-from fsd_infer.trees.growing import chosen
 from fsd_infer.trees.visits import likeliest
 
 
@@ -121,13 +120,13 @@ class GraftedSession(DraftSession):
         drafter, prices, clock = self.drafter, None if self.shape is None else self.shape.prices, self.clock
         self.main.shape = self.shape
         if prices is not None and not prices.asks_side:
-            return self._main(roots, False)
+            return self._main(roots)
         began = clock()
         side = self.side.draft(roots)
-        first = clock() - began
+        seconds = clock() - began
         if self.shape is not None and prices is not None and not side.sampled:
             self.main.shape = replace(self.shape, prices=prices.beside(side))
-        main = self._main(roots, True, first)
+        main = self._main(roots, seconds)
         for tree, part in ((main, drafter.main), (side, drafter.side)):
             if tree.sampled and tree.drawn is None:
                 _warn_sampled(part.name)
@@ -135,20 +134,19 @@ class GraftedSession(DraftSession):
         began = clock()
         union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
         union.levels = drafter.max_depth
-        if self.shape is not None and self.work is not None:
-            self.work.side_seconds += clock() - began
-            return kept_of(union, main, chosen(union, self.shape, self.work))
+        if self.growth is not None:
+            self.growth.side_seconds += clock() - began
+            return kept_of(union, main, self.growth.choose(union))
         nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes, union.held)
         nodes = nodes[:, : 1 + functional.upper_bound(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return kept_of(union, main, nodes)
 
-    def _main(self, roots: Tensor, asked: bool, seconds: float = 0.0) -> DraftTree:
-        """Return the main drafter's tree. ``asked``: whether the side drafted before it, in ``seconds``."""
-        tree, self.work = self.main.draft(roots), self.main.work
-        if self.work is not None:
-            self.work.asked_side = asked
-            self.work.side_seconds += seconds
-            self.work.side_first += seconds
+    def _main(self, roots: Tensor, seconds: float | None = None) -> DraftTree:
+        """Return the main drafter's tree. ``seconds``: in which the side drafted before it; None: it was not asked."""
+        tree, self.growth = self.main.draft(roots), self.main.growth
+        if self.growth is not None:
+            self.growth.asked_side = seconds is not None
+            self.growth.side_seconds += seconds or 0.0
         return tree
 
 

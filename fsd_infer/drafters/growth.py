@@ -29,7 +29,7 @@ from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
-from fsd_infer.trees.growing import Growth, chosen, kept_all
+from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import LARGEST, TreeShape, default_shape
 from fsd_infer.trees.visits import likeliest, tilted
@@ -122,7 +122,6 @@ class TreeSession(DraftSession):
     """
 
     shape: TreeShape
-    _growth: Growth | None = None  # of this round, if the shape has prices
     _shares: Shares | None = None  # what the draws of earlier rounds have taught
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
@@ -154,9 +153,8 @@ class TreeSession(DraftSession):
 
     def draft(self, roots: Tensor) -> DraftTree:
         depth = self._depth()
-        self._growth = None if self.prices is None else Growth(self.prices, len(self.lengths))
-        self.work = None if self._growth is None else self._growth.work
-        if depth < 1 or self._growth is not None and not self._growth.starts():
+        self.growth = None if self.prices is None else Growth(self.shape, len(self.lengths))
+        if depth < 1 or self.growth is not None and not self.growth.starts():
             return DraftTree.root_only(roots, self.drafter.vocabulary)
         logits, ids = self._read_roots()
         self._drawing = None if self.request.draws is Draws.NONE else self._draws()
@@ -218,7 +216,7 @@ class TreeSession(DraftSession):
         """
         if self._drawing is None:
             return *functional.topk_logprobs(logits, self.width), None
-        reach = scores if self._growth is None or not self._by_depth else self._growth.reach(scores)
+        reach = scores if self.growth is None or not self._by_depth else self.growth.reach(scores)
         return self._drawing.propose(logits, reach, sees, self.width)
 
     def _grow(self, roots: Tensor, logits: Tensor, ids: Tensor | None, depth: int) -> DraftTree:
@@ -290,8 +288,8 @@ class TreeSession(DraftSession):
         Returns:
             [B, E'] places among a row's E · w candidates; None if drafting stops.
         """
-        if self._growth is not None and self._by_depth:
-            return self._growth.expand(log_q, drawn)
+        if self.growth is not None and self._by_depth:
+            return self.growth.expand(log_q, drawn)
         best = sums.topk(self.width, dim=-1).indices
         if self.shape.stop_below:
             steps = self._visits[..., None] + tilted(log_q, self.tilt)
@@ -301,16 +299,18 @@ class TreeSession(DraftSession):
                 self._stopped = ~goes_on if self._stopped is None else self._stopped | ~goes_on
             elif not goes_on:
                 return None
-        if self._growth is not None:
-            self._growth.count_depth(best.shape[1])
+        if self.growth is not None:
+            self.growth.count_depth(best.shape[1])
         return best
 
     def _kept(self, tree: DraftTree) -> DraftTree:
         """Return the tree of the candidates to verify: of a drawn chain all, or the law would shift."""
         if self.request.draws is Draws.CHAIN:
-            return tree if self._growth is None else kept_all(tree, self._growth)
-        if self._growth is not None:
-            return tree.keep(chosen(tree, self.shape, self._growth.work))
+            if self.growth is not None:
+                self.growth.note(tree)
+            return tree
+        if self.growth is not None:
+            return tree.keep(self.growth.choose(tree))
         nodes = self.shape.max_nodes
         return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.tilt, nodes, tree.held))
 

@@ -141,7 +141,7 @@ class LMSession(TreeSession):
     @property
     def _waits(self) -> bool:
         """Whether the text stays unread, because the next round will hardly draft."""
-        return self.prices is not None and self.prices.waits and not (self.work and self.work.drafted)
+        return self.prices is not None and self.prices.waits and not (self.growth and self.growth.drafted)
 
     @property
     def is_fixed(self) -> bool:

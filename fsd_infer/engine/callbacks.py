@@ -168,25 +168,21 @@ class TreeUpdate(Callback):
             self._marks.append(self.policy.clock())
 
     def on_round(self, report: RoundReport) -> None:
-        verdict, work, going = report.verdict, self.session.work, len(report.rows) - len(report.ended)
+        verdict, growth, going = report.verdict, self.session.growth, len(report.rows) - len(report.ended)
         goes_on = [report.emissions[row] for row in report.rows if row not in report.ended]
-        if work is not None and report.phase == "round":
-            is_cut = any(row[-1].proposer >= 0 for row in goes_on)  # (:meth:`.Verdict.cut`), so no draft was refused
-            self.policy.update(
-                TreeReport(
-                    work, verdict.path.tolist(), verdict.accepted.tolist(), self._seconds(),
-                    is_whole=not report.ended, is_typical=bool(going) and not is_cut,
-                )
-            )  # fmt: skip
-        self._marks = []
+        if growth is not None and report.phase == "round":
+            # cut (:meth:`.Verdict.cut`), so no draft was refused
+            growth.is_choice &= bool(going) and not any(row[-1].proposer >= 0 for row in goes_on)
+            seconds, self._marks = self._seconds(whole=not report.ended), []
+            self.policy.update(TreeReport(growth, verdict.path.tolist(), verdict.accepted.tolist(), seconds))
         if going:
             self.session.shape = self.policy.choose(going)
 
-    def _seconds(self) -> tuple[float, float, float] | None:
+    def _seconds(self, whole: bool) -> tuple[float, float, float | None] | None:
         if self.policy.clock is None:
             return None
         start, draft, target, end = *self._marks, self.policy.clock()
-        return draft - start, target - draft, end - target
+        return draft - start, target - draft, end - target if whole else None
 
 
 class Prefixes(Callback):

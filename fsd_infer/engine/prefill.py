@@ -23,7 +23,7 @@ from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.estimates import LawKind
-from fsd_infer.trees.policy import ThroughputTree, TreePolicy, memory_of
+from fsd_infer.trees.policy import TreePolicy, memory_of
 from fsd_infer.trees.shape import TreeShape
 
 COLD = 0.5  # a temperature below which drawn nodes gain nothing over likely tokens, and take time
@@ -125,7 +125,7 @@ def _policy(
     law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN)
     learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
     largest = TreeShape(max(drafter.max_depth, 1), 1, drafter.max_nodes)
-    return ThroughputTree(memory_of(drafter, target), len(rules), law, largest, learns=learns)
+    return TreePolicy(memory_of(drafter, target), len(rules), law, largest, learns=learns)
 
 
 def read_again(state: DecodeState, books: Books) -> None:

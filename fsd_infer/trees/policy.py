@@ -20,17 +20,16 @@ nodes keep to the same principle (:mod:`fsd_infer.drafters.drawing`).
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from fsd_infer.trees.costs import Costs, prior_for
 from fsd_infer.trees.estimates import Knowledge, LawKind, TreeMemory
-from fsd_infer.trees.growing import UNLIKELY, DraftWork
+from fsd_infer.trees.growing import UNLIKELY, Growth
 from fsd_infer.trees.prices import KNOTS, Kind, Prices
 from fsd_infer.trees.shape import TreeShape
 
@@ -73,49 +72,25 @@ class TreeStats:
         return {**asdict(self), "nodes": {str(nodes): count for nodes, count in sorted(Counter(self.nodes).items())}}
 
 
-@dataclass
-class TreeReport:
+class TreeReport(NamedTuple):
     """What a policy learns from a round.
 
     Attributes:
-        work: of the drafters.
+        growth: of the trees.
         path: nodes of each row's accepted path, the root first.
         accepted: number of accepted drafts of each row.
-        seconds: of drafting, of the target's forward and of the rest of the round; None if no clock is read.
-        is_whole: whether no row ended, so that the rest of the round is typical.
-        is_typical: whether the trees were accepted as far as the rule allowed. Otherwise there is nothing to learn.
+        seconds: of drafting, of the target's forward, and of the rest of the round or None if a row ended, so that the
+            rest is not typical. None: no clock is read.
     """
 
-    work: DraftWork
+    growth: Growth
     path: Sequence[Sequence[int]]
     accepted: Sequence[int]
-    seconds: tuple[float, float, float] | None = None
-    is_whole: bool = True
-    is_typical: bool = True
+    seconds: tuple[float, float, float | None] | None = None
 
 
-class TreePolicy(ABC):
-    """Chooses the shape of the trees of every round of a request.
-
-    Attributes:
-        clock: returns seconds; None: the policy needs none, and rounds read none.
-        stats: totals over the rounds so far.
-    """
-
-    clock: Callable[[], float] | None = None
-    stats: TreeStats
-
-    @abstractmethod
-    def choose(self, rows: int) -> TreeShape:
-        """Return the shape of the next trees of ``rows`` texts. Asking again changes nothing."""
-
-    @abstractmethod
-    def update(self, report: TreeReport) -> None:
-        """Learn from the round whose shape was chosen last."""
-
-
-class ThroughputTree(TreePolicy):
-    """Chooses trees for the most tokens per second, and learns from what the rounds took and emitted.
+class TreePolicy:
+    """Chooses the shape of every round's trees for the most tokens per second, and learns from the rounds.
 
     Args:
         memory: of the drafter.
@@ -123,6 +98,10 @@ class ThroughputTree(TreePolicy):
         law: how drafts are verified.
         largest: the largest shape of a tree.
         learns: False: read no clock and keep nothing, so that trees are a function of the text alone.
+
+    Attributes:
+        clock: returns seconds; None: no clock may be read.
+        stats: totals over the rounds so far.
     """
 
     def __init__(self, memory: TreeMemory, rows: int, law: LawKind, largest: TreeShape, learns: bool = True) -> None:
@@ -145,6 +124,7 @@ class ThroughputTree(TreePolicy):
         return self.known.trials < max(TRIALS // self.rows, LEAST_TRIALS)
 
     def choose(self, rows: int) -> TreeShape:
+        """Return the shape of the next trees of ``rows`` texts. Asking again changes nothing."""
         if rows != self.rows:
             self._begin(rows)
         known, rate = self.known, self.rate.value
@@ -156,77 +136,64 @@ class ThroughputTree(TreePolicy):
             most_loss = known.pause.most_loss(rows)
         slopes = tuple(rate * slope for slope in costs.forward_slopes.weights)
         sizes = sorted(self.stats.nodes[-RECENT:] or [USUAL])
-        typical = sizes[len(sizes) // 2] * rows
-        depth, expansion = costs.draft_slopes.weights
+        typical = max(bisect_left(KNOTS, sizes[len(sizes) // 2] * rows) - 1, 0)
         prices = Prices(
-            calibration=known.curve,
-            slopes=slopes,
-            depth=rate * depth,
-            expansion=rate * expansion,
-            accept=known.accept_rate.value,
-            reach=known.reach_ratio.value,
+            known.curve, slopes, *(rate * price for price in costs.draft_slopes.weights),
+            accept=known.accept_rate.value, reach=known.reach_ratio.value,
             drafting=rate * (costs.reading + known.draft_cost.value) if by_depth else -1.0,
-            gain=self.gain.value if by_depth else 0.0,
-            most_loss=most_loss,
-            least_chance=min(max(slopes[max(bisect_left(KNOTS, typical) - 1, 0)], UNLIKELY), MOST_LEAST),
-            missed=(1.0,) * rows,
-            fewest=1 + is_trial,
-            by_depth=by_depth,
+            gain=self.gain.value if by_depth else 0.0, most_loss=most_loss,
+            least_chance=min(max(slopes[typical], UNLIKELY), MOST_LEAST), fewest=1 + is_trial,
+            missed=(1.0,) * rows, by_depth=by_depth, waits=known.pause.rounds > 0,
             asks_side=not self.learns or known.side.asks(rate),
-            waits=known.pause.rounds > 0,
-        )
+        )  # fmt: skip
         return replace(self.largest, prices=prices)
 
     def update(self, report: TreeReport) -> None:
-        known, work = self.known, report.work
-        resumed = bool(work.drafted) and known.pause.rounds > 0  # the drafter first read the text of the pause
-        if work.drafted is not None and work.prices is not None:
+        """Learn from the round whose shape was chosen last."""
+        known, growth = self.known, report.growth
+        resumed = bool(growth.drafted) and known.pause.rounds > 0  # the drafter first read the text of the pause
+        if growth.drafted is not None:
             in_trials = self._in_trials
             known.trials += in_trials
-            known.pause.note(work.drafted, work.prices.loss, counts=not in_trials)
-        if work.asked_side is not None and self.learns:
-            known.side.note(work.asked_side, self.rate.value)
-        if work.is_choice and report.is_typical:
+            known.pause.note(growth.drafted, growth.prices.loss, counts=not in_trials)
+        if growth.asked_side is not None and self.learns:
+            known.side.note(growth.asked_side, self.rate.value)
+        if growth.is_choice:
             self._learn(report, resumed)
 
     def _learn(self, report: TreeReport, resumed: bool) -> None:
         """Update all estimates. ``resumed``: the drafter read more than the last round's tokens."""
-        known, work, costs, rows = self.known, report.work, self.known.costs, self.rows
-        size = max(map(len, work.steps), default=1)  # of a row's tree
+        known, growth, costs, rows = self.known, report.growth, self.known.costs, self.rows
+        size = max(map(len, growth.steps), default=1)  # of a row's tree
         nodes, reads = size * rows, known.pause.rounds == 0
-        verifying, drafting = costs.forward(nodes), costs.drafting(work.depths, work.expanded)
+        verifying, drafting = costs.forward(nodes), costs.drafting(growth.depths, growth.expanded)
         cost = verifying + drafting + costs.rest(reads)
-        gain = work.expected - self.rate.value * (verifying - costs.forward(rows))
+        gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.covered
         draft, forward, rest = report.seconds or (0.0, 0.0, 0.0)
-        draft, rest = draft - work.side_first, rest + work.side_first
-        tokens, seconds = float(sum(report.accepted) + rows), draft + forward + (rest if report.is_whole else 0.0)
-        self.stats.add(TreeStats([size], tokens, rows + work.expected, seconds, cost * (costs.pace or 0.0)))
+        tokens, seconds = float(sum(report.accepted) + rows), draft + forward + (rest or 0.0)
+        self.stats.add(TreeStats([size], tokens, rows + growth.expected, seconds, cost * (costs.pace or 0.0)))
         for rate in (self.rate, known.rate):
             rate.learn(tokens, cost)
         if not resumed:
-            timed = rest if report.is_whole else None
-            costs.learn(nodes, forward, work.depths, work.expanded, draft, timed, reads)
-        if work.depths and work.prices is not None:
+            draft, rest = draft - growth.side_seconds, None if rest is None else rest + growth.side_seconds
+            costs.learn(nodes, forward, growth.depths, growth.expanded, draft, rest, reads)
+        if growth.depths:
             for each in (self.gain, known.gain):
-                each.learn(max(gain - work.prices.covered, 0.0), sum(work.prices.missed))
-            known.draft_cost.learn(costs.drafting(work.depths, work.expanded), 1.0)
-            self._learn_depths(work.expected_rows, report.accepted)
-        grafted, right = self._learn_steps(report)
-        if work.asked_side and self.learns and costs.pace is not None:
-            known.side.learn(work.side_seconds, nodes, grafted, right)
+                each.learn(max(gain, 0.0), sum(growth.prices.missed))
+            known.draft_cost.learn(costs.drafting(growth.depths, growth.expanded), 1.0)
+            for depth, expected in enumerate(growth.expected_rows):
+                reached, went_on = (sum(count >= least for count in report.accepted) for least in (depth, depth + 1))
+                known.accept_rate.learn(went_on, reached)
+                if depth:
+                    known.reach_ratio.learn(reached, expected)
+        grafted, right = self._calibrate(report)
+        if growth.asked_side and self.learns and costs.pace is not None:
+            known.side.learn(growth.side_seconds, nodes, grafted, right)
 
-    def _learn_depths(self, expected_rows: Sequence[float], accepted: Sequence[int]) -> None:
-        """Learn how many rows reached each depth, and went on from it."""
-        for depth, expected in enumerate(expected_rows):
-            reached, went_on = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
-            self.known.accept_rate.learn(went_on, reached)
-            if depth:
-                self.known.reach_ratio.learn(reached, expected)
-
-    def _learn_steps(self, report: TreeReport) -> tuple[int, int]:
-        """Calibrate. Return how many drafts of all rows were grafted, and how many of these were accepted."""
+    def _calibrate(self, report: TreeReport) -> tuple[int, int]:
+        """Learn of each draft. Return how many drafts of all rows were grafted, and how many of these were accepted."""
         grafted = right = 0
-        for steps, way, count in zip(report.work.steps, report.path, report.accepted):
+        for steps, way, count in zip(report.growth.steps, report.path, report.accepted):
             depth_of = dict(zip(way[: count + 1], range(count + 1)))  # of the nodes on the accepted path
             grafted += sum(step.kind is Kind.GRAFTED for step in steps)
             right += sum(step.kind is Kind.GRAFTED and node in depth_of for node, step in enumerate(steps))
