@@ -337,7 +337,7 @@ def test_names() -> None:
     drafter = drafter_of("head", target)
     twice = GraftedDrafter(GraftedDrafter(drafter, LookupDrafter(VOCAB)), RecycleDrafter(VOCAB))
     assert main_of(twice) is drafter and choose_trees(twice, target) is twice, "one choice for all"
-    assert isinstance(drafter, EagleDrafter) and twice.is_shaped and not drafter.is_shaped
+    assert isinstance(drafter, EagleDrafter) and twice.bounds is not None and drafter.bounds is None
     plain = FuzzyDecoder(target, NoDrafter(VOCAB))
     assert parse_tree("2,2,4,0.5") == TreeShape(2, 2, 4, stop_below=0.5)
     refused: list[tuple[Callable[[], Any], str]] = [

@@ -187,15 +187,15 @@ class Drafter(ABC):
         name: of the kind, as in records.
         target: whose features or weights the drafter uses; None if any target of its vocabulary will do.
         directory: of its files; None if it has none.
-        is_shaped: whether a :mod:`policy <fsd_infer.trees.policy>` chooses the shape of its trees round by round,
-            within ``max_nodes`` and ``max_depth``.
+        bounds: the largest shape within which a :mod:`policy <fsd_infer.trees.policy>` chooses the shape of its trees
+            round by round; None: the shape is its own and fixed.
         relative_cost: of its model's forward, in the target's; None: that of a head, 0: it has no model.
     """
 
     name: str = ""
     target: Target | None = None
     directory: Path | None = None
-    is_shaped: bool = False
+    bounds: TreeShape | None = None
     relative_cost: float | None = None
 
     @classmethod

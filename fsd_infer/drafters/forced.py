@@ -32,7 +32,7 @@ class ForcedDrafter(Drafter):
 
     def __init__(self, main: Drafter, forced: Callable[[int, list[int]], list[int]], vocab_size: int) -> None:
         self.main, self.forced, self.vocab_size = main, forced, vocab_size
-        self.name, self.target, self.directory, self.is_shaped = main.name, main.target, main.directory, main.is_shaped
+        self.name, self.target, self.directory, self.bounds = main.name, main.target, main.directory, main.bounds
 
     @property
     def parts(self) -> Sequence[Drafter]:
@@ -98,7 +98,8 @@ class ForcedSession(DraftSession):
         own = len(drafter.main.proposers)  # the guide's place among the proposers
         if min(map(len, chains)) >= ALONE:
             return replace(forced, proposers=torch.full_like(forced.parents, own))
-        self.main.shape = self.shape
+        if self.shape is not None:
+            self.main.shape = self.shape
         main, self.growth = self.main.draft(roots), self.main.growth
         if main.sampled and main.drawn is None or not any(chains):
             return main

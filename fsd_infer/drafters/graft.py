@@ -117,15 +117,16 @@ class GraftedSession(DraftSession):
         self.parts = [self.main, self.side]
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter, prices, clock = self.drafter, None if self.shape is None else self.shape.prices, self.clock
-        self.main.shape = self.shape
-        if prices is not None and not prices.asks_side:
-            return self._main(roots)
+        drafter, shape, clock = self.drafter, self.shape, self.clock
+        if shape is not None and shape.prices is not None:
+            self.main.shape = shape
+            if not shape.prices.asks_side:
+                return self._main(roots)
         began = clock()
         side = self.side.draft(roots)
         seconds = clock() - began
-        if self.shape is not None and prices is not None and not side.sampled:
-            self.main.shape = replace(self.shape, prices=prices.beside(side))
+        if shape is not None and shape.prices is not None and not side.sampled:
+            self.main.shape = replace(shape, prices=shape.prices.beside(side))
         main = self._main(roots, seconds)
         for tree, part in ((main, drafter.main), (side, drafter.side)):
             if tree.sampled and tree.drawn is None:

@@ -70,7 +70,7 @@ class TreeDrafter(Drafter):
         """Return this drafter with another fixed shape. Both share their weights."""
         made = copy(self)
         made.shape = self._within(shape)
-        made.by_default = made.is_shaped = False
+        made.by_default, made.bounds = False, None
         return made
 
     def for_law(self, tilt: float) -> Drafter:
@@ -86,7 +86,7 @@ class TreeDrafter(Drafter):
 
     @property
     def plan(self) -> Hashable:
-        return type(self), self.model, self.shape, self.is_shaped
+        return type(self), self.model, self.shape, self.bounds
 
     def slots(self, longest: int) -> int:
         """Return the cache slots per row for texts of up to ``longest`` tokens and the nodes expanded after them."""

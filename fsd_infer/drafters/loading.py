@@ -100,12 +100,14 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
     if isinstance(main, FreeDrafter):
         main.nodes = max(main.nodes, largest.nodes)
     else:
-        main.shape, main.by_default = main.reshaped(largest).shape, False
-    part, drafter.is_shaped = drafter, True
+        main.shape = largest = main.reshaped(largest).shape
+        main.by_default = False
+    part = drafter
     while isinstance(part, GraftedDrafter):
         if isinstance(part.side, FreeDrafter):
             part.side.nodes = max(part.side.nodes, min(part.side.most_chosen, largest.nodes))
         part.nodes, part = largest.nodes, part.main
+    drafter.bounds = replace(largest, nodes=drafter.max_nodes)
     return drafter
 
 
@@ -116,7 +118,7 @@ def with_tree(drafter: Drafter, tree: TreeShape | str | None) -> Drafter:
         FsdError: the drafter has no trees that a request can shape.
     """
     shape = parse_tree(tree)
-    if shape is None or (shape == AUTO and drafter.is_shaped):
+    if shape is None or (shape == AUTO and drafter.bounds is not None):
         return drafter
     if not isinstance(shape, TreeShape) or not isinstance(drafter, TreeDrafter):
         raise FsdError(

@@ -24,7 +24,6 @@ from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.estimates import LawKind
 from fsd_infer.trees.policy import TreePolicy, memory_of
-from fsd_infer.trees.shape import TreeShape
 
 COLD = 0.5  # a temperature below which drawn nodes gain nothing over likely tokens, and take time
 
@@ -95,7 +94,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
 
 def _recorded(target: Target, drafter: Drafter, processors: TreeProcessors) -> Recorded | None:
     """Return what records the request's rounds; None if they run eagerly."""
-    if drafter.is_shaped or processors.contextual or signature(processors) is None:
+    if drafter.bounds is not None or processors.contextual or signature(processors) is None:
         return None
     models = [getattr(part, "model", None) for part in (drafter, *drafter.parts)]
     if any(isinstance(model, Target) and model.angles.fixed is not None for model in models):
@@ -119,13 +118,12 @@ def _policy(
     target: Target, drafter: Drafter, rules: Sequence[Rule], request: Request, tilt: float, draws: Draws
 ) -> TreePolicy | None:
     """Return what chooses the shape of each round's trees; None for a drafter of fixed shape."""
-    if not drafter.is_shaped:
+    if drafter.bounds is None:
         return None
     names = {rule.name for rule in rules}
     law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN)
     learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
-    largest = TreeShape(max(drafter.max_depth, 1), 1, drafter.max_nodes)
-    return TreePolicy(memory_of(drafter, target), len(rules), law, largest, learns=learns)
+    return TreePolicy(memory_of(drafter, target), len(rules), law, drafter.bounds, learns=learns)
 
 
 def read_again(state: DecodeState, books: Books) -> None:

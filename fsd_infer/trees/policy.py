@@ -137,8 +137,9 @@ class TreePolicy:
         slopes = tuple(rate * slope for slope in costs.forward_slopes.weights)
         sizes = sorted(self.stats.nodes[-RECENT:] or [USUAL])
         typical = max(bisect_left(KNOTS, sizes[len(sizes) // 2] * rows) - 1, 0)
+        of_depth, of_node = costs.draft_slopes.weights
         prices = Prices(
-            known.curve, slopes, *(rate * price for price in costs.draft_slopes.weights),
+            known.curve, slopes, depth=rate * of_depth, expansion=rate * of_node,
             accept=known.accept_rate.value, reach=known.reach_ratio.value,
             drafting=rate * (costs.reading + known.draft_cost.value) if by_depth else -1.0,
             gain=self.gain.value if by_depth else 0.0, most_loss=most_loss,
