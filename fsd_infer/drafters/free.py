@@ -179,7 +179,7 @@ class FreeSession(DraftSession):
             for (table, place), root in zip(self.places(), self.ends, strict=True)
         ]
         tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
-        if self.shape is None:
+        if self.shape is None or self.shape.prices is None:
             return tree
         self.growth = Growth(self.shape, len(rows))
         return tree.keep(self.growth.choose(tree))
