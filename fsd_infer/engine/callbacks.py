@@ -173,8 +173,9 @@ class TreeUpdate(Callback):
         if growth is not None and report.phase == "round":
             # cut (:meth:`.Verdict.cut`), so no draft was refused
             growth.is_choice &= bool(going) and not any(row[-1].proposer >= 0 for row in goes_on)
-            seconds, self._marks = self._seconds(whole=not report.ended), []
+            seconds = self._seconds(whole=not report.ended)
             self.policy.update(TreeReport(growth, verdict.path.tolist(), verdict.accepted.tolist(), seconds))
+        self._marks = []
         if going:
             self.session.shape = self.policy.choose(going)
 

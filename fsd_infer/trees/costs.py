@@ -42,17 +42,13 @@ class Prior:
     drafting: tuple[float, float]
     rest: tuple[float, float]
 
-    def with_model(self, share: float) -> Prior:
-        """Return the prior for a small LM whose forward takes ``share`` of the target's.
+    def for_model(self, share: float) -> Prior:
+        """Return the prior for a small LM whose forward takes ``share`` of the target's; 0: there is no model.
 
         The small LM reads the accepted tokens together with the root, in the forward of the first depth.
         """
-        a_node = share * self.slopes[2]
-        return Prior(self.slopes, (STARTING + share, max(a_node, 0.0005)), (self.rest[0], 0.01))
-
-    def without_model(self) -> Prior:
-        """Return the prior for a drafter without a model."""
-        return Prior(self.slopes, (0.001, 0.0005), (self.rest[0], 0.01))
+        depth = STARTING + share if share else 0.001
+        return Prior(self.slopes, (depth, max(share * self.slopes[2], 0.0005)), (self.rest[0], 0.01))
 
 
 PRIORS = {
@@ -69,9 +65,7 @@ def prior_for(target: Target, relative_cost: float | None = None) -> Prior:
     """Return the costs of a round that are assumed before anything was timed. ``relative_cost``: as of a Drafter."""
     name = "blocks on tiles" if target.kernels == "amx" else "blocks"
     prior = PRIORS[name] if target.has_blocks else of_device(PRIORS, target.device)
-    if relative_cost is None:
-        return prior
-    return prior.with_model(relative_cost) if relative_cost else prior.without_model()
+    return prior if relative_cost is None else prior.for_model(relative_cost)
 
 
 class Slopes:
