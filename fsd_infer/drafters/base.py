@@ -20,6 +20,7 @@ from fsd_core.registry import Registry
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.estimates import AutoMemory
+from fsd_infer.drafters.frontier import Frontier, Guess
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.tree import DraftTree, Draws
 
@@ -118,6 +119,30 @@ class DraftSession(ABC):
     @abstractmethod
     def draft(self, roots: Tensor) -> DraftTree:
         """Return a tree for each row. ``roots`` [B] are the last tokens of the texts."""
+
+    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
+        """Return the likely next tokens of nodes below the texts, for beams (:attr:`Drafter.drafts_beams`).
+
+        Args:
+            frontier: all nodes. Of those that the target has not read, the parents were asked for, or it has read them.
+            nodes: [B][M] some of each row, of one depth, which the target has not read.
+            count: most tokens to return for each.
+
+        Returns:
+            [B][M] log-probabilities and tokens, the likeliest first.
+        """
+        raise NotImplementedError
+
+    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        """Follow beams to the next round, before :meth:`append` gets the tokens by which the texts have grown.
+
+        Args:
+            frontier: the nodes of this round. The target has read them since, but for those without ``likely``.
+            nodes: [B] those that are left, without the root, in their new order.
+            grown: [B] how many of them have become text. The last of these is the new root.
+        """
+        for part in self.parts:
+            part.keep(frontier, nodes, grown)
 
     def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
         """Return what :meth:`learn` needs of a verification: :attr:`fact_count` tensors [B, ·].
@@ -223,6 +248,16 @@ class Drafter(ABC):
     def samples(self) -> bool:
         """Whether drafts at temperature > 0 can be drawn from q."""
         return any(part.samples for part in self.parts)
+
+    @property
+    def drafts_beams(self) -> bool:
+        """Whether sessions have :meth:`DraftSession.successors`. If not, beams are plain."""
+        return any(part.drafts_beams for part in self.parts)
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether :meth:`DraftSession.successors` reads the target's features."""
+        return any(part.reads_features for part in self.parts)
 
     @property
     def keeps_texts(self) -> bool:

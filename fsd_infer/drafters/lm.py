@@ -5,7 +5,9 @@ The small LM grows trees as a draft head does (:mod:`fsd_infer.drafters.growth`)
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.errors import ModelLoadError, VocabularyMismatchError
-from fsd_core.tensors import at_nodes, to_device
+from fsd_core.tensors import at_nodes, padded, to_device
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.estimates import Prior
+from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.drafters.shape import LARGEST_OF_LM, TreeShape
 from fsd_infer.targets.stack import StackOwner
@@ -62,6 +65,7 @@ class LMDrafter(TreeDrafter):
 
     name = "lm"
     model: Target
+    drafts_beams = True
     largest = LARGEST_OF_LM
 
     def __init__(self, model: Target, target: Target, shape: TreeShape | None = None) -> None:
@@ -228,6 +232,32 @@ class LMSession(TreeSession):
             slots = self.lengths[:, None] + torch.arange(nodes.shape[1], device=self.device)
             self.cache.positions = text.scatter(1, slots, nodes)
         return self._forward(tokens, positions, visible)
+
+    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
+        model, roots = self.drafter.model, (self.lengths - 1).tolist()
+        limit = math.inf if model.max_positions is None else model.max_positions
+        within = [
+            [node for node in wanted if root + len(frontier.path(row, node)) < limit]
+            for row, (wanted, root) in enumerate(zip(nodes, roots, strict=True))
+        ]
+        if model.max_positions is not None and within != list(map(list, nodes)):
+            warn_context(model.name, model.max_positions)
+        found = super().successors(frontier, within, count)
+        return [row + [NOTHING] * (len(wanted) - len(row)) for row, wanted in zip(found, nodes, strict=True)]
+
+    def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        if bool((self.cached < self.lengths).any()):
+            self._read_roots()
+        unread = self._uncached(frontier, nodes)
+        _, tokens, positions, visible = frontier.inputs(self.cache, self.lengths - 1, unread)
+        logits = self._forward(tokens, positions, visible)
+        places = [[read.index(node) for node in wanted] for wanted, read in zip(nodes, unread, strict=True)]
+        return at_nodes(logits, to_device(padded(places).long(), self.device)), None
+
+    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        super().keep(frontier, nodes, grown)
+        if any(grown):
+            self.cached.copy_(self.lengths)
 
     def _forward(self, tokens: Tensor, positions: Tensor, visible: Tensor, keep: int = 0) -> Tensor:
         drafter, model = self.drafter, self.drafter.model

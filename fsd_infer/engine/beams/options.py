@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -116,6 +117,19 @@ def filled(options: BeamOptions, request: Request, beams: int, drafter: Drafter,
     nodes = default.nodes if options.given().keys().isdisjoint(("depth", "spread", "nodes")) else options.nodes
     spread = default.spread if options.spread is None else options.spread
     return replace(options, depth=depth, spread=spread, nodes=nodes)
+
+
+def can_draft(drafter: Drafter) -> bool:
+    """Return whether a drafter, or a part of it, drafts for beams. Warns about what does not, by name."""
+    for part in drafter.parts or [drafter]:
+        if not part.drafts_beams and not isinstance(part, NoDrafter):
+            warnings.warn(
+                f"drafter {part.name or type(part).__name__!r} drafts below one text only, not below the beams of a "
+                "search: it drafts nothing with num_beams > 1. Lookup, recycling, draft heads and small models of the "
+                "target's vocabulary do.",
+                stacklevel=2,
+            )
+    return drafter.drafts_beams
 
 
 def check_beam_request(rules: Sequence[Rule], request: Request) -> None:
