@@ -91,7 +91,13 @@ def test_the_successors_of_a_beam_are_those_of_its_text(kind: str, tmp_path: Pat
             [features_of(target, text + path_of(row, node))[-1] for node in range(count)]
             for row, (text, count) in enumerate(zip(below, read))
         ]
-        return Frontier(tokens, parents, read, torch.nn.utils.rnn.pad_sequence(list(map(torch.stack, ends)), True))
+        return Frontier(
+            tokens,
+            parents,
+            list(map(len, below)),
+            read,
+            torch.nn.utils.rnn.pad_sequence(list(map(torch.stack, ends)), True),
+        )
 
     def path_of(row: int, node: int) -> list[int]:
         path = []
@@ -123,7 +129,7 @@ def test_the_successors_of_a_beam_are_those_of_its_text(kind: str, tmp_path: Pat
             for node, guess in zip(nodes[row], guesses, strict=True):
                 same(guess, children(target, drafter, texts[row] + path_of(row, node)))
     session.select(torch.tensor([1]))
-    beams = Frontier(tokens[1:], parents[1:], [3], beams.features[1:])
+    beams = Frontier(tokens[1:], parents[1:], [2], [3], beams.features[1:])
     tokens[1].append(1)
     parents[1].append(3)
     assert len(session.successors(beams, [[4]], 3)[0][0][1]) == 3

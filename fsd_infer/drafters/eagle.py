@@ -15,8 +15,9 @@ from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
+from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
-from fsd_infer.drafters.growth import TreeDrafter, TreeSession
+from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.head import EagleHead
@@ -185,7 +186,7 @@ class EagleDrafter(TreeDrafter):
         return [self.head]
 
 
-class EagleSession(TreeSession):
+class EagleSession(CachedSession):
     """A session whose cache slot i holds the pair of token i+1 and feature i. ``lengths`` counts a row's pairs."""
 
     drafter: EagleDrafter

@@ -41,6 +41,7 @@ class Frontier:
     Attributes:
         tokens: [B][N] token ids.
         parents: [B][N] number of each node's parent; the root's is 0.
+        lengths: [B] tokens of each text, the root included.
         read: [B] number of leading nodes that the target had read when the round began.
         features: [B, R, F] the target's features at these nodes.
         likely: [B][N] the target's likely successors of each node, as far as they are listed.
@@ -48,6 +49,7 @@ class Frontier:
 
     tokens: Sequence[list[int]]
     parents: Sequence[list[int]]
+    lengths: Sequence[int]
     read: Sequence[int]
     features: Tensor
     likely: Sequence[Sequence[Guess | None]] = field(default_factory=list)

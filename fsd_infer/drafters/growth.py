@@ -28,7 +28,7 @@ from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.estimates import Prior, prior_for
-from fsd_infer.drafters.frontier import Frontier, Guess, guesses
+from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
 from fsd_infer.drafters.shape import LARGEST, TreeShape, default_shape
 from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.targets.target import Target
@@ -144,7 +144,6 @@ class TreeSession(DraftSession):
             learns = not request.seeded if self.auto is None else self.auto.learns
             self._shares = drafter.shares.setdefault(key, Shares()) if learns else Shares()
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
-        self._cached: list[set[int]] = [{0} for _ in range(request.batch)]  # nodes of beams in the cache
 
     @property
     def on_host(self) -> bool:
@@ -153,7 +152,6 @@ class TreeSession(DraftSession):
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
         self.lengths = self.lengths[to_device(rows, self.device)]
-        self._cached = [self._cached[row] for row in rows.tolist()]
 
     def draft(self, roots: Tensor) -> DraftTree:
         depth = self._depth()
@@ -318,43 +316,24 @@ class TreeSession(DraftSession):
         positions = (self.lengths + (depth - 1))[:, None].expand_as(tokens)
         return self._read_nodes(tokens, parents, positions, visible)
 
-    # beams: node i of a frontier has the slot i after the root's, which is the text's last
-
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
-        if not any(nodes):
-            return [[] for _ in nodes]
-        logits, ids = self._read_frontier(frontier, nodes)
-        log_q, entries = functional.topk_logprobs(logits, min(count, logits.shape[-1]))
-        return guesses(log_q, entries if ids is None else ids[entries], nodes)
+        within = [[node for node in of if self._reaches(frontier, row, node)] for row, of in enumerate(nodes)]
+        found: list[list[Guess]] = [[] for _ in nodes]
+        if any(within):
+            logits, ids = self._read_frontier(frontier, within)
+            log_q, entries = functional.topk_logprobs(logits, min(count, logits.shape[-1]))
+            found = guesses(log_q, entries if ids is None else ids[entries], within)
+        rows = [dict(zip(read, guessed)) for read, guessed in zip(within, found, strict=True)]
+        return [[made.get(node, NOTHING) for node in of] for of, made in zip(nodes, rows, strict=True)]
+
+    def _reaches(self, frontier: Frontier, row: int, node: int) -> bool:
+        """Whether the model can draft below a node."""
+        return True
 
     def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Read nodes of a frontier, and what the cache lacks of the nodes above them.
+        """Read nodes below several beams (:mod:`fsd_infer.drafters.cached`).
 
         Returns:
             Logits [B, M, Vd] of their successors, padded, and the target id of each entry of Vd; None if Vd = V.
         """
         raise NotImplementedError
-
-    def _uncached(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return these nodes and those above them that the cache lacks, parents first, and take them for cached."""
-        unread = []
-        for row, (wanted, cached) in enumerate(zip(nodes, self._cached, strict=True)):
-            unread.append(sorted({above for node in wanted for above in frontier.path(row, node)} - cached))
-            cached.update(unread[-1])
-        return unread
-
-    def _is_final(self, frontier: Frontier, row: int, node: int) -> bool:
-        """Whether a node was read with inputs that the target's verification does not change."""
-        return True
-
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
-        ends = [row[count - 1 : count] if count else [] for row, count in zip(nodes, grown, strict=True)]
-        unread = [[node for node in row if node not in cached] for row, cached in zip(ends, self._cached, strict=True)]
-        if any(unread):
-            self._read_frontier(frontier, unread)
-        frontier.move(self.cache, self.lengths - 1, nodes)
-        self.lengths += to_device(torch.tensor(grown), self.device)
-        for row, (left, cached) in enumerate(zip(nodes, self._cached, strict=True)):
-            final = [node in cached and self._is_final(frontier, row, node) for node in left]
-            numbers = range(1 - grown[row], 1 - grown[row] + len(left))
-            self._cached[row] = {0, *(number for number, kept in zip(numbers, final) if kept and number > 0)}

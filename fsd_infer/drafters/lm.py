@@ -5,7 +5,6 @@ The small LM grows trees as a draft head does (:mod:`fsd_infer.drafters.growth`)
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 from fsd_core.errors import ModelLoadError, VocabularyMismatchError
 from fsd_core.tensors import at_nodes, padded, to_device
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
+from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.estimates import Prior
-from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess
-from fsd_infer.drafters.growth import TreeDrafter, TreeSession
+from fsd_infer.drafters.frontier import Frontier
+from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.shape import LARGEST_OF_LM, TreeShape
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
@@ -112,7 +112,7 @@ class LMDrafter(TreeDrafter):
         return {**super().describe(), "model": self.model.name}
 
 
-class LMSession(TreeSession):
+class LMSession(CachedSession):
     """A session that keeps the texts, because the small LM reads tokens instead of features.
 
     The accepted path often runs through expanded nodes. On a CPU their keys and values are moved to their final slots.
@@ -233,17 +233,12 @@ class LMSession(TreeSession):
             self.cache.positions = text.scatter(1, slots, nodes)
         return self._forward(tokens, positions, visible)
 
-    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
-        model, roots = self.drafter.model, (self.lengths - 1).tolist()
-        limit = math.inf if model.max_positions is None else model.max_positions
-        within = [
-            [node for node in wanted if root + len(frontier.path(row, node)) < limit]
-            for row, (wanted, root) in enumerate(zip(nodes, roots, strict=True))
-        ]
-        if model.max_positions is not None and within != list(map(list, nodes)):
-            warn_context(model.name, model.max_positions)
-        found = super().successors(frontier, within, count)
-        return [row + [NOTHING] * (len(wanted) - len(row)) for row, wanted in zip(found, nodes, strict=True)]
+    def _reaches(self, frontier: Frontier, row: int, node: int) -> bool:
+        model = self.drafter.model
+        if model.max_positions is None or frontier.lengths[row] + len(frontier.path(row, node)) <= model.max_positions:
+            return True
+        warn_context(model.name, model.max_positions)
+        return False
 
     def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         if bool((self.cached < self.lengths).any()):

@@ -202,7 +202,7 @@ class RecycleSession(FreeSession):
     def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
         for row, (recycled, left, count) in enumerate(zip(self.recycled, nodes, grown, strict=True)):
             tokens, parents = frontier.tokens[row], frontier.parents[row]
-            for node in left[:count]:  # learn before remember() stores the answers
+            for node in left[:count]:
                 recycled.learn(self.context(frontier, row, parents[node]), tokens[node])
             for node, known in enumerate(frontier.likely[row][frontier.read[row] :], frontier.read[row]):
                 if known is not None:

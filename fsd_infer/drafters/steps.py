@@ -24,7 +24,7 @@ from fsd_core.tensors import at_nodes, padded, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
-from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess
+from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.hub import find_published
@@ -216,16 +216,6 @@ class StepSession(TreeSession):
         found = at_nodes(torch.cat(logits, 1), ends[:, None])
         return found.view(len(nodes), width, -1), self.drafter.draft_ids
 
-    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
-        within = [
-            [x for x in wanted if sum(y >= frontier.read[row] for y in frontier.path(row, x)) <= self.drafter.depth]
-            for row, wanted in enumerate(nodes)
-        ]
-        found = [iter(row) for row in super().successors(frontier, within, count)]
-        return [
-            [next(guesses) if node in left else NOTHING for node in wanted]
-            for wanted, left, guesses in zip(nodes, within, found, strict=True)
-        ]
-
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
-        """Keep nothing: every call steps from the target's features."""
+    def _reaches(self, frontier: Frontier, row: int, node: int) -> bool:
+        new = [above for above in frontier.path(row, node) if above >= frontier.read[row]]
+        return len(new) <= self.drafter.depth

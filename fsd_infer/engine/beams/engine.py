@@ -19,7 +19,7 @@ from fsd_infer.drafters.base import Drafter, DraftRequest, NoDrafter
 from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.engine import Outcome, Request
 from fsd_infer.engine.beams.options import BeamOptions, can_draft, check_beam_request, filled
-from fsd_infer.engine.beams.plan import Planner, breadth, most_nodes
+from fsd_infer.engine.beams.plan import Planner
 from fsd_infer.engine.beams.sampling import Draw, chances_of_width, draw, dynamic_width
 from fsd_infer.engine.beams.search import Hypothesis, Search, Terms
 from fsd_infer.engine.stats import GenerationStats
@@ -120,7 +120,7 @@ class _Beams:
         """Allocate searches and caches. Raises CacheMemoryError."""
         prompts, options, request, drafts = self.request.prompts, self.options, self.request, self.drafts
         # the nodes of this round and of the last, and the slot that padding is written to
-        extra = 2 * (most_nodes(options, self.beams) + self.beams) + 1
+        extra = 2 * (options.most_nodes(self.beams) + self.beams) + 1
         slots = extra + max(  # joined beams share all but the last tokens
             len(prompt) + min(self.beams * limit, limit + self.beams * (options.join_every or limit))
             for prompt, limit in zip(prompts, limits, strict=True)
@@ -188,7 +188,7 @@ class _Beams:
     def advance(self, frontier: Frontier, features: Tensor) -> None:
         """Take all possible steps, drop the nodes that these leave behind, and finished searches."""
         nodes, grown, more = [], [], []
-        most = self.slots - most_nodes(self.options, self.beams) - self.beams - 1  # leave slots for the next round
+        most = self.slots - self.planner.nodes - self.beams - 1  # leave slots for the next round
         for search in self.searches:
             begun = search.length
             while not search.done:
@@ -238,9 +238,8 @@ class _Beams:
     # parts -----------------------------------------------------------------------------------------------------------
 
     def _frontier(self) -> Frontier:
-        searches = self.searches
-        tokens, parents = [search.tokens for search in searches], [search.parents for search in searches]
-        return Frontier(tokens, parents, [search.read for search in searches], self.features)
+        rows = [(x.tokens, x.parents, len(x.prompt) + len(x.shared), x.read) for x in self.searches]
+        return Frontier(*zip(*rows), self.features)
 
     def _take(self, frontier: Frontier, logits: Tensor) -> None:
         """Attach the target's logits [B, M, V] to its new nodes. Without processors, also list their successors."""
@@ -328,7 +327,7 @@ class _Beams:
             target,
             [search.known[beam.node].proposed or known for beam, known in zip(search.live, target)],
             self.beams,
-            breadth(self.options, self.beams),
+            self.options.breadth(self.beams),
             self.terms.candidates,
             self.terms.eos_token_ids,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,16 @@ class BeamOptions:
             if values[name] is None:
                 raise FsdError(f"beam option {part!r}: {written!r} is not a number that {name} can be.")
         return cls(**values)
+
+    def breadth(self, width: int) -> int:
+        """Return the number of nodes drafted for a step that keeps ``width`` beams. Needs ``spread``."""
+        assert self.spread is not None
+        return math.ceil(self.spread * width)
+
+    def most_nodes(self, beams: int) -> int:
+        """Return the most nodes of a round, besides the beams' own. Needs ``depth`` and ``spread``."""
+        assert self.depth is not None
+        return self.depth * self.breadth(beams) if self.nodes is None else self.nodes
 
     def given(self) -> dict[str, Any]:
         """Return the options that are set."""

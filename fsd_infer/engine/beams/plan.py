@@ -8,7 +8,6 @@ round uses the target's log-probabilities.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from fsd_infer.drafters.base import DraftSession
@@ -16,18 +15,6 @@ from fsd_infer.drafters.frontier import NOTHING, Frontier
 from fsd_infer.engine.beams.options import BeamOptions
 from fsd_infer.engine.beams.sampling import Draw, arrivals
 from fsd_infer.engine.beams.search import Beam, Search, Terms
-
-
-def most_nodes(options: BeamOptions, beams: int) -> int:
-    """Return the most nodes of a round, besides the beams' own. ``options`` need ``depth`` and ``spread``."""
-    assert options.depth is not None
-    return options.depth * breadth(options, beams) if options.nodes is None else options.nodes
-
-
-def breadth(options: BeamOptions, width: int) -> int:
-    """Return the number of nodes for a step that keeps ``width`` beams."""
-    assert options.spread is not None
-    return math.ceil(options.spread * width)
 
 
 class Planner:
@@ -50,7 +37,7 @@ class Planner:
         successors: int,
     ) -> None:
         self.terms, self.options, self.session, self.look, self.successors = terms, options, session, look, successors
-        self.nodes = most_nodes(options, terms.beams)
+        self.nodes = options.most_nodes(terms.beams)
 
     def plan(self, searches: Sequence[Search], frontier: Frontier) -> None:
         """Append drafts to the nodes of each search, which the frontier shows."""
@@ -69,7 +56,7 @@ class Planner:
                 frontiers[row] = [
                     Beam(search.child(parent, token), score)
                     for score, parent, token in likely
-                    if len(search.tokens) < most[row] or search.find(parent, token) is not None
+                    if len(search.tokens) < most[row] or (parent, token) in search.numbers
                 ]
 
     def _ask(self, searches: Sequence[Search], frontier: Frontier, frontiers: Sequence[Sequence[Beam]]) -> None:
@@ -103,4 +90,4 @@ class Planner:
             candidates.sort(key=lambda draw: times[draw[1]][columns[draw[1]][draw[2]]])
             candidates = sorted(candidates[: self.terms.candidates * width], key=lambda draw: -draw[0])
         going = [draw for draw in candidates if draw[2] not in self.terms.eos_token_ids]
-        return [(score, beams[place].node, token) for score, place, token in going[: breadth(self.options, width)]]
+        return [(score, beams[place].node, token) for score, place, token in going[: self.options.breadth(width)]]

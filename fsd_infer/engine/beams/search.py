@@ -97,6 +97,7 @@ class Search:
         parents: number of each node's parent; the root's is 0.
         keys: of each node, a 64-bit hash of its text.
         known: of each node.
+        numbers: of the nodes, by parent and token.
         read: number of leading nodes that the target has read.
         live: the beams, best first.
         finished: the best W finished answers so far, best first.
@@ -109,7 +110,7 @@ class Search:
         self.terms, self.prompt, self.limit, self.row = terms, prompt, limit, row
         self.shared: list[int] = []
         self.tokens, self.parents, self.keys, self.known = prompt[-1:], [0], [key], [Known()]
-        self._numbers: dict[tuple[int, int], int] = {}  # of nodes, by parent and token
+        self.numbers: dict[tuple[int, int], int] = {}
         self.read = 0
         self.live = [Beam(0, 0.0)]
         self.finished: list[Hypothesis] = []
@@ -119,13 +120,9 @@ class Search:
 
     # nodes
 
-    def find(self, parent: int, token: int) -> int | None:
-        """Return the node of this successor, if there is one."""
-        return self._numbers.get((parent, token))
-
     def child(self, parent: int, token: int) -> int:
         """Return the node of this successor, created on first use."""
-        node = self._numbers.setdefault((parent, token), len(self.tokens))
+        node = self.numbers.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
             self.parents.append(parent)
@@ -179,7 +176,7 @@ class Search:
         self.parents = [0, *(number[self.parents[node]] for node in order[1:])]
         self.tokens, self.keys = [self.tokens[node] for node in order], [self.keys[node] for node in order]
         self.known = [Known() if node in above - live else self.known[node] for node in order]  # frees their logits
-        self._numbers = {(self.parents[node], self.tokens[node]): node for node in range(1, len(order))}
+        self.numbers = {(self.parents[node], self.tokens[node]): node for node in range(1, len(order))}
         return kept, len(path)
 
     # steps
