@@ -13,14 +13,24 @@ from torch import Tensor
 
 from fsd_core.tensors import padded
 from fsd_infer import FuzzyDecoder, Target, TreeShape
-from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter
+from fsd_infer.drafters import (
+    Drafter,
+    DraftRequest,
+    DraftSession,
+    GraftedDrafter,
+    LMDrafter,
+    LookupDrafter,
+    NoDrafter,
+    RecycleDrafter,
+)
 from fsd_infer.drafters.free import FreeDrafter, FreeSession, Options, Table
 from fsd_infer.drafters.frontier import Frontier, Guess
 from fsd_infer.drafters.loading import load_drafter
 from tests.beam_toys import doubled
-from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tell, tiny_head, tiny_prompts
+from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tell, tiny_head, tiny_model, tiny_prompts
 from tests.published_blocks import tiny_target
 from tests.published_heads import layout
+from tests.simulated_device import SIM, SimulatedDevice
 
 SHAPE = TreeShape(depth=3, width=3, nodes=20)
 
@@ -203,3 +213,20 @@ def test_a_drafter_below_one_text_leaves_beams_plain_and_is_named() -> None:
     with pytest.warns(UserWarning, match="'oracle'"):
         made = FuzzyDecoder(target, GraftedDrafter(oracle, lookup)).generate(prompts, **options)
     assert made.sequences == plain.sequences and made.stats.target_forwards == looked_up.stats.target_forwards
+
+
+@pytest.mark.parametrize("kind", ["lm", "graft"])
+def test_beams_on_another_device_are_those_of_the_cpu(kind: str) -> None:
+    options: dict[str, Any] = dict(num_beams=3, max_new_tokens=12, do_sample=False, beams="depth=3,spread=1.5")
+
+    def run(device: torch.device) -> tuple[list[list[int]], int]:
+        target = Target(tiny_model("mistral").to(device))
+        drafter: Drafter = LMDrafter(Target(noisy_model("mistral").to(device)), target)
+        if kind == "graft":
+            drafter = GraftedDrafter(tiny_head(target, draft_vocab_size=64), RecycleDrafter(VOCAB))
+        made = FuzzyDecoder(target, drafter).generate(tiny_prompts(), **options)
+        return made.sequences, made.stats.target_forwards
+
+    wanted = run(torch.device("cpu"))
+    with SimulatedDevice():
+        assert run(SIM) == wanted

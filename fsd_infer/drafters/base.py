@@ -82,6 +82,11 @@ class DraftSession(ABC):
     parts: Sequence[DraftSession] = ()
 
     @property
+    def reads_nodes(self) -> bool:
+        """Whether a model reads the nodes of beams. Then these become text one round late, when it has read them."""
+        return any(part.reads_nodes for part in self.parts)
+
+    @property
     def on_host(self) -> bool:
         """Whether :meth:`draft` runs on the host, or reads numbers there."""
         return any(part.on_host for part in self.parts)

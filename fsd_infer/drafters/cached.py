@@ -16,6 +16,8 @@ from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 class CachedSession(TreeSession):
     """A session that reads nodes of a frontier behind the text. The text's last token is the root, as in a round."""
 
+    reads_nodes = True
+
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
         self._cached: list[set[int]] = [{0} for _ in range(request.batch)]  # the nodes that the cache has
@@ -39,7 +41,7 @@ class CachedSession(TreeSession):
     def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
         ends = [row[count - 1 : count] if count else [] for row, count in zip(nodes, grown, strict=True)]
         unread = [[node for node in row if node not in cached] for row, cached in zip(ends, self._cached, strict=True)]
-        if any(unread):  # text has to be read, and rarely is not yet
+        if any(unread):
             self._read_frontier(frontier, unread)
         frontier.move(self.cache, self.lengths - 1, nodes)
         self.lengths += to_device(torch.tensor(grown), self.device)

@@ -99,11 +99,10 @@ class Frontier:
 
     def move(self, cache: SlotCache, roots: Tensor, nodes: Sequence[Sequence[int]]) -> None:
         """Move the keys and values of these nodes to the slots after the roots' slots [B], in this order."""
-        if all(row == list(range(1, 1 + len(row))) for row in nodes):
-            return
-        numbers = self.numbers(nodes)
-        places = self.numbers([range(1, 1 + len(row)) for row in nodes])
-        cache.move(roots[:, None] + numbers, roots[:, None] + places)
+        moved = [[(node, place) for place, node in enumerate(row, 1) if node != place] for row in nodes]
+        if any(moved):
+            numbers, places = (self.numbers([[pair[side] for pair in row] for row in moved]) for side in (0, 1))
+            cache.move(roots[:, None] + numbers, roots[:, None] + places)
 
 
 def guesses(log_q: Tensor, tokens: Tensor, nodes: Sequence[Sequence[int]]) -> list[list[Guess]]:

@@ -317,7 +317,7 @@ class TreeSession(DraftSession):
         return self._read_nodes(tokens, parents, positions, visible)
 
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
-        within = [[node for node in of if self._reaches(frontier, row, node)] for row, of in enumerate(nodes)]
+        within = [[node for node in of if self._can_draft_below(frontier, row, node)] for row, of in enumerate(nodes)]
         found: list[list[Guess]] = [[] for _ in nodes]
         if any(within):
             logits, ids = self._read_frontier(frontier, within)
@@ -326,7 +326,7 @@ class TreeSession(DraftSession):
         rows = [dict(zip(read, guessed)) for read, guessed in zip(within, found, strict=True)]
         return [[made.get(node, NOTHING) for node in of] for of, made in zip(nodes, rows, strict=True)]
 
-    def _reaches(self, frontier: Frontier, row: int, node: int) -> bool:
+    def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
         """Whether the model can draft below a node."""
         return True
 

@@ -233,7 +233,7 @@ class LMSession(CachedSession):
             self.cache.positions = text.scatter(1, slots, nodes)
         return self._forward(tokens, positions, visible)
 
-    def _reaches(self, frontier: Frontier, row: int, node: int) -> bool:
+    def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
         model = self.drafter.model
         if model.max_positions is None or frontier.lengths[row] + len(frontier.path(row, node)) <= model.max_positions:
             return True

@@ -216,6 +216,6 @@ class StepSession(TreeSession):
         found = at_nodes(torch.cat(logits, 1), ends[:, None])
         return found.view(len(nodes), width, -1), self.drafter.draft_ids
 
-    def _reaches(self, frontier: Frontier, row: int, node: int) -> bool:
+    def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
         new = [above for above in frontier.path(row, node) if above >= frontier.read[row]]
         return len(new) <= self.drafter.depth

@@ -136,9 +136,8 @@ class _Beams:
         self.cache, self.slots = self.target.new_cache(count, slots), slots
         where = getattr(request.generator, "device", None)
         seed = int(torch.randint(2**62, (), generator=request.generator, device=where))
-        seeded = request.generator is not None  # then a text drafts from itself alone
-        keys = [""] * count if seeded else request.cache_keys
-        drafted = DraftRequest(count, slots, device=self.device, keys=keys, seeded=seeded)
+        seeded = request.generator is not None
+        drafted = DraftRequest(count, slots, device=self.device, keys=request.cache_keys, seeded=seeded)
         self.session = drafts.start(torch.tensor([prompt[0] for prompt in prompts]), drafted)
         self.all_searches = [
             Search(self.terms, prompt, limit, row, seed + row)
@@ -187,23 +186,16 @@ class _Beams:
 
     def advance(self, frontier: Frontier, features: Tensor) -> None:
         """Take all possible steps, drop the nodes that these leave behind, and finished searches."""
-        nodes, grown, more = [], [], []
-        most = self.slots - self.planner.nodes - self.beams - 1  # leave slots for the next round
+        shared = [search.length if self.session.reads_nodes else search.limit for search in self.searches]
         for search in self.searches:
-            begun = search.length
-            while not search.done:
-                self.look(search, [beam.node for beam in search.live if beam.node < search.read])
-                if not search.step():
-                    break
-            frontier.likely.append([of.likely for of in search.known])
-            # the text ends at or above the last round's beams: what is above these, a drafter has read
-            taken = len(search.prompt) + len(search.shared)
-            left, count = ([], 0) if search.done else search.prune(begun, most - taken)
-            nodes.append(left)
-            grown.append(count)
-            more.append(search.shared[len(search.shared) - count :])
+            search.advance(self.look)
+        frontier.likely = [[known.likely for known in search.known] for search in self.searches]
+        room = self.slots - self.planner.nodes - self.beams  # for the nodes of the next round
+        pruned = [search.prune(most, room) for search, most in zip(self.searches, shared, strict=True)]
+        nodes, grown = [left for left, _ in pruned], [count for _, count in pruned]
         self.session.keep(frontier, nodes, grown)
-        self.session.append(more)
+        texts = [search.shared for search in self.searches]
+        self.session.append([text[len(text) - count :] for text, count in zip(texts, grown, strict=True)])
         frontier.move(self.cache, self.roots, nodes)
         self.roots += to_device(torch.tensor(grown), self.device)
         order = [[0, *row][count:] for row, count in zip(nodes, grown, strict=True)]
@@ -238,8 +230,13 @@ class _Beams:
     # parts -----------------------------------------------------------------------------------------------------------
 
     def _frontier(self) -> Frontier:
-        rows = [(x.tokens, x.parents, len(x.prompt) + len(x.shared), x.read) for x in self.searches]
-        return Frontier(*zip(*rows), self.features)
+        return Frontier(
+            tokens=[search.tokens for search in self.searches],
+            parents=[search.parents for search in self.searches],
+            lengths=[len(search.prompt) + len(search.shared) for search in self.searches],
+            read=[search.read for search in self.searches],
+            features=self.features,
+        )
 
     def _take(self, frontier: Frontier, logits: Tensor) -> None:
         """Attach the target's logits [B, M, V] to its new nodes. Without processors, also list their successors."""

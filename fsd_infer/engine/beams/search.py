@@ -142,17 +142,19 @@ class Search:
         """Return the target's likely successors of a node that it has read."""
         return self.known[node].likely or NOTHING
 
-    def prune(self, shared: int, most: int) -> tuple[list[int], int]:
+    def prune(self, shared: int, slots: int) -> tuple[list[int], int]:
         """Drop all nodes but the live beams, those above, and read ones below.
 
         Args:
             shared: the root stays within this many tokens after the prompt.
-            most: if more nodes than this are left, those below the beams go, too.
+            slots: if prompt and nodes take more slots than this, those below the beams go, too.
 
         Returns:
             The nodes that are left, without the root, in their new order, and how many of them have become text. The
             last of these is the new root.
         """
+        if self.done:
+            return [], 0
         live, above = {beam.node for beam in self.live}, {0}
         for node in live:
             while node not in above:
@@ -163,23 +165,36 @@ class Search:
             if node and (parent in live or parent in below):
                 below.add(node)
         path, after = list[int](), [node for node in above if node and not self.parents[node]]
-        while len(after) == 1 and len(self.shared) + len(path) < shared:
+        while len(after) == 1 and not set(after) & live and len(self.shared) + len(path) < shared:
             path += after
             after = [node for node in above if self.parents[node] == path[-1]]
         others = above - {0, *path}
-        kept = path + sorted(others if len(above) + len(below) > most else others | below)
-        order = [[0, *path][-1], *kept[len(path) :]]
-        number = {node: place for place, node in enumerate(order)}
+        taken = len(self.prompt) + len(self.shared) + len(above) + len(below)
+        kept = path + sorted(others if taken > slots else others | below)
+        for node in above - live:
+            self.known[node] = Known()  # frees its logits
         self.shared += [self.tokens[node] for node in path]
-        self.read = sum(node < self.read for node in order)
-        self.live = [Beam(number[beam.node], beam.score) for beam in self.live]
-        self.parents = [0, *(number[self.parents[node]] for node in order[1:])]
-        self.tokens, self.keys = [self.tokens[node] for node in order], [self.keys[node] for node in order]
-        self.known = [Known() if node in above - live else self.known[node] for node in order]  # frees their logits
-        self.numbers = {(self.parents[node], self.tokens[node]): node for node in range(1, len(order))}
+        self._renumber([[0, *path][-1], *kept[len(path) :]])
         return kept, len(path)
 
+    def _renumber(self, nodes: list[int]) -> None:
+        """Keep these nodes, the new root first, in this order."""
+        number = {node: place for place, node in enumerate(nodes)}
+        self.read = sum(node < self.read for node in nodes)
+        self.live = [Beam(number[beam.node], beam.score) for beam in self.live]
+        self.parents = [0, *(number[self.parents[node]] for node in nodes[1:])]
+        self.tokens, self.keys = [self.tokens[node] for node in nodes], [self.keys[node] for node in nodes]
+        self.known = [self.known[node] for node in nodes]
+        self.numbers = {(self.parents[node], self.tokens[node]): node for node in range(1, len(nodes))}
+
     # steps
+
+    def advance(self, look: Callable[[Search, Sequence[int]], None]) -> None:
+        """Take all steps that the target's reading allows; ``look`` lists what is likely after nodes."""
+        while not self.done:
+            look(self, [beam.node for beam in self.live if beam.node < self.read])
+            if not self.step():
+                break
 
     def step(self) -> bool:
         """Take one step if the target has read all live beams; return whether it did."""
