@@ -207,11 +207,14 @@ class SlotCache(Cache):
             small as possible, elsewhere it is :attr:`window`, so that nothing is read on the host.
         """
         new, extra = sees.shape[1:]
-        slots = lengths[:, None] + torch.arange(extra - new, extra, device=lengths.device)
         start, used = None, self.window
         if lengths.device.type == "cpu":
             used = int(lengths.max()) + extra
             start = used - new if len(lengths) == 1 else None
+        if start is None:
+            slots = lengths[:, None] + torch.arange(extra - new, extra, device=lengths.device)
+        else:
+            slots = torch.arange(start, used)[None]
         self.set_write_slots(slots, start, used)
         self.text = lengths, sees
         self.recurrent.branches = Branches(sees, new - 1 if depth is None else depth)

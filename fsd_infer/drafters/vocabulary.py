@@ -40,7 +40,7 @@ class ContextVocabulary:
         self._extra: dict[int, int] = {}  # further ids and their places
         self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X] on the CPU; whether an id is in the row's text
         self._foreign: Tensor | None = None  # [B, 1, X] ~_own, on the target's device; None if no id is foreign
-        self._tail: nn.Module | None = None  # the rows of the further ids of the LM head
+        self._tail: nn.Linear | None = None  # the rows of the further ids of the LM head, in fp32
 
     def extend(self, texts: Sequence[Sequence[int]]) -> None:
         """Add the ids of the tokens that extend each row's text."""
@@ -55,7 +55,7 @@ class ContextVocabulary:
             self._own = torch.nn.functional.pad(self._own, (0, grown))
             extra = to_device(torch.tensor(list(self._extra)), self._draft_ids.device)
             self.ids = torch.cat([self._draft_ids, extra])
-            self._tail = self._target.reduced_lm_head(extra)
+            self._tail = self._target.reduced_lm_head(extra).float()  # bf16 takes longer on a CPU, for so few rows
         if not self._own[rows, places].all():
             self._own[rows, places] = True
             self._mark_foreign()
@@ -65,10 +65,19 @@ class ContextVocabulary:
         logits = self._target.lm_logits(features, self._lm_head)
         if self._tail is None:
             return logits
-        extra = self._target.lm_logits(features, self._tail)
+        extra = self._target.lm_logits(features.float(), self._tail).to(logits.dtype)
+        return self.masked(torch.cat([logits, extra], -1))
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Rule out the further ids of other rows' texts in logits [B, E, Vd + X], in place."""
         if self._foreign is not None:
-            extra = extra.masked_fill(self._foreign, NEVER)
-        return torch.cat([logits, extra], -1)
+            logits[..., len(self._draft_ids) :].masked_fill_(self._foreign, NEVER)
+        return logits
+
+    @property
+    def more(self) -> Tensor | None:
+        """[X, H] in fp32, the rows of the further ids of the LM head."""
+        return None if self._tail is None else self._tail.weight
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
