@@ -241,9 +241,8 @@ class _Beams:
     def _take(self, frontier: Frontier, logits: Tensor) -> None:
         """Attach the target's logits [B, M, V] to its new nodes. Without processors, also list their successors."""
         for search, of_row in zip(self.searches, logits, strict=True):
-            new = range(search.read, len(search.tokens))
-            for node, of_node in zip(new, of_row):
-                search.known[node].logits = of_node
+            for known, of_node in zip(search.known[search.read :], of_row):
+                known.logits = of_node
             search.read = len(search.tokens)
         if not self.processors:
             values, tokens = functional.topk_logprobs(logits, self.successors)
