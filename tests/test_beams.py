@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 import fsd_infer
 from fsd_core.errors import CacheMemoryError
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
-from fsd_infer.drafters import DraftRequest, DraftSession, LookupDrafter, RecycleDrafter
+from fsd_infer.drafters import LookupDrafter, RecycleDrafter
 from fsd_infer.engine.beams import BeamOptions
 from tests.beam_toys import doubled, drafters_for, noisy_target
 from tests.families import FAMILIES, VOCAB, tiny_model, tiny_prompts
@@ -207,20 +207,11 @@ def test_memory_is_bounded_and_refused_before_it_is_taken(target: Target) -> Non
     decoder.generate(prompts, max_cache_bytes=made.stats.cache_bytes, **options)
 
 
-class Unknown(Drafter):
-    name = "unknown"
-    max_nodes, max_depth = 2, 1
-
-    def start(self, first_tokens: torch.Tensor, request: DraftRequest) -> DraftSession:
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (dict(rule="fuzzy:js:0.3"), "rule 'fuzzy' has no meaning with num_beams > 1"),
         (dict(streamer=type("Shown", (), {"put": print, "end": lambda self: None})()), "beams change places"),
-        (dict(drafter=Unknown()), "drafter 'unknown' cannot draft for beams"),
         (dict(num_beams=1, beam_options=BeamOptions()), "beams are options of beam search"),
         (dict(beam_options=BeamOptions(join_every=4)), "but beam search keeps transformers' beams: sample"),
         (dict(beam_options=BeamOptions(confidence=0.5), do_sample=True), "nothing is drafted: leave it out"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fsd_core.registry import Registry
 from fsd_infer.device.cuda_graphs import Recorder
+from fsd_infer.drafters.frontier import Frontier, Guess
 from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.shape import TreeShape
@@ -86,6 +87,11 @@ class DraftSession(ABC):
     growth: Growth | None = None
 
     @property
+    def reads_nodes(self) -> bool:
+        """Whether a model reads the nodes of beams. Then these become text one round late, when it has read them."""
+        return any(part.reads_nodes for part in self.parts)
+
+    @property
     def on_host(self) -> bool:
         """Whether :meth:`draft` runs on the host, or reads numbers there."""
         return any(part.on_host for part in self.parts)
@@ -123,6 +129,30 @@ class DraftSession(ABC):
     @abstractmethod
     def draft(self, roots: Tensor) -> DraftTree:
         """Return a tree for each row. ``roots`` [B] are the last tokens of the texts."""
+
+    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
+        """Return the likely next tokens of nodes below the texts, for beams (:attr:`Drafter.drafts_beams`).
+
+        Args:
+            frontier: all nodes. Of those that the target has not read, the parents were asked for, or it has read them.
+            nodes: [B][M] some of each row, of one depth, which the target has not read.
+            count: most tokens to return for each.
+
+        Returns:
+            [B][M] log-probabilities and tokens, the likeliest first.
+        """
+        raise NotImplementedError
+
+    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        """Follow beams to the next round, before :meth:`append` gets the tokens by which the texts have grown.
+
+        Args:
+            frontier: the nodes of this round. The target has read them since, but for those without ``likely``.
+            nodes: [B] those that are left, without the root, in their new order.
+            grown: [B] how many of them have become text. The last of these is the new root.
+        """
+        for part in self.parts:
+            part.keep(frontier, nodes, grown)
 
     def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
         """Return what :meth:`learn` needs of a verification: :attr:`fact_count` tensors [B, ·].
@@ -236,6 +266,16 @@ class Drafter(ABC):
     def samples(self) -> bool:
         """Whether drafts at temperature > 0 can be drawn from q."""
         return any(part.samples for part in self.parts)
+
+    @property
+    def drafts_beams(self) -> bool:
+        """Whether sessions have :meth:`DraftSession.successors`. If not, beams are plain."""
+        return any(part.drafts_beams for part in self.parts)
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether :meth:`DraftSession.successors` reads the target's features."""
+        return any(part.reads_features for part in self.parts)
 
     @property
     def keeps_texts(self) -> bool:

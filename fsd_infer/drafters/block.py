@@ -85,6 +85,7 @@ class BlockDrafter(StepDrafter):
     """
 
     name = "block"
+    drafts_beams = reads_features = False  # its block follows the text's features
     head: BlockHead
     model: BlockModel
 

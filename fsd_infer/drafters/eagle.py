@@ -15,7 +15,9 @@ from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
-from fsd_infer.drafters.growth import TreeDrafter, TreeSession
+from fsd_infer.drafters.cached import CachedSession
+from fsd_infer.drafters.frontier import Frontier
+from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
@@ -78,6 +80,7 @@ class EagleDrafter(TreeDrafter):
 
     name = "eagle"
     model: HeadModel
+    drafts_beams = reads_features = True
     public = False
     trained_for: str | None = None
 
@@ -213,7 +216,7 @@ class EagleDrafter(TreeDrafter):
         return [self.head]
 
 
-class EagleSession(TreeSession):
+class EagleSession(CachedSession):
     """A session whose cache slot i holds the pair of token i+1 and feature i. ``lengths`` counts a row's pairs."""
 
     drafter: EagleDrafter
@@ -225,6 +228,7 @@ class EagleSession(TreeSession):
         target, width = drafter.target, drafter.head.config.hidden_size
         self.last = torch.zeros(request.batch, width, dtype=target.dtype, device=self.device)  # output at the root
         self._begun = False  # whether the prompt is read
+        self._outputs = self.last.new_zeros(request.batch, 0, width)  # [B, N, H] at nodes of beams, in this round
         self._features: Tensor  # [B, E, H] the head's outputs at the nodes that were expanded last
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
@@ -286,13 +290,46 @@ class EagleSession(TreeSession):
         kept = to_device(rows, self.device)
         self.unread = [(tokens[kept], features[kept], counts[kept]) for tokens, features, counts in self.unread]
         super().select(rows)
-        self.last = self.last[kept]
+        self.last, self._outputs = self.last[kept], self._outputs[kept]
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)
         given = visible, tokens, before, positions
         self._features, logits = self.drafter.step(self.cache, *given, self.vocabulary)
         return logits
+
+    def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """Read each node with the feature before it: the target's if it has read that node, else the estimate."""
+        unread = self._uncached(frontier, nodes)
+        more = 1 + max(map(len, frontier.tokens)) - self._outputs.shape[1]
+        self._outputs = torch.nn.functional.pad(self._outputs, (0, 0, 0, more))
+        for final in (True, False):
+            part = [[x for x in found if self._is_final(frontier, row, x) is final] for row, found in enumerate(unread)]
+            if any(part):
+                self._read_part(frontier, part, final)
+        logits = self.drafter.q_logits(at_nodes(self._outputs, frontier.numbers(nodes)), self.vocabulary)
+        return logits, self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
+
+    def _read_part(self, frontier: Frontier, nodes: Sequence[Sequence[int]], final: bool) -> None:
+        if self.vocabulary is not None:
+            self.vocabulary.extend([[tokens[node] for node in row] for tokens, row in zip(frontier.tokens, nodes)])
+        numbers, tokens, positions, visible = frontier.inputs(self.cache, self.lengths - 1, nodes)
+        parents = [[parents[node] for node in row] for parents, row in zip(frontier.parents, nodes)]
+        before = frontier.numbers(parents)
+        if final:
+            features = at_nodes(frontier.features, before.clamp_max(frontier.features.shape[1] - 1))
+            features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
+        else:
+            features = at_nodes(self._outputs, before)
+        outputs = self.drafter.model.forward(self.cache, visible, tokens, features, positions)
+        self._outputs = self._outputs.scatter(1, numbers[..., None].expand_as(outputs), outputs)
+
+    def _is_final(self, frontier: Frontier, row: int, node: int) -> bool:
+        return frontier.parents[row][node] < frontier.read[row]
+
+    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        super().keep(frontier, nodes, grown)
+        self._outputs = self._outputs[:, :0]
 
 
 def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.frontier import Frontier, Guess
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Nodes
 from fsd_infer.trees.growing import Growth
@@ -104,7 +105,7 @@ class FreeDrafter(Drafter):
 
     Attributes:
         largest: by device, the largest shape within which trees are chosen round by round.
-        reach: tokens of a context that its tables read.
+        reach: tokens of a context that its tables read at most.
         most_chosen: nodes that it drafts at least under ``tree="auto"``, which then chooses the nodes to verify.
 
     Raises:
@@ -113,7 +114,8 @@ class FreeDrafter(Drafter):
 
     largest: ClassVar[Mapping[str, TreeShape]] = LARGEST_OF_LM
     relative_cost = 0.0
-    reach: ClassVar[int]
+    reach: ClassVar[int] = 32
+    drafts_beams = True
     most_chosen: ClassVar[int] = 0
 
     @abstractmethod
@@ -152,7 +154,7 @@ class FreeSession(DraftSession):
     """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text.
 
     Attributes:
-        ends: the last token of each text.
+        tails: the last tokens of each text, as many as :attr:`FreeDrafter.reach`.
     """
 
     drafter: FreeDrafter
@@ -160,29 +162,50 @@ class FreeSession(DraftSession):
 
     def __init__(self, first_tokens: Tensor, request: DraftRequest) -> None:
         self.device, self.shape = request.device, request.shape
-        self.ends: list[int] = first_tokens.tolist()
+        self.tails: list[list[int]] = first_tokens[:, None].tolist()
 
     @abstractmethod
     def places(self) -> list[tuple[Table, Any]]:
         """Return the table of each text and the text's place in it."""
 
     def append(self, rows: Sequence[Sequence[int]]) -> None:
-        self.ends = [row[-1] if row else end for row, end in zip(rows, self.ends, strict=True)]
+        self.tails = [self._tail([*tail, *row]) for tail, row in zip(self.tails, rows, strict=True)]
+
+    def _tail(self, tokens: list[int]) -> list[int]:
+        return tokens[-self.drafter.reach :]
 
     def select(self, rows: Tensor) -> None:
-        self.ends = [self.ends[row] for row in rows.tolist()]
+        self.tails = [self.tails[row] for row in rows.tolist()]
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter = self.drafter
         rows = [
-            best_first(table, place, root, drafter.nodes, drafter.depth, drafter.least)
-            for (table, place), root in zip(self.places(), self.ends, strict=True)
+            best_first(table, place, tail[-1], drafter.nodes, drafter.depth, drafter.least)
+            for (table, place), tail in zip(self.places(), self.tails, strict=True)
         ]
         tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
         if self.shape is None or self.shape.prices is None:
             return tree
         self.growth = Growth(self.shape, len(rows))
         return tree.keep(self.growth.choose(tree))
+
+    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
+        rows = enumerate(zip(self.places(), nodes, strict=True))
+        return [
+            [likeliest_of(table.options(table.at(self.context(frontier, row, node))), count) for node in wanted]
+            for row, ((table, _), wanted) in rows
+        ]
+
+    def context(self, frontier: Frontier, row: int, node: int) -> list[int]:
+        """Return the last tokens of the text that ends with a node."""
+        tokens = frontier.tokens[row]
+        return self._tail([*self.tails[row], *(tokens[above] for above in frontier.path(row, node))])
+
+
+def likeliest_of(options: Options, count: int) -> Guess:
+    """Return the ``count`` likeliest options."""
+    best = sorted(options, key=lambda option: -option[1])[:count]
+    return [math.log(chance) for _, chance in best], [token for token, _ in best]
 
 
 def free_drafters() -> dict[str, type[FreeDrafter]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.free import likeliest_of
+from fsd_infer.drafters.frontier import Frontier, Guess
 from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.visits import likeliest
 
@@ -149,6 +152,26 @@ class GraftedSession(DraftSession):
             self.growth.asked_side = seconds is not None
             self.growth.side_seconds += seconds or 0.0
         return tree
+
+    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
+        found = [session.successors(frontier, nodes, count) for session in self._of_beams()]
+        return [[_either(guesses, count) for guesses in zip(*rows, strict=True)] for rows in zip(*found, strict=True)]
+
+    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        for session in self._of_beams():
+            session.keep(frontier, nodes, grown)
+
+    def _of_beams(self) -> list[DraftSession]:
+        parts = zip(self.parts, self.drafter.parts, strict=True)
+        return [session for session, part in parts if part.drafts_beams]
+
+
+def _either(guesses: Sequence[Guess], count: int) -> Guess:
+    """Return the likeliest tokens that either drafter proposes. What both do has the chance 1 - (1 - a)(1 - b)."""
+    missed: dict[int, float] = {}
+    for value, token in (pair for guess in guesses for pair in zip(*guess)):
+        missed[token] = missed.get(token, 1.0) * (1.0 - math.exp(min(value, 0.0)))
+    return likeliest_of([(token, 1.0 - miss) for token, miss in missed.items() if miss < 1.0], count)
 
 
 def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> DraftTree:

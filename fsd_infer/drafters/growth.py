@@ -27,6 +27,7 @@ from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
+from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.growing import Growth
@@ -319,3 +320,25 @@ class TreeSession(DraftSession):
         _, visible = self.cache.after_text(self.lengths, sees)
         positions = (self.lengths + (depth - 1))[:, None].expand_as(tokens)
         return self._read_nodes(tokens, parents, positions, visible)
+
+    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
+        within = [[node for node in of if self._can_draft_below(frontier, row, node)] for row, of in enumerate(nodes)]
+        found: list[list[Guess]] = [[] for _ in nodes]
+        if any(within):
+            logits, ids = self._read_frontier(frontier, within)
+            log_q, entries = functional.topk_logprobs(logits, min(count, logits.shape[-1]))
+            found = guesses(log_q, entries if ids is None else ids[entries], within)
+        rows = [dict(zip(read, guessed)) for read, guessed in zip(within, found, strict=True)]
+        return [[made.get(node, NOTHING) for node in of] for of, made in zip(nodes, rows, strict=True)]
+
+    def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
+        """Whether the model can draft below a node."""
+        return True
+
+    def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """Read nodes below several beams (:mod:`fsd_infer.drafters.cached`).
+
+        Returns:
+            Logits [B, M, Vd] of their successors, padded, and the target id of each entry of Vd; None if Vd = V.
+        """
+        raise NotImplementedError

@@ -6,6 +6,7 @@ The small LM grows trees as a draft head does (:mod:`fsd_infer.drafters.growth`)
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.errors import ModelLoadError, VocabularyMismatchError
-from fsd_core.tensors import at_nodes, to_device
+from fsd_core.tensors import at_nodes, padded, to_device
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
-from fsd_infer.drafters.growth import TreeDrafter, TreeSession
+from fsd_infer.drafters.cached import CachedSession
+from fsd_infer.drafters.frontier import Frontier
+from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
@@ -61,6 +64,7 @@ class LMDrafter(TreeDrafter):
 
     name = "lm"
     model: Target
+    drafts_beams = True
     largest = LARGEST_OF_LM
 
     def __init__(self, model: Target, target: Target, shape: TreeShape | None = None) -> None:
@@ -104,7 +108,7 @@ class LMDrafter(TreeDrafter):
         return {**super().describe(), "model": self.model.name}
 
 
-class LMSession(TreeSession):
+class LMSession(CachedSession):
     """A session that keeps the texts, because the small LM reads tokens instead of features.
 
     The accepted path often runs through expanded nodes. On a CPU their keys and values are moved to their final slots.
@@ -229,6 +233,27 @@ class LMSession(TreeSession):
             slots = self.lengths[:, None] + torch.arange(nodes.shape[1], device=self.device)
             self.cache.positions = text.scatter(1, slots, nodes)
         return self._forward(tokens, positions, visible)
+
+    def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
+        model = self.drafter.model
+        if model.max_positions is None or frontier.lengths[row] + len(frontier.path(row, node)) <= model.max_positions:
+            return True
+        warn_context(model.name, model.max_positions)
+        return False
+
+    def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        if bool((self.cached < self.lengths).any()):
+            self._read_roots()
+        unread = self._uncached(frontier, nodes)
+        _, tokens, positions, visible = frontier.inputs(self.cache, self.lengths - 1, unread)
+        logits = self._forward(tokens, positions, visible)
+        places = [[read.index(node) for node in wanted] for wanted, read in zip(nodes, unread, strict=True)]
+        return at_nodes(logits, to_device(padded(places).long(), self.device)), None
+
+    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        super().keep(frontier, nodes, grown)
+        if any(grown):
+            self.cached.copy_(self.lengths)
 
     def _forward(self, tokens: Tensor, positions: Tensor, visible: Tensor, keep: int = 0) -> Tensor:
         drafter, model = self.drafter, self.drafter.model

@@ -43,6 +43,7 @@ class ParallelEagleDrafter(EagleDrafter):
     """
 
     name = "p-eagle"
+    drafts_beams = reads_features = False
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
+from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.rules.verification import Verdict
 from fsd_infer.tree import DraftTree
 
@@ -161,23 +162,16 @@ class RecycleDrafter(FreeDrafter):
 
 
 class RecycleSession(FreeSession):
-    """A session with the last tokens of each row and their tables.
+    """A session with the table of each row.
 
     Attributes:
-        last: up to two last tokens of each text.
         recycled: the drafter's table for every row, or a table per row.
     """
 
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(first_tokens, request)
         self.drafter: RecycleDrafter = drafter
-        self.last: list[list[int]] = [[] for _ in range(request.batch)]
         self.recycled = drafter.tables(request.batch, request.keys is None)
-
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
-        super().append(rows)
-        for last, row in zip(self.last, rows, strict=True):
-            last[:] = [*last, *row[-2:]][-2:]
 
     fact_count = 5
 
@@ -192,7 +186,7 @@ class RecycleSession(FreeSession):
         numbers = (x.long().tolist() for x in (nodes, choice, tokens, parents))
         made = (x.tolist() for x in (log_p, verdict.path, verdict.tokens, verdict.accepted))
         width = choice.shape[1] // nodes.shape[1]
-        rows = zip(self.recycled, self.last, *numbers, *made, strict=True)
+        rows = zip(self.recycled, self.tails, *numbers, *made, strict=True)
         for recycled, last, seen, ids, drafted, parents_of, chances, way, emitted, count in rows:
             if count < 0:  # a finished row of a recorded batch
                 continue
@@ -205,12 +199,19 @@ class RecycleSession(FreeSession):
                 these = slice(place * width, (place + 1) * width)
                 recycled.remember(contexts[seen[place]], ids[these], chances[these])
 
+    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        for row, (recycled, left, count) in enumerate(zip(self.recycled, nodes, grown, strict=True)):
+            tokens, parents = frontier.tokens[row], frontier.parents[row]
+            for node in left[:count]:
+                recycled.learn(self.context(frontier, row, parents[node]), tokens[node])
+            for node, known in enumerate(frontier.likely[row][frontier.read[row] :], frontier.read[row]):
+                if known is not None:
+                    log_p = [min(value, 0.0) for value in known[0]]
+                    recycled.remember(self.context(frontier, row, node), known[1][: recycled.width], log_p)
+
     def places(self) -> list[tuple[Table, Any]]:
-        rows = zip(self.recycled, self.last, self.ends, strict=True)
-        return [(recycled, (*last[-2:-1], root)) for recycled, last, root in rows]
+        return [(recycled, tuple(tail)) for recycled, tail in zip(self.recycled, self.tails, strict=True)]
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
-        kept = rows.tolist()
-        self.last = [self.last[row] for row in kept]
-        self.recycled = [self.recycled[row] for row in kept]
+        self.recycled = [self.recycled[row] for row in rows.tolist()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.registry import Registry
-from fsd_core.tensors import at_nodes, to_device
+from fsd_core.tensors import at_nodes, padded, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
+from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.heads.hub import find_published
 from fsd_infer.targets.target import Target
@@ -42,6 +43,8 @@ class StepDrafter(TreeDrafter):
         draft_ids: [Vd] target id of each entry of its distributions; None if Vd = V.
         model: what keeps keys and values for it; None: nothing.
     """
+
+    drafts_beams = reads_features = True
 
     def __init__(
         self,
@@ -190,3 +193,29 @@ class StepSession(TreeSession):
         ends = self._survival < math.log(self._least)  # decided before anything is drawn
         found, entries, drawn = super()._candidates(logits, scores.masked_fill(ends, -math.inf), sees)
         return found.masked_fill(ends[..., None], -math.inf), entries, drawn
+
+    def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """Step from the last node above each that the target has read. Each of these nodes is a row of its own."""
+        width, device = max(map(len, nodes)), self.device
+        paths, before = [], []
+        for row, wanted in enumerate(nodes):
+            for node in [*wanted, *[0] * (width - len(wanted))]:
+                path = frontier.path(row, node)
+                known = sum(above < frontier.read[row] for above in path)
+                before.append(row * frontier.features.shape[1] + ([0, *path][known]))
+                paths.append([frontier.tokens[row][above] for above in path[known:]] or [0])
+        kept, tokens = self.last, to_device(padded(paths), device)
+        final = frontier.features[..., : self.drafter.target.hidden_size].flatten(0, 1)
+        self.last = final[to_device(torch.tensor(before), device)]
+        state, logits = self._begin(tokens[:, 0]), []
+        for depth in range(tokens.shape[1]):
+            of_depth, state = self._step(depth, tokens[:, depth : depth + 1], state)
+            logits.append(of_depth)
+        self.last = kept
+        ends = to_device(torch.tensor([len(path) - 1 for path in paths]), device)
+        found = at_nodes(torch.cat(logits, 1), ends[:, None])
+        return found.view(len(nodes), width, -1), self.drafter.draft_ids
+
+    def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
+        new = [above for above in frontier.path(row, node) if above >= frontier.read[row]]
+        return len(new) <= self.drafter.depth

@@ -62,6 +62,8 @@ class TranslatedDrafter(LMDrafter):
         ModelLoadError: the small LM has recurrent layers.
     """
 
+    drafts_beams = False  # a node of the target's tokens may be several of the small LM's
+
     def _fit(self, model: Target, target: Target) -> int:
         if model.tokenizer is None or target.tokenizer is None:
             raise VocabularyMismatchError("translating between two vocabularies needs the tokenizers of both models.")

@@ -1,4 +1,4 @@
-"""The rounds of speculative beams: draft the next beams, read the forest in one forward, take all possible steps."""
+"""The rounds of speculative beams: draft the next beams, read all nodes in one forward, take all possible steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fsd_core.tensors import at_nodes, lists, padded, to_device
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.cores import Team
 from fsd_infer.device.memory import check_caches
-from fsd_infer.drafters.base import Drafter
+from fsd_infer.drafters.base import Drafter, DraftRequest, NoDrafter
+from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.engine import Outcome, Request
-from fsd_infer.engine.beams.forest import Begun, Forest, Node, lay_out
-from fsd_infer.engine.beams.options import BeamOptions, check_beam_request, filled
-from fsd_infer.engine.beams.proposers import needs_features, proposer_of
-from fsd_infer.engine.beams.sampling import Draw, chances_of_width, draw, dynamic_width, guesses_of
-from fsd_infer.engine.beams.search import Beam, Hypothesis, Planner, Search, Terms, most_nodes
+from fsd_infer.engine.beams.options import BeamOptions, can_draft, check_beam_request, filled
+from fsd_infer.engine.beams.plan import Planner
+from fsd_infer.engine.beams.sampling import Draw, chances_of_width, draw, dynamic_width
+from fsd_infer.engine.beams.search import Hypothesis, Search, Terms
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts
@@ -45,7 +45,7 @@ def decode_beams(
 
     Args:
         target: the target.
-        drafter: of a kind that :func:`proposer_of` knows.
+        drafter: beams are plain, with a warning, unless it :attr:`~.Drafter.drafts_beams`.
         rules: `exact` for every prompt.
         request: see there; without callbacks.
         config: with ``num_beams``, ``num_return_sequences``, ``length_penalty`` and ``early_stopping``.
@@ -56,8 +56,7 @@ def decode_beams(
         its processors allow no more, the others are empty.
 
     Raises:
-        FsdError: another rule, a streamer, incompatible options, recurrent layers, a drafter that cannot draft for
-            beams, and errors of
+        FsdError: another rule, callbacks, incompatible options, recurrent layers, and errors of
             :func:`fsd_infer.request.prompts.check_prompts`.
         ContextLengthError: a prompt that leaves no room in the target's context.
         CacheMemoryError: KV caches that exceed the free or allowed memory; nothing is allocated then.
@@ -69,13 +68,19 @@ def decode_beams(
         beams.prefill()
         while beams.searches:
             team.fit()
-            nodes = beams.draft()
-            beams.advance(nodes, beams.read(nodes))
+            frontier = beams.draft()
+            beams.advance(frontier, beams.verify(frontier))
     return beams.outcome(config.num_return_sequences or 1)
 
 
 class _Beams:
-    """The searches of a batch. Trees, texts and scores are on the CPU, the models' outputs on their device."""
+    """The searches of a batch. Nodes, texts and scores are on the CPU, the models' outputs on their device.
+
+    Attributes:
+        searches: the unfinished ones, B of them.
+        roots: [B] slot of each root.
+        features: [B, R, F] the target's features at the nodes that it has read, the root first.
+    """
 
     def __init__(
         self, target: Target, drafter: Drafter, request: Request, config: GenerationConfig, options: BeamOptions
@@ -91,7 +96,8 @@ class _Beams:
         self.target, self.drafter, self.request = target, drafter, request
         self.device = target.device
         self.sampled = not request.greedy
-        self.options = filled(options, request, self.beams, drafter, self.device)
+        self.drafts = drafter if can_draft(drafter) else NoDrafter(target.vocab_size)
+        self.options = filled(options, request, self.beams, self.drafts, self.device)
         self.processors = TreeProcessors(request.processors, len(request.prompts))
         self.terms = Terms(
             beams=self.beams,
@@ -111,35 +117,34 @@ class _Beams:
         self.prefill_seconds = 0.0
 
     def _allocate(self, limits: Sequence[int]) -> None:
-        """Allocate forests and caches. Raises CacheMemoryError."""
-        prompts, options, request = self.request.prompts, self.options, self.request
-        # the nodes of this round and of the last, and the spare slot
-        extra = 2 * (most_nodes(options, self.beams) + self.beams) + 1
+        """Allocate searches and caches. Raises CacheMemoryError."""
+        prompts, options, request, drafts = self.request.prompts, self.options, self.request, self.drafts
+        # the nodes of this round and of the last, and the slot that padding is written to
+        extra = 2 * (options.most_nodes(self.beams) + self.beams) + 1
         slots = extra + max(  # joined beams share all but the last tokens
             len(prompt) + min(self.beams * limit, limit + self.beams * (options.join_every or limit))
             for prompt, limit in zip(prompts, limits, strict=True)
         )
         count = len(prompts)
-        self.cache_bytes = self.target.cache_bytes(count, slots) + self.drafter.cache_bytes(count, slots)
-        if needs_features(self.drafter):  # the target's, and the head's own
+        self.cache_bytes = self.target.cache_bytes(count, slots) + drafts.cache_bytes(count, slots)
+        if drafts.reads_features:  # the target's, and the head's own
             width = self.target.hidden_size
             element = torch.empty((), dtype=self.target.dtype).element_size()
             self.cache_bytes += count * slots * width * (2 + len(self.target.captured_layers)) * element
-        held = self.target.held_bytes + self.drafter.held_bytes
+        held = self.target.held_bytes + drafts.held_bytes
         check_caches(self.cache_bytes, count, slots, self.device, request.max_cache_bytes, held)
-        self.cache = self.target.new_cache(count, slots)
+        self.cache, self.slots = self.target.new_cache(count, slots), slots
         where = getattr(request.generator, "device", None)
         seed = int(torch.randint(2**62, (), generator=request.generator, device=where))
-        forests = [Forest(prompt, slots, seed + row) for row, prompt in enumerate(prompts)]
-        keys: Sequence[str | None] = request.cache_keys or [None] * count
-        if request.generator is not None:  # with a seed, a text drafts from itself alone
-            keys = [""] * count
-        self.forests, self.slots, self.keys = forests, slots, keys
+        seeded = request.generator is not None
+        drafted = DraftRequest(count, slots, device=self.device, keys=request.cache_keys, seeded=seeded)
+        self.session = drafts.start(torch.tensor([prompt[0] for prompt in prompts]), drafted)
         self.all_searches = [
-            Search(self.terms, forest, limit, row)
-            for row, (forest, limit) in enumerate(zip(forests, limits, strict=True))
+            Search(self.terms, prompt, limit, row, seed + row)
+            for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
-        self.searches = list(self.all_searches)  # the unfinished ones
+        self.searches = list(self.all_searches)
+        self.planner = Planner(self.terms, options, self.session, self.look, self.successors)
 
     # a round ---------------------------------------------------------------------------------------------------------
 
@@ -148,42 +153,53 @@ class _Beams:
         prompts = self.request.prompts
         tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
         features, logits = read_prompts(self.target, self.cache, tokens, lengths, sights=self.request.sights)
-        begun = Begun(self.forests, self.slots, tokens, lengths, self.keys, features)
-        self.proposer = proposer_of(self.drafter, begun)
-        self.planner = Planner(self.terms, self.options, self.proposer, self.look, self.successors)
-        roots = [forest.trunk[:1] for forest in self.forests]
-        self._take(roots, logits)
+        self.roots = to_device(lengths - 1, self.device)
+        if tokens.shape[1] > 1:  # a head reads a token with the feature before it
+            self.session.extend(to_device(tokens[:, 1:], self.device), features[:, :-1], self.roots.clone())
+            self.session.append([prompt[1:] for prompt in prompts])
+        self.features = features[:, :0]
+        frontier = self._frontier()
+        self._take(frontier, logits)
         self.clock.lap("prefill")
-        self.advance(roots, at_nodes(features, to_device(lengths - 1, self.device)[:, None]))
+        self.advance(frontier, at_nodes(features, self.roots[:, None]))
         self.prefill_seconds = self.clock.seconds
 
-    def draft(self) -> list[list[Node]]:
-        nodes = self.planner.plan(self.searches)
+    def draft(self) -> Frontier:
+        """Append drafts to each search, and return all nodes."""
+        frontier = self._frontier()
+        self.planner.plan(self.searches, frontier)
         self.clock.lap("draft")
-        return nodes
+        return frontier
 
-    def read(self, nodes: Sequence[Sequence[Node]]) -> Tensor:
-        """Run the target over these nodes, [B] rows, at least one node in each; return its features [B, M, F]."""
-        layout = lay_out(self.forests, nodes, self.device)
-        self.cache.set_write_slots(layout.slots, layout.start, layout.visible.shape[-1], layout.at)
-        logits, features = self.target.forward(layout.tokens, layout.positions, layout.visible, self.cache)
-        self._take(nodes, logits)
+    def verify(self, frontier: Frontier) -> Tensor:
+        """Run the target over the nodes that it has not read; return its features at all nodes, [B, N, F]."""
+        new = [range(search.read, len(search.tokens)) for search in self.searches]
+        numbers, tokens, positions, visible = frontier.inputs(self.cache, self.roots, new)
+        logits, features = self.target.forward(tokens, positions, visible, self.cache)
+        self._take(frontier, logits)
         for search in self.searches:
             search.record.target_forwards += 1
         self.clock.lap("target")
-        return features
+        more = 1 + max(map(len, frontier.tokens)) - self.features.shape[1]
+        known = torch.nn.functional.pad(self.features, (0, 0, 0, more))
+        return known.scatter(1, numbers[..., None].expand_as(features), features)
 
-    def advance(self, nodes: Sequence[Sequence[Node]], features: Tensor) -> None:
-        """Take all possible steps, tell the proposer what was read, and drop finished searches."""
-        grown: list[list[Node]] = []
+    def advance(self, frontier: Frontier, features: Tensor) -> None:
+        """Take all possible steps, drop the nodes that these leave behind, and finished searches."""
+        shared = [search.length if self.session.reads_nodes else search.limit for search in self.searches]
         for search in self.searches:
-            before = len(search.forest.trunk)
-            while not search.done:
-                self.look(search.row, [beam.node for beam in search.live if beam.node.verified])
-                if not search.step():
-                    break
-            grown.append(search.forest.trunk[before:])
-        self.proposer.observe(nodes, features, grown)
+            search.advance(self.look)
+        frontier.likely = [[known.likely for known in search.known] for search in self.searches]
+        room = self.slots - self.planner.nodes - self.beams  # for the nodes of the next round
+        pruned = [search.prune(most, room) for search, most in zip(self.searches, shared, strict=True)]
+        nodes, grown = [left for left, _ in pruned], [count for _, count in pruned]
+        self.session.keep(frontier, nodes, grown)
+        texts = [search.shared for search in self.searches]
+        self.session.append([text[len(text) - count :] for text, count in zip(texts, grown, strict=True)])
+        frontier.move(self.cache, self.roots, nodes)
+        self.roots += to_device(torch.tensor(grown), self.device)
+        order = [[0, *row][count:] for row, count in zip(nodes, grown, strict=True)]
+        self.features = at_nodes(features, frontier.numbers(order).clamp_max(features.shape[1] - 1))
         self._put_aside()
         self.clock.lap("search")
 
@@ -192,7 +208,7 @@ class _Beams:
         seconds = self.clock.seconds
         rows = []
         for search in self.all_searches:
-            row = search.record.finish(self.prefill_seconds, search.forest.prompt, self.drafter.proposers)
+            row = search.record.finish(self.prefill_seconds, search.prompt, self.drafter.proposers)
             if self.request.measure_log_likelihood and search.finished:
                 score = search.finished[0].score
                 row.mean_log_likelihood = score * row.new_tokens ** (self.terms.length_penalty - 1.0)
@@ -213,59 +229,69 @@ class _Beams:
 
     # parts -----------------------------------------------------------------------------------------------------------
 
-    def _take(self, nodes: Sequence[Sequence[Node]], logits: Tensor) -> None:
-        """Attach the target's logits [B, M, V] to these nodes. Without processors, also list their successors."""
-        for wanted, of_row in zip(nodes, logits, strict=True):
-            for node, of_node in zip(wanted, of_row):
-                node.verified, node.logits = True, of_node
+    def _frontier(self) -> Frontier:
+        return Frontier(
+            tokens=[search.tokens for search in self.searches],
+            parents=[search.parents for search in self.searches],
+            lengths=[len(search.prompt) + len(search.shared) for search in self.searches],
+            read=[search.read for search in self.searches],
+            features=self.features,
+        )
+
+    def _take(self, frontier: Frontier, logits: Tensor) -> None:
+        """Attach the target's logits [B, M, V] to its new nodes. Without processors, also list their successors."""
+        for search, of_row in zip(self.searches, logits, strict=True):
+            for known, of_node in zip(search.known[search.read :], of_row):
+                known.logits = of_node
+            search.read = len(search.tokens)
         if not self.processors:
             values, tokens = functional.topk_logprobs(logits, self.successors)
-            for row, (search, wanted) in enumerate(zip(self.searches, nodes, strict=True)):
-                self._list(search.row, wanted, values[row, : len(wanted)], tokens[row, : len(wanted)])
+            for row, search in enumerate(self.searches):
+                new = range(frontier.read[row], search.read)
+                self._list(search, new, values[row, : len(new)], tokens[row, : len(new)])
 
-    def look(self, row: int, nodes: Sequence[Node]) -> None:
-        """Set ``likely`` and ``rest`` of nodes that the target has read, of one depth and one prompt.
-
-        Args:
-            row: the prompt's index in the request.
-            nodes: of its forest.
-        """
-        unseen = [node for node in nodes if node.likely is None]
+    def look(self, search: Search, nodes: Sequence[int]) -> None:
+        """Set ``likely`` and ``rest`` of nodes of one depth that the target has read."""
+        unseen = [node for node in nodes if search.known[node].likely is None]
         if unseen:
-            scores = self._processed(row, unseen)
+            scores = self._processed(search, unseen)
             total = scores.double().exp().sum(-1) if self.sampled else 1.0
-            self._list(row, unseen, *scores.topk(self.successors), total)
+            self._list(search, unseen, *scores.topk(self.successors), total)
 
     @staticmethod
-    def _list(row: int, nodes: Sequence[Node], values: Tensor, tokens: Tensor, total: Tensor | float = 1.0) -> None:
-        """Set ``likely`` and ``rest`` of M nodes of one prompt.
+    def _list(
+        search: Search, nodes: Sequence[int], values: Tensor, tokens: Tensor, total: Tensor | float = 1.0
+    ) -> None:
+        """Set ``likely`` and ``rest`` of M nodes.
 
         Args:
-            row: the prompt's index in the request.
+            search: whose nodes these are.
             nodes: M of them.
             values: [M, C] the largest log-probabilities, descending.
             tokens: [M, C] their tokens.
             total: [M] probability of all successors.
         """
         rests = total - values.double().exp().sum(-1)
-        for node, known, ids, (rest,) in zip(nodes, *lists(values, tokens, rests[:, None]), strict=True):
-            if not known[0] < math.inf:  # NaN sorts as the largest number
+        for node, values_of, ids, (rest,) in zip(nodes, *lists(values, tokens, rests[:, None]), strict=True):
+            if not values_of[0] < math.inf:  # NaN sorts as the largest number
                 raise NonFiniteLogitsError(
-                    f"the target's log-probabilities in row {row} are NaN or +inf. Check its weights and dtype (fp16 "
-                    "overflows; bf16 or fp32 do not), and the request's logits processors."
+                    f"the target's log-probabilities in row {search.row} are NaN or +inf. Check its weights and dtype "
+                    "(fp16 overflows; bf16 or fp32 do not), and the request's logits processors."
                 )
-            known = [value for value in known if value > -math.inf]
-            node.likely, node.rest = (known, ids[: len(known)]), max(rest, 0.0)
+            finite = [value for value in values_of if value > -math.inf]
+            known = search.known[node]
+            known.likely, known.rest = (finite, ids[: len(finite)]), max(rest, 0.0)
 
-    def _processed(self, row: int, nodes: Sequence[Node]) -> Tensor:
-        """Return the target's processed log-probabilities [M, V], fp32, at nodes of one depth of one prompt."""
-        logits = torch.stack([node.logits for node in nodes if node.logits is not None])
+    def _processed(self, search: Search, nodes: Sequence[int]) -> Tensor:
+        """Return the target's processed log-probabilities [M, V], fp32, at nodes of one depth that it has read."""
+        logits = torch.stack([of for node in nodes if (of := search.known[node].logits) is not None])
         scores = logits.float().log_softmax(-1)
         if not self.processors:
             return scores
         if not self.processors.contextual:
             return self.processors.context_free(scores)
-        return self.processors.texts(scores, self._texts(row, [node.text() for node in nodes]), row)
+        texts = self._texts(search.row, [search.text(node) for node in nodes])
+        return self.processors.texts(scores, texts, search.row)
 
     def _texts(self, row: int, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return a prompt followed by each of M texts of one length, [M, T], as ``generate`` would."""
@@ -277,18 +303,27 @@ class _Beams:
         stops: Tensor = self.request.criteria(self._texts(row, texts), None)
         return stops.tolist()
 
-    def _draw(self, row: int, live: Sequence[Beam], count: int) -> list[Draw]:
-        nodes, scores = [beam.node for beam in live], [beam.score for beam in live]
-        return draw(nodes, scores, count, lambda node: self._processed(row, [node])[0].double().exp().cpu())
+    def _draw(self, search: Search, count: int) -> list[Draw]:
+        nodes = [beam.node for beam in search.live]
+        return draw(
+            [search.keys[node] for node in nodes],
+            [beam.score for beam in search.live],
+            [search.likely(node) for node in nodes],
+            [search.known[node].rest for node in nodes],
+            count,
+            lambda beam: self._processed(search, [nodes[beam]])[0].double().exp().cpu(),
+        )
 
-    def _width(self, live: Sequence[Beam]) -> int:
+    def _width(self, search: Search) -> int:
         """Return the dynamic width of a step, see :mod:`fsd_infer.engine.beams.sampling`."""
         assert self.options.confidence is not None
+        target = [search.likely(beam.node) for beam in search.live]
         chances = chances_of_width(
-            [beam.score for beam in live],
-            *guesses_of([beam.node for beam in live]),
+            [beam.score for beam in search.live],
+            target,
+            [search.known[beam.node].proposed or known for beam, known in zip(search.live, target)],
             self.beams,
-            self.planner.breadth_of(self.beams),
+            self.options.breadth(self.beams),
             self.terms.candidates,
             self.terms.eos_token_ids,
         )
@@ -296,20 +331,21 @@ class _Beams:
 
     def _put_aside(self) -> None:
         """Record the answers of finished searches, and drop their rows."""
-        going = [place for place, search in enumerate(self.searches) if not search.done]
+        going = [row for row, search in enumerate(self.searches) if not search.done]
         if len(going) == len(self.searches):
             return
-        for place, search in enumerate(self.searches):
+        for row, search in enumerate(self.searches):
             if search.done:
                 self._record(search)
-                self.proposer.finish(place, search.record.tokens)
-        self.searches = [self.searches[place] for place in going]
+                self.session.finish(row, search.prompt, search.record.tokens)
+        self.searches = [self.searches[row] for row in going]
         if not going:
             return
         rows = torch.tensor(going)
-        self.forests[:] = [self.forests[place] for place in going]  # the proposer's list, too
         self.cache.select(rows)
-        self.proposer.select(rows)
+        self.session.select(rows)
+        kept = to_device(rows, self.device)
+        self.roots, self.features = self.roots[kept], self.features[kept]
 
     def _record(self, search: Search) -> None:
         record = search.record

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -89,6 +91,16 @@ class BeamOptions:
                 raise FsdError(f"beam option {part!r}: {written!r} is not a number that {name} can be.")
         return cls(**values)
 
+    def breadth(self, width: int) -> int:
+        """Return the number of nodes drafted for a step that keeps ``width`` beams. Needs ``spread``."""
+        assert self.spread is not None
+        return math.ceil(self.spread * width)
+
+    def most_nodes(self, beams: int) -> int:
+        """Return the most nodes of a round, besides the beams' own. Needs ``depth`` and ``spread``."""
+        assert self.depth is not None
+        return self.depth * self.breadth(beams) if self.nodes is None else self.nodes
+
     def given(self) -> dict[str, Any]:
         """Return the options that are set."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -116,6 +128,19 @@ def filled(options: BeamOptions, request: Request, beams: int, drafter: Drafter,
     nodes = default.nodes if options.given().keys().isdisjoint(("depth", "spread", "nodes")) else options.nodes
     spread = default.spread if options.spread is None else options.spread
     return replace(options, depth=depth, spread=spread, nodes=nodes)
+
+
+def can_draft(drafter: Drafter) -> bool:
+    """Return whether a drafter, or a part of it, drafts for beams. Warns about what does not, by name."""
+    for part in drafter.parts or [drafter]:
+        if not part.drafts_beams and not isinstance(part, NoDrafter):
+            warnings.warn(
+                f"drafter {part.name or type(part).__name__!r} drafts below one text only, not below the beams of a "
+                "search: it drafts nothing with num_beams > 1. Lookup, recycling, draft heads and small models of the "
+                "target's vocabulary do.",
+                stacklevel=2,
+            )
+    return drafter.drafts_beams
 
 
 def check_beam_request(rules: Sequence[Rule], request: Request) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import padded
-from fsd_infer.engine.beams.forest import Guess, Node
+from fsd_infer.drafters.frontier import Guess
 
 Draw = tuple[float, int, int]  # score, beam, token
 RACES = 64  # simulated for the dynamic width
@@ -39,39 +39,45 @@ def exponentials(keys: Sequence[int], tokens: Tensor) -> Tensor:
     return -(((x >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53).log()
 
 
-def arrivals(nodes: Sequence[Node], scores: Sequence[float], lists: Sequence[Guess]) -> Tensor:
+def arrivals(keys: Sequence[int], scores: Sequence[float], lists: Sequence[Guess]) -> Tensor:
     """ln of the time at which each listed successor arrives, [R, C]; inf where a list is shorter than the longest.
 
     Args:
-        nodes: R of them.
+        keys: of R nodes, hashes of their texts.
         scores: ln of each node's weight.
         lists: of each node the log-probabilities of some successors, and their tokens.
     """
     tokens = padded([tokens for _, tokens in lists]).long()
     values = padded([values for values, _ in lists], -math.inf).double()
     weights = values + torch.tensor(scores, dtype=torch.double)[:, None]
-    return exponentials([node.key for node in nodes], tokens).log() - weights
+    return exponentials(keys, tokens).log() - weights
 
 
 def draw(
-    nodes: Sequence[Node], scores: Sequence[float], count: int, weights_of: Callable[[Node], Tensor]
+    keys: Sequence[int],
+    scores: Sequence[float],
+    lists: Sequence[Guess],
+    rests: Sequence[float],
+    count: int,
+    weights_of: Callable[[int], Tensor],
 ) -> list[Draw]:
-    """Draw up to ``count`` successors of ``nodes`` without replacement, in order.
+    """Draw up to ``count`` successors of the live beams without replacement, in order.
 
-    A successor's weight is exp(score of its node + its processed log-probability). Successors in ``Node.likely`` have
-    arrival times. The others, which no drafter lists, arrive as one Poisson process. Its waiting time is exponential
-    with their total weight as rate, and a draw by weight picks one of them.
+    A successor's weight is exp(score of its beam + its processed log-probability). The listed successors have arrival
+    times. The others, which no drafter lists, arrive as one Poisson process. Its waiting time is exponential with their
+    total weight as rate, and a draw by weight picks one of them.
 
     Args:
-        nodes: the live beams, with ``likely`` set.
+        keys: of the beams, as in :func:`arrivals`.
         scores: of the beams.
+        lists: of each beam the log-probabilities of its likeliest successors, and their tokens.
+        rests: of each beam the total probability of the other successors.
         count: of draws.
-        weights_of: returns exp of the processed log-probabilities of all successors of a node, [V] fp64; called only
-            for a draw outside ``likely``.
+        weights_of: returns exp of the processed log-probabilities of all successors of the i-th beam, [V] fp64; called
+            only for a draw outside ``lists``.
     """
-    lists = [node.likely or ([], []) for node in nodes]
     highest = max(scores)
-    times = arrivals(nodes, [score - highest for score in scores], lists)
+    times = arrivals(keys, [score - highest for score in scores], lists)
     first, where = times.flatten().sort()
     drawn: list[tuple[float, int, int, float]] = []  # ln time, beam, token, log-probability
     for time, place in zip(first[:count].tolist(), where[:count].tolist()):
@@ -79,9 +85,9 @@ def draw(
         if time < math.inf:
             drawn.append((time, beam, lists[beam][1][column], lists[beam][0][column]))
 
-    generator = torch.Generator().manual_seed(hash(tuple(node.key for node in nodes)))
+    generator = torch.Generator().manual_seed(hash(tuple(keys)))
     shares = torch.tensor(scores, dtype=torch.double).sub(highest).exp()
-    rates = shares * torch.tensor([node.rest for node in nodes])
+    rates = shares * torch.tensor(rests)
     others: dict[int, Tensor] = {}  # weights of a beam's successors that are not listed
     waited = 0.0
     while (total := float(rates.sum())) > 0.0:
@@ -90,7 +96,7 @@ def draw(
             break
         beam = int(torch.multinomial(rates, 1, generator=generator))
         if beam not in others:
-            others[beam] = weights_of(nodes[beam])
+            others[beam] = weights_of(beam)
             others[beam][lists[beam][1]] = 0.0
         weights = others[beam]
         if weights.any():  # else the rate was a rounding error
@@ -153,12 +159,6 @@ def chances_of_width(
 def dynamic_width(chances: Sequence[float], confidence: float, fewest: int) -> int:
     """Return max(fewest, largest n whose probability is at least ``confidence``)."""
     return max([fewest, *(n for n, chance in enumerate(chances, 1) if chance >= confidence)])
-
-
-def guesses_of(nodes: Sequence[Node]) -> tuple[list[Guess], list[Guess]]:
-    """Return the target's and the drafter's likely successors of these read nodes; the target's if not proposed."""
-    target = [node.likely or ([], []) for node in nodes]
-    return target, [node.proposed or known for node, known in zip(nodes, target)]
 
 
 def _aligned(

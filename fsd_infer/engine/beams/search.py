@@ -1,33 +1,27 @@
-"""One prompt's beam search, step by step as in transformers' ``_beam_search``, and the choice of nodes to draft.
+"""One prompt's beam search, step by step as in transformers' ``_beam_search``.
 
-The choice simulates the search's next steps with the drafter's probabilities. A forward allows a step if it has read
-all beams that the step before kept. So drafts must be the beams of the next steps, not each beam's likeliest
-continuations. In each simulated step, candidates of all beams compete by the beam's score plus the drafter's
-log-probabilities, and the best become nodes. A node that the target has read in an earlier round uses the target's
-log-probabilities.
+Its nodes are those of one row of a :class:`.Frontier`: below the last token that all live beams share, the beams, what
+lies above them, and what the target has read below them.
 """
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsd_infer.engine.beams.forest import Forest, Node
-from fsd_infer.engine.beams.options import BeamOptions
-from fsd_infer.engine.beams.proposers import Proposer
-from fsd_infer.engine.beams.sampling import Draw, arrivals
-from fsd_infer.engine.stats import RowRecord
+from torch import Tensor
 
-Look = Callable[[int, Sequence[Node]], None]
+from fsd_infer.drafters.frontier import NOTHING, Guess
+from fsd_infer.engine.beams.sampling import Draw
+from fsd_infer.engine.stats import RowRecord
 
 
 class Beam(NamedTuple):
     """An unfinished text, and the sum of its processed log-probabilities."""
 
-    node: Node
+    node: int
     score: float
 
 
@@ -50,9 +44,8 @@ class Terms:
         early_stopping: as in ``GenerationConfig``.
         stops: ``stops(prompt's index, texts)`` -> [K], whether stopping criteria end each of K texts (tokens after the
             prompt); None: there are no criteria.
-        draw: for beam sampling, ``draw(prompt's index, live beams, count)`` -> ordered candidates; None: take the
-            likeliest.
-        width: dynamic width of the next step, given the live beams; None: W.
+        draw: for beam sampling, ``draw(search, count)`` -> ordered candidates; None: take the likeliest.
+        width: dynamic width of the next step of a search; None: W.
         join_every: keep one beam alone after every this many steps; None: never.
     """
 
@@ -61,8 +54,8 @@ class Terms:
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     stops: Callable[[int, list[list[int]]], list[bool]] | None = None
-    draw: Callable[[int, Sequence[Beam], int], list[Draw]] | None = None
-    width: Callable[[Sequence[Beam]], int] | None = None
+    draw: Callable[[Search, int], list[Draw]] | None = None
+    width: Callable[[Search], int] | None = None
     join_every: int | None = None
 
     @property
@@ -71,16 +64,41 @@ class Terms:
         return max(2, 1 + len(self.eos_token_ids))
 
 
+@dataclass
+class Known:
+    """What is known about the successors of a node.
+
+    Attributes:
+        logits: [V] the target's; None before it has read the node.
+        likely: the target's likeliest, by its processed log-probabilities; None: not listed yet.
+        rest: total probability of the successors that are not in ``likely``.
+        proposed: the drafter's guess of ``likely``; None: not asked.
+    """
+
+    logits: Tensor | None = None
+    likely: Guess | None = None
+    rest: float = 0.0
+    proposed: Guess | None = None
+
+
 class Search:
     """One prompt's search.
 
     Args:
         terms: of the request.
-        forest: the prompt's.
+        prompt: token ids.
         limit: most new tokens.
         row: the prompt's index in the request.
+        key: of the root.
 
     Attributes:
+        shared: the tokens after the prompt up to the root.
+        tokens: of each node, the root first.
+        parents: number of each node's parent; the root's is 0.
+        keys: of each node, a 64-bit hash of its text.
+        known: of each node.
+        numbers: of the nodes, by parent and token.
+        read: number of leading nodes that the target has read.
         live: the beams, best first.
         finished: the best W finished answers so far, best first.
         length: new tokens of the live beams.
@@ -88,17 +106,99 @@ class Search:
         record: of the best answer, complete once the search has ended.
     """
 
-    def __init__(self, terms: Terms, forest: Forest, limit: int, row: int) -> None:
-        self.terms, self.forest, self.limit, self.row = terms, forest, limit, row
-        self.live = [Beam(forest.trunk[0], 0.0)]
+    def __init__(self, terms: Terms, prompt: list[int], limit: int, row: int, key: int) -> None:
+        self.terms, self.prompt, self.limit, self.row = terms, prompt, limit, row
+        self.shared: list[int] = []
+        self.tokens, self.parents, self.keys, self.known = prompt[-1:], [0], [key], [Known()]
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.read = 0
+        self.live = [Beam(0, 0.0)]
         self.finished: list[Hypothesis] = []
         self.length = 0
         self.done = False
         self.record = RowRecord()
 
+    # nodes
+
+    def child(self, parent: int, token: int) -> int:
+        """Return the node of this successor, created on first use."""
+        node = self.numbers.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.keys.append(hash((self.keys[parent], token)))
+            self.known.append(Known())
+        return node
+
+    def text(self, node: int) -> list[int]:
+        """Return the tokens after the prompt up to this node's."""
+        path = []
+        while node:
+            path.append(self.tokens[node])
+            node = self.parents[node]
+        return self.shared + path[::-1]
+
+    def likely(self, node: int) -> Guess:
+        """Return the target's likely successors of a node that it has read."""
+        return self.known[node].likely or NOTHING
+
+    def prune(self, shared: int, slots: int) -> tuple[list[int], int]:
+        """Drop all nodes but the live beams, those above, and read ones below.
+
+        Args:
+            shared: the root stays within this many tokens after the prompt.
+            slots: if prompt and nodes take more slots than this, those below the beams go, too.
+
+        Returns:
+            The nodes that are left, without the root, in their new order, and how many of them have become text. The
+            last of these is the new root.
+        """
+        if self.done:
+            return [], 0
+        live, above = {beam.node for beam in self.live}, {0}
+        for node in live:
+            while node not in above:
+                above.add(node)
+                node = self.parents[node]
+        below: set[int] = set()
+        for node, parent in enumerate(self.parents):
+            if node and (parent in live or parent in below):
+                below.add(node)
+        path, after = list[int](), [node for node in above if node and not self.parents[node]]
+        while len(after) == 1 and not set(after) & live and len(self.shared) + len(path) < shared:
+            path += after
+            after = [node for node in above if self.parents[node] == path[-1]]
+        others = above - {0, *path}
+        taken = len(self.prompt) + len(self.shared) + len(above) + len(below)
+        kept = path + sorted(others if taken > slots else others | below)
+        for node in above - live:
+            self.known[node] = Known()  # frees its logits
+        self.shared += [self.tokens[node] for node in path]
+        self._renumber([[0, *path][-1], *kept[len(path) :]])
+        return kept, len(path)
+
+    def _renumber(self, nodes: list[int]) -> None:
+        """Keep these nodes, the new root first, in this order."""
+        number = {node: place for place, node in enumerate(nodes)}
+        self.read = sum(node < self.read for node in nodes)
+        self.live = [Beam(number[beam.node], beam.score) for beam in self.live]
+        self.parents = [0, *(number[self.parents[node]] for node in nodes[1:])]
+        self.tokens, self.keys = [self.tokens[node] for node in nodes], [self.keys[node] for node in nodes]
+        self.known = [self.known[node] for node in nodes]
+        self.numbers = {(self.parents[node], self.tokens[node]): node for node in range(1, len(nodes))}
+
+    # steps
+
+    def advance(self, look: Callable[[Search, Sequence[int]], None]) -> None:
+        """Take all steps that the target's reading allows; ``look`` lists what is likely after nodes."""
+        while not self.done:
+            look(self, [beam.node for beam in self.live if beam.node < self.read])
+            if not self.step():
+                break
+
     def step(self) -> bool:
         """Take one step if the target has read all live beams; return whether it did."""
-        if any(beam.node.likely is None for beam in self.live):
+        if any(beam.node >= self.read for beam in self.live):
             return False
         width, last = self._width(), self.length + 1 >= self.limit
         candidates = self._candidates(self.terms.candidates * width)
@@ -107,9 +207,8 @@ class Search:
         # as in transformers, finished candidates count among the first W only
         self._finish([draw for draw, end in zip(candidates[:width], ends) if end], last)
         best = sorted(going, key=lambda draw: -draw[0])[:width]
-        self.live = [Beam(self.live[beam].node.child(token), score) for score, beam, token in best]
+        self.live = [Beam(self.child(self.live[beam].node, token), score) for score, beam, token in best]
         self.length += 1
-        self.forest.prune([beam.node for beam in self.live])
         self.done = last or not self.live or self._decided()
         return True
 
@@ -122,15 +221,15 @@ class Search:
         most = self.most_kept(self.length + 1)
         if self.terms.width is None or most == 1 or self.length + 1 >= self.limit:
             return most
-        return self.terms.width(self.live)
+        return self.terms.width(self)
 
     def _candidates(self, count: int) -> list[Draw]:
         """Return the likeliest successors of the live beams or, in beam sampling, drawn ones in their order."""
         if self.terms.draw is not None:
-            return self.terms.draw(self.row, self.live, count)
+            return self.terms.draw(self, count)
         candidates: list[Draw] = []
         for place, beam in enumerate(self.live):
-            values, tokens = beam.node.likely or ([], [])
+            values, tokens = self.likely(beam.node)
             scores = array("f", [beam.score + value for value in values])  # sums in fp32, as in transformers
             candidates += [(score, place, token) for score, token in zip(scores, tokens)]
         return sorted(candidates, key=lambda draw: -draw[0])[:count]  # stable: of equals, the better beam's is first
@@ -140,7 +239,7 @@ class Search:
         ends = [last or token in self.terms.eos_token_ids for _, _, token in candidates]
         if self.terms.stops is None or not candidates:
             return ends
-        texts = {beam: self.live[beam].node.text() for _, beam, _ in candidates}
+        texts = {beam: self.text(self.live[beam].node) for _, beam, _ in candidates}
         stops = self.terms.stops(self.row, [[*texts[beam], token] for _, beam, token in candidates])
         return [end or stop for end, stop in zip(ends, stops)]
 
@@ -152,7 +251,7 @@ class Search:
         for score, beam, token in ended:
             stopped = not last or token in self.terms.eos_token_ids
             (penalised,) = array("f", [score / divisor])
-            self.finished.append(Hypothesis(penalised, [*self.live[beam].node.text(), token], stopped))
+            self.finished.append(Hypothesis(penalised, [*self.text(self.live[beam].node), token], stopped))
         self.finished.sort(key=lambda answer: -answer.score)
         del self.finished[self.terms.beams :]
 
@@ -165,83 +264,3 @@ class Search:
         hopeful = self.terms.early_stopping == "never" and self.terms.length_penalty > 0.0
         length = self.limit if hopeful else self.length
         return self.live[0].score / length**self.terms.length_penalty <= self.finished[-1].score
-
-
-def most_nodes(options: BeamOptions, beams: int) -> int:
-    """Return the most nodes of a round, besides the beams' own. ``options`` need ``depth`` and ``spread``."""
-    assert options.depth is not None and options.spread is not None
-    return options.depth * math.ceil(options.spread * beams) if options.nodes is None else options.nodes
-
-
-class Planner:
-    """The choice of each round's nodes.
-
-    Args:
-        terms: of the request.
-        options: with ``depth`` and ``spread``.
-        proposer: of the drafter.
-        look: ``look(prompt's index, nodes)`` sets ``likely`` of nodes that the target has read.
-        successors: how many successors of a node are listed.
-    """
-
-    def __init__(self, terms: Terms, options: BeamOptions, proposer: Proposer, look: Look, successors: int) -> None:
-        assert options.depth is not None and options.spread is not None
-        self.terms, self.proposer, self.look, self.successors = terms, proposer, look, successors
-        self.depth, self.spread = options.depth, options.spread
-        self.nodes = most_nodes(options, terms.beams)
-
-    def breadth_of(self, width: int) -> int:
-        """Return the number of nodes for a step that keeps ``width`` beams."""
-        return math.ceil(self.spread * width)
-
-    def plan(self, searches: Sequence[Search]) -> list[list[Node]]:
-        """Choose and place the nodes that the target reads for each search: unread beams, then drafts."""
-        unread = [[beam.node for beam in search.live if not beam.node.verified] for search in searches]
-        for search, nodes in zip(searches, unread):
-            search.forest.make_room(len(nodes) + self.nodes, [beam.node for beam in search.live])
-            for node in nodes:
-                search.forest.place(node)
-        drafts: list[list[Node]] = [[] for _ in searches]
-        frontiers = [list(search.live) for search in searches]
-        for level in range(1, self.depth + 1):
-            for row, search in enumerate(searches):
-                # the last step needs no further reading
-                if search.length + level >= search.limit or len(drafts[row]) >= self.nodes:
-                    frontiers[row] = []
-            if not any(frontiers):
-                break
-            self._ask(searches, frontiers)
-            for row, (search, frontier) in enumerate(zip(searches, frontiers, strict=True)):
-                frontiers[row] = []
-                for beam in self.next_beams(frontier, search.most_kept(search.length + level)):
-                    if beam.node.slot < 0:
-                        if len(drafts[row]) >= self.nodes:
-                            continue
-                        search.forest.place(beam.node)
-                        drafts[row].append(beam.node)
-                    frontiers[row].append(beam)
-        return [nodes + row for nodes, row in zip(unread, drafts)]
-
-    def _ask(self, searches: Sequence[Search], frontiers: Sequence[Sequence[Beam]]) -> None:
-        """Set ``likely`` or ``proposed`` of all these nodes."""
-        for search, frontier in zip(searches, frontiers, strict=True):
-            self.look(search.row, [beam.node for beam in frontier if beam.node.verified])
-        unread = [[beam.node for beam in frontier if not beam.node.verified] for frontier in frontiers]
-        self.proposer.propose(unread, self.successors)
-
-    def next_beams(self, frontier: Sequence[Beam], width: int) -> list[Beam]:
-        """Return the likely beams of the next step, which keeps ``width``."""
-        lists = [beam.node.likely or beam.node.proposed or ([], []) for beam in frontier]
-        candidates = [
-            (beam.score + value, place, token)
-            for place, (beam, guess) in enumerate(zip(frontier, lists, strict=True))
-            for value, token in zip(*guess)
-        ]
-        candidates.sort(key=lambda draw: -draw[0])
-        if self.terms.draw is not None and candidates:
-            times = arrivals([beam.node for beam in frontier], [beam.score for beam in frontier], lists).tolist()
-            columns = [{token: column for column, token in enumerate(tokens)} for _, tokens in lists]
-            candidates.sort(key=lambda draw: times[draw[1]][columns[draw[1]][draw[2]]])
-            candidates = sorted(candidates[: self.terms.candidates * width], key=lambda draw: -draw[0])
-        going = [draw for draw in candidates if draw[2] not in self.terms.eos_token_ids][: self.breadth_of(width)]
-        return [Beam(frontier[place].node.child(token), score) for score, place, token in going]

@@ -1,0 +1,93 @@
+"""The choice of nodes to draft: the search's next steps, simulated with the drafter's probabilities.
+
+A forward allows a step if it has read all beams that the step before kept. So drafts must be the beams of the next
+steps, not each beam's likeliest continuations. In each simulated step, candidates of all beams compete by the beam's
+score plus the drafter's log-probabilities, and the best become nodes. A node that the target has read in an earlier
+round uses the target's log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fsd_infer.drafters.base import DraftSession
+from fsd_infer.drafters.frontier import NOTHING, Frontier
+from fsd_infer.engine.beams.options import BeamOptions
+from fsd_infer.engine.beams.sampling import Draw, arrivals
+from fsd_infer.engine.beams.search import Beam, Search, Terms
+
+
+class Planner:
+    """The choice of each round's nodes.
+
+    Args:
+        terms: of the request.
+        options: with ``depth`` and ``spread``.
+        session: the drafter's.
+        look: ``look(search, nodes)`` lists ``likely`` of nodes that the target has read.
+        successors: how many successors of a node are listed.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        options: BeamOptions,
+        session: DraftSession,
+        look: Callable[[Search, Sequence[int]], None],
+        successors: int,
+    ) -> None:
+        self.terms, self.options, self.session, self.look, self.successors = terms, options, session, look, successors
+        self.nodes = options.most_nodes(terms.beams)
+
+    def plan(self, searches: Sequence[Search], frontier: Frontier) -> None:
+        """Append drafts to the nodes of each search, which the frontier shows."""
+        most = [len(search.tokens) + self.nodes for search in searches]
+        frontiers = [list(search.live) for search in searches]
+        for level in range(1, (self.options.depth or 0) + 1):
+            for row, search in enumerate(searches):
+                # the last step needs no further reading
+                if search.length + level >= search.limit or len(search.tokens) >= most[row]:
+                    frontiers[row] = []
+            if not any(frontiers):
+                break
+            self._ask(searches, frontier, frontiers)
+            for row, search in enumerate(searches):
+                likely = self._next_beams(search, frontiers[row], search.most_kept(search.length + level))
+                frontiers[row] = [
+                    Beam(search.child(parent, token), score)
+                    for score, parent, token in likely
+                    if len(search.tokens) < most[row] or (parent, token) in search.numbers
+                ]
+
+    def _ask(self, searches: Sequence[Search], frontier: Frontier, frontiers: Sequence[Sequence[Beam]]) -> None:
+        """List what is likely after all these nodes, by the target or by the drafter."""
+        for search, beams in zip(searches, frontiers, strict=True):
+            self.look(search, [beam.node for beam in beams if beam.node < search.read])
+        unread = [
+            [beam.node for beam in beams if beam.node >= search.read]
+            for search, beams in zip(searches, frontiers, strict=True)
+        ]
+        if any(unread):
+            found = self.session.successors(frontier, unread, self.successors)
+            for search, nodes, guesses in zip(searches, unread, found, strict=True):
+                for node, guess in zip(nodes, guesses, strict=True):
+                    search.known[node].proposed = guess
+
+    def _next_beams(self, search: Search, beams: Sequence[Beam], width: int) -> list[Draw]:
+        """Return score, parent and token of the likely beams of the next step, which keeps ``width``."""
+        known = [search.known[beam.node] for beam in beams]
+        lists = [of.likely or of.proposed or NOTHING for of in known]
+        candidates = [
+            (beam.score + value, place, token)
+            for place, (beam, guess) in enumerate(zip(beams, lists, strict=True))
+            for value, token in zip(*guess)
+        ]
+        candidates.sort(key=lambda draw: -draw[0])
+        if self.terms.draw is not None and candidates:
+            keys = [search.keys[beam.node] for beam in beams]
+            times = arrivals(keys, [beam.score for beam in beams], lists).tolist()
+            columns = [{token: column for column, token in enumerate(tokens)} for _, tokens in lists]
+            candidates.sort(key=lambda draw: times[draw[1]][columns[draw[1]][draw[2]]])
+            candidates = sorted(candidates[: self.terms.candidates * width], key=lambda draw: -draw[0])
+        going = [draw for draw in candidates if draw[2] not in self.terms.eos_token_ids]
+        return [(score, beams[place].node, token) for score, place, token in going[: self.options.breadth(width)]]

@@ -1,0 +1,232 @@
+"""Every drafter drafts below several beams as it does below one text; one that cannot is named, and beams are plain."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsd_core.tensors import padded
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import (
+    Drafter,
+    DraftRequest,
+    DraftSession,
+    GraftedDrafter,
+    LMDrafter,
+    LookupDrafter,
+    NoDrafter,
+    RecycleDrafter,
+)
+from fsd_infer.drafters.free import FreeDrafter, FreeSession, Options, Table
+from fsd_infer.drafters.frontier import Frontier, Guess
+from fsd_infer.drafters.loading import load_drafter
+from tests.beam_toys import doubled
+from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tell, tiny_head, tiny_model, tiny_prompts
+from tests.published_blocks import tiny_target
+from tests.published_heads import layout
+from tests.simulated_device import SIM, SimulatedDevice
+
+SHAPE = TreeShape(depth=3, width=3, nodes=20)
+
+
+def published(name: str) -> Callable[[Path], tuple[Target, Drafter]]:
+    def made(directory: Path) -> tuple[Target, Drafter]:
+        target = Target(tiny_target())
+        return target, load_drafter(str(layout(name).write(directory / "head")), target, SHAPE)
+
+    return made
+
+
+def of_llama(kind: Callable[[Target], Drafter]) -> Callable[[Path], tuple[Target, Drafter]]:
+    def made(directory: Path) -> tuple[Target, Drafter]:
+        target = Target(doubled("llama"))
+        return target, kind(target)
+
+    return made
+
+
+KINDS = {
+    "head": of_llama(lambda target: tiny_head(target, SHAPE)),
+    "head of fused layers": of_llama(lambda target: tiny_head(target, SHAPE, fused_layers=(0, 1))),
+    "small LM": of_llama(lambda target: LMDrafter(Target(noisy_model("llama").double()), target, SHAPE)),
+    "windows": of_llama(lambda target: LMDrafter(Target(doubled("mistral")), target, SHAPE)),
+    **{name: published(name) for name in ("medusa", "hydra", "mlp speculator")},
+}  # fmt: skip
+
+
+def features_of(target: Target, text: Sequence[int]) -> Tensor:
+    return target.features(torch.tensor([text]))[0]
+
+
+def opened(target: Target, drafter: Drafter, texts: list[list[int]]) -> DraftSession:
+    """A session that has read these texts."""
+    session = drafter.start(torch.tensor([text[0] for text in texts]), DraftRequest(len(texts), 60))
+    read = [features_of(target, text)[:-1] for text in texts]
+    features = torch.nn.utils.rnn.pad_sequence(read, batch_first=True)
+    tell(session, padded([text[1:] for text in texts]), features, torch.tensor([len(text) - 1 for text in texts]))
+    return session
+
+
+def children(target: Target, drafter: Drafter, text: list[int], path: Sequence[int] = ()) -> dict[int, float]:
+    """What a drafter proposes after a text and drafts below it: tokens and log-probabilities."""
+    tree = opened(target, drafter, [text]).draft(torch.tensor(text[-1:]))
+    tokens, node = tree.tokens[0].tolist(), 0
+    for token in path:
+        node = next(child for child in tree.child[0, node].nonzero()[:, 0].tolist() if tokens[child] == token)
+    log_q = tree.scores[0] - tree.scores[0, node]
+    return {tokens[child]: float(log_q[child]) for child in tree.child[0, node].nonzero()[:, 0].tolist()}
+
+
+def same(guess: Guess, wanted: dict[int, float]) -> None:
+    assert guess[1] == sorted(wanted, key=lambda token: -wanted[token]) and len(wanted) == 3
+    assert guess[0] == pytest.approx([wanted[token] for token in guess[1]], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_successors_of_a_beam_are_those_of_its_text(kind: str, tmp_path: Path) -> None:
+    """Below beams that the target has read or not, in rows of different lengths, before and after some are dropped."""
+    target, drafter = KINDS[kind](tmp_path)
+    texts = [[1, 2, 3, 1, 2, 3, 1], [2, 3]]
+    session = opened(target, drafter, texts)
+
+    def frontier(tokens: list[list[int]], parents: list[list[int]], read: list[int], below: list[list[int]]) -> Any:
+        ends = [
+            [features_of(target, text + path_of(row, node))[-1] for node in range(count)]
+            for row, (text, count) in enumerate(zip(below, read))
+        ]
+        return Frontier(
+            tokens,
+            parents,
+            list(map(len, below)),
+            read,
+            torch.nn.utils.rnn.pad_sequence(list(map(torch.stack, ends)), True),
+        )
+
+    def path_of(row: int, node: int) -> list[int]:
+        path = []
+        while node:
+            path.insert(0, tokens[row][node])
+            node = parents[row][node]
+        return path
+
+    # the root, two beams that are read, and two that are not; a row with one of each
+    tokens, parents = [[1, 0, 2, 3, 1], [3, 1, 2]], [[0, 0, 0, 1, 1], [0, 0, 1]]
+    beams = frontier(tokens, parents, [3, 2], texts)
+    found = session.successors(beams, [[3, 4], [2]], 3)
+    for row, nodes in enumerate([[3, 4], [2]]):
+        for node, guess in zip(nodes, found[row], strict=True):
+            same(guess, children(target, drafter, texts[row] + path_of(row, node)))
+    best = found[0][0][1][0]  # a draft below a beam: from the drafter's own estimate
+    tokens[0].append(best)
+    parents[0].append(3)
+    same(session.successors(beams, [[5], []], 3)[0][0], children(target, drafter, [*texts[0], 0, 3], [best]))
+
+    # the target reads all nodes; the first row's text grows by a token, and node 2 is dropped
+    session.keep(beams, [[1, 3, 4, 5], [1, 2]], [1, 0])
+    session.append([[0], []])
+    texts = [[*texts[0], 0], texts[1]]
+    tokens, parents = [[0, 3, 1, best, 1, 2], [3, 1, 2, 0]], [[0, 0, 0, 1, 3, 2], [0, 0, 1, 2]]
+    beams = frontier(tokens, parents, [4, 3], texts)
+    for nodes in ([[5], [3]], [[4], []]):
+        for row, guesses in enumerate(session.successors(beams, nodes, 3)):
+            for node, guess in zip(nodes[row], guesses, strict=True):
+                same(guess, children(target, drafter, texts[row] + path_of(row, node)))
+    session.select(torch.tensor([1]))
+    beams = Frontier(tokens[1:], parents[1:], [2], [3], beams.features[1:])
+    tokens[1].append(1)
+    parents[1].append(3)
+    assert len(session.successors(beams, [[4]], 3)[0][0][1]) == 3
+
+
+class Follows(Table):
+    """What followed a token last time in the texts."""
+
+    def __init__(self, after: dict[int, int]) -> None:
+        self.after = after
+
+    def at(self, context: Sequence[int]) -> int:
+        return context[-1]
+
+    def step(self, place: int, token: int) -> int:
+        return token
+
+    def options(self, place: int) -> Options:
+        return [(self.after[place], 0.8)] if place in self.after else []
+
+
+class BigramDrafter(FreeDrafter):
+    """A user's own drafter: it needs to know nothing about beams."""
+
+    name = "bigram"
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, depth=4, nodes=8, least=0.05)
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
+        return BigramSession(self, first_tokens, request)
+
+
+class BigramSession(FreeSession):
+    def __init__(self, drafter: BigramDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
+        super().__init__(first_tokens, request)
+        self.drafter, self.after = drafter, dict[int, int]()
+
+    def append(self, rows: Sequence[Sequence[int]]) -> None:
+        for tail, row in zip(self.tails, rows, strict=True):
+            self.after.update(zip([tail[-1], *row], row))
+        super().append(rows)
+
+    def places(self) -> list[tuple[Table, Any]]:
+        return [(Follows(self.after), tail[-1]) for tail in self.tails]
+
+
+@pytest.mark.parametrize("beams", [2, 3])
+def test_a_drafter_of_ones_own_drafts_for_beams(beams: int) -> None:
+    target, prompts = Target(doubled("llama")), tiny_prompts()
+    wanted = reference(target.model, prompts, num_beams=beams, max_new_tokens=32)
+    forwards = {}
+    for drafter in (NoDrafter(VOCAB), BigramDrafter()):
+        with warnings.catch_warnings(action="error"):
+            made = FuzzyDecoder(target, drafter).generate(prompts, num_beams=beams, max_new_tokens=32, do_sample=False)
+        assert made.sequences == wanted
+        forwards[drafter.name] = made.stats.target_forwards
+    assert forwards["bigram"] < forwards["none"]
+
+
+def test_a_drafter_below_one_text_leaves_beams_plain_and_is_named() -> None:
+    target, prompts = Target(doubled("llama")), tiny_prompts()
+    options: dict[str, Any] = dict(num_beams=2, max_new_tokens=12, do_sample=False)
+    plain = FuzzyDecoder(target, NoDrafter(VOCAB)).generate(prompts, **options)
+    oracle, lookup = OracleDrafter(target), LookupDrafter(VOCAB)
+    with pytest.warns(UserWarning, match="'oracle' drafts below one text only") as told:
+        made = FuzzyDecoder(target, oracle).generate(prompts, **options)
+    assert len(told) == 1 and made.sequences == plain.sequences
+    assert made.stats.target_forwards == plain.stats.target_forwards
+    looked_up = FuzzyDecoder(target, lookup).generate(prompts, **options)
+    with pytest.warns(UserWarning, match="'oracle'"):
+        made = FuzzyDecoder(target, GraftedDrafter(oracle, lookup)).generate(prompts, **options)
+    assert made.sequences == plain.sequences and made.stats.target_forwards == looked_up.stats.target_forwards
+
+
+@pytest.mark.parametrize("kind", ["lm", "graft"])
+def test_beams_on_another_device_are_those_of_the_cpu(kind: str) -> None:
+    options: dict[str, Any] = dict(num_beams=3, max_new_tokens=12, do_sample=False, beams="depth=3,spread=1.5")
+
+    def run(device: torch.device) -> tuple[list[list[int]], int]:
+        target = Target(tiny_model("mistral").to(device))
+        drafter: Drafter = LMDrafter(Target(noisy_model("mistral").to(device)), target)
+        if kind == "graft":
+            drafter = GraftedDrafter(tiny_head(target, draft_vocab_size=64), RecycleDrafter(VOCAB))
+        made = FuzzyDecoder(target, drafter).generate(tiny_prompts(), **options)
+        return made.sequences, made.stats.target_forwards
+
+    wanted = run(torch.device("cpu"))
+    with SimulatedDevice():
+        assert run(SIM) == wanted
