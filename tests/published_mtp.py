@@ -114,12 +114,12 @@ def _root() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def checkpoint(family: str, count: int = 1) -> Path:
+def checkpoint(family: str, count: int = 1, vocabulary: int = V) -> Path:
     """Write a random target with MTP layers."""
-    directory = Path(_root().name) / f"{family}-{count}"
+    directory = Path(_root().name) / f"{family}-{count}-{vocabulary}"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+        config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], "vocab_size": vocabulary})
         if hasattr(config, "num_nextn_predict_layers"):
             config.num_nextn_predict_layers = count
         model: Any = AutoModelForCausalLM.from_config(config)

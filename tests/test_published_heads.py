@@ -37,10 +37,14 @@ MOSTLY_SLOW = [name if name in FAST else pytest.param(name, marks=SLOW) for name
 CHAIN, TREE = TreeShape.chain(8), TreeShape(depth=3, width=3, nodes=10)
 
 
-@cache
 def target(name: str = "") -> Target:
     """The target of a layout."""
-    return mtp_target(**layout(name).config) if name in MTP else Target(tiny_target())
+    return mtp_target(**layout(name).config) if name in MTP else usual_target()
+
+
+@cache
+def usual_target() -> Target:
+    return Target(tiny_target())
 
 
 @pytest.fixture(scope="module")
@@ -356,22 +360,26 @@ def code_of(text: tuple[int, ...]) -> int:
 
 # the table in docs/heads.md ------------------------------------------------------------------------------------------
 
-TRAINED = {"dspark of speculators"}  # tests/test_block_training.py trains and exports it
+DSPARK = "dspark of speculators"  # tests/test_block_training.py trains and exports it
 
 
-def layouts_of(test: Any) -> set[str]:
+def layouts_of(test: Any, named: str = "name", prefix: str = "") -> set[str]:
     """The layouts that a test is run with."""
-    (given,) = [mark.args[1] for mark in test.pytestmark if mark.name == "parametrize" and mark.args[0] == "name"]
-    return {case if isinstance(case, str) else case.values[0] for case in given}
+    (given,) = [mark.args[1] for mark in test.pytestmark if mark.name == "parametrize" and mark.args[0] == named]
+    return {prefix + (case if isinstance(case, str) else case.values[0]) for case in given}
 
 
 def test_the_table_marks_what_is_tested(repo_root: Path) -> None:
+    from tests import test_mtp_training as mtp  # Lightning loads slowly
+
+    fits = (mtp.test_a_fit_learns_and_its_export_drafts, mtp.test_what_is_exported_fits_into_the_targets_own_checkpoint)
+    trained, exported = (layouts_of(test, "family", "mtp of ") - {"mtp of llama"} | {DSPARK} for test in fits)
     answers = layouts_of(test_greedy_answers_are_the_targets_own)
     columns = {
         "loads": layouts_of(test_every_node_has_the_estimate_of_a_plain_computation),
         "chain": answers, "tree": answers, "law": layouts_of(test_sampled_answers_have_the_targets_law),
         "lossy": layouts_of(test_a_lossy_rule_has_its_law), "batch": answers,
-        "captured": layouts_of(test_recorded_rounds_answer_as_eager_ones), "trained": TRAINED, "exported": TRAINED,
+        "captured": layouts_of(test_recorded_rounds_answer_as_eager_ones), "trained": trained, "exported": exported,
     }  # fmt: skip
     assert all(done <= set(LAYOUTS) for done in columns.values())
     page = (repo_root / "docs" / "heads.md").read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,9 @@ from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
 from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.drafters.steps import HEADS
 from fsd_infer.drafters.vocabulary import ContextVocabulary
+from fsd_infer.heads.kinds import MTP
 from fsd_infer.heads.layers import mask_for
 from fsd_infer.heads.mtp import EMBEDDINGS, LM_HEAD, Layout, MtpFiles, find_mtp, said_layers
 from fsd_infer.targets.stack import StackOwner
@@ -110,14 +113,16 @@ class MtpHead(nn.Module):
         self.config = SimpleNamespace(hidden_size=wide, num_layers=count, fused_layers=(), draft_vocab_size=None)
         self._rotary: tuple[Any, ...] = (target.decoder.rotary_emb,)  # the target's, no part of this module
 
-    def forward(self, embeds: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+    def forward(
+        self, embeds: Tensor, states: Tensor, positions: Tensor, attention_mask: Any, cache: Any = None
+    ) -> Tensor:
         """Run the layers.
 
         Args:
             embeds: [B, M, H] of tokens.
             states: [B, M, H] the target's of the tokens before, for K > 1 followed by the layers' outputs [B, K · H]
                 before the first token, M times; or for nodes [B, M, K · H] their parents' outputs.
-            positions, mask, cache: as in :class:`EagleHead`.
+            positions, attention_mask, cache: as in :class:`EagleHead`; several layers need a mask that is a tensor.
 
         Returns:
             [B, M, K · H] each layer's g.
@@ -130,7 +135,9 @@ class MtpHead(nn.Module):
             given = states[..., at * width : (at + 1) * width]
             if is_text and index:
                 given = torch.cat([given[:, :1], made[-1][:, :-1]], 1)
-            seen = mask if index == 0 else mask & ~self._before(index, positions, mask.shape[-1])
+            seen = attention_mask
+            if index:
+                seen = seen & ~self._before(index, positions, seen.shape[-1])
             made.append(layer(embeds, given, seen, cache, position_ids=positions, position_embeddings=angles))
         return torch.cat(made, -1)
 
@@ -154,14 +161,14 @@ class MtpHead(nn.Module):
         return target.embed(ids) if own is None else embedding(ids, own)
 
 
-def read_layers(target: Target) -> MtpHead:
-    """Read the MTP layers of the target's files.
+def read_layers(target: Target, directory: Path | None = None) -> MtpHead:
+    """Read the MTP layers of the target's files, or of a directory of their own.
 
     Raises:
         ModelLoadError: there are none, they are of a layout that is not read, or damaged, or quantised.
         CheckpointError: a damaged file.
     """
-    files = find_mtp(target)
+    files = find_mtp(target, directory)
     if files is None:
         said = f", although its config says that it has {said_layers(target)}" if said_layers(target) else ""
         raise ModelLoadError(
@@ -218,6 +225,7 @@ def drafts_by_default(target: Target) -> bool:
     return files is not None
 
 
+@HEADS.register(MTP)
 @DRAFTERS.register("mtp")
 class MtpDrafter(EagleDrafter):
     """The MTP layers of the target's own checkpoint; a single one is used again at every depth.
@@ -238,6 +246,13 @@ class MtpDrafter(EagleDrafter):
         head: Any = read_layers(target)
         made = cls(head, target, tree)
         made.public = True
+        return made
+
+    @classmethod
+    def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> MtpDrafter:
+        """Read a layer in a directory of its own, in speculators' layout; arguments as of :meth:`StepDrafter.read`."""
+        made = cls(read_layers(target, directory), target, shape)
+        made.public = "training" not in config
         return made
 
     def _within(self, shape: TreeShape) -> TreeShape:

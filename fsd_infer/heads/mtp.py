@@ -116,6 +116,11 @@ LAYOUTS = {
         ("longcat_flash",),
     ),
 }  # fmt: skip
+_SPECULATORS = "mtp_layers.{layer}."
+OWN_DIRECTORY = {  # speculators' names, for a layer in a directory of its own
+    _SPECULATORS + "token_layernorm.": "enorm.", _SPECULATORS + "hidden_layernorm.": "hnorm.",
+    _SPECULATORS + "input_proj.": "eh_proj.", _SPECULATORS + "final_layernorm.": "norm.", _SPECULATORS: "block.",
+}  # fmt: skip
 _QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_(packed|shape|zero_point|g_idx|global_scale)|.*_scale|.*absmax|.*quant_\w+)$"
 )
@@ -130,9 +135,10 @@ class MtpFiles:
         target: of whose files :attr:`names` are MTP tensors.
         directory: of the files.
         names: of the tensors.
+        layout: of their names.
 
     Attributes:
-        layout: of the family.
+        names: of the tensors.
         count: number of layers, as the config says, else as there are.
 
     Raises:
@@ -140,8 +146,8 @@ class MtpFiles:
         CheckpointError: a damaged file.
     """
 
-    def __init__(self, target: Target, weights: Weights, names: list[str]) -> None:
-        self.target, self.weights, self.layout = target, weights, layout_of(target, names[0])
+    def __init__(self, target: Target, weights: Weights, names: list[str], layout: Layout) -> None:
+        self.target, self.weights, self.names, self.layout = target, weights, names, layout
         first = _own_layers(target) if self.layout.follows else 0
         self._first, self._stored = first, {}
         for name in names:
@@ -151,7 +157,7 @@ class MtpFiles:
             self._stored[found] = name
         numbers = {number for number, _ in self._stored if number is not None}
         there = max(numbers, default=first) + 1 - first
-        self.count = said_layers(target) or there
+        self.count = there if layout.names is OWN_DIRECTORY else said_layers(target) or there
         if there > self.count:
             logger.warning(
                 "%s has %d MTP layers in its files, and its config says %d: those after are left out.",
@@ -279,14 +285,47 @@ def _experts(ours: str, value: Tensor) -> list[tuple[str, tuple[int, ...]]]:
     return [(f"{found[1]}.{expert}.{part}_proj.weight", shape) for expert in range(count) for part in parts]
 
 
-def find_mtp(target: Target) -> MtpFiles | None:
-    """Find the MTP layers in the target's files. None: it has none. Raises as :class:`MtpFiles`."""
+def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
+    """Find the MTP layers in the target's files, or in a directory of their own. None: it has none.
+
+    Raises as :class:`MtpFiles`.
+    """
+    if directory is not None:
+        weights = Weights(directory)
+        return MtpFiles(target, weights, list(weights.shapes), separate_layout(target))
     directory = files_of(target)
     if directory is None:
         return None
     weights = Weights(directory)
     names = [name for name in weights.shapes if is_mtp_name(name, _own_layers(target))]
-    return MtpFiles(target, weights, names) if names else None
+    return MtpFiles(target, weights, names, layout_of(target, names[0])) if names else None
+
+
+def separate_layout(target: Target) -> Layout:
+    """Return speculators' layout with the layers that the target's family has, or its last ones with attention."""
+    family = next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
+    config = {"layer_types": ["full_attention"]} if family is None else family.config
+    return Layout(OWN_DIRECTORY, (), normed=family is None or family.normed, config=config)
+
+
+def in_own_layout(target: Target, state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return a layer's tensors, by our names, as the first MTP layer of the target's family, with single experts.
+
+    Args:
+        target: None is returned for one of a family without a layout.
+        state: the projection reads [embedding ; state].
+    """
+    layout = next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
+    if layout is None:
+        return None
+    number, made = _own_layers(target) if layout.follows else 0, {}
+    for ours, value in state.items():
+        if ours == "eh_proj.weight" and layout.state_first:
+            value = torch.cat(value.chunk(2, 1)[::-1], 1)
+        names = [layout.stored(part, number) for part, _ in _experts(ours, value)]
+        parts = value.flatten(0, -2).chunk(len(names)) if len(names) > 1 else [value]
+        made |= dict(zip(names, parts, strict=True))
+    return made
 
 
 def said_layers(target: Target) -> int | None:
