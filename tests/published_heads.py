@@ -34,6 +34,7 @@ from tests.published_blocks import (
     speculators_head,
     z_lab_head,
 )
+from tests.published_mtp import MTP
 
 # heads without attention ---------------------------------------------------------------------------------------------
 
@@ -191,6 +192,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
     "hydra": hydra_head,
     "mlp speculator": lambda: mlp_speculator(False),
     "mlp speculator, tied": lambda: mlp_speculator(True),
+    **MTP,
 }
 
 

@@ -1,172 +1,230 @@
-"""MTP layers in targets' own checkpoints: each layout is read, agrees with transformers, and decodes exactly."""
+"""MTP layers in targets' own checkpoints: as transformers computes them, and what is damaged or unknown is named.
+
+tests/test_published_heads.py has what they share with other heads: trees, answers, laws, recordings.
+"""
 
 from __future__ import annotations
 
-import re
-from functools import cache
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from fsd_core.errors import CheckpointError, ModelLoadError
-from fsd_infer import FuzzyDecoder, Target
+from fsd_core.errors import FsdError, ModelLoadError
+from fsd_infer import Target
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.drafters.mtp import MtpDrafter
+from fsd_infer.drafters.mtp import MtpDrafter, read_layers
+from fsd_infer.heads.mtp import find_mtp
 from fsd_infer.trees.shape import TreeShape
-from tests.families import reference, tiny_model, tiny_prompts
+from tests.families import tiny_model
+from tests.published_mtp import change_config, checkpoint, mtp_target
+from tests.rules_toy import V
+from tests.test_published_heads import PROMPTS, drafted
 
-WIDTH, VOCAB = 32, 97
-
-
-class MiMoConfig(Qwen2Config):
-    model_type = "mimo"
-
-
-class MiMoForCausalLM(Qwen2ForCausalLM):
-    config_class = MiMoConfig
+State = dict[str, Tensor]
 
 
-AutoConfig.register("mimo", MiMoConfig)
-AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
-
-COMMON: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=256, eos_token_id=None, bos_token_id=None, pad_token_id=0,
-)  # fmt: skip
-MLA: dict[str, Any] = dict(
-    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4
-)
-MOE: dict[str, Any] = dict(
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    n_group=1,
-    topk_group=1,
-    first_k_dense_replace=1,
-)
-FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {**MLA, **MOE},
-    "glm4_moe": {**MOE, "head_dim": 8},
-    "glm4_moe_lite": {**MLA, **MOE},
-    "mimo": {},
-    "ernie4_5_moe": dict(
-        moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=1, moe_layer_end_index=1,
-        num_experts=4, num_experts_per_tok=2,
-    ),
-    "longcat_flash": {**MLA, **dict(num_layers=2, n_routed_experts=4, moe_topk=2, expert_ffn_hidden_size=16,
-        zero_expert_num=1, ffn_hidden_size=48, head_dim=8)},
-}  # fmt: skip
+def changed(target: Target, source: Path, root: Path, change: Callable[[State], Any], **config: Any) -> Target:
+    """The target with the files of a checkpoint after a change."""
+    root.mkdir(exist_ok=True)
+    state = load_file(source / "model.safetensors")
+    change(state)
+    save_file({name: value.contiguous() for name, value in state.items()}, root / "model.safetensors")
+    shutil.copy(source / "config.json", root)
+    change_config(root, **config)
+    made = Target(target.model, name=target.name)
+    made.model.name_or_path = str(root)
+    return made
 
 
-def renamed(family: str, name: str) -> str | None:
-    """The MTP tensor that a tensor of the target's own layers becomes; None for others."""
-    if family == "longcat_flash":
-        found = re.fullmatch(
-            r"model\.layers\.0\.(self_attn|input_layernorm|post_attention_layernorm|mlps)\.0\.(.*)", name
-        )
-        part = found and {"mlps": "transformer_layer.mlp"}.get(found[1], found[1])
-        return f"model.mtp.layers.0.{part}.{found[2]}" if found else None
-    layer, prefix = {
-        "mimo": (1, "model.mtp_layers.0."), "ernie4_5_moe": (0, "model.mtp_block.0."),
-    }.get(family, (1, "model.layers.2."))  # fmt: skip
-    found = re.fullmatch(rf"model\.layers\.{layer}\.(.*)", name)
-    return prefix + found[1] if found else None
+@pytest.fixture
+def glm() -> Any:
+    source = checkpoint("glm4_moe")
+    yield mtp_target("glm4_moe"), source
+    mtp_target("glm4_moe").model.name_or_path = str(source)
 
 
-OWN = {  # embedding's norm, state's norm, projection, norm after the layer
-    "mimo": [
-        "model.mtp_layers.0.token_layernorm", "model.mtp_layers.0.hidden_layernorm",
-        "model.mtp_layers.0.input_proj", "model.mtp_layers.0.final_layernorm",
-    ],
-    "ernie4_5_moe": [f"model.mtp_{part}.0" for part in ("emb_norm", "hidden_norm", "linear_proj")],
-    "longcat_flash": [
-        "model.mtp.layers.0.enorm.m", "model.mtp.layers.0.hnorm.m", "model.mtp.layers.0.eh_proj", "model.mtp.norm"
-    ],
-}  # fmt: skip
-DEEPSEEK = [f"model.layers.2.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
-
-
-@cache
-def checkpoint(family: str, root: Path) -> Path:
-    """Write a random target with an MTP layer, in the family's own layout."""
-    directory = root / family
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
-        model: Any = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            parameter.data.mul_(4) if parameter.dim() > 1 else parameter.data.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(directory)
-        state = load_file(directory / "model.safetensors")
-        extra = {new: value.clone() for name, value in state.items() if (new := renamed(family, name))}
-        extra = {n: v + 0.05 * torch.randn_like(v) if v.is_floating_point() else v for n, v in extra.items()}
-        for place, name in enumerate(OWN.get(family, DEEPSEEK)):
-            extra[name + ".weight"] = torch.randn(WIDTH, 2 * WIDTH) / 4 if place == 2 else 1 + 0.1 * torch.randn(WIDTH)
-        if family not in OWN:
-            extra["model.layers.2.embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
-            extra["model.layers.2.shared_head.head.weight"] = state["lm_head.weight"].clone()
-    save_file({**state, **extra}, directory / "model.safetensors", {"format": "pt"})
-    return directory
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("mtp")
-
-
-def loaded(family: str, root: Path) -> Target:
-    return Target.from_pretrained(str(checkpoint(family, root)), dtype="fp32", device="cpu")
-
-
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_the_layer_computes_what_transformers_does(family: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = loaded(family, root)
+def test_layers_compute_and_draft_what_transformers_does(
+    family: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers drafts a token by each layer."""
+    target = mtp_target(family, count)
     model: Any = target.model
-    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[234]\..*"])
     theirs = MtpModel.from_pretrained(model)
-    head = MtpDrafter.of(target).head
-    tokens = torch.tensor(tiny_prompts((12,)))
+    text = PROMPTS[0]
+    tokens, places = torch.tensor([text]), torch.arange(1, len(text))[None]
     with torch.no_grad():
         states = model.model(input_ids=tokens).last_hidden_state[:, :-1]
-        wanted = theirs.forward_layer(0, states, torch.arange(1, 12)[None], None, input_ids=tokens[:, 1:])
-        causal = torch.ones(11, 11, dtype=torch.bool).tril()[None, None]
-        made = head(target.embed(tokens[:, 1:]), states, torch.arange(11)[None], causal, None)
-    assert torch.allclose(made, wanted, atol=1e-5)
+        ids, logits, _ = theirs(tokens[:, 1:], states, None, places, None)
+    tree = drafted(load_drafter("mtp", target, TreeShape.chain(6 if count > 1 else 1)), [text])
+    assert tree.tokens[0, 1:].tolist() == ids[0].tolist() and len(ids[0]) == count
+    torch.testing.assert_close(tree.q_logits, logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("error:.*have no place")
-def test_a_checkpoint_with_an_mtp_layer_drafts_by_it_unless_told_otherwise(root: Path) -> None:
-    assert load_drafter(None, loaded("glm4_moe", root)).name == "mtp"
-
-
-def test_what_is_not_read_is_refused_by_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = loaded("glm4_moe", root)
-    monkeypatch.setattr(target.config, "model_type", "newer")
-    with pytest.raises(ModelLoadError, match="layout of newer"):
-        load_drafter("mtp", target)
-    assert load_drafter(None, target).name != "mtp"
+def test_a_checkpoint_with_an_mtp_layer_drafts_by_it_unless_told_otherwise() -> None:
+    assert load_drafter(None, mtp_target("glm4_moe")).name == "mtp"
     with pytest.raises(ModelLoadError, match="no MTP layer"):
         load_drafter("mtp", Target(tiny_model("llama")))
-    damaged = loaded("ernie4_5_moe", root)
-    state = load_file(checkpoint("ernie4_5_moe", root) / "model.safetensors")
-    del state["model.mtp_hidden_norm.0.weight"]
-    (root / "damaged").mkdir()
-    save_file(state, root / "damaged" / "model.safetensors")
-    damaged.model.name_or_path = str(root / "damaged")
-    with pytest.raises(CheckpointError, match="does not fit, first at hnorm"):
-        load_drafter("mtp", damaged)
 
 
-@pytest.mark.parametrize("shape", [TreeShape.chain(3), TreeShape(3, 3, 8)], ids=["chain", "tree"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_answers_are_those_of_generate(family: str, shape: TreeShape, root: Path) -> None:
-    target = loaded(family, root)
-    decoder = FuzzyDecoder(target, MtpDrafter.of(target, shape))
-    prompts = tiny_prompts()
-    made = decoder.generate(prompts, max_new_tokens=16, do_sample=False)
-    assert made.sequences == reference(target.model, prompts, max_new_tokens=16)
+Q, EXPERT, HEAD = (f"model.layers.2.{name}.weight" for name in (
+    "self_attn.q_proj", "mlp.experts.3.up_proj", "shared_head.head"
+))  # fmt: skip
+
+
+def one_by_one(state: State) -> None:
+    """Experts as published checkpoints hold them."""
+    both, down = (state.pop(f"model.layers.2.mlp.experts.{name}", None) for name in ("gate_up_proj", "down_proj"))
+    for expert in range(0 if both is None or down is None else len(both)):
+        parts = {"gate": both[expert].chunk(2)[0], "up": both[expert].chunk(2)[1], "down": down[expert]}
+        for name, value in parts.items():
+            state[f"model.layers.2.mlp.experts.{expert}.{name}_proj.weight"] = value.clone()
+
+
+def without(name: str) -> Callable[[State], Any]:
+    def change(state: State) -> None:
+        one_by_one(state)
+        del state[name]
+
+    return change
+
+
+def with_value(**values: Callable[[Tensor], Tensor]) -> Callable[[State], Any]:
+    """Tensors by the end of their names; "+name" is a further one."""
+
+    def change(state: State) -> None:
+        for end, made in values.items():
+            state[f"{Q.rpartition('.')[0]}.{end}"] = made(state[Q])
+
+    return change
+
+
+def fp8(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn)
+
+
+def four_bits(state: State) -> None:
+    state[Q.replace("weight", "qweight")] = state.pop(Q).int()
+
+
+FAULTS: dict[str, tuple[Callable[[State], Any], str, dict[str, Any]]] = {
+    "no norm": (without("model.layers.2.hnorm.weight"), r"lacks the tensor model.layers.2.hnorm.weight", {}),
+    "no expert": (without(EXPERT), f"lacks the tensor {EXPERT}", {}),
+    "no second layer": (lambda state: None, r"lacks the tensor model.layers.3.self_attn.q_proj.weight", {"layers": 2}),
+    "another shape": (with_value(weight=lambda x: x[:-8]), rf"{Q} has the shape \[24, 16\], but .* \[32, 16\]", {}),
+    "whole numbers": (with_value(weight=lambda x: x.to(torch.int8)), rf"quantised \({Q} of type I8\)", {}),
+    "four bits": (four_bits, rf"quantised \({Q.replace('weight', 'qweight')} of type I32\)", {}),
+    "fp8 without scales": (with_value(weight=fp8), f"F8_E4M3 without {Q}_scale_inv", {}),
+    "other scales": (
+        with_value(weight=fp8, weight_scale_inv=lambda x: torch.ones(3, 1)), r"_scale_inv has the shape \[3, 1\]", {}
+    ),
+    "an unknown tensor": (with_value(lora=torch.clone), "q_proj.lora has no place in an MTP layer of glm4_moe", {}),
+    "names of another layout": (
+        lambda state: state.update({"mtp.fc.weight": torch.zeros(16, 32)}), "mtp.fc.weight has no place", {}
+    ),
+    "another vocabulary": (
+        lambda state: state.update({HEAD: torch.zeros(V + 1, 16)}), rf"head.weight has the shape \[{V + 1}, 16\]", {}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_named_with_tensor_and_file(
+    glm: Any, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, words, config = FAULTS[fault]
+    target = changed(*glm, tmp_path, change)
+    if config:
+        monkeypatch.setattr(target.config, "num_nextn_predict_layers", config["layers"])
+    with pytest.raises(ModelLoadError, match=rf"(?s){tmp_path}/model.safetensors: .*{words}") as caught:
+        load_drafter("mtp", target)
+    assert "\n" not in str(caught.value)
+    if "vocabulary" not in fault:  # only values tell
+        assert load_drafter(None, target).name != "mtp" and str(caught.value) in caplog.text
+
+
+def test_unknown_layouts_and_indexes_of_absent_files_are_named(
+    glm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = changed(*glm, tmp_path, lambda state: None)
+    index = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model-1.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    index["model.layers.2.hnorm.weight"] = "model-2.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(FsdError, match="model-2.safetensors"):
+        load_drafter("mtp", target)
+    assert load_drafter(None, target).name != "mtp"
+    monkeypatch.setattr(target.config, "model_type", "newer")
+    target.model.name_or_path = str(glm[1])
+    with pytest.raises(ModelLoadError, match="layout of newer"):
+        load_drafter("mtp", target)
+
+
+def test_published_forms_of_the_same_values_are_read(glm: Any, tmp_path: Path) -> None:
+    """Single experts, no copies of the target's tables, other types, and fp8 in blocks or rows of one scale."""
+    wanted = MtpDrafter.of(glm[0]).head.state_dict()
+
+    def change(state: State) -> None:
+        one_by_one(state)
+        del state[HEAD], state["model.layers.2.embed_tokens.weight"]
+        for place, name in enumerate(sorted(name for name in state if name.startswith("model.layers.2."))):
+            state[name] = state[name].to([torch.float64, torch.float16, torch.bfloat16][place % 3])
+
+    made = MtpDrafter.of(changed(*glm, tmp_path, change)).head.state_dict()
+    for name, value in wanted.items():
+        torch.testing.assert_close(made[name], value, rtol=0.01, atol=0.01)
+        assert made[name].dtype == torch.float32
+
+    down, experts = "model.layers.2.mlp.experts.2.down_proj.weight", torch.rand(2, 2) + 0.5
+    rows, whole = torch.rand(32, 1) + 0.5, torch.tensor(0.25)
+
+    def narrow(state: State) -> None:
+        one_by_one(state)
+        state[down], state[down + "_scale_inv"] = fp8(state[down]), experts
+        state[Q], state[Q + "_scale"] = fp8(state[Q]), rows
+        k = Q.replace("q_proj", "k_proj")
+        state[k], state[k + "_scale"] = fp8(state[k]), whole
+
+    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 12]}}
+    layer = read_layers(changed(*glm, tmp_path, narrow, **blocks)).layers[0].state_dict()
+    state = load_file(tmp_path / "model.safetensors")
+    scales = torch.tensor([[experts[i // 8, j // 12] for j in range(16)] for i in range(16)])
+    assert torch.equal(layer["block.mlp.experts.down_proj"][2], state[down].float() * scales)
+    assert torch.equal(layer["block.self_attn.q_proj.weight"], state[Q].float() * rows)
+    assert torch.equal(layer["block.self_attn.k_proj.weight"], state[Q.replace("q_proj", "k_proj")].float() / 4)
+
+
+def test_a_layer_with_tables_of_its_own_drafts_by_them(
+    glm: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = torch.randn(V, 16)
+    embeds = "model.layers.2.embed_tokens.weight"
+    own = changed(*glm, tmp_path, lambda state: state.update({HEAD: other, embeds: state[embeds].flip(0)}))
+    drafter = MtpDrafter.of(own, TreeShape.chain(3))
+    assert f"drafts by {HEAD}, which is no copy" in caplog.text and f"drafts by {embeds}" in caplog.text
+    head = drafter.head
+    text = torch.tensor(PROMPTS[:1])
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    with torch.no_grad():
+        states = own.features(text)[:, :-1]
+        wanted = head(own.embed(V - 1 - text[:, 1:]), states, torch.arange(6)[None], causal, None)[:, -1] @ other.T
+    torch.testing.assert_close(drafted(drafter, PROMPTS[:1]).q_logits[:, 0], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_the_config_does_not_count_are_left_out_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    target = mtp_target("glm4_moe", 3)
+    target.config.num_nextn_predict_layers = 1
+    found = find_mtp(target)
+    target.config.num_nextn_predict_layers = 3
+    assert found is not None and found.count == 1
+    assert "has 3 MTP layers in its files, and its config says 1" in caplog.text

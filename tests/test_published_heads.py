@@ -17,27 +17,33 @@ from transformers import AutoConfig, AutoModel
 
 from fsd_core.errors import FsdError
 from fsd_infer import Target, parse_rule
-from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, NoDrafter, TreeShape
+from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.tree import DraftTree, Draws
 from tests.published_blocks import BLOCK, MASK, QWEN3, States, block_states, confidence, tiny_target, z_lab
 from tests.published_heads import LAYOUTS, layout
+from tests.published_mtp import MTP, mtp_target
 from tests.rules_toy import ALARM, DEPTH, LENGTH, ROWS, Toy, V, child_of, p_value, simulate
 from tests.sim_graphs import SimRecorder
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.test_drawing import target_law
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 0], [2, 0, 3], [3, 1]]
-FAST = {"dspark of SpecForge", "dspark of DeepSpec, rnn", "p-eagle", "hydra"}
+FAST = {"dspark of SpecForge", "dspark of DeepSpec, rnn", "p-eagle", "hydra", "mtp of mimo, three layers"}
 SLOW = pytest.mark.slow
 MOSTLY_SLOW = [name if name in FAST else pytest.param(name, marks=SLOW) for name in LAYOUTS]
 CHAIN, TREE = TreeShape.chain(8), TreeShape(depth=3, width=3, nodes=10)
 
 
+def target(name: str = "") -> Target:
+    """The target of a layout."""
+    return mtp_target(**layout(name).config) if name in MTP else usual_target()
+
+
 @cache
-def target() -> Target:
+def usual_target() -> Target:
     return Target(tiny_target())
 
 
@@ -47,18 +53,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(root: Path, name: str, shape: TreeShape | str, whole: Target | None = None) -> Drafter:
+    if name in MTP:
+        return load_drafter("mtp", whole or target(name), shape)
     place = root / name.replace(" ", "-")
     made = load_drafter(str(place if place.exists() else layout(name).write(place)), whole or target(), shape)
     assert made.directory == place
     return made
 
 
-def drafted(drafter: Drafter, texts: list[list[int]], pieces: int = 2, **options: Any) -> DraftTree:
+def drafted(drafter: Any, texts: list[list[int]], pieces: int = 2, **options: Any) -> DraftTree:
     """The trees after texts that arrive in pieces of different lengths."""
-    batch = len(texts)
-    request = DraftRequest(batch, 40, device=target().device, **options)
+    batch, whole = len(texts), drafter.target
+    request = DraftRequest(batch, 40, device=whole.device, **options)
     session: DraftSession = drafter.start(torch.tensor([text[0] for text in texts]), request)
-    states = [features_of(tuple(text), target().captured_layers) for text in texts]
+    states = [features_of(whole, tuple(text), whole.captured_layers) for text in texts]
     cuts = [[len(text) * i // pieces for i in range(1, pieces)] + [len(text)] for text in texts]
     at = [1] * batch
     for ends in zip(*cuts):
@@ -75,8 +83,8 @@ def drafted(drafter: Drafter, texts: list[list[int]], pieces: int = 2, **options
 
 
 @cache
-def features_of(text: tuple[int, ...], layers: tuple[int, ...]) -> Tensor:
-    return target().features(torch.tensor([text]))[0]
+def features_of(whole: Target, text: tuple[int, ...], layers: tuple[int, ...]) -> Tensor:
+    return whole.features(torch.tensor([text]))[0]
 
 
 def over_all(logits: Tensor, ids: list[int] | None) -> Tensor:
@@ -95,7 +103,7 @@ def test_every_node_has_the_estimate_of_a_plain_computation(root: Path, name: st
         tree = drafted(load(root, name, shape), PROMPTS)
         depths: set[int] = set()
         for row, text in enumerate(PROMPTS):
-            states = States.of(tiny_target(), text)
+            states = States.of(target(name).model, text)
             for node in range(tree.tokens.shape[1]):
                 if tree.q_index[row, node] < 0:
                     continue
@@ -112,21 +120,24 @@ def test_every_node_has_the_estimate_of_a_plain_computation(root: Path, name: st
 
 
 @cache
-def plain(count: int) -> list[list[int]]:
-    return decode(target(), NoDrafter(V), parse_rule("exact"), Request(PROMPTS, count, True)).sequences
+def plain(name: str, count: int) -> list[list[int]]:
+    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
+    made = (target(name).model.generate(ids, max_new_tokens=count, do_sample=False) for ids in prompts)
+    return [row[0, ids.shape[1] :].tolist() for row, ids in zip(made, prompts)]
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE, "auto"], ids=["chain", "tree", "auto"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_greedy_answers_are_the_targets_own(root: Path, name: str, shape: TreeShape | str) -> None:
-    made = decode(target(), load(root, name, shape), parse_rule("exact"), Request(PROMPTS, 12, True))
-    assert made.sequences == plain(12)
+    """In a batch of prompts of different lengths."""
+    made = decode(target(name), load(root, name, shape), parse_rule("exact"), Request(PROMPTS, 12, True))
+    assert made.sequences == plain(name, 12)
 
 
 @pytest.mark.parametrize("name", MOSTLY_SLOW)
 def test_lossy_rules_answer_within_their_budget(root: Path, name: str) -> None:
     drafter = load(root, name, TREE)
-    made = decode(target(), drafter, parse_rule("tilted:1:budget=1"), Request(PROMPTS, 12, False))
+    made = decode(target(name), drafter, parse_rule("tilted:1:budget=1"), Request(PROMPTS, 12, False))
     assert [len(answer) for answer in made.sequences] == [12] * 3
     assert all(stats.divergence_spent <= 1 + 1e-6 for stats in made.stats.rows)
 
@@ -237,11 +248,21 @@ def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path: Path, name: 
     assert load_drafter(str(place), target(), None).name in ("medusa", "block")
 
 
-@pytest.mark.parametrize("name", [name if name == "p-eagle" else pytest.param(name, marks=SLOW) for name in LAYOUTS])
+RECORDED = [  # LongCat's experts are chosen on the host, so its rounds run eagerly
+    pytest.param(name, marks=[] if name in ("p-eagle", "mtp of mimo, three layers") else SLOW)
+    for name in LAYOUTS
+    if name != "mtp of longcat_flash"
+]
+
+
+@pytest.mark.parametrize("name", RECORDED)
 def test_recorded_rounds_answer_as_eager_ones(root: Path, name: str) -> None:
     """On the simulated device, in one recording and without a wait within a round."""
     with SimulatedDevice() as device:
-        whole = Target(copy.deepcopy(tiny_target()).to(SIM))
+        model = copy.deepcopy(target(name).model)
+        if hasattr(model.config, "_experts_implementation"):
+            model.set_experts_implementation("batched_mm")  # the others' CPU code is not the one of devices
+        whole = Target(model.to(SIM))
         small = load(root, name, TREE, whole)
 
         def run(greedy: bool) -> list[list[int]]:
@@ -255,7 +276,7 @@ def test_recorded_rounds_answer_as_eager_ones(root: Path, name: str) -> None:
         recorder = SimRecorder(device)
         for model in (whole, small):
             model.use_graphs(recorder)
-        assert [run(greedy) for greedy in (True, False)] == wanted and wanted[0] == plain(12)
+        assert [run(greedy) for greedy in (True, False)] == wanted and wanted[0] == plain(name, 12)
         assert whole.recorded is not None and whole.recorded.refused is None
         assert len(recorder.graphs) == 2 and recorder.replayed > 4
 
@@ -264,21 +285,15 @@ def test_recorded_rounds_answer_as_eager_ones(root: Path, name: str) -> None:
 
 SHAPES = {name: (TreeShape(3, 3, 8) if place % 2 else TreeShape.chain(3)) for place, name in enumerate(LAYOUTS)}
 SHAPES |= {"dspark of SpecForge": TreeShape(3, 1, 4, 0.41)}  # its confidence head cuts
-PROMPT = [1, 2, 3, 0, 2]
+PROMPT, DEEPEST = [1, 2, 3, 0, 2], LENGTH + DEPTH + 1
 
 
 @cache
-def table() -> Tensor:
+def table(name: str = "") -> Tensor:
     """[CONTEXTS, V] the target's logits after the prompt and every text of up to six tokens."""
+    texts = [torch.tensor([[*PROMPT, *text] for text in itertools.product(range(V), repeat=n)]) for n in range(DEEPEST)]
     with torch.no_grad():
-        return torch.cat(
-            [
-                tiny_target()(torch.tensor([[*PROMPT, *text] for text in itertools.product(range(V), repeat=length)]))
-                .logits[:, -1]
-                .float()
-                for length in range(LENGTH + DEPTH + 1)
-            ]
-        )
+        return torch.cat([target(name).model(ids).logits[:, -1].float() for ids in texts])
 
 
 def text_of(context: int) -> list[int]:
@@ -307,27 +322,27 @@ class HeadToy(Toy):
 
 @pytest.mark.parametrize("name", MOSTLY_SLOW)
 def test_sampled_answers_have_the_targets_law(root: Path, name: str) -> None:
-    toy = HeadToy(table(), table(), drafter=load(root, name, SHAPES[name]))
+    toy = HeadToy(table(name), table(name), drafter=load(root, name, SHAPES[name]))
     tree, _ = toy.draft(torch.zeros(64, dtype=torch.long), torch.Generator().manual_seed(1))
     assert tree.drawn is not None and tree.drawn.any(), "nodes are drawn"
     assert p_value(simulate(toy, parse_rule("exact"), ROWS, seed=3).codes, target_law(toy)) > ALARM
 
 
-LOSSY = ["dspark of DeepSpec, gated", "mlp speculator", "p-eagle"]
+LOSSY = [pytest.param(name, marks=[] if name in ("dflash of speculators", "mtp of mimo") else SLOW) for name in LAYOUTS]
 
 
-@pytest.mark.parametrize("name", ["dflash of speculators", *(pytest.param(name, marks=SLOW) for name in LOSSY)])
+@pytest.mark.parametrize("name", LOSSY)
 def test_a_lossy_rule_has_its_law(root: Path, name: str) -> None:
     """The open gate chooses among two drafts, by the target's chances. The token after them is the target's own."""
-    toy = HeadToy(table(), table(), drafter=load(root, name, TreeShape(1, 2, 3)), draws=Draws.NONE)
+    toy = HeadToy(table(name), table(name), drafter=load(root, name, TreeShape(1, 2, 3)), draws=Draws.NONE)
     made, law = layout(name), []
     for text in itertools.product(range(V), repeat=LENGTH):
         chance = 1.0
         for place, token in enumerate(text):
-            p = table()[code_of(text[:place])].double().softmax(-1)
+            p = table(name)[code_of(text[:place])].double().softmax(-1)
             if place % 2 == 0:  # at a root
                 known = PROMPT + list(text[:place])
-                q = over_all(made.estimate(States.of(tiny_target(), known), known, []), made.ids)
+                q = over_all(made.estimate(States.of(target(name).model, known), known, []), made.ids)
                 p = p * torch.zeros_like(p).index_fill(0, q.topk(2).indices, 1.0)
             chance *= float(p[token] / p.sum())
         law.append(chance)
@@ -341,3 +356,33 @@ def code_of(text: tuple[int, ...]) -> int:
     for token in text:
         context = V * context + 1 + token
     return context
+
+
+# the table in docs/heads.md ------------------------------------------------------------------------------------------
+
+DSPARK = "dspark of speculators"  # tests/test_block_training.py trains and exports it
+
+
+def layouts_of(test: Any, named: str = "name", prefix: str = "") -> set[str]:
+    """The layouts that a test is run with."""
+    (given,) = [mark.args[1] for mark in test.pytestmark if mark.name == "parametrize" and mark.args[0] == named]
+    return {prefix + (case if isinstance(case, str) else case.values[0]) for case in given}
+
+
+def test_the_table_marks_what_is_tested(repo_root: Path) -> None:
+    from tests import test_mtp_training as mtp  # Lightning loads slowly
+
+    fits = (mtp.test_a_fit_learns_and_its_export_drafts, mtp.test_what_is_exported_fits_into_the_targets_own_checkpoint)
+    trained, exported = (layouts_of(test, "family", "mtp of ") - {"mtp of llama"} | {DSPARK} for test in fits)
+    answers = layouts_of(test_greedy_answers_are_the_targets_own)
+    columns = {
+        "loads": layouts_of(test_every_node_has_the_estimate_of_a_plain_computation),
+        "chain": answers, "tree": answers, "law": layouts_of(test_sampled_answers_have_the_targets_law),
+        "lossy": layouts_of(test_a_lossy_rule_has_its_law), "batch": answers,
+        "captured": layouts_of(test_recorded_rounds_answer_as_eager_ones), "trained": trained, "exported": exported,
+    }  # fmt: skip
+    assert all(done <= set(LAYOUTS) for done in columns.values())
+    page = (repo_root / "docs" / "heads.md").read_text(encoding="utf-8")
+    rows = [f"|layout|{'|'.join(columns)}|", "|---" * (1 + len(columns)) + "|"]
+    rows += [f"|{name}|" + "".join("✓|" if name in done else "–|" for done in columns.values()) for name in LAYOUTS]
+    assert "\n".join(["", *rows, ""]) in page

@@ -25,7 +25,8 @@ from tests.train_toys import logged
 
 STORIES = Path(__file__).resolve().parent.parent / "recipes" / "stories.yaml"
 DSPARK = STORIES.with_name("smollm2-135m-dspark.yaml")  # tests/test_block_training.py
-RECIPES = sorted(set(STORIES.parent.glob("*.yaml")) - {STORIES, DSPARK})  # of EAGLE-like heads
+MTP = STORIES.with_name("qwen3.5-0.8b-mtp.yaml")  # tests/test_mtp_training.py
+RECIPES = sorted(set(STORIES.parent.glob("*.yaml")) - {STORIES, DSPARK, MTP})  # of EAGLE-like heads
 FAMILY = {
     "gemma-2-9b": "gemma2", "gemma-3-1b": "gemma3_text", "llama-3.1-8b": "llama", "mistral-7b": "mistral",
     "phi-4": "phi3", "qwen2.5-7b": "qwen2", "qwen3-30b-a3b": "qwen3_moe", "qwen3-8b": "qwen3",

@@ -220,6 +220,7 @@ class EagleSession(CachedSession):
     """A session whose cache slot i holds the pair of token i+1 and feature i. ``lengths`` counts a row's pairs."""
 
     drafter: EagleDrafter
+    few_unread = FEW_UNREAD
 
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
@@ -245,7 +246,7 @@ class EagleSession(CachedSession):
         tokens, features, counts = _joined(self.unread)
         self.unread, most = [], max(READ_AT_ONCE // tokens.shape[0], 1)
         features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
-        if self._begun and not self.is_fixed and tokens.shape[1] <= FEW_UNREAD:
+        if self._begun and not self.is_fixed and tokens.shape[1] <= self.few_unread:
             slots, visible = self.cache.in_text(self.lengths, tokens.shape[1])
             out, logits = self.drafter.step(self.cache, visible, tokens, features, slots, self.vocabulary)
         else:

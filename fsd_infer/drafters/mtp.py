@@ -1,130 +1,52 @@
-"""Draft with the multi-token-prediction layer of the target's own checkpoint (DeepSeek-V3, arXiv 2412.19437, 2.2).
+"""Draft with the multi-token-prediction layers of the target's own checkpoint (DeepSeek-V3, arXiv 2412.19437, 2.2).
 
-The layer reads the pair of a token i+1 and the target's final state at i, both normed. Its output g_i, after a norm of
+A layer reads the pair of a token i+1 and the target's final state at i, both normed. Its output g_i, after a norm of
 its own, gives the LM head's input for token i+2 and stands for the state at i+1 in the next step. So the states are
 normed at the first step and at all later ones, and one layer, used again at each depth, grows trees as an EAGLE head
 does: siblings read their parent's g. ERNIE-4.5 alone has no norm after its layer.
 
-transformers drops the layer's tensors when it loads the target, so they are read from its files.
+Of K > 1 layers, each drafts one depth. Layer k reads g of layer k - 1 at the token before, so every token of the text
+and every node has outputs of all layers, and a tree has at most K depths. Layer k begins at the k-th pair of a text.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import cached_file
+from torch.nn.functional import embedding
 
-from fsd_core.errors import CheckpointError, FsdError, ModelLoadError
-from fsd_infer.device.cache import cache_argument
-from fsd_infer.drafters.base import DRAFTERS, Drafter
-from fsd_infer.drafters.eagle import EagleDrafter
+from fsd_core.errors import FsdError, ModelLoadError
+from fsd_core.tensors import at_nodes
+from fsd_infer.device.cache import SlotCache, cache_argument
+from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
+from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
+from fsd_infer.drafters.steps import HEADS
+from fsd_infer.drafters.vocabulary import ContextVocabulary
+from fsd_infer.heads.kinds import MTP
 from fsd_infer.heads.layers import mask_for
-from fsd_infer.heads.weights import Weights, has_weights
-from fsd_infer.targets.checks import is_mtp_name
+from fsd_infer.heads.mtp import EMBEDDINGS, LM_HEAD, Layout, MtpFiles, find_mtp, said_layers
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a family of checkpoints names an MTP layer.
-
-    Attributes:
-        names: regular expressions of tensors' names with a group ``layer``, and our prefix for what matches; "" drops
-            copies of the target's own tensors.
-        families: ``model_type`` of the targets.
-        state_first: whether the projection reads [state ; embedding] instead of [embedding ; state].
-        normed: whether a norm follows the layer.
-        config: fields of the target's config that the layer changes.
-    """
-
-    names: Mapping[str, str]
-    families: tuple[str, ...]
-    state_first: bool = False
-    normed: bool = True
-    config: Mapping[str, Any] | None = None
-
-    def part(self, name: str) -> tuple[int, str] | None:
-        """Return the number of the layer and our name of a tensor ("" to drop it); None if it is no MTP tensor."""
-        for pattern, ours in self.names.items():
-            found = re.match(pattern, name)
-            if found is not None:
-                number = int(found.groupdict().get("layer") or 0)
-                return number, ours + name[found.end() :] if ours else ""
-        return None
-
-
-_DEEPSEEK = r"model\.layers\.(?P<layer>\d+)\."
-_MIMO = r"model\.mtp_layers\.(?P<layer>\d+)\."
-_LONGCAT = r"model\.mtp\.layers\.(?P<layer>\d+)\."
-LAYOUTS = {
-    "deepseek": Layout(
-        {
-            _DEEPSEEK + r"(embed_tokens|shared_head\.head)\.": "",
-            _DEEPSEEK + r"enorm\.": "enorm.",
-            _DEEPSEEK + r"hnorm\.": "hnorm.",
-            _DEEPSEEK + r"eh_proj\.": "eh_proj.",
-            _DEEPSEEK + r"shared_head\.norm\.": "norm.",
-            _DEEPSEEK: "block.",
-        },
-        ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
-        config={"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]},
-    ),
-    "mimo": Layout(
-        {
-            _MIMO + r"token_layernorm\.": "enorm.",
-            _MIMO + r"hidden_layernorm\.": "hnorm.",
-            _MIMO + r"input_proj\.": "eh_proj.",
-            _MIMO + r"final_layernorm\.": "norm.",
-            _MIMO: "block.",
-        },
-        ("mimo",),
-        state_first=True,
-    ),
-    "ernie": Layout(
-        {
-            r"model\.mtp_emb_norm\.(?P<layer>\d+)\.": "enorm.",
-            r"model\.mtp_hidden_norm\.(?P<layer>\d+)\.": "hnorm.",
-            r"model\.mtp_linear_proj\.(?P<layer>\d+)\.": "eh_proj.",
-            r"model\.mtp_block\.(?P<layer>\d+)\.": "block.",
-        },
-        ("ernie4_5_moe",),
-        normed=False,
-        config={"moe_layer_start_index": 1},
-    ),
-    "longcat": Layout(
-        {
-            r"model\.mtp\.embed_tokens\.": "",
-            r"model\.mtp\.norm\.": "norm.",
-            _LONGCAT + r"enorm\.m\.": "enorm.",
-            _LONGCAT + r"hnorm\.m\.": "hnorm.",
-            _LONGCAT + r"eh_proj\.": "eh_proj.",
-            _LONGCAT + r"transformer_layer\.mlp\.": "block.mlp.",
-            _LONGCAT: "block.",
-        },
-        ("longcat_flash",),
-    ),
-}
+_COMPARED = 64  # rows of a copied table that are compared with the target's
 
 
 class _PlainBlock(nn.Module):
     """LongCat's MTP layer: one attention and one dense MLP, while its decoder layers hold two of each and experts."""
 
-    def __init__(self, layer: Any, config: Any) -> None:
+    def __init__(self, layer: Any, config: Any, index: int) -> None:
         super().__init__()
-        self.self_attn = type(layer.self_attn[0])(config, 0)
+        self.self_attn = type(layer.self_attn[0])(config, index)
         self.mlp = type(layer.mlps[0])(config)
         norms = (type(layer.input_layernorm[0])(config.hidden_size, config.rms_norm_eps) for _ in range(2))
         self.input_layernorm, self.post_attention_layernorm = norms
@@ -134,43 +56,96 @@ class _PlainBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class MtpHead(nn.Module):
-    """An MTP layer with what :class:`EagleDrafter` asks of a head.
+class MtpLayer(nn.Module):
+    """One MTP layer.
 
     Args:
-        target: the model of whose layers' class it is.
+        last: a decoder layer of the target's own.
         layout: of the family.
+        config: of the layer.
+        index: of its keys and values in a cache.
     """
 
-    draft_ids = lm_head = None
-
-    def __init__(self, target: Target, layout: Layout) -> None:
+    def __init__(self, last: Any, layout: Layout, config: Any, index: int) -> None:
         super().__init__()
-        width, config = target.hidden_size, copy.deepcopy(target.config)
-        for name, value in (layout.config or {}).items():
-            if hasattr(config, name):
-                setattr(config, name, value)
-        last: Any = _layers(target)[-1]
-        self.block = (
-            _PlainBlock(last, config) if isinstance(last.input_layernorm, nn.ModuleList) else type(last)(config, 0)
-        )
+        width, plain = config.hidden_size, isinstance(last.input_layernorm, nn.ModuleList)
+        self.block = _PlainBlock(last, config, index) if plain else type(last)(config, index)
         norm = type(self.block.input_layernorm)
         self.enorm, self.hnorm = (norm(width, eps=config.rms_norm_eps) for _ in range(2))
         self.norm = norm(width, eps=config.rms_norm_eps) if layout.normed else nn.Identity()
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.state_first = layout.state_first
-        self.config = SimpleNamespace(hidden_size=width, num_layers=1, fused_layers=(), draft_vocab_size=None)
-        self._rotary: tuple[Any, ...] = (target.decoder.rotary_emb,)  # the target's, no part of this module
 
-    def forward(self, embeds: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """Return g [B, M, H] of pairs of embeddings [B, M, H] and states [B, M, H]; arguments as in EagleHead."""
+    def forward(self, embeds: Tensor, states: Tensor, mask: Tensor, cache: Any, **angles: Any) -> Tensor:
+        """Return g [B, M, H] of pairs of embeddings [B, M, H] and states [B, M, H]."""
         pair = [self.enorm(embeds.to(states.dtype)), self.hnorm(states)]
         x = self.eh_proj(torch.cat(pair[::-1] if self.state_first else pair, -1))
-        given: dict[str, Any] = {cache_argument(type(self.block)): cache, "position_ids": positions}
-        given["attention_mask"] = mask_for(nn.ModuleList([self.block]), mask, x.dtype)
-        x = self.block(x, position_embeddings=self._rotary[0](x, positions), **given)
+        given: dict[str, Any] = {cache_argument(type(self.block)): cache, **angles}
+        x = self.block(x, attention_mask=mask_for(nn.ModuleList([self.block]), mask, x.dtype), **given)
         made: Tensor = self.norm(x[0] if isinstance(x, tuple) else x)
         return made
+
+
+class MtpHead(nn.Module):
+    """MTP layers with what :class:`EagleDrafter` asks of a head.
+
+    Args:
+        target: the model of whose layers' class they are.
+        layout: of the family.
+        count: K, number of layers.
+
+    Attributes:
+        tables: embeddings [V, H] and LM heads [V, H] of layers that have other ones than the target, by our names.
+    """
+
+    draft_ids = lm_head = embed_tokens = None
+
+    def __init__(self, target: Target, layout: Layout, count: int = 1) -> None:
+        super().__init__()
+        config = copy.deepcopy(target.config)
+        for name, value in layout.config.items():
+            if hasattr(config, name):
+                setattr(config, name, value * count if isinstance(value, list) else value)
+        last: Any = target.decoder.layers[-1]  # type: ignore[union-attr, index]
+        self.layers = nn.ModuleList(MtpLayer(last, layout, config, index) for index in range(count))
+        self.width, self.tables = target.hidden_size, [dict[str, Tensor]() for _ in range(count)]
+        wide = count * self.width  # of what a node's children read
+        self.config = SimpleNamespace(hidden_size=wide, num_layers=count, fused_layers=(), draft_vocab_size=None)
+        self._rotary: tuple[Any, ...] = (target.decoder.rotary_emb,)  # the target's, no part of this module
+
+    def forward(
+        self, embeds: Tensor, states: Tensor, positions: Tensor, attention_mask: Any, cache: Any = None
+    ) -> Tensor:
+        """Run the layers.
+
+        Args:
+            embeds: [B, M, H] of tokens.
+            states: [B, M, H] the target's of the tokens before, for K > 1 followed by the layers' outputs [B, K · H]
+                before the first token, M times; or for nodes [B, M, K · H] their parents' outputs.
+            positions, attention_mask, cache: as in :class:`EagleHead`; several layers need a mask that is a tensor.
+
+        Returns:
+            [B, M, K · H] each layer's g.
+        """
+        width, made = self.width, list[Tensor]()
+        angles = self._rotary[0](embeds.to(states.dtype), positions)
+        is_text = states.shape[-1] > len(self.layers) * width
+        for index, layer in enumerate(self.layers):
+            at = index if is_text else max(index - 1, 0)
+            given = states[..., at * width : (at + 1) * width]
+            if is_text and index:
+                given = torch.cat([given[:, :1], made[-1][:, :-1]], 1)
+            seen = attention_mask
+            if index:
+                seen = seen & ~self._before(index, positions, seen.shape[-1])
+            made.append(layer(embeds, given, seen, cache, position_ids=positions, position_embeddings=angles))
+        return torch.cat(made, -1)
+
+    @staticmethod
+    def _before(index: int, positions: Tensor, slots: int) -> Tensor:
+        """[B, 1, M, S] the first ``index`` slots, where that layer has no pairs, for all tokens after them."""
+        early = torch.arange(slots, device=positions.device) < index
+        return early & (positions >= index)[:, None, :, None]
 
     def cast(self, dtype: torch.dtype) -> MtpHead:
         """Convert the parameters alone, as :meth:`EagleHead.cast`."""
@@ -179,104 +154,87 @@ class MtpHead(nn.Module):
         return self
 
     def readout(self, outputs: Tensor) -> Tensor:
-        return outputs
+        return outputs[..., : self.width]
 
     def embed(self, ids: Tensor, target: Target) -> Tensor:
-        return target.embed(ids)
+        own = self.tables[0].get(EMBEDDINGS)
+        return target.embed(ids) if own is None else embedding(ids, own)
 
 
-def read_layer(target: Target) -> tuple[Layout, dict[str, Tensor]]:
-    """Read the target's first MTP layer: its layout, and tensors by our names.
+def read_layers(target: Target, directory: Path | None = None) -> MtpHead:
+    """Read the MTP layers of the target's files, or of a directory of their own.
 
     Raises:
-        ModelLoadError: there is no MTP layer, or one of a layout that is not read.
-        CheckpointError: a damaged file, or quantised tensors.
+        ModelLoadError: there are none, they are of a layout that is not read, or damaged, or quantised.
+        CheckpointError: a damaged file.
     """
-    names, directory = mtp_names(target), files_of(target)
-    if not names or directory is None:
+    files = find_mtp(target, directory)
+    if files is None:
+        said = f", although its config says that it has {said_layers(target)}" if said_layers(target) else ""
         raise ModelLoadError(
-            f"{target.name} has no MTP layer in its files. Name another drafter, or load the checkpoint as published."
+            f"{target.name} has no MTP layer in its files{said}. Name another drafter, or load the checkpoint as "
+            "published."
         )
-    layout, weights = _layout_of(target, names), Weights(directory)
-    first = len(_layers(target)) if layout is LAYOUTS["deepseek"] else 0
-    state, others = {}, set()
-    for name in names:
-        number, ours = layout.part(name) or (first, f"unknown.{name}")
-        if number > first:
-            others.add(number)
-        elif ours:
-            state[ours] = weights.read(name)
-    if others:
-        logger.warning("%s has %d MTP layers: the first drafts all tokens.", target.name, 1 + len(others))
-    return layout, _fused_experts(state)
+    head = _planned(target, files)
+    kept = {name for name, _ in head.named_parameters()}
+    for index, layer in enumerate(head.layers):
+        state = files.read(index, layer.state_dict())
+        own = {name: target.dtype if f"layers.{index}.{name}" in kept else torch.float32 for name in state}
+        layer.load_state_dict({name: value.to(own[name]) for name, value in state.items()}, assign=True)
+        head.tables[index] = _own_tables(target, files, index)
+    return head.requires_grad_(False)
+
+
+def _planned(target: Target, files: MtpFiles) -> MtpHead:
+    """Return the head without weights. Raises ModelLoadError unless the files have them all."""
+    with torch.device("meta"):
+        head = MtpHead(target, files.layout, files.count)
+    for index, layer in enumerate(head.layers):
+        files.plan(index, layer.state_dict())
+    return head
+
+
+def _own_tables(target: Target, files: MtpFiles, index: int) -> dict[str, Tensor]:
+    """Read a layer's embeddings and LM head where they are no copies of the target's."""
+    made, ids = {}, torch.linspace(0, target.vocab_size - 1, min(_COMPARED, target.vocab_size)).long()
+    rows = ids.to(target.device)
+    for ours, known in ((EMBEDDINGS, target.embed(rows)), (LM_HEAD, target.lm_head_rows(rows)[0])):
+        name = files.find(ours, index)
+        if name is None:
+            continue
+        table = files.table(name)
+        if not torch.allclose(table[ids].to(known), known, rtol=0.05, atol=0.01 * float(known.abs().max())):
+            made[ours] = table.to(known)
+            logger.warning("%s: the MTP layer drafts by %s, which is no copy of the target's.", target.name, name)
+    if EMBEDDINGS in made and index:
+        raise ModelLoadError(f"{target.name}: of several MTP layers, all have to share their embeddings.")
+    return made
 
 
 def drafts_by_default(target: Target) -> bool:
-    """Whether the target's files have an MTP layer that is read; says in a line if so, or why it is not used."""
+    """Whether the target's files have MTP layers that are read; says in a line if so, or why they are not used."""
     try:
-        names = mtp_names(target)
-        if names:
-            _layout_of(target, names)
+        files = find_mtp(target)
+        if files is not None:
+            _planned(target, files)
     except FsdError as error:
         logger.warning("%s", error)
         return False
-    if names:
+    if files is not None:
         logger.warning('%s drafts by the MTP layer of its checkpoint (drafter="mtp").', target.name)
-    return bool(names)
+    return files is not None
 
 
-def mtp_names(target: Target) -> list[str]:
-    """Return the names of tensors of MTP layers in the target's files. Raises CheckpointError."""
-    directory = files_of(target)
-    names = [] if directory is None else Weights(directory).shapes
-    return [name for name in names if is_mtp_name(name, len(_layers(target)))]
-
-
-def _layout_of(target: Target, names: list[str]) -> Layout:
-    layout = next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
-    if layout is None:
-        known = ", ".join(family for one in LAYOUTS.values() for family in one.families)
-        raise ModelLoadError(
-            f"{target.name} has MTP layers in the layout of {target.config.model_type} ({names[0]}), which is not "
-            f"read. Name another drafter. Known layouts: {known}."
-        )
-    return layout
-
-
-def _layers(target: Target) -> Any:
-    return getattr(target.decoder, "layers", ())  # LongCat counts two in its config for each
-
-
-def files_of(target: Target) -> Path | None:
-    """Return the directory of the target's safetensors; None for a model made in memory, or of another format."""
-    source = getattr(target.model, "name_or_path", "") or ""
-    if not source:
-        return None
-    directory = Path(source)
-    if not directory.is_dir():
-        config = cached_file(source, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
-        directory = Path(config).parent if config else directory
-    return directory if directory.is_dir() and has_weights(directory) else None
-
-
-def _fused_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Join tensors of single experts as transformers' layers hold them: gate_up_proj [E, 2I, H], down_proj."""
-    pattern = re.compile(r"block\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
-    found = [match for name in state if (match := pattern.fullmatch(name))]
-    parts = {(int(match[1]), match[2]): state.pop(match[0]) for match in found}
-    numbers = sorted({number for number, _ in parts})
-    if numbers:
-        both = [torch.cat([parts[n, "gate"], parts[n, "up"]]) for n in numbers]
-        state["block.mlp.experts.gate_up_proj"] = torch.stack(both)
-        state["block.mlp.experts.down_proj"] = torch.stack([parts[n, "down"] for n in numbers])
-    return state
-
-
+@HEADS.register(MTP)
 @DRAFTERS.register("mtp")
 class MtpDrafter(EagleDrafter):
-    """The MTP layer of the target's own checkpoint, used again at every depth; arguments as of EagleDrafter."""
+    """The MTP layers of the target's own checkpoint; a single one is used again at every depth.
+
+    Arguments are those of :class:`EagleDrafter`.
+    """
 
     name = "mtp"
+    head: Any
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
@@ -284,22 +242,76 @@ class MtpDrafter(EagleDrafter):
 
     @classmethod
     def of(cls, target: Target, tree: TreeShape | None = None) -> MtpDrafter:
-        """Read the layer from the target's files.
-
-        Raises:
-            ModelLoadError: the target has no MTP layer, or one of a layout that is not read.
-            CheckpointError: tensors are missing, do not fit, or are quantised.
-        """
-        layout, state = read_layer(target)
-        head: Any = MtpHead(target, layout)
-        own = head.state_dict()
-        odd = [n for n in own.keys() | state.keys() if n not in own or n not in state or own[n].shape != state[n].shape]
-        if odd:
-            raise CheckpointError(f"{target.name}: its MTP layer does not fit, first at {min(odd)}. Fetch it again.")
-        head.load_state_dict(state)
-        made = cls(head.requires_grad_(False), target, tree)
+        """Read the layers from the target's files. Raises as :func:`read_layers`."""
+        head: Any = read_layers(target)
+        made = cls(head, target, tree)
         made.public = True
         return made
 
+    @classmethod
+    def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> MtpDrafter:
+        """Read a layer in a directory of its own, in speculators' layout; arguments as of :meth:`StepDrafter.read`."""
+        made = cls(read_layers(target, directory), target, shape)
+        made.public = "training" not in config
+        return made
+
+    def _within(self, shape: TreeShape) -> TreeShape:
+        count = len(self.head.layers)
+        return super()._within(shape if count == 1 else replace(shape, depth=min(shape.depth, count)))
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> MtpSession:
+        return MtpSession(self, request)
+
+    def step(
+        self,
+        cache: SlotCache,
+        visible: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        vocabulary: ContextVocabulary | None,
+    ) -> tuple[Tensor, Tensor]:
+        outputs = self.model.forward(cache, visible, tokens, features, positions)
+        return outputs, self.logits(outputs, 0)
+
+    def q_logits(self, outputs: Tensor, vocabulary: ContextVocabulary | None) -> Tensor:
+        return self.logits(outputs, 0)
+
+    def logits(self, outputs: Tensor, layer: int) -> Tensor:
+        """Return draft logits [B, E, V] of a layer's part of outputs [B, E, K · H]."""
+        width, layer = self.head.width, min(layer, len(self.head.layers) - 1)
+        read, own = outputs[..., layer * width : (layer + 1) * width], self.head.tables[layer].get(LM_HEAD)
+        return self.target.lm_logits(read) if own is None else read @ own.T
+
     def stack_owners(self) -> list[StackOwner]:
         return []  # no backend has these layers
+
+
+class MtpSession(EagleSession):
+    """A session of MTP layers. ``last`` holds all layers' outputs at the root."""
+
+    drafter: MtpDrafter
+
+    def __init__(self, drafter: MtpDrafter, request: DraftRequest) -> None:
+        super().__init__(drafter, request)
+        self._carried = self.last  # [B, K · H] outputs before the tokens that are read next
+        self._level = 0  # of the nodes that are expanded
+        if len(drafter.head.layers) > 1:
+            self.few_unread = 0
+
+    def _read(self, first: int, tokens: Tensor, features: Tensor) -> Tensor:
+        if len(self.drafter.head.layers) == 1:
+            return super()._read(first, tokens, features)
+        before = (self._carried if first else self.last)[:, None].expand(-1, tokens.shape[1], -1)
+        made = super()._read(first, tokens, torch.cat([features, before], -1))
+        self._carried = made[:, -1]
+        return made
+
+    def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
+        self._level = depth
+        return super()._expand(tokens, parents, sees, depth)
+
+    def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        before = at_nodes(self._features, parents)
+        self._features = self.drafter.model.forward(self.cache, visible, tokens, before, positions)
+        return self.drafter.logits(self._features, self._level)

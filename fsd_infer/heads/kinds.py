@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 BLOCK, P_EAGLE, MEDUSA, HYDRA, MLP_SPECULATOR = "block", "p-eagle", "medusa", "hydra", "mlp-speculator"
+MTP = "mtp"
 
 # What the class names, or keys, of each kind's configs contain.
 _CLASSES = {
@@ -25,6 +26,8 @@ def kind_of_head(config: Mapping[str, Any], names: Collection[str] = ()) -> str 
         config: its config.json.
         names: of its tensors, as far as known.
     """
+    if config.get("speculators_model_type") == "mtp":
+        return MTP
     told = [config.get("architectures"), config.get("speculators_model_type"), config.get("model_type")]
     classes = str(told).lower().replace("_", "").replace("-", "")
     found = [kind for word, kind in _CLASSES.items() if word in classes]

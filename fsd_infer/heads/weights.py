@@ -14,10 +14,12 @@ from fsd_core.files import open_safetensors, read_weight_map
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 AGAIN = "Copy or export the drafter again."
 FLOATS, INTEGERS, BOOLEANS = "floating-point numbers: quantised heads are not read", "whole numbers", "booleans"
-_KINDS = {
+FP8 = "numbers of 8 bits"
+KINDS = {
     FLOATS: ("F64", "F32", "F16", "BF16"),
     INTEGERS: ("I64", "I32", "I16", "I8", "U8"),
     BOOLEANS: ("BOOL", "U8", "I8"),
+    FP8: ("F8_E4M3", "F8_E5M2"),
 }
 
 
@@ -29,6 +31,8 @@ class Weights:
 
     Attributes:
         shapes: shape of each tensor, by its name.
+        dtypes: safetensors' name of its type.
+        files: where it lies.
 
     Raises:
         CheckpointError: there are no such files, or one is damaged or lies in another directory.
@@ -37,16 +41,16 @@ class Weights:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, str] = {}
-        self._files: dict[str, Path] = {}
+        self.dtypes: dict[str, str] = {}
+        self.files: dict[str, Path] = {}
         for file in self._paths():
             if not file.is_file():
                 raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete head checkpoint.")
             with open_safetensors(file, AGAIN) as opened:
                 for name in opened.keys():
                     part = opened.get_slice(name)
-                    self.shapes[name], self._dtypes[name] = tuple(part.get_shape()), str(part.get_dtype())
-                    self._files[name] = file
+                    self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), str(part.get_dtype())
+                    self.files[name] = file
 
     def _paths(self) -> list[Path]:
         single, index = self.directory / SINGLE, self.directory / INDEX
@@ -55,10 +59,10 @@ class Weights:
         return [self.directory / name for name in sorted(set(read_weight_map(index, AGAIN).values()))]
 
     def read(self, name: str, wanted: str = FLOATS) -> Tensor:
-        """Read a tensor. Raises CheckpointError unless it is of the wanted kind: FLOATS, INTEGERS or BOOLEANS."""
-        if self._dtypes[name] not in _KINDS[wanted]:
-            raise CheckpointError(f"{self._files[name]}: {name} is of type {self._dtypes[name]}, not {wanted}. {AGAIN}")
-        with open_safetensors(self._files[name], AGAIN) as file:
+        """Read a tensor. Raises CheckpointError unless it is of the wanted kind: FLOATS, INTEGERS, BOOLEANS or FP8."""
+        if self.dtypes[name] not in KINDS[wanted]:
+            raise CheckpointError(f"{self.files[name]}: {name} is of type {self.dtypes[name]}, not {wanted}. {AGAIN}")
+        with open_safetensors(self.files[name], AGAIN) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 

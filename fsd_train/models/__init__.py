@@ -7,6 +7,7 @@ from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.lm import LMModule
+from fsd_train.models.mtp import MtpModule
 from fsd_train.models.optim import MuonAdamW, WarmupCosine
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "EagleModule",
     "HeadOptions",
     "LMModule",
+    "MtpModule",
     "MuonAdamW",
     "WarmupCosine",
 ]

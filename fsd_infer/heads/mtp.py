@@ -1,0 +1,362 @@
+"""Multi-token-prediction layers in the files of a target: their names in each layout, and their values.
+
+transformers drops these tensors when it loads the target, so they are read from its files.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import cached_file
+
+from fsd_core.errors import ModelLoadError
+from fsd_core.files import read_json
+from fsd_infer.heads.weights import FLOATS, FP8, KINDS, Weights, has_weights
+from fsd_infer.targets.checks import is_mtp_name
+from fsd_infer.targets.target import Target
+
+logger = logging.getLogger(__name__)
+EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # copies of the target's, or the layer's own
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a family of checkpoints names MTP layers.
+
+    Attributes:
+        names: beginnings of tensors' names, with {layer} for the layer's number, and ours for them; the first that
+            fits counts. Without {layer}, all layers share the tensor.
+        families: ``model_type`` of the targets.
+        follows: whether numbers go on from the target's own layers, else they begin at 0.
+        state_first: whether the projection reads [state ; embedding] instead of [embedding ; state].
+        normed: whether a norm follows the layer.
+        config: fields of the target's config that the layers change; lists are repeated for each layer.
+    """
+
+    names: Mapping[str, str]
+    families: tuple[str, ...]
+    follows: bool = False
+    state_first: bool = False
+    normed: bool = True
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
+        layer = re.escape("{layer}")
+        return [(re.compile(re.escape(name).replace(layer, r"(\d+)")), ours) for name, ours in self.names.items()]
+
+    def part(self, stored: str) -> tuple[int | None, str] | None:
+        """Return the layer's number (None: all) and our name of a tensor; None if it is no MTP tensor."""
+        for pattern, ours in self._patterns:
+            found = pattern.match(stored)
+            if found is not None:
+                return int(found[1]) if found.groups() else None, ours + stored[found.end() :]
+        return None
+
+    def stored(self, ours: str, number: int) -> str:
+        """Return the stored name of our ``ours`` of a layer, as :meth:`part` numbers it."""
+        begun = [pair for pair in self.names.items() if ours.startswith(pair[1])]
+        name, own = max(begun, key=lambda pair: len(pair[1]))
+        return name.format(layer=number) + ours[len(own) :]
+
+
+_DEEPSEEK, _MIMO, _LONGCAT = "model.layers.{layer}.", "model.mtp_layers.{layer}.", "model.mtp.layers.{layer}."
+LAYOUTS = {
+    "deepseek": Layout(
+        {
+            _DEEPSEEK + "embed_tokens.": "embed_tokens.", _DEEPSEEK + "shared_head.head.": "lm_head.",
+            _DEEPSEEK + "enorm.": "enorm.", _DEEPSEEK + "hnorm.": "hnorm.", _DEEPSEEK + "eh_proj.": "eh_proj.",
+            _DEEPSEEK + "shared_head.norm.": "norm.", _DEEPSEEK: "block.",
+        },
+        ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+        follows=True,
+        config={"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]},
+    ),
+    "qwen": Layout(
+        {
+            "mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
+            "mtp.norm.": "norm.", "mtp.embed_tokens.": "embed_tokens.", "mtp.lm_head.": "lm_head.",
+            "mtp.layers.{layer}.": "block.",
+        },
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        config={"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1},
+    ),
+    "mimo": Layout(
+        {
+            _MIMO + "token_layernorm.": "enorm.", _MIMO + "hidden_layernorm.": "hnorm.",
+            _MIMO + "input_proj.": "eh_proj.", _MIMO + "final_layernorm.": "norm.", _MIMO: "block.",
+        },
+        ("mimo",),
+        state_first=True,
+        config={"layer_types": ["full_attention"]},
+    ),
+    "ernie": Layout(
+        {
+            "model.mtp_emb_norm.{layer}.": "enorm.", "model.mtp_hidden_norm.{layer}.": "hnorm.",
+            "model.mtp_linear_proj.{layer}.": "eh_proj.", "model.mtp_block.{layer}.": "block.",
+        },
+        ("ernie4_5_moe",),
+        normed=False,
+        config={"moe_layer_start_index": 1 << 20},
+    ),
+    "longcat": Layout(
+        {
+            "model.mtp.embed_tokens.": "embed_tokens.", "model.mtp.norm.": "norm.",
+            _LONGCAT + "enorm.m.": "enorm.", _LONGCAT + "hnorm.m.": "hnorm.", _LONGCAT + "eh_proj.": "eh_proj.",
+            _LONGCAT + "transformer_layer.mlp.": "block.mlp.", _LONGCAT: "block.",
+        },
+        ("longcat_flash",),
+    ),
+}  # fmt: skip
+_SPECULATORS = "mtp_layers.{layer}."
+OWN_DIRECTORY = {  # speculators' names, for a layer in a directory of its own
+    _SPECULATORS + "token_layernorm.": "enorm.", _SPECULATORS + "hidden_layernorm.": "hnorm.",
+    _SPECULATORS + "input_proj.": "eh_proj.", _SPECULATORS + "final_layernorm.": "norm.", _SPECULATORS: "block.",
+}  # fmt: skip
+_QUANTISED = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|weight_(packed|shape|zero_point|g_idx|global_scale)|.*_scale|.*absmax|.*quant_\w+)$"
+)
+_SCALES = ("_scale_inv", "_scale")
+_EXPERT = re.compile(r"(.*mlp\.experts)\.(gate_up|down)_proj$")
+
+
+class MtpFiles:
+    """The MTP layers in a target's files.
+
+    Args:
+        target: of whose files :attr:`names` are MTP tensors.
+        directory: of the files.
+        names: of the tensors.
+        layout: of their names.
+
+    Attributes:
+        names: of the tensors.
+        count: number of layers, as the config says, else as there are.
+
+    Raises:
+        ModelLoadError: a layout that is not read, or tensors that no layer has.
+        CheckpointError: a damaged file.
+    """
+
+    def __init__(self, target: Target, weights: Weights, names: list[str], layout: Layout) -> None:
+        self.target, self.weights, self.names, self.layout = target, weights, names, layout
+        first = _own_layers(target) if self.layout.follows else 0
+        self._first, self._stored = first, {}
+        for name in names:
+            found = self.layout.part(name)
+            if found is None:
+                raise self._error(name, f"{name} has no place in the MTP layers of {target.config.model_type}")
+            self._stored[found] = name
+        numbers = {number for number, _ in self._stored if number is not None}
+        there = max(numbers, default=first) + 1 - first
+        self.count = there if layout.names is OWN_DIRECTORY else said_layers(target) or there
+        if there > self.count:
+            logger.warning(
+                "%s has %d MTP layers in its files, and its config says %d: those after are left out.",
+                target.name, there, self.count,
+            )  # fmt: skip
+
+    def _error(self, name: str, fault: str) -> ModelLoadError:
+        files = self.weights.files
+        place = files.get(name) or files[next(iter(self._stored.values()), name)]
+        return ModelLoadError(f'{place}: {fault}. Fetch the checkpoint again, or name another drafter than "mtp".')
+
+    def find(self, ours: str, layer: int) -> str | None:
+        """Return the stored name of our ``ours`` of a layer, counted from 0; None if there is none."""
+        return self._stored.get((self._first + layer, ours)) or self._stored.get((None, ours))
+
+    def plan(self, layer: int, wanted: Mapping[str, Tensor]) -> dict[str, list[str]]:
+        """Return the stored tensors of each parameter of a layer: one, or of each expert those to be joined.
+
+        Args:
+            layer: counted from 0.
+            wanted: parameters by our names; only their shapes count.
+
+        Raises:
+            ModelLoadError: tensors are missing, unknown, quantised in a way that is not read, or of another shape.
+        """
+        made, used = {}, set()
+        for ours, value in wanted.items():
+            parts = [(ours, tuple(value.shape))] if self.find(ours, layer) else _experts(ours, value)
+            made[ours] = [self._checked(part, layer, shape) for part, shape in parts]
+            used |= {part for part, _ in parts}
+        known = used | {part + scale for part in used for scale in _SCALES} | {EMBEDDINGS, LM_HEAD}
+        for (number, ours), name in self._stored.items():
+            if number in (None, self._first + layer) and ours not in known:
+                raise self._error(name, f"{name} has no place in an MTP layer of {self.target.config.model_type}")
+        return made
+
+    def _checked(self, ours: str, layer: int, shape: tuple[int, ...]) -> str:
+        name = self.find(ours, layer)
+        if name is None:
+            self._refuse_quantised(ours, layer)
+            missing = self.layout.stored(ours, self._first + layer)
+            raise self._error(missing, f"the MTP layer lacks the tensor {missing}")
+        kind, found = self.weights.dtypes[name], self.weights.shapes[name]
+        if kind not in KINDS[FLOATS] + KINDS[FP8]:
+            raise self._quantised(name)
+        if found != shape:
+            raise self._error(name, f"{name} has the shape {list(found)}, but this target needs {list(shape)}")
+        if kind in KINDS[FP8]:
+            self._scale(ours, layer, name)
+        return name
+
+    def _refuse_quantised(self, ours: str, layer: int) -> None:
+        beside = ours.rpartition(".")[0]
+        for (number, other), name in self._stored.items():
+            if number in (None, self._first + layer) and other.startswith(beside) and _QUANTISED.search(other):
+                raise self._quantised(name)
+
+    def _quantised(self, name: str) -> ModelLoadError:
+        kind = self.weights.dtypes[name]
+        return self._error(
+            name, f"the MTP layer is quantised ({name} of type {kind}), and only fp8 with scales is read so"
+        )
+
+    def _scale(self, ours: str, layer: int, name: str) -> tuple[str, list[int]]:
+        """Return the name of an fp8 tensor's scales, and how many rows and columns one of them covers."""
+        scale = next((found for end in _SCALES if (found := self.find(ours + end, layer))), None)
+        if scale is None:
+            raise self._error(name, f"{name} is of type {self.weights.dtypes[name]} without {name}_scale_inv")
+        blocks, shape, found = self._blocks, self.weights.shapes[name], self.weights.shapes[scale]
+        if len(found) != len(shape):
+            return scale, []
+        covers = [
+            1 if count == size else size if count == 1 else block
+            for size, count, block in zip(shape, found, [1] * (len(shape) - 2) + blocks, strict=True)
+        ]
+        if any(-(-size // step) != count for size, count, step in zip(shape, found, covers, strict=True)):
+            raise self._error(scale, f"{scale} has the shape {list(found)} for {list(shape)} in blocks of {blocks}")
+        return scale, covers
+
+    @cached_property
+    def _blocks(self) -> list[int]:
+        """Rows and columns that one scale of fp8 tensors covers; transformers forgets it where it expands a target."""
+        file = self.weights.directory / "config.json"
+        config: Any = read_json(file, "Fetch the checkpoint again.") if file.is_file() else {}
+        given = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
+        return list(given.get("weight_block_size") or [128, 128])
+
+    def value(self, name: str) -> Tensor:
+        """Read a stored tensor; fp8 times its scales is float32."""
+        if self.weights.dtypes[name] not in KINDS[FP8]:
+            return self.weights.read(name)
+        number, ours = self.layout.part(name) or (None, "")
+        scale, covers = self._scale(ours, (number or self._first) - self._first, name)
+        weight, scales = self.weights.read(name, FP8).float(), self.weights.read(scale).float()
+        for dim, step in enumerate(covers):
+            scales = scales.repeat_interleave(step, dim).narrow(dim, 0, weight.shape[dim])
+        return weight * scales
+
+    def table(self, name: str) -> Tensor:
+        """Read embeddings or an LM head [V, H]. Raises ModelLoadError for another shape."""
+        wanted = [self.target.vocab_size, self.target.hidden_size]
+        if list(self.weights.shapes[name]) != wanted:
+            raise self._error(
+                name, f"{name} has the shape {list(self.weights.shapes[name])}, but this target needs {wanted}"
+            )
+        return self.value(name)
+
+    def read(self, layer: int, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of a layer's parameters; arguments and errors as of :meth:`plan`."""
+        made = {}
+        for ours, names in self.plan(layer, wanted).items():
+            values = [self.value(name) for name in names]
+            made[ours] = values[0] if len(values) == 1 else torch.cat(values).view(wanted[ours].shape)
+        return made
+
+
+def _experts(ours: str, value: Tensor) -> list[tuple[str, tuple[int, ...]]]:
+    """The tensors of single experts that transformers' layers hold as one: gate_up_proj [E, 2I, H], down_proj."""
+    found = _EXPERT.fullmatch(ours)
+    if found is None:
+        return [(ours, tuple(value.shape))]
+    count, rows, columns = value.shape
+    parts = ("gate", "up") if found[2] == "gate_up" else ("down",)
+    shape = rows // len(parts), columns
+    return [(f"{found[1]}.{expert}.{part}_proj.weight", shape) for expert in range(count) for part in parts]
+
+
+def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
+    """Find the MTP layers in the target's files, or in a directory of their own. None: it has none.
+
+    Raises as :class:`MtpFiles`.
+    """
+    if directory is not None:
+        weights = Weights(directory)
+        return MtpFiles(target, weights, list(weights.shapes), separate_layout(target))
+    directory = files_of(target)
+    if directory is None:
+        return None
+    weights = Weights(directory)
+    names = [name for name in weights.shapes if is_mtp_name(name, _own_layers(target))]
+    return MtpFiles(target, weights, names, layout_of(target, names[0])) if names else None
+
+
+def separate_layout(target: Target) -> Layout:
+    """Return speculators' layout with the layers that the target's family has, or its last ones with attention."""
+    family = next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
+    config = {"layer_types": ["full_attention"]} if family is None else family.config
+    return Layout(OWN_DIRECTORY, (), normed=family is None or family.normed, config=config)
+
+
+def in_own_layout(target: Target, state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return a layer's tensors, by our names, as the first MTP layer of the target's family, with single experts.
+
+    Args:
+        target: None is returned for one of a family without a layout.
+        state: the projection reads [embedding ; state].
+    """
+    layout = next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
+    if layout is None:
+        return None
+    number, made = _own_layers(target) if layout.follows else 0, {}
+    for ours, value in state.items():
+        if ours == "eh_proj.weight" and layout.state_first:
+            value = torch.cat(value.chunk(2, 1)[::-1], 1)
+        names = [layout.stored(part, number) for part, _ in _experts(ours, value)]
+        parts = value.flatten(0, -2).chunk(len(names)) if len(names) > 1 else [value]
+        made |= dict(zip(names, parts, strict=True))
+    return made
+
+
+def said_layers(target: Target) -> int | None:
+    """Return how many MTP layers the target's config says that it has; None: it says nothing, or none."""
+    given = (getattr(target.config, name, None) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    return next((count for count in given if isinstance(count, int) and count > 0), None)
+
+
+def layout_of(target: Target, name: str) -> Layout:
+    """Return the layout of the target's family. Raises ModelLoadError, which names a tensor, if there is none."""
+    found = next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
+    if found is None:
+        known = ", ".join(family for one in LAYOUTS.values() for family in one.families)
+        raise ModelLoadError(
+            f"{target.name} has MTP layers in the layout of {target.config.model_type} ({name}), which is not "
+            f"read. Name another drafter. Known layouts: {known}."
+        )
+    return found
+
+
+def _own_layers(target: Target) -> int:
+    return len(getattr(target.decoder, "layers", ()))  # LongCat counts two in its config for each
+
+
+def files_of(target: Target) -> Path | None:
+    """Return the directory of the target's safetensors; None for a model made in memory, or of another format."""
+    source = getattr(target.model, "name_or_path", "") or ""
+    if not source:
+        return None
+    directory = Path(source)
+    if not directory.is_dir():
+        config = cached_file(source, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        directory = Path(config).parent if config else directory
+    return directory if directory.is_dir() and has_weights(directory) else None

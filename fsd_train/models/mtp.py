@@ -1,0 +1,164 @@
+"""The training of an MTP layer as a LightningModule: the target's own goes on, or a new one begins.
+
+The layer drafts each depth by itself, so it is trained on its own outputs over ``unroll_steps`` with falling weights
+(FastMTP, arXiv 2509.18362). Unlike there, later steps attend to the true pairs before their chain, as in decoding.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import AdamW
+
+from fsd_core.errors import DataError
+from fsd_core.files import disk_errors, replacing, write_text
+from fsd_core.tensors import to_device
+from fsd_infer.drafters import MtpDrafter, TreeShape
+from fsd_infer.drafters.mtp import MtpHead, read_layers
+from fsd_infer.heads.mtp import find_mtp, in_own_layout, separate_layout
+from fsd_infer.heads.weights import SINGLE
+from fsd_infer.targets.target import Target
+from fsd_train.data.packs import on_host
+from fsd_train.losses import DraftBatch
+from fsd_train.models.distillation import DistillationModule
+from fsd_train.models.unroll import plan_chains, unroll
+from fsd_train.types import ChainSteps, Share
+
+IN_TARGET = "in-target.safetensors"
+
+
+class MtpModule(DistillationModule):
+    """Trains an MTP layer on the features of a frozen target.
+
+    Args:
+        target: built-in name, directory or hub id. If its files have an MTP layer, that one goes on.
+        unroll_steps: drafts per chain in the loss, 1 to 7.
+        step_decay: base of the weight step_decay^s of step s.
+        new: begin with a copy of the target's last layer instead, also where the files have an MTP layer.
+        optimizer: as of :class:`DistillationModule`.
+        training: further options of :class:`DistillationModule`.
+    """
+
+    head: MtpHead
+
+    def __init__(
+        self,
+        target: str,
+        unroll_steps: ChainSteps = 3,
+        step_decay: Share = 0.6,
+        new: bool = False,
+        optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-4, weight_decay=0.0),
+        **training: Any,
+    ) -> None:
+        super().__init__(target, optimizer=optimizer, unroll_steps=unroll_steps, step_decay=step_decay, **training)
+        self.new = new
+        self.save_hyperparameters()
+
+    # setting up ----------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Load the target and read or build the layer (idempotent)."""
+        if hasattr(self, "head"):
+            return
+        target = self.target
+        if not self.new and find_mtp(target) is not None:
+            head = read_layers(target)
+            if len(head.layers) > 1 or head.tables[0]:
+                raise DataError(
+                    f"{self.target_name} has several MTP layers, or one with tables of its own. Set new to true."
+                )
+        else:
+            head = self.new_head()
+            self._initialise(head)
+        self.head = head.float().requires_grad_(True)
+
+    @torch.no_grad()
+    def _initialise(self, head: MtpHead) -> None:
+        """Start as the target's last layer on the sum of embedding and state."""
+        layer: Any = head.layers[0]
+        last = self.target.decoder.layers[-1].state_dict()  # type: ignore[union-attr, index]
+        own = layer.block.state_dict()
+        fitting = {name: value for name, value in last.items() if name in own and own[name].shape == value.shape}
+        layer.block.load_state_dict(fitting, strict=False)
+        final = getattr(self.target.final_norm, "state_dict", dict)()
+        if final and final.keys() == layer.norm.state_dict().keys():
+            layer.norm.load_state_dict(final)
+        halves = layer.eh_proj.weight.chunk(2, 1)
+        for half in halves:
+            half.normal_(std=0.01).add_(0.5 * torch.eye(head.width))
+
+    def new_head(self) -> MtpHead:
+        """Build a layer with arbitrary weights. Raises DataError for targets whose last layer does not attend."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            made = MtpHead(self.target, separate_layout(self.target))
+        if not hasattr(made.layers[0].block, "self_attn"):
+            raise DataError(f"{self.target_name}: its layers are of no kind that an MTP layer is made of.")
+        return made
+
+    @property
+    def tables(self) -> list[Tensor]:
+        return []
+
+    def _uncompilable(self) -> str | None:
+        return "an MTP layer is not compiled"
+
+    # steps ---------------------------------------------------------------------------------------------------------
+
+    def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
+        """Run the layer over a batch and return the supervised rows."""
+        plan = plan_chains(on_host(batch, "loss_mask")[0], steps, self.step_decay)
+        rows, text = plan.rows.to(self.device), self._text(batch)
+        final = self._features(batch, text)[..., : self.target.hidden_size].to(self.head.layers[0].eh_proj.weight.dtype)
+        with torch.no_grad():  # of the next token, [1, M, H]; the last one's is never read
+            embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(final.dtype)
+        outputs = torch.cat(unroll(self.head, embeds, final, text, len(rows.chains), plan.roots), dim=1)[0]
+        return DraftBatch(
+            estimates=outputs.index_select(0, to_device(plan.source, self.device)),  # [R, H]
+            features=final[0].index_select(0, rows.position + 1),  # [N, H]
+            rows=rows,
+            head=self.lm_head(),
+        )
+
+    def make_drafter(self, target: Target, tree: TreeShape | None = None) -> MtpDrafter:
+        head: Any = copy.deepcopy(self.head).requires_grad_(False).eval()
+        return MtpDrafter(head, target, tree)
+
+    # checkpoints ---------------------------------------------------------------------------------------------------
+
+    def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
+        """Write the layer in speculators' layout, and as the tensors that go into the target's own checkpoint.
+
+        Their file is :data:`IN_TARGET`, if the target's family has such layers.
+        """
+        place, layout, layer = Path(directory), separate_layout(self.target), self.head.layers[0]
+        state = {name: value.detach().cpu() for name, value in layer.state_dict().items()}
+        if layer.state_first:  # speculators' has [embedding ; state]
+            state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, 1)[::-1], 1)
+        state = {name: value.to(torch.bfloat16) for name, value in state.items()}
+        written = {SINGLE: {layout.stored(name, 0): value for name, value in state.items()}}
+        if (own := in_own_layout(self.target, state)) is not None:
+            written[IN_TARGET] = own
+        described = {
+            "speculators_model_type": "mtp", "architectures": ["MTPSpeculator"], "num_nextn_predict_layers": 1,
+            "transformer_layer_config": self.target.config.to_diff_dict(),
+            "speculators_config": {
+                "algorithm": "mtp", "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": self.unroll_steps}],
+                "verifier": {"name_or_path": self.target_name, "architectures": []},
+            },
+            "training": self.record(extra),
+        }  # fmt: skip
+        place.mkdir(parents=True, exist_ok=True)
+        for name, tensors in written.items():
+            with disk_errors(place / name), replacing(place / name) as file:
+                save_file({stored: value.contiguous() for stored, value in tensors.items()}, file)
+        write_text(place / "config.json", json.dumps(described, indent=2, default=str) + "\n")
+        return place

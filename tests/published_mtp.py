@@ -1,0 +1,178 @@
+"""Random targets with MTP layers in their own checkpoints, and what the layers estimate: no cache, no trees."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from fsd_infer import Target
+from fsd_infer.drafters.mtp import read_layers
+from tests.families import RECURRENT
+from tests.published_blocks import Layout, States
+from tests.rules_toy import V
+
+WIDTH = 16
+QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    config_class = MiMoConfig
+
+
+AutoConfig.register("mimo", MiMoConfig)
+AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=V, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, eos_token_id=None, bos_token_id=None, pad_token_id=None,
+    tie_word_embeddings=False,
+)  # fmt: skip
+MLA: dict[str, Any] = dict(
+    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4
+)
+MOE: dict[str, Any] = dict(
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1,
+    first_k_dense_replace=1,
+)  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**MLA, **MOE},
+    "glm4_moe": {**MOE, "head_dim": 8},
+    "glm4_moe_lite": {**MLA, **MOE},
+    "mimo": {},
+    "ernie4_5_moe": dict(
+        moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=1, moe_layer_end_index=1,
+        num_experts=4, num_experts_per_tok=2,
+    ),
+    "longcat_flash": {**MLA, **dict(num_layers=2, n_routed_experts=4, moe_topk=2, expert_ffn_hidden_size=16,
+        zero_expert_num=1, ffn_hidden_size=48, head_dim=8)},
+    **{family: RECURRENT[family] for family in QWEN},
+}  # fmt: skip
+OWN = {  # embedding's norm, state's norm, projection, norm after the layer; {k} is the layer's number
+    "mimo": [
+        f"model.mtp_layers.{{k}}.{part}" for part in
+        ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    ],
+    "ernie4_5_moe": [f"model.mtp_{part}.{{k}}" for part in ("emb_norm", "hidden_norm", "linear_proj")],
+    "longcat_flash": [
+        "model.mtp.layers.{k}.enorm.m", "model.mtp.layers.{k}.hnorm.m", "model.mtp.layers.{k}.eh_proj",
+        "model.mtp.norm",
+    ],
+    **{family: [f"mtp.{part}" for part in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")]
+       for family in QWEN},
+}  # fmt: skip
+DEEPSEEK = [f"model.layers.{{k}}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
+
+
+def renamed(family: str, name: str, number: int) -> str | None:
+    """The MTP tensor that a tensor of the target's own layers becomes; None for others."""
+    if family == "longcat_flash":
+        found = re.fullmatch(
+            r"model\.layers\.0\.(self_attn|input_layernorm|post_attention_layernorm|mlps)\.0\.(.*)", name
+        )
+        part = found and {"mlps": "transformer_layer.mlp"}.get(found[1], found[1])
+        return f"model.mtp.layers.{number}.{part}.{found[2]}" if found else None
+    layer, prefix = {
+        "mimo": (1, f"model.mtp_layers.{number}."), "ernie4_5_moe": (0, f"model.mtp_block.{number}."),
+        **dict.fromkeys(QWEN, (1, f"mtp.layers.{number}.")),
+    }.get(family, (1, f"model.layers.{number}."))  # fmt: skip
+    found = re.fullmatch(rf"model\.layers\.{layer}\.(.*)", name)
+    return prefix + found[1] if found else None
+
+
+def mtp_tensors(family: str, state: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Random MTP layers beside a target's tensors, in the family's own layout."""
+    made: dict[str, Tensor] = {}
+    for number in range(count) if family in OWN else range(2, 2 + count):
+        found = {new: value.clone() for name, value in state.items() if (new := renamed(family, name, number))}
+        made |= {n: v + 0.05 * torch.randn_like(v) if v.is_floating_point() else v for n, v in found.items()}
+        for place, name in enumerate(OWN.get(family, DEEPSEEK)):
+            value = torch.randn(WIDTH, 2 * WIDTH) / 4 if place == 2 else 1 + 0.1 * torch.randn(WIDTH)
+            made.setdefault(f"{name}.weight".format(k=number), value)
+        if family not in OWN:
+            made[f"model.layers.{number}.embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+            made[f"model.layers.{number}.shared_head.head.weight"] = state["lm_head.weight"].clone()
+    return made
+
+
+@cache
+def _root() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+@cache
+def checkpoint(family: str, count: int = 1, vocabulary: int = V) -> Path:
+    """Write a random target with MTP layers."""
+    directory = Path(_root().name) / f"{family}-{count}-{vocabulary}"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], "vocab_size": vocabulary})
+        if hasattr(config, "num_nextn_predict_layers"):
+            config.num_nextn_predict_layers = count
+        model: Any = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.data.mul_(4) if parameter.dim() > 1 else parameter.data.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(directory)
+        state = load_file(directory / "model.safetensors")
+        state |= mtp_tensors(family, state, count)
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@cache
+def mtp_target(family: str, count: int = 1) -> Target:
+    return Target.from_pretrained(str(checkpoint(family, count)), dtype="fp32", device="cpu")
+
+
+def _mtp(family: str, count: int = 1) -> Layout:
+    def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
+        target = mtp_target(family, count)
+        layers, rotary = _layers(family, count), target.decoder.rotary_emb
+
+        def run(index: int, tokens: list[int], given: Tensor) -> Tensor:
+            embeds, places = target.embed(torch.tensor([tokens])), torch.arange(len(tokens))[None]
+            causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()[None, None]
+            angles = {"position_ids": places, "position_embeddings": rotary(embeds, places)}
+            made: Tensor = layers[index](embeds, given[None], causal, None, **angles)[0]
+            return made
+
+        known, whole = states.final, [*text, *drafts]
+        for place in range(len(drafts) + 1):
+            if count == 1:  # the layer's own outputs follow the target's states
+                out = run(0, whole[1 : len(text) + place], known)
+                known = torch.cat([known, out[-1:]])
+            else:  # a layer a step, over the window of the text
+                known = out = run(place, whole[place + 1 : place + len(text)], known)
+        return states.lm_head(out[-1])
+
+    return Layout({"family": family, "count": count}, {}, estimate, 8 if count == 1 else count)
+
+
+@cache
+def _layers(family: str, count: int) -> Any:
+    return read_layers(mtp_target(family, count)).layers
+
+
+MTP: dict[str, Callable[[], Layout]] = {
+    **{f"mtp of {family}": lambda family=family: _mtp(family) for family in FAMILIES},
+    "mtp of deepseek_v3, two layers": lambda: _mtp("deepseek_v3", 2),
+    "mtp of mimo, three layers": lambda: _mtp("mimo", 3),
+}
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
