@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,14 +226,25 @@ class EagleSession(TreeSession):
         return self.drafter.model.forward(self.cache, visible, tokens, features, slots)
 
     @property
+    def on_host(self) -> bool:
+        return super().on_host or self.vocabulary is not None
+
+    @property
     def is_fixed(self) -> bool:
-        return self.auto is None and self.vocabulary is None
+        return self.auto is None
+
+    def prepared(self) -> list[Tensor]:
+        return [] if self.vocabulary is None else self.vocabulary.prepared()
+
+    def give(self, inputs: Iterator[Tensor] | None) -> None:
+        if self.vocabulary is not None:
+            self.vocabulary.give(inputs)
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last]
 
-    def restart(self) -> None:
-        self._begun = False
+    def restart(self, fresh: EagleSession) -> None:
+        self._begun, self.vocabulary = False, fresh.vocabulary
 
     def append(self, rows: Sequence[Sequence[int]]) -> None:
         if self.vocabulary is not None:

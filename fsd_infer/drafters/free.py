@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -147,7 +147,7 @@ class FreeDrafter(Drafter):
 
 
 class FreeSession(DraftSession):
-    """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text.
+    """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text. All its state is the host's.
 
     Attributes:
         ends: the last token of each text.
@@ -155,6 +155,7 @@ class FreeSession(DraftSession):
 
     drafter: FreeDrafter
     on_host = True
+    _given: Tensor | None = None  # the trees of recorded rounds
 
     def __init__(self, first_tokens: Tensor, request: DraftRequest) -> None:
         self.device, self.auto = request.device, request.auto
@@ -170,14 +171,33 @@ class FreeSession(DraftSession):
     def select(self, rows: Tensor) -> None:
         self.ends = [self.ends[row] for row in rows.tolist()]
 
+    @property
+    def is_fixed(self) -> bool:
+        return self.auto is None
+
+    def prepared(self) -> list[Tensor]:
+        return [DraftTree.packed_lists(self._rows(), self.drafter.nodes)]
+
+    def give(self, inputs: Iterator[Tensor] | None) -> None:
+        self._given = None if inputs is None else next(inputs)
+
+    def restart(self, fresh: FreeSession) -> None:
+        vars(self).update(vars(fresh))
+
     def draft(self, roots: Tensor) -> DraftTree:
         drafter = self.drafter
-        rows = [
+        if self._given is not None:
+            return DraftTree.of_packed(self._given, drafter.vocab_size, drafter.depth)
+        tree = DraftTree.of_lists(self._rows(), drafter.vocab_size, self.device, drafter.depth)
+        return tree if self.auto is None else tree.keep(self.auto.keep(tree))
+
+    def _rows(self) -> list[Nodes]:
+        """Return the tree of each row."""
+        drafter = self.drafter
+        return [
             best_first(table, place, root, drafter.nodes, drafter.depth, drafter.least)
             for (table, place), root in zip(self.places(), self.ends, strict=True)
         ]
-        tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
-        return tree if self.auto is None else tree.keep(self.auto.keep(tree))
 
 
 def free_drafters() -> dict[str, type[FreeDrafter]]:

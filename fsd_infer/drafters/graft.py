@@ -112,6 +112,10 @@ class GraftedSession(DraftSession):
         self.side = drafter.side.start(first_tokens, replace(request, auto=None, draws=Draws.NONE))
         self.parts = [self.main, self.side]
 
+    @property
+    def is_fixed(self) -> bool:
+        return self.auto is None and self.main.is_fixed and self.side.is_fixed
+
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, auto = self.drafter, self.auto
         if auto is not None and not auto.asks_side():

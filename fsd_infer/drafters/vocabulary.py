@@ -7,15 +7,26 @@ that LM head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fsd_core.tensors import to_device
-from fsd_infer.targets.target import Target
+from fsd_infer.targets.target import Target, frozen_linear
 
+LEAST = 16  # further ids for which recorded rounds have room
 NEVER = -1e4  # a logit whose q underflows to 0 in every dtype; -inf would make 0 · ln 0 NaN
+
+
+class _Further(NamedTuple):
+    """The ids [X], their rows of the LM head, and which rows of a batch may not draft them, [B, 1, X]; None: none."""
+
+    ids: Tensor
+    lm_head: nn.Module
+    foreign: Tensor | None
 
 
 class ContextVocabulary:
@@ -35,12 +46,12 @@ class ContextVocabulary:
     """
 
     def __init__(self, target: Target, draft_ids: Tensor, lm_head: nn.Module, drafted: bytearray, batch: int) -> None:
-        self.ids = draft_ids
         self._target, self._draft_ids, self._lm_head, self._drafted = target, draft_ids, lm_head, drafted
         self._extra: dict[int, int] = {}  # further ids and their places
         self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X] on the CPU; whether an id is in the row's text
-        self._foreign: Tensor | None = None  # [B, 1, X] ~_own, on the target's device; None if no id is foreign
-        self._tail: nn.Module | None = None  # the rows of the further ids of the LM head
+        self._further: _Further | None = None  # on the device; None: there are no further ids, or they have changed
+        self._given: _Further | None = None  # of recorded rounds
+        self._prepared: list[Tensor] = []
 
     def extend(self, texts: Sequence[Sequence[int]]) -> None:
         """Add the ids of the tokens that extend each row's text."""
@@ -53,28 +64,65 @@ class ContextVocabulary:
         grown = len(self._extra) - self._own.shape[1]
         if grown:
             self._own = torch.nn.functional.pad(self._own, (0, grown))
-            extra = to_device(torch.tensor(list(self._extra)), self._draft_ids.device)
-            self.ids = torch.cat([self._draft_ids, extra])
-            self._tail = self._target.reduced_lm_head(extra)
         if not self._own[rows, places].all():
             self._own[rows, places] = True
-            self._mark_foreign()
+            self._prepared = []
+            self._further = None if grown or self._further is None else self._further._replace(foreign=self._foreign())
+
+    @property
+    def ids(self) -> Tensor:
+        further = self._read()
+        return self._draft_ids if further is None else torch.cat([self._draft_ids, further.ids])
 
     def logits(self, features: Tensor) -> Tensor:
         """Return logits [B, E, Vd + X], in the target's dtype, of features [B, E, H]."""
-        logits = self._target.lm_logits(features, self._lm_head)
-        if self._tail is None:
+        logits, further = self._target.lm_logits(features, self._lm_head), self._read()
+        if further is None:
             return logits
-        extra = self._target.lm_logits(features, self._tail)
-        if self._foreign is not None:
-            extra = extra.masked_fill(self._foreign, NEVER)
+        extra = self._target.lm_logits(features, further.lm_head)
+        if further.foreign is not None:
+            extra = extra.masked_fill(further.foreign, NEVER)
         return torch.cat([logits, extra], -1)
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
-        self._own = self._own[rows]
-        self._mark_foreign()
+        self._own, self._prepared = self._own[rows], []
+        self._further = None if self._further is None else self._further._replace(foreign=self._foreign())
 
-    def _mark_foreign(self) -> None:
+    def prepared(self) -> list[Tensor]:
+        """Return the further ids for :meth:`DraftSession.prepared`, padded to a power of two by ids that none drafts.
+
+        Returns:
+            [1 + B, X] the ids and, for each row, whether they are foreign to it; and the LM head's rows [X, H], with
+            its biases [X] if it has any.
+        """
+        if self._prepared:
+            return self._prepared
+        most = min(max(LEAST, 1 << (len(self._extra) - 1).bit_length()), self._drafted.count(0))
+        every = (token for token, drafted in enumerate(self._drafted) if not drafted and token not in self._extra)
+        ids = torch.tensor([*self._extra, *islice(every, most - len(self._extra))])
+        own = torch.nn.functional.pad(self._own, (0, most - len(self._extra)))
+        head = self._target.reduced_lm_head(to_device(ids, self._draft_ids.device))
+        self._prepared = [torch.cat([ids[None], (~own).long()]), *(x.detach() for x in head.parameters())]
+        return self._prepared
+
+    def give(self, inputs: Iterator[Tensor] | None) -> None:
+        """Take what :meth:`prepared` returned; see :meth:`DraftSession.give`."""
+        self._given = None
+        if inputs is not None:
+            marked = next(inputs)
+            head = frozen_linear(*(next(inputs) for _ in self._prepared[1:]))
+            self._given = _Further(marked[0], head, marked[1:, None].bool())
+
+    def _read(self) -> _Further | None:
+        """Return the further ids on the device; None if there are none."""
+        if self._given is not None or not self._extra:
+            return self._given
+        if self._further is None:
+            ids = to_device(torch.tensor(list(self._extra)), self._draft_ids.device)
+            self._further = _Further(ids, self._target.reduced_lm_head(ids), self._foreign())
+        return self._further
+
+    def _foreign(self) -> Tensor | None:
         foreign = ~self._own[:, None]
-        self._foreign = to_device(foreign, self._draft_ids.device) if foreign.any() else None
+        return to_device(foreign, self._draft_ids.device) if foreign.any() else None

@@ -13,9 +13,9 @@ from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.estimates import LawKind
 from fsd_infer.engine.books import Books
-from fsd_infer.engine.capture import Recorded, bucket, signature
+from fsd_infer.engine.capture import Recorded, bucket
 from fsd_infer.engine.request import Request
-from fsd_infer.engine.round import RoundTensors, accept, advance
+from fsd_infer.engine.round import Look, RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.request.processors import TreeProcessors, temperature_of
 from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts, read_text
@@ -44,7 +44,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     capacity = longest + drafter.max_nodes
     # the drafter pads rows to the one that emitted most: its texts exceed the longest by up to a tree's depth
     reach = longest + 1 + drafter.max_depth
-    recorded = _recorded(target, drafter, processors)
+    recorded = _recorded(target, drafter)
     generator, keys, rows = request.generator, request.cache_keys, count
     if recorded is not None:
         rows = bucket(count)
@@ -87,14 +87,14 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         auto=auto,
     )
     if recorded is not None:
-        state = recorded.placed(state, count, (drafter.plan, tuple(rules), capacity, signature(processors), tilt))
+        state = recorded.placed(state, count, (drafter.plan, tuple(rules), capacity, processors.signature, tilt))
     books.begin(state, drafter, cache_bytes)
     return books
 
 
-def _recorded(target: Target, drafter: Drafter, processors: TreeProcessors) -> Recorded | None:
+def _recorded(target: Target, drafter: Drafter) -> Recorded | None:
     """Return what records the request's rounds; None if they run eagerly."""
-    if drafter.auto is not None or processors.contextual or signature(processors) is None:
+    if drafter.auto is not None:
         return None
     models = [getattr(part, "model", None) for part in (drafter, *drafter.parts)]
     if any(isinstance(model, Target) and model.angles.fixed is not None for model in models):
@@ -148,7 +148,7 @@ def prefill(state: DecodeState, books: Books) -> RoundTensors:
     tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
     known = books.prefixes.known(books.named_prompts)
     features, logits = read_prompts(state.target, state.cache, tokens, lengths, known, request.sights)
-    made = accept(state, DraftTree.root_only(state.roots, logits.shape[-1]), logits, features[:, :1])
+    made = accept(state, Look(state, DraftTree.root_only(state.roots, logits.shape[-1]), logits), features[:, :1])
     # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token
     tokens = to_device(tokens, state.device)
     following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
