@@ -47,7 +47,7 @@ class Graph:
 
     def spoil(self) -> None:
         """Graphs share a pool: this one's outputs may lie where one that was captured before has had its own values."""
-        for out in self.outputs:
+        for out in (x for x in self.outputs if address(x.value) in self._own):  # type: ignore[attr-defined]
             out.value.fill_(torch.nan if out.is_floating_point() else 0)  # type: ignore[attr-defined]
 
 

@@ -231,14 +231,14 @@ class EagleSession(TreeSession):
 
     @property
     def is_fixed(self) -> bool:
-        return self.auto is None
+        return self.auto is None and (self.vocabulary is None or self.vocabulary.is_fixed)
 
     def prepared(self) -> list[Tensor]:
-        return [] if self.vocabulary is None else self.vocabulary.prepared()
+        return [] if self.vocabulary is None else [self.vocabulary.prepared()]
 
     def give(self, inputs: Iterator[Tensor] | None) -> None:
         if self.vocabulary is not None:
-            self.vocabulary.give(inputs)
+            self.vocabulary.give(None if inputs is None else next(inputs))
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last]

@@ -7,7 +7,7 @@ that LM head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsd_core.tensors import to_device
-from fsd_infer.targets.target import Target, frozen_linear
+from fsd_infer.targets.target import Target
 
 LEAST = 16  # further ids for which recorded rounds have room
 NEVER = -1e4  # a logit whose q underflows to 0 in every dtype; -inf would make 0 · ln 0 NaN
@@ -51,7 +51,7 @@ class ContextVocabulary:
         self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X] on the CPU; whether an id is in the row's text
         self._further: _Further | None = None  # on the device; None: there are no further ids, or they have changed
         self._given: _Further | None = None  # of recorded rounds
-        self._prepared: list[Tensor] = []
+        self._prepared: Tensor | None = None
 
     def extend(self, texts: Sequence[Sequence[int]]) -> None:
         """Add the ids of the tokens that extend each row's text."""
@@ -66,7 +66,7 @@ class ContextVocabulary:
             self._own = torch.nn.functional.pad(self._own, (0, grown))
         if not self._own[rows, places].all():
             self._own[rows, places] = True
-            self._prepared = []
+            self._prepared = None
             self._further = None if grown or self._further is None else self._further._replace(foreign=self._foreign())
 
     @property
@@ -86,33 +86,33 @@ class ContextVocabulary:
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
-        self._own, self._prepared = self._own[rows], []
+        self._own, self._prepared = self._own[rows], None
         self._further = None if self._further is None else self._further._replace(foreign=self._foreign())
 
-    def prepared(self) -> list[Tensor]:
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a recorded round can take rows of the LM head; of others they would be computed every time."""
+        return isinstance(self._target.model.get_output_embeddings(), nn.Linear)
+
+    def prepared(self) -> Tensor:
         """Return the further ids for :meth:`DraftSession.prepared`, padded to a power of two by ids that none drafts.
 
         Returns:
-            [1 + B, X] the ids and, for each row, whether they are foreign to it; and the LM head's rows [X, H], with
-            its biases [X] if it has any.
+            [1 + B, X] the ids and, for each row, whether they are foreign to it.
         """
-        if self._prepared:
-            return self._prepared
-        most = min(max(LEAST, 1 << (len(self._extra) - 1).bit_length()), self._drafted.count(0))
-        every = (token for token, drafted in enumerate(self._drafted) if not drafted and token not in self._extra)
-        ids = torch.tensor([*self._extra, *islice(every, most - len(self._extra))])
-        own = torch.nn.functional.pad(self._own, (0, most - len(self._extra)))
-        head = self._target.reduced_lm_head(to_device(ids, self._draft_ids.device))
-        self._prepared = [torch.cat([ids[None], (~own).long()]), *(x.detach() for x in head.parameters())]
+        if self._prepared is None:
+            most = min(max(LEAST, 1 << (len(self._extra) - 1).bit_length()), self._drafted.count(0))
+            every = (token for token, drafted in enumerate(self._drafted) if not drafted and token not in self._extra)
+            ids = torch.tensor([*self._extra, *islice(every, most - len(self._extra))])
+            own = torch.nn.functional.pad(self._own, (0, most - len(self._extra)))
+            self._prepared = torch.cat([ids[None], (~own).long()])
         return self._prepared
 
-    def give(self, inputs: Iterator[Tensor] | None) -> None:
+    def give(self, marked: Tensor | None) -> None:
         """Take what :meth:`prepared` returned; see :meth:`DraftSession.give`."""
         self._given = None
-        if inputs is not None:
-            marked = next(inputs)
-            head = frozen_linear(*(next(inputs) for _ in self._prepared[1:]))
-            self._given = _Further(marked[0], head, marked[1:, None].bool())
+        if marked is not None:
+            self._given = _Further(marked[0], self._target.reduced_lm_head(marked[0]), marked[1:, None].bool())
 
     def _read(self) -> _Further | None:
         """Return the further ids on the device; None if there are none."""

@@ -137,7 +137,8 @@ class Recorded:
         if slot is None or slot.state is not state or self.refused:
             return decode_round(state)
         if session.is_fixed:
-            form, given = session.form, session.prepared()
+            given = session.prepared()
+            form = session.form
         else:
             tree = session.draft(state.roots).padded_to(state.most_nodes)
             names, given = zip(*tensors_of(tree))
@@ -238,11 +239,12 @@ class Recorded:
 
 @dataclass
 class Verified:
-    """A tree with the target's logits and features at its nodes."""
+    """A tree with the target's logits and features at its nodes, and what recurrent layers keep of them."""
 
     tree: DraftTree
     logits: Tensor
     features: Tensor
+    kept: dict[Hashable, Any]
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -263,14 +265,16 @@ def _verified(state: DecodeState, tree: DraftTree | None, inputs: Sequence[Tenso
         state.lap("draft")
     logits, features = verify(state, tree)
     state.lap("target")
-    return Verified(tree, logits, features)
+    return Verified(tree, logits, features, dict(state.cache.recurrent.kept))
 
 
 def _settled(
     state: DecodeState, verified: Verified, advances: bool, found: Mapping[Hashable, Tensor] | None = None
 ) -> RoundTensors:
     """Settle a verified tree, of which the host has found something out; and advance a fixed session."""
-    look = Look(state, verified.tree, verified.logits).told(found or {})
+    tree = replace(verified.tree)  # without what earlier rounds have computed of it
+    look = Look(state, tree, verified.logits).told(found or {})
+    state.cache.recurrent.kept.update(verified.kept)
     made = settle(state, look, verified.features)
     if advances:
         _advanced(state, made)

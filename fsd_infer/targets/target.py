@@ -252,7 +252,12 @@ class Target(CachedModel):
 
     def reduced_lm_head(self, ids: Tensor) -> nn.Linear:
         """Return the rows ids [Vd] of the LM head as a frozen linear layer."""
-        return frozen_linear(*self.lm_head_rows(ids))
+        weight, bias = self.lm_head_rows(ids)
+        head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        head.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            head.bias = nn.Parameter(bias, requires_grad=False)
+        return head
 
     @torch.no_grad()
     def check_lm_head(self) -> None:
@@ -364,15 +369,6 @@ class Target(CachedModel):
         if getattr(self.config, "residual_in_fp32", False):  # Mamba's; its LM head reads the model's dtype
             final = final.to(self.dtype)
         return torch.cat([final, *(other.to(final.dtype) for other in others)], dim=-1) if others else final
-
-
-def frozen_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Return a linear layer of this weight [out, in] and bias [out], which it does not copy."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        made.bias = nn.Parameter(bias, requires_grad=False)
-    return made
 
 
 def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:
