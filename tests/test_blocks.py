@@ -62,7 +62,7 @@ def made_of(kind: GGMLQuantizationType, rows: int, depth: int, bias: bool = Fals
 def test_values_are_the_files_own(kind: GGMLQuantizationType) -> None:
     made, expected = made_of(kind, 192, 512)
     assert made.native is not None and made.kernels is not None
-    found = made.kernels.block_rows(made.native, torch.arange(192), torch.float32)
+    found = made.kernels.rows(made.native, torch.arange(192), torch.float32)
     assert torch.equal(found, expected)
     assert torch.equal(made.dense(), expected.bfloat16())
     some = torch.tensor([[191, 0], [17, 64]])

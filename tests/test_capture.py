@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +14,18 @@ from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation import SuppressTokensLogitsProcessor
 
-from fsd_infer import parse_rule
-from fsd_infer.drafters import DraftSession
+from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer.decoder.recording import _Few, record_rounds
+from fsd_infer.device.cuda_graphs import CachedModel
+from fsd_infer.drafters import Drafter, DraftSession
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine import Outcome, Request, decode, loop
+from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.engine.capture import Recorded, Verified
+from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
-from tests.families import tiny_model
+from tests.families import tiny_head, tiny_model
 from tests.sim_graphs import SimRecorder, address
 from tests.simulated_device import SIM, SimTensor, SimulatedDevice
 from tests.test_device_waits import CPU, NEW, PROMPTS, RULES, drafter, target
@@ -184,6 +190,57 @@ def test_a_recording_holds_these_parts_and_stands_on_memory_that_stays(kind: str
 
 def sessions_of(session: DraftSession) -> list[DraftSession]:
     return [session, *(one for part in session.parts for one in sessions_of(part))]
+
+
+def test_memory_is_bounded_over_requests_of_many_sizes(device: SimulatedDevice) -> None:
+    """When memory grows, recordings of other sizes stay valid; memory that they no longer use is given back."""
+    whole = Target(tiny_model("llama", num_hidden_layers=1).to(SIM))
+    small = tiny_head(whole)
+    models: list[CachedModel] = [whole, small.model]
+    recorder = SimRecorder(device)
+    for model in models:
+        model.use_graphs(recorder)
+    largest = [0, 0]
+
+    def ask(rows: int, tokens: int, small: Drafter) -> None:
+        request = Request([[7, 8, 9]] * rows, tokens - 3, callbacks=[_Few()])
+        assert decode(whole, small, parse_rule("exact"), request).sequences
+        caches: Any = [whole.recorded.current.state.cache, whole.recorded.current.state.session.cache]  # type: ignore[union-attr]
+        for place, cache in enumerate(caches):
+            largest[place] = max(largest[place], cache.nbytes)
+        assert all(model.held_bytes <= 2 * most for model, most in zip(models, largest))
+
+    traffic = [(1, 20), (2, 20), (1, 250), (3, 100), (5, 250), (1, 20), (8, 250), (2, 250)]
+    for rows, tokens in traffic:
+        ask(rows, tokens, small)
+    made = len(recorder.graphs)
+    for rows, tokens in traffic:
+        ask(rows, tokens, small)
+    assert len(recorder.graphs) == made and whole.recorded is not None
+    whole.recorded.forget()
+    ask(1, 20, small)
+    gc.collect()
+    assert [model.held_bytes for model in models] == largest
+
+
+def test_rounds_are_recorded_at_loading(device: SimulatedDevice) -> None:
+    """Requests of these sizes record nothing more; and a callback may have the host read before the next launch."""
+
+    class AtOnce(Callback):
+        reads_tensors, waits = False, True
+
+    whole = Target(tiny_model("llama", num_hidden_layers=1).to(SIM))
+    decoder = FuzzyDecoder(whole, tiny_head(whole))
+    decoder.use_graphs(recorder := SimRecorder(device))
+    said = record_rounds(decoder, [(1, 100), (3, 200)])
+    assert re.fullmatch(r"recorded 2 graphs for 1x100, 3x200 tokens in [\d.]+ s, with \d+ MiB of keys and values", said)
+    for prompts, length in ((PROMPTS[:1], 20), (PROMPTS, 12), (PROMPTS * 2, 20)):
+        made = decoder.generate(prompts, max_new_tokens=length, do_sample=False, callbacks=[AtOnce()])
+        assert len(recorder.graphs) == 2 + (len(prompts) > 4) and len(made.sequences[0]) == length
+    with pytest.raises(FsdError, match="record=1x257: .* has a context of 256 tokens"):
+        record_rounds(decoder, [(1, 257)])
+    with pytest.raises(FsdError, match="record needs CUDA graphs, which the target on cpu does not use"):
+        record_rounds(FuzzyDecoder(target(CPU), drafter("none", CPU)), [(1, 20)])
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_says_so(

@@ -21,11 +21,12 @@ from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
 from fsd_infer.targets.precision import PLAIN
-from fsd_infer.targets.stack import StackOwner
+from fsd_infer.targets.stack import HeadStep, Stack, StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.weights import format_of
 
 READ_AT_ONCE = 256  # tokens of all rows per forward over prompts; more are not faster and take memory
+FEW_UNREAD = 16  # tokens of a text that are read as one step, with logits
 MOST_UNREAD = 1024  # tokens of a text that may wait while drafting is paused
 
 
@@ -94,6 +95,8 @@ class EagleDrafter(TreeDrafter):
         self.draft_ids = head.draft_ids
         own = head.lm_head is not None
         self.lm_head = None if own or self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
+        self._stepped: Stack | None = None  # the stack that gave the step
+        self._faster: HeadStep | None = None
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
@@ -163,6 +166,33 @@ class EagleDrafter(TreeDrafter):
             return vocabulary.logits(read)
         return self.target.lm_logits(read, self.lm_head)
 
+    def step(
+        self,
+        cache: SlotCache,
+        visible: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        vocabulary: ContextVocabulary | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the head on [B, E] tokens, as :meth:`HeadModel.forward`, and return its outputs and :meth:`q_logits`."""
+        if self.head.stack is not self._stepped:  # a backend has changed it
+            self._stepped, self._faster = self.head.stack, self._faster_step()
+        more = None if vocabulary is None else vocabulary.more
+        found = self._faster and self._faster(cache, visible, tokens, features, positions, more)
+        if found:
+            outputs, logits = found
+            return outputs, logits if vocabulary is None else vocabulary.masked(logits)
+        outputs = self.model.forward(cache, visible, tokens, features, positions)
+        return outputs, self.q_logits(outputs, vocabulary)
+
+    def _faster_step(self) -> HeadStep | None:
+        own, model = self.head.lm_head, self.target.model
+        if own is None and not self.target.logit_form.is_linear:
+            return None
+        lm_head = own or self.lm_head or model.get_output_embeddings()
+        return self.head.stack.head_step(self.head, self.head.embed_tokens or model.get_input_embeddings(), lm_head)
+
     def describe(self) -> dict[str, Any]:
         public: dict[str, Any] = {"public": True} if self.public else {}
         public |= {} if self.trained_for is None else {"trained_for": self.trained_for}
@@ -199,24 +229,29 @@ class EagleSession(TreeSession):
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.unread.append((tokens, features, counts))
-        # While drafting is paused, collect tokens and read them together later.
-        if self.auto is None or not self.auto.paused or sum(part[0].shape[1] for part in self.unread) > MOST_UNREAD:
-            self._read_all()
+        # Tokens wait for the next draft, which reads them with the root. Prompts do not, nor do recorded rounds.
+        waiting = sum(part[0].shape[1] for part in self.unread)
+        if not self._begun or self._recordable or waiting > MOST_UNREAD:
+            self._read_text()
 
-    def _read_all(self) -> None:
-        if self.unread:
-            self._read_text(*_joined(self.unread))
-            self.unread = []
-
-    def _read_text(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+    def _read_text(self) -> Tensor | None:
+        """Read the tokens that wait. Return logits [B, 1, Vd] at the roots if they came along."""
+        if not self.unread:
+            return None
+        tokens, features, counts = _joined(self.unread)
+        self.unread, most = [], max(READ_AT_ONCE // tokens.shape[0], 1)
         features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
-        count = max(READ_AT_ONCE // tokens.shape[0], 1)
-        parts = zip(tokens.split(count, 1), features.split(count, 1), strict=True)
-        out = torch.cat([self._read(place * count, *part) for place, part in enumerate(parts)], 1)
-        last = at_nodes(out, (counts - 1).clamp_min(0)[:, None])[:, 0]
-        self.last.copy_(torch.where(counts[:, None] > 0, last, self.last))  # finished rows keep theirs
+        if self._begun and not self._recordable and tokens.shape[1] <= FEW_UNREAD:
+            slots, visible = self.cache.in_text(self.lengths, tokens.shape[1])
+            out, logits = self.drafter.step(self.cache, visible, tokens, features, slots, self.vocabulary)
+        else:
+            parts = zip(tokens.split(most, 1), features.split(most, 1), strict=True)
+            out, logits = torch.cat([self._read(place * most, *part) for place, part in enumerate(parts)], 1), None
+        grown, ends = counts > 0, (counts - 1).clamp_min(0)[:, None]
+        self.last.copy_(torch.where(grown[:, None], at_nodes(out, ends)[:, 0], self.last))  # finished rows keep theirs
         self.lengths += counts
         self._begun = True
+        return None if logits is None else at_nodes(logits, ends)
 
     def _read(self, first: int, tokens: Tensor, features: Tensor) -> Tensor:
         """Return the head's outputs over tokens [B, K] with features [B, K, F], the ``first``-th new ones onwards."""
@@ -232,6 +267,10 @@ class EagleSession(TreeSession):
     @property
     def is_fixed(self) -> bool:
         return self.auto is None and (self.vocabulary is None or self.vocabulary.is_fixed)
+
+    @property
+    def _recordable(self) -> bool:
+        return self.is_fixed and (self.vocabulary is None or self.device.type != "cpu")
 
     def prepared(self) -> list[Tensor]:
         return [] if self.vocabulary is None else [self.vocabulary.prepared()]
@@ -251,10 +290,10 @@ class EagleSession(TreeSession):
             self.vocabulary.extend(rows)
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
-        self._read_all()
+        logits = self._read_text()
         self._features = self.last[:, None]
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
-        return self.drafter.q_logits(self._features, self.vocabulary), ids
+        return self.drafter.q_logits(self._features, self.vocabulary) if logits is None else logits, ids
 
     def select(self, rows: Tensor) -> None:
         if self.vocabulary is not None:
@@ -266,8 +305,9 @@ class EagleSession(TreeSession):
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)
-        self._features = self.drafter.model.forward(self.cache, visible, tokens, before, positions)
-        return self.drafter.q_logits(self._features, self.vocabulary)
+        given = visible, tokens, before, positions
+        self._features, logits = self.drafter.step(self.cache, *given, self.vocabulary)
+        return logits
 
 
 def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,7 +68,7 @@ PRIORS = {
     # weights in blocks: a forward over one token is short, and more tokens are bound by arithmetic
     "blocks": Prior((0.07, 0.15, 0.15, *[0.165] * (len(KNOTS) - 3)), (0.13, 0.018), (0.09, 0.3)),
     # the same on AMX tiles: the built-in model takes 3.0 ms for one row, 5.2 for 4, 8.0 for 8 and 12.1 for 16
-    "blocks on tiles": Prior((0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.3, 0.03), (0.2, 0.3)),
+    "blocks on tiles": Prior((0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.17, 0.02), (0.15, 0.15)),
     "cpu": Prior((0.01, 0.25, 0.05, *[0.09] * (len(KNOTS) - 3)), (0.06, 0.008), (0.04, 0.14)),
     "cuda": Prior((*[0.001] * 4, *[0.003] * (len(KNOTS) - 4)), (0.05, 0.0005), (0.03, 0.05)),
 }

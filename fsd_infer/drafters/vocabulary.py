@@ -25,7 +25,7 @@ class _Further(NamedTuple):
     """The ids [X], their rows of the LM head, and which rows of a batch may not draft them, [B, 1, X]; None: none."""
 
     ids: Tensor
-    lm_head: nn.Module
+    lm_head: nn.Linear
     foreign: Tensor | None
 
 
@@ -79,10 +79,22 @@ class ContextVocabulary:
         logits, further = self._target.lm_logits(features, self._lm_head), self._read()
         if further is None:
             return logits
-        extra = self._target.lm_logits(features, further.lm_head)
-        if further.foreign is not None:
-            extra = extra.masked_fill(further.foreign, NEVER)
-        return torch.cat([logits, extra], -1)
+        lm_head = further.lm_head
+        extra = self._target.lm_logits(features.to(lm_head.weight.dtype), lm_head).to(logits.dtype)
+        return self.masked(torch.cat([logits, extra], -1))
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Rule out the further ids of other rows' texts in logits [B, E, Vd + X], in place."""
+        further = self._read()
+        if further is not None and further.foreign is not None:
+            logits[..., len(self._draft_ids) :].masked_fill_(further.foreign, NEVER)
+        return logits
+
+    @property
+    def more(self) -> Tensor | None:
+        """[X, H] in fp32, the rows of the further ids of the LM head."""
+        further = self._read()
+        return None if further is None else further.lm_head.weight
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
@@ -120,7 +132,8 @@ class ContextVocabulary:
             return self._given
         if self._further is None:
             ids = to_device(torch.tensor(list(self._extra)), self._draft_ids.device)
-            self._further = _Further(ids, self._target.reduced_lm_head(ids), self._foreign())
+            head = self._target.reduced_lm_head(ids).float()  # bf16 takes longer on a CPU, for so few rows
+            self._further = _Further(ids, head, self._foreign())
         return self._further
 
     def _foreign(self) -> Tensor | None:

@@ -56,8 +56,8 @@ class Books:
         self.callbacks += self.request.callbacks  # which may end rows, before the tree's choice counts those that go on
         self.callbacks += [] if state.auto is None else [TreeUpdate(state.auto)]
         state.lap = self.on_phase
-        looks = any(callback.reads_tensors for callback in self.callbacks)
-        waits = looks or state.looks or state.session.on_host
+        waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
+        waits = waits or state.looks or state.session.on_host
         self.lags = state.live is not None and state.session.is_fixed and not waits
         for callback in self.callbacks:
             callback.on_start(state)

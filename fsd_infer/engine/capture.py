@@ -97,6 +97,11 @@ class Recorded:
         self.slots: dict[Hashable, Slot] = {}
         self.current: Slot | None = None  # of the last request
 
+    @property
+    def graphs(self) -> int:
+        """Number of recorded graphs."""
+        return sum(len(one.parts) for slot in self.slots.values() for one in slot.recordings.values())
+
     @classmethod
     def of(cls, target: Target) -> Recorded | None:
         """Return the recordings of a target; None if it does not record."""
@@ -105,6 +110,11 @@ class Recorded:
         if target.recorded is None:
             target.recorded = cls(target.recorder, target.device)
         return target.recorded if target.recorded.refused is None else None
+
+    def forget(self) -> None:
+        """Drop all recordings, and with them the memory that they hold."""
+        self.slots.clear()
+        self.current = None
 
     def drawing(self, generator: torch.Generator | None) -> torch.Generator:
         """Return the generator of recordings, in the state of a request's, or of torch's global one."""
@@ -227,7 +237,7 @@ class Recorded:
             return True
         except Exception as error:  # torch raises many types for operations that cannot be recorded
             self.refused = str(error).strip().partition("\n")[0]
-            self.slots.clear()
+            self.forget()
             log.warning("a round cannot be recorded as a CUDA graph, so none is: %s", self.refused)
             return False
         finally:

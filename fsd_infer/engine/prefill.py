@@ -8,7 +8,7 @@ import torch
 
 from fsd_core.errors import FsdError
 from fsd_core.tensors import padded, to_device
-from fsd_infer.device.memory import check_caches
+from fsd_infer.device.memory import check_caches, free_bytes
 from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.drafters.estimates import LawKind
@@ -54,6 +54,9 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         generator = recorded.drawing(generator)
     prompts = books.prompts = [*prompts, *[prompts[0][:1]] * (rows - count)]
     cache_bytes = target.cache_bytes(rows, capacity) + drafter.cache_bytes(rows, reach)
+    free = free_bytes(device)
+    if recorded is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
+        recorded.forget()
     held = target.held_bytes + drafter.held_bytes
     check_caches(cache_bytes, rows, capacity, device, request.max_cache_bytes, held)
     temperature = 0.0 if request.greedy else temperature_of(request.processors)

@@ -65,6 +65,7 @@ class EagleHead(PreTrainedModel):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
+        self.width, self.target_width = config.hidden_size, config.target_hidden_size
         width, count = config.hidden_size, len(config.fused_layers)
         layers, self.rotary_emb, norm = build_layers(config.layer, config.num_layers)
         self.norm: nn.Module | None = None
@@ -73,6 +74,7 @@ class EagleHead(PreTrainedModel):
         self.lm_head: nn.Linear | None = None
         self.embed_tokens: nn.Embedding | None = None
         self.eagle3 = config.layout == "eagle3"
+        self.norms_readout = self.eagle3 and not config.norm_output
         if self.eagle3:
             layers[0] = Eagle3Layer(layers[0], config.norm_before_residual)
             self.fc = nn.Linear(count * config.target_hidden_size, width, bias=False)
@@ -115,7 +117,7 @@ class EagleHead(PreTrainedModel):
     @property
     def final_norm(self) -> nn.Module | None:
         """The norm that :meth:`forward` ends with; :meth:`readout` applies it in other heads."""
-        return None if self.eagle3 and not self.config.norm_output else self.norm
+        return None if self.norms_readout else self.norm
 
     @property
     def lm_head_is_plain(self) -> bool:
@@ -261,9 +263,9 @@ class EagleHead(PreTrainedModel):
 
     def _fused(self, features: Tensor) -> Tensor:
         """Layout "eagle3": fc of the fused layers in [..., H_t·(1 + k)]; outputs of this head pass through."""
-        if features.shape[-1] == self.config.hidden_size:
+        if features.shape[-1] == self.width:
             return features
-        inner = features[..., self.config.target_hidden_size :]
+        inner = features[..., self.target_width :]
         if self.fc_norm is not None:
             parts = inner.chunk(len(self.fc_norm), dim=-1)
             inner = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -271,20 +273,17 @@ class EagleHead(PreTrainedModel):
 
     def _joined(self, embeds: Tensor, features: Tensor) -> Tensor:
         """Layouts "eagle" and "fsd": fc of embedding and feature, and the projection of fused layers."""
-        inner = features[..., self.config.hidden_size :]
-        features = features[..., : self.config.hidden_size]
+        own, inner = features, None
+        if features.shape[-1] > self.width:
+            own, inner = features[..., : self.width], features[..., self.width :]
         if self.feature_scale is not None:
-            features = features / self.feature_scale.to(features.dtype)
-        x = self.fc(torch.cat([embeds, features], dim=-1))
-        if self.fusion is not None and inner.shape[-1]:
-            x = x + self.fusion(inner)
-        return x
+            own = own / self.feature_scale.to(own.dtype)
+        x = self.fc(torch.cat([embeds, own], dim=-1))
+        return x if self.fusion is None or inner is None else x + self.fusion(inner)
 
     def readout(self, outputs: Tensor) -> Tensor:
         """Return the input of the LM head [..., H] for outputs [..., H] of :meth:`forward`."""
-        if self.eagle3 and not self.config.norm_output and self.norm is not None:
-            return self.norm(outputs)
-        return outputs
+        return self.norm(outputs) if self.norms_readout and self.norm is not None else outputs
 
     def embed(self, ids: Tensor, target: Target) -> Tensor:
         """Return embeddings [..., E] of ids [...]: the head's own if it has them, else the target's."""

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from fsd_core.tensors import additive
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.recurrent.mixers import recurrent_layers
-from fsd_infer.targets.stack import Outputs
+from fsd_infer.targets.stack import Outputs, Stack
 
 EAGLE3_LAYERS = ("llama", "qwen3")  # layer types of published EAGLE-3 heads
 
@@ -144,7 +144,7 @@ def run_layers(
     return x
 
 
-class HeadStack:
+class HeadStack(Stack):
     """A head's layers as transformers runs them, and the norm after them, if any.
 
     Args:

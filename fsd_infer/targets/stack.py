@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from fsd_core.tensors import additive
-from fsd_infer.device.cache import cache_argument
+from fsd_infer.device.cache import SlotCache, cache_argument
 
 
 class Outputs(NamedTuple):
@@ -65,6 +65,57 @@ class Stack(Protocol):
         """
         ...
 
+    def head_step(self, head: HeadParts, embeddings: nn.Module, lm_head: nn.Module) -> HeadStep | None:
+        """Return a faster step of the draft head that owns the stack, by default None.
+
+        Args:
+            head: the head.
+            embeddings: its own or the target's.
+            lm_head: what reads its outputs as they are. Neither scale nor soft cap follows.
+        """
+        return None
+
+
+class HeadParts(Protocol):
+    """What a draft head does before its layers, see :class:`fsd_infer.heads.head.EagleHead`.
+
+    Attributes:
+        eagle3: whether embeddings go to the first layer apart; else ``fc`` reads [embedding ; feature].
+        width: H.
+        fc: that layer.
+        fusion: the projection of the target's inner layers, if any.
+        feature_scale: [H], by which features are divided, or None.
+    """
+
+    eagle3: bool
+    width: int
+    fc: nn.Linear
+    fusion: Any
+    feature_scale: Tensor | None
+
+
+class HeadStep(Protocol):
+    """A draft head's step from ids and features to features and logits."""
+
+    def __call__(
+        self,
+        cache: SlotCache,
+        visible: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        more: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Run one step. Arguments as of :meth:`fsd_infer.drafters.eagle.HeadModel.forward`, and
+
+        Args:
+            more: [X, H] in fp32, further rows of the LM head.
+
+        Returns:
+            The head's outputs [B, M, H] and their logits [B, M, V + X]; None for arguments that it does not take.
+        """
+        ...
+
 
 class StackOwner(Protocol):
     """A target or a draft head.
@@ -93,7 +144,7 @@ class StackOwner(Protocol):
     def lm_head_is_plain(self) -> bool: ...
 
 
-class TransformersStack:
+class TransformersStack(Stack):
     """A causal LM's own modules: its layers under a 4-D mask, and its LM head.
 
     Args:

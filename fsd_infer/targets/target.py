@@ -21,6 +21,7 @@ from fsd_infer.recurrent.mixers import TreeReader
 from fsd_infer.targets.adapters import adapted, beside_digest, unwrapped
 from fsd_infer.targets.checks import check_decodable
 from fsd_infer.targets.loading import load_target
+from fsd_infer.targets.logit_form import LogitForm
 from fsd_infer.targets.masks import fixed_positions, layer_windows, max_positions, windowed
 from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
@@ -56,6 +57,9 @@ class Target(CachedModel):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = self.cache_config = model.config.get_text_config(decoder=True)
+        self.logit_form = LogitForm.of(self.config)
+        # Mamba's final features; its LM head reads the model's dtype
+        self._keeps_fp32 = bool(getattr(self.config, "residual_in_fp32", False))
         self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
         check_decodable(model, self.name)
         self.decoder: nn.Module = model.get_decoder()
@@ -220,17 +224,7 @@ class Target(CachedModel):
 
         A ``head`` of chosen rows of the LM head (see :meth:`reduced_lm_head`) gives [..., Vd] instead.
         """
-        logits = (head or self.model.get_output_embeddings())(features)
-        scale = getattr(self.config, "logit_scale", None) or getattr(self.config, "lm_head_multiplier", None)
-        if scale is not None:  # cohere, falcon_h1
-            logits = logits * scale
-        scale = getattr(self.config, "logits_scaling", None)  # granite divides
-        if scale is not None:
-            logits = logits / scale
-        cap = getattr(self.config, "final_logit_softcapping", None)  # gemma
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        return self.logit_form.apply((head or self.model.get_output_embeddings())(features))
 
     def lm_head_rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return (weight [Vd, H], bias [Vd] or None) of the LM head for the target ids [Vd]; None: for all ids."""
@@ -366,7 +360,7 @@ class Target(CachedModel):
 
     def joined(self, final: Tensor, *others: Tensor) -> Tensor:
         """Final features [B, M, H] and the outputs of captured layers -> [B, M, F]."""
-        if getattr(self.config, "residual_in_fp32", False):  # Mamba's; its LM head reads the model's dtype
+        if self._keeps_fp32:
             final = final.to(self.dtype)
         return torch.cat([final, *(other.to(final.dtype) for other in others)], dim=-1) if others else final
 

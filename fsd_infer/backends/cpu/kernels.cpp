@@ -11,7 +11,6 @@
 // after norms, products, residuals and gates.
 
 #include "native/layers.h"
-#include "native/records.h"
 #include "native/statistics.h"
 
 #include <sys/syscall.h>
@@ -40,19 +39,20 @@ int fsd_tiles() {
 #endif
 }
 
-// y [count, depth] = rows `ids` [count] of a weight in bf16. Returns the number of ids out of range.
-int64_t fsd_rows(const fsd_linear* layer, const int64_t* ids, int64_t count, bf16* y) {
-  const int64_t side = layer->side, depth = layer->depth;
-  int64_t wrong = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] < 0 || ids[i] >= layer->columns) {
-      ++wrong;
-      continue;
+// y [count, depth], in bf16 (narrow) or fp32 = rows `ids` [count] of a packed weight that is not fp8. Returns the number of
+// ids out of range; then y is not written.
+int64_t fsd_rows(const fsd_linear* layer, const int64_t* ids, int64_t count, int narrow_y, void* y, int threads) {
+  const int64_t wrong = outside(ids, count, layer->columns), depth = layer->depth;
+  if (wrong) return wrong;
+#pragma omp parallel num_threads(threads)
+  {
+    const Share share(count);
+    for (int64_t i = share.begin; i < share.end; ++i) {
+      if (narrow_y) read_row(*layer, ids[i], (bf16*)y + i * depth);
+      else read_row(*layer, ids[i], (float*)y + i * depth);
     }
-    const bf16* const first = (const bf16*)layer->panels + ids[i] / side * side * depth + ids[i] % side * 2;
-    for (int64_t k = 0; k < depth; k += 2) std::memcpy(y + i * depth + k, first + k * side, 2 * sizeof(bf16));
   }
-  return wrong;
+  return 0;
 }
 
 // Bytes of a weight [columns, depth] in blocks of a type; 0 if the type or the sizes do not fit.
@@ -87,36 +87,6 @@ int64_t fsd_block_pack(int64_t kind, const uint8_t* rows, const int64_t* order, 
           from += read_record(kind, from, own);
           wrong += none(own.d) + none(own.m);
           put<F>(own, (int)(column % LANES), to);
-        }
-      }
-    }
-  });
-  return wrong;
-}
-
-// y [count, depth], in bf16 (narrow) or fp32 = rows `ids` [count] of a weight in blocks. Returns the number of ids out of
-// range.
-int64_t fsd_block_rows(const fsd_linear* layer, const int64_t* ids, int64_t count, int narrow_y, void* y, int threads) {
-  int64_t wrong = 0;
-  with_form(layer->kind, [&](auto form) {
-    using F = decltype(form);
-    const int64_t depth = layer->depth, records = depth / F::SPAN;
-#pragma omp parallel num_threads(threads) reduction(+ : wrong)
-    {
-      const Share share(count);
-      alignas(64) float values[F::SPAN];
-      for (int64_t i = share.begin; i < share.end; ++i) {
-        if (ids[i] < 0 || ids[i] >= layer->columns) {
-          ++wrong;
-          continue;
-        }
-        const uint8_t* record = (const uint8_t*)layer->panels + ids[i] / LANES * records * F::RECORD;
-        for (int64_t at = i * depth; at < (i + 1) * depth; at += F::SPAN, record += F::RECORD) {
-          get<F>(record, (int)(ids[i] % LANES), values);
-          for (int k = 0; k < F::SPAN; k += LANES) {
-            if (narrow_y) store((bf16*)y + at + k, _mm512_load_ps(values + k));
-            else _mm512_storeu_ps((float*)y + at + k, _mm512_load_ps(values + k));
-          }
         }
       }
     }
@@ -211,6 +181,51 @@ void fsd_likeliest(int narrow_x, const void* x, int64_t rows, int64_t columns, i
   }
 }
 
+// where [rows]: an index of the softmax of each row of logits x [·, columns], in bf16 (narrow) or fp32, for a uniform number.
+// pick [rows]: the numbers of the rows, null for all in order.
+void fsd_sample(int narrow_x, const void* x, const int64_t* pick, int64_t rows, int64_t columns, const float* uniforms,
+                int64_t* where, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Share share(rows);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const int64_t from = (pick ? pick[row] : row) * columns;
+      where[row] = narrow_x ? sampled((const bf16*)x + from, columns, uniforms[row])
+                            : sampled((const float*)x + from, columns, uniforms[row]);
+    }
+  }
+}
+
+// See mixed_children in fsd_core/functional.py: log_q [batch, count, width], reach [batch, count], sees [batch, count,
+// nodes], reserved [batch, nodes] and left [batch], which change.
+void fsd_mixed_children(const float* log_q, const float* reach, const uint8_t* sees, int64_t batch, int64_t count,
+                        int64_t width, int64_t nodes, const fsd_mixing* how, uint8_t* fixed, uint8_t* draws,
+                        float* passes, uint8_t* reserved, int64_t* left) {
+  std::vector<uint8_t> before(nodes);
+  for (int64_t row = 0; row < batch; ++row, reserved += nodes) {
+    int64_t sum = 0, spent = 0;
+    std::copy(reserved, reserved + nodes, before.begin());
+    for (int64_t each = 0; each < count; ++each, log_q += width, fixed += width, ++reach, ++draws, ++passes, sees += nodes) {
+      const float ratio = std::min(how->drawn * (how->unsure + (how->sure - how->unsure) * std::exp(log_q[0])), how->sure);
+      const float gain = std::log(std::max(how->likely - ratio, 0.f));
+      float rest = 1;
+      for (int64_t i = 0; i < width; ++i) {
+        fixed[i] = i + 1 < width && *reach + log_q[i] + gain >= how->least;
+        if (fixed[i]) rest -= std::exp(log_q[i]);
+      }
+      *passes = std::log(ratio * std::max(rest, 0.f));
+      int64_t cost = 1;
+      for (int64_t node = 0; node < nodes; ++node) cost += sees[node] && !before[node];
+      const bool wants = *reach + *passes >= how->least && rest > how->least_rest;
+      *draws = wants && (sum += cost) <= left[row];
+      if (!*draws) continue;
+      spent += cost;
+      for (int64_t node = 0; node < nodes; ++node) reserved[node] |= sees[node];
+    }
+    left[row] -= spent;
+  }
+}
+
 // Copy x [rows, columns] to out; numbers below the `most`-th largest of their row become `other`. NaN stays.
 void fsd_keep_largest(const float* x, int64_t rows, int64_t columns, int64_t most, float other, float* out,
                       int threads) {
@@ -293,29 +308,26 @@ void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* side, int64_
   }
 }
 
-// The bytes of scratch that fsd_stack_forward needs.
+// The bytes of scratch that fsd_stack_forward and fsd_head_step need.
 int64_t fsd_scratch(const fsd_stack* stack, const fsd_forward* f) {
   return (int64_t)sizeof(bf16) * Scratch(stack, f).total(f->threads);
 }
 
 // Run the layers. If slots or positions are out of range, do nothing and return their number.
 int64_t fsd_stack_forward(const fsd_stack* stack, const fsd_forward* f) {
-  const int64_t rows = f->batch * f->count, size = rows * stack->hidden;
-  const int64_t wrong = outside(f->slots, rows, f->capacity) + outside(f->positions, rows, f->angles);
+  const int64_t wrong = outside(f);
   if (wrong) return wrong;
 #pragma omp parallel num_threads((int)f->threads)
-  {
-    Forward forward(stack, f);
-    const bf16* x = f->x;
-    for (int64_t l = 0; l < stack->number; ++l) {
-      bf16* to = f->outputs[l] ? f->outputs[l] : f->scratch + (2 + l % 2) * size;
-      if (l + 1 == stack->number && !f->final_norm) to = f->out;
-      forward.layer(l, x, to);
-#pragma omp barrier
-      x = to;
-    }
-    if (f->final_norm) forward.norm(x, f->final_norm, f->out);
-  }
+  Forward(stack, f).layers();
+  return 0;
+}
+
+// Run a head's step. If slots, positions or ids are out of range, do nothing and return their number.
+int64_t fsd_head_step(const fsd_stack* stack, const fsd_forward* f, const fsd_head* head, const fsd_step* step) {
+  const int64_t wrong = outside(f) + (step->ids ? outside(step->ids, f->batch * f->count, head->embed.columns) : 0);
+  if (wrong) return wrong;
+#pragma omp parallel num_threads((int)f->threads)
+  Forward(stack, f).step(*head, *step);
   return 0;
 }
 

@@ -31,7 +31,7 @@ from fsd_core.errors import KernelsError
 from fsd_infer.backends.cpu.codebooks import rewritten
 from fsd_infer.backends.cpu.pages import zeroed
 from fsd_infer.backends.cpu.sets import VARIABLE, wanted
-from fsd_infer.backends.cpu.structs import Forward, Linear, StackStruct, Tree
+from fsd_infer.backends.cpu.structs import Forward, Head, Linear, Mixing, StackStruct, Step, Tree
 from fsd_infer.device.cores import team_size
 
 logger = logging.getLogger(__name__)
@@ -56,12 +56,14 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "scratch": (c_int64, POINTER(StackStruct), POINTER(Forward)),
     "row_statistics": (None, *_ROWS, c_int64, *[c_void_p] * 3, c_int),
     "row_entropies": (None, *_ROWS, c_int64, c_void_p, c_int),
-    "rows": (c_int64, POINTER(Linear), c_void_p, c_int64, c_void_p),
+    "head_step": (c_int64, POINTER(StackStruct), POINTER(Forward), POINTER(Head), POINTER(Step)),
+    "rows": (c_int64, POINTER(Linear), c_void_p, c_int64, c_int, c_void_p, c_int),
     "block_bytes": (c_int64, *[c_int64] * 3),
     "block_pack": (c_int64, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int),
-    "block_rows": (c_int64, POINTER(Linear), c_void_p, c_int64, c_int, c_void_p, c_int),
     "divergence": (None, c_int, c_int64, *_ROWS, *_ROWS, *[c_void_p] * 2, c_int),
     "likeliest": (None, c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int),
+    "sample": (None, *_ROWS, c_int64, *[c_void_p] * 2, c_int),
+    "mixed_children": (None, *[c_void_p] * 3, *[c_int64] * 4, POINTER(Mixing), *[c_void_p] * 5),
     "keep_largest": (None, c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int),
     "ancestors": (None, c_void_p, *[c_int64] * 2, c_void_p),
     "union": (None, c_int64, POINTER(Tree), POINTER(Tree), c_int64, *[c_void_p] * 4),
@@ -121,18 +123,15 @@ class Kernels:
             raise ValueError(f"{wrong} scales that are no finite numbers")
         return panels
 
-    def block_rows(self, layer: Linear, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return :meth:`rows` of a weight in blocks, in bf16 or fp32."""
+    def rows(self, layer: Linear, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Return rows ids [...] of a weight that is not fp8: [..., depth], in bf16, or of blocks in fp32.
+
+        Raises:
+            IndexError: an id is outside the weight.
+        """
         found = torch.empty(*ids.shape, layer.depth, dtype=dtype)
         narrow, threads = dtype == torch.bfloat16, team_size() if ids.numel() > FEW_TOKENS else 1
-        if self._library.fsd_block_rows(layer, ids.data_ptr(), ids.numel(), narrow, found.data_ptr(), threads):
-            raise _no_rows(ids, layer)
-        return found
-
-    def rows(self, layer: Linear, ids: Tensor) -> Tensor:
-        """Return rows ids [...] of a weight in bf16: [..., depth]. Raises IndexError for an id outside it."""
-        found = torch.empty(*ids.shape, layer.depth, dtype=torch.bfloat16)
-        if self._library.fsd_rows(layer, ids.data_ptr(), ids.numel(), found.data_ptr()):
+        if self._library.fsd_rows(layer, ids.data_ptr(), ids.numel(), narrow, found.data_ptr(), threads):
             raise _no_rows(ids, layer)
         return found
 
@@ -166,6 +165,25 @@ class Kernels:
             narrow, logits.data_ptr(), rows, columns, count, log_q.data_ptr(), where.data_ptr(), threads
         )
         return log_q, where
+
+    def sample(self, logits: Tensor, uniforms: Tensor, rows: Tensor) -> Tensor:
+        """Draw an index [R] from the softmax of rows [R] of logits [M, V], by uniforms [R] in fp32."""
+        rows = rows.contiguous()
+        found, sizes = torch.empty(rows.shape, dtype=torch.long), (rows.numel(), logits.shape[-1])
+        out = uniforms.contiguous().data_ptr(), found.data_ptr()
+        self._library.fsd_sample(*_rows(logits, rows), *sizes, *out, _threads(*sizes))
+        return found
+
+    def mixed_children(
+        self, log_q: Tensor, reach: Tensor, sees: Tensor, reserved: Tensor, left: Tensor, how: Mixing
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Compute :func:`fsd_core.functional.mixed_children` of fp32 numbers."""
+        given = [x.contiguous() for x in (log_q, reach, sees)]
+        fixed, draws = torch.empty(log_q.shape, dtype=torch.bool), torch.empty(reach.shape, dtype=torch.bool)
+        out = fixed, draws, torch.empty(reach.shape), reserved.clone(), left.clone()
+        addresses = (x.data_ptr() for x in out)
+        self._library.fsd_mixed_children(*(x.data_ptr() for x in given), *log_q.shape, sees.shape[-1], how, *addresses)
+        return out
 
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
         """Compute :func:`fsd_core.functional.keep_top_k` of scores [..., V] in fp32."""
@@ -232,13 +250,22 @@ class Kernels:
         Raises:
             IndexError: a slot or a position is out of range; then nothing was written.
         """
+        self._give_scratch(stack, forward)
+        if self._library.fsd_stack_forward(stack, forward):
+            raise IndexError(f"slots or positions beyond a cache with {forward.capacity} slots.")
+
+    def head_step(self, stack: StackStruct, forward: Forward, head: Head, step: Step) -> None:
+        """Run a draft head's step. Sets ``forward.scratch`` and raises as :meth:`stack`, also for a wrong id."""
+        self._give_scratch(stack, forward)
+        if self._library.fsd_head_step(stack, forward, head, step):
+            raise IndexError(f"slots, positions or ids beyond {forward.capacity} slots or {head.embed.columns} ids.")
+
+    def _give_scratch(self, stack: StackStruct, forward: Forward) -> None:
         size = self._library.fsd_scratch(stack, forward)
         held: Tensor | None = getattr(self._memory, "scratch", None)
         if held is None or held.numel() < size:
             held = self._memory.scratch = torch.empty(size, dtype=torch.uint8)
         forward.scratch = held.data_ptr()
-        if self._library.fsd_stack_forward(stack, forward):
-            raise IndexError(f"slots or positions beyond a cache with {forward.capacity} slots.")
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,7 @@ class Packed:
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows ids [...] of the weight: [..., in]. Unpacks all of it if our kernels cannot read it."""
         if self.native and self.kernels and self.scales is None:
-            read = self.kernels.block_rows if self.kind else self.kernels.rows
-            return read(self.native, ids.contiguous())
+            return self.kernels.rows(self.native, ids.contiguous())
         return self.dense()[ids]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from ctypes import c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,29 @@ from fsd_infer.backends.cpu.structs import Forward, Layer, StackStruct
 from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cores import team_size
-from fsd_infer.targets.stack import Outputs, StackOwner
+from fsd_infer.targets.stack import HeadParts, HeadStep, Outputs, Stack, StackOwner
 
 # most slots that many tokens may attend to, by set of kernels: above, torch is faster
 MOST_SLOTS = {"avx512": 512, "amx": 2048}
 
 
-class CpuStack:
+class Call(NamedTuple):
+    """A forward for the kernels.
+
+    Attributes:
+        forward: the struct.
+        out: [B, M, H] of the last layer, and normed if the kernels know the norm.
+        outputs: by layer, [B, M, H] of those to capture, and ``out``.
+        held: tensors whose addresses the struct holds.
+    """
+
+    forward: Forward
+    out: Tensor
+    outputs: dict[int, Tensor]
+    held: tuple[Tensor | None, ...]
+
+
+class CpuStack(Stack):
     """Decoder layers of equal sizes with packed weights, whose computation the kernels know.
 
     Calls that the kernels do not take, or where torch is faster, run through :attr:`fallback`.
@@ -47,7 +63,7 @@ class CpuStack:
         self.key_heads = layers[0].key.columns // self.width
         self.epsilon: float = self._first.post_attention_layernorm.variance_epsilon
         self.kernels, self._held = compiled, held
-        self._stack = StackStruct(
+        self.struct = StackStruct(
             layers=(Layer * self.number)(*layers),
             number=self.number,
             hidden=layers[0].down.columns,
@@ -58,6 +74,9 @@ class CpuStack:
             epsilon=self.epsilon,
             scale=attention.scaling,
         )
+        norm: Any = self.norm
+        within = norm is not None and norm.variance_epsilon == self.epsilon and norm.weight.dtype == torch.bfloat16
+        self._norm_weight = norm.weight.detach().clone() if within else None  # else computed by the module
         self._angles: tuple[Tensor, Tensor] | None = None  # cosines and sines by position, [P, D] each
         self._hooks = hooks_of(decoder.layers)
 
@@ -78,6 +97,17 @@ class CpuStack:
         if len(known) < len(layers) or len(sizes) > 1 or not owner.lm_head_is_plain:
             return None
         return cls(owner, compiled, known, held)
+
+    @property
+    def norms(self) -> bool:
+        """Whether the kernels compute the final norm, if there is one."""
+        return self.norm is None or self._norm_weight is not None
+
+    def head_step(self, head: HeadParts, embeddings: nn.Module, lm_head: nn.Module) -> HeadStep | None:
+        """See :meth:`fsd_infer.targets.stack.Stack.head_step`."""
+        from fsd_infer.backends.cpu.head_step import CpuHeadStep
+
+        return CpuHeadStep.of(self, head, embeddings, lm_head)
 
     def takes(self, visible: Tensor) -> bool:
         """Return whether the kernels are fastest for a mask [B, M, S]; above their limits torch is."""
@@ -118,18 +148,31 @@ class CpuStack:
         attended: Tensor | None,
     ) -> Outputs:
         """Run the kernels on x [B, M, H] in bf16, with a mask [B, M, S] for each layer."""
+        call = self.call(x.contiguous(), positions, masks, cache, capture, attended)
+        self.kernels.stack(self.struct, call.forward)
+        return self.outputs(call, capture)
+
+    def call(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        masks: Sequence[Tensor],
+        cache: SlotCache,
+        capture: Sequence[int] = (),
+        attended: Tensor | None = None,
+    ) -> Call:
+        """Describe a forward over contiguous x [B, M, H] in bf16, with a mask [B, M, S] for each layer."""
         batch, count, _ = x.shape
         keys, values = cache.pools(self.key_heads, self.width, x.dtype)
         cosine, sine = self._tables(int(positions.max()) + 1)
         masks = [mask.contiguous() for mask in masks]
-        x, positions, slots = x.contiguous(), positions.contiguous(), cache.slots.expand(batch, -1).contiguous()
-        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in capture}
+        positions, slots = positions.contiguous(), cache.slots.expand(batch, -1).contiguous()
+        last = self.number - 1
+        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in capture if index != last}
         addresses = (c_void_p * self.number)()
         for index, output in outputs.items():
             addresses[index] = output.data_ptr()
-        outputs[self.number - 1] = out
-        norm: Any = self.norm
-        within = norm is not None and norm.variance_epsilon == self.epsilon and norm.weight.dtype == x.dtype
+        outputs[last] = out
         forward = Forward(
             batch=batch,
             count=count,
@@ -150,15 +193,19 @@ class CpuStack:
             head_stride=keys.stride(2),
             slot_stride=keys.stride(3),
             outputs=addresses,
-            final_norm=norm.weight.data_ptr() if within else None,
+            final_norm=address_of(self._norm_weight),
             out=out.data_ptr(),
             many=count > FEW_TOKENS,
             threads=team_size(),
         )
-        self.kernels.stack(self._stack, forward)
-        if norm is not None and not within:
-            out = outputs[self.number - 1] = norm(out)
-        return Outputs(out, [outputs[index] for index in capture])
+        return Call(forward, out, outputs, (x, attended, positions, slots, cosine, sine, keys, values, *masks))
+
+    def outputs(self, call: Call, capture: Sequence[int] = ()) -> Outputs:
+        """Return what a forward that has run gave."""
+        out, norm = call.out, self.norm
+        if norm is not None and self._norm_weight is None:
+            out = call.outputs[self.number - 1] = norm(out)
+        return Outputs(out, [call.outputs[index] for index in capture])
 
     def _tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return the rotary module's cosines and sines [P, D] of at least P positions."""

@@ -52,7 +52,34 @@ class Forward(Structure):
     ]
 
 
+class Head(Structure):
+    """``fsd_head`` of kernels.cpp."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("embed", "fc", "lm_head", "fusion")),
+        *((name, c_void_p) for name in ("fusion_norms", "feature_scale")),
+        ("fused", c_int64),
+        ("fusion_epsilon", c_float),
+    ]
+
+
+class Step(Structure):
+    """``fsd_step`` of kernels.cpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("ids", "embeds", "features", "joined", "inner", "more")),
+        ("extra", c_int64),
+        ("logits", c_void_p),
+    ]
+
+
 class Tree(Structure):
     """``fsd_tree`` of kernels.cpp."""
 
     _fields_ = [*((name, c_void_p) for name in ("tokens", "parents", "scores", "proposers")), ("count", c_int64)]
+
+
+class Mixing(Structure):
+    """``fsd_mixing`` of kernels.cpp."""
+
+    _fields_ = [(name, c_float) for name in ("likely", "drawn", "unsure", "sure", "least_rest", "least")]

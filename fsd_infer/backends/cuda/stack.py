@@ -36,7 +36,7 @@ class Visible(NamedTuple):
     window: int = 0
 
 
-class CudaStack:
+class CudaStack(Stack):
     """Decoder layers of equal sizes whose computation :mod:`.layer` knows.
 
     Forwards over many tokens, such as prompts, run through :attr:`fallback`, on the same weights.

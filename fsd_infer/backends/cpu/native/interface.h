@@ -54,3 +54,30 @@ struct fsd_forward {
   int64_t many;                   // see fsd_linear_forward
   int64_t threads;
 };
+
+// What a draft head does around its layers. Of the layouts in heads/head.py, those with `fc` over [embedding ; feature].
+struct fsd_head {
+  fsd_linear embed, fc, lm_head;  // embed: a table, read by rows; all zeros: steps come with embeddings
+  fsd_linear fusion;              // of normed inner layers of the target, if `fused`
+  const bf16* fusion_norms;       // [fused, hidden]
+  const bf16* feature_scale;      // [hidden] or null: features are divided by it
+  int64_t fused;
+  float fusion_epsilon;
+};
+
+// One step of a draft head: a forward whose x is made from ids and features, and logits of its output.
+struct fsd_step {
+  const int64_t* ids;    // [rows], or null
+  const bf16* embeds;    // [rows, depth of fc - hidden], if ids is null
+  const bf16* features;  // [rows, hidden], or with the inner layers [rows, (1 + fused) · hidden]
+  bf16* joined;          // [rows, depth of fc]: memory
+  bf16* inner;           // [rows, fused · hidden]: memory; null: features are without inner layers
+  const float* more;     // [extra, hidden], further rows of the LM head
+  int64_t extra;
+  bf16* logits;          // [rows, columns of the LM head + extra]
+};
+
+// Constants of mixed_children in fsd_core/functional.py. likely, drawn: learned ratios; least, as a logarithm.
+struct fsd_mixing {
+  float likely, drawn, unsure, sure, least_rest, least;
+};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "records.h"
 
 namespace {
 
@@ -64,6 +65,37 @@ class Forward {
     add_product(middle, gated, layer.down, out);
   }
 
+  // All layers and the final norm, from f->x to f->out.
+  void layers() {
+    const int64_t size = rows * hidden;
+    const bf16* x = f->x;
+    for (int64_t l = 0; l < stack->number; ++l) {
+      bf16* to = f->outputs[l] ? f->outputs[l] : f->scratch + (2 + l % 2) * size;
+      if (l + 1 == stack->number && !f->final_norm) to = f->out;
+      layer(l, x, to);
+#pragma omp barrier
+      x = to;
+    }
+    if (f->final_norm) norm(x, f->final_norm, f->out);
+  }
+
+  // A head's step. Writes f->x, too.
+  void step(const fsd_head& head, const fsd_step& s) {
+    bf16* const x = const_cast<bf16*>(f->x);
+    for (int64_t row = own_rows.begin; row < own_rows.end; ++row) join(head, s, row);
+#pragma omp barrier
+    product(multiply, s.joined, rows, {&head.fc},
+            [&](int row, int64_t column, __m512 sum) { store(x + row * hidden + column, sum); });
+#pragma omp barrier
+    if (s.inner) {
+      add_product(x, s.inner, head.fusion, x);
+#pragma omp barrier
+    }
+    layers();
+#pragma omp barrier
+    read_out(head, s);
+  }
+
   // y = RMS norm of x, both [rows, hidden].
   void norm(const bf16* x, const bf16* weight, bf16* y) const {
     for (int64_t row = own_rows.begin; row < own_rows.end; ++row)
@@ -71,6 +103,37 @@ class Forward {
   }
 
  private:
+  // Join a row's embedding and feature, and norm its inner layers.
+  void join(const fsd_head& head, const fsd_step& s, int64_t row) const {
+    const int64_t fused = s.inner ? head.fused : 0, depth = head.fc.depth;
+    const bf16* const from = s.features + row * (1 + fused) * hidden;
+    bf16* const to = s.joined + row * depth;
+    if (s.ids) read_row(head.embed, s.ids[row], to);
+    else std::memcpy(to, s.embeds + row * (depth - hidden), (depth - hidden) * sizeof(bf16));
+    for (int64_t i = 0; i < hidden; i += LANES) {
+      const __m512 own = load(from + i);
+      store(to + depth - hidden + i, head.feature_scale ? _mm512_div_ps(own, load(head.feature_scale + i)) : own);
+    }
+    for (int64_t part = 0; part < fused; ++part)
+      rms_norm(from + (1 + part) * hidden, head.fusion_norms + part * hidden, head.fusion_epsilon, hidden,
+               s.inner + (row * fused + part) * hidden);
+  }
+
+  // Logits of f->out.
+  void read_out(const fsd_head& head, const fsd_step& s) {
+    const int64_t width = head.lm_head.columns + s.extra;
+    product(multiply, f->out, rows, {&head.lm_head},
+            [&](int row, int64_t column, __m512 sum) { store(s.logits + row * width + column, sum); });
+    const Share own_extra(s.extra);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t i = own_extra.begin; i < own_extra.end; ++i) {
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t at = 0; at < hidden; at += LANES)
+          sum = _mm512_fmadd_ps(load(f->out + row * hidden + at), load(s.more + i * hidden + at), sum);
+        s.logits[row * width + head.lm_head.columns + i] = rounded(_mm512_reduce_add_ps(sum));
+      }
+  }
+
   // y = base + the linear layer's product with x; base, y [rows, hidden].
   void add_product(const bf16* base, const bf16* x, const fsd_linear& linear, bf16* y) {
     product(multiply, x, rows, {&linear}, [&](int row, int64_t column, __m512 sum) {
@@ -170,6 +233,12 @@ class Forward {
 // Count the numbers outside [0, end).
 int64_t outside(const int64_t* numbers, int64_t count, int64_t end) {
   return std::count_if(numbers, numbers + count, [&](int64_t number) { return number < 0 || number >= end; });
+}
+
+// Count a forward's slots and positions that are out of range.
+int64_t outside(const fsd_forward* f) {
+  const int64_t rows = f->batch * f->count;
+  return outside(f->slots, rows, f->capacity) + outside(f->positions, rows, f->angles);
 }
 
 }  // namespace

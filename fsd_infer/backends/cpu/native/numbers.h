@@ -35,6 +35,10 @@ inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
 inline void store(bf16* p, __m512 x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
 
+inline void store(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
+
+inline bf16 rounded(float x) { return (bf16)_mm_cvtsi128_si32((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x))); }
+
 // Load 32 numbers of a packed weight as bf16.
 inline __m512i widened(const bf16* p) { return _mm512_loadu_si512(p); }
 

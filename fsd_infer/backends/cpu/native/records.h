@@ -1,7 +1,8 @@
-// Records of weights in blocks: written from the rows of a file, and read number by number.
+// Records of weights in blocks: written from the rows of a file, and read number by number. Rows of packed weights.
 #pragma once
 
 #include "blocks.h"
+#include "interface.h"
 
 namespace {
 
@@ -111,6 +112,32 @@ void get(const uint8_t* record, int column, float* y) {
     if (F::MORE) code |= (record[at.high] >> at.high_bit & ((1 << F::MORE) - 1)) << 4;
     if (F::TABLE) code = VALUES[code];
     y[k] = ds[column] * (float)(code - F::BIAS) + ms[column];
+  }
+}
+
+// y [depth], in bf16 or fp32 = row `id` of a weight in blocks, or of one in bf16.
+template <class Number>
+void read_row(const fsd_linear& layer, int64_t id, Number* y) {
+  const int64_t side = layer.side, depth = layer.depth;
+  const bool blocks = with_form(layer.kind, [&](auto form) {
+    using F = decltype(form);
+    const uint8_t* record = (const uint8_t*)layer.panels + id / LANES * (depth / F::SPAN) * F::RECORD;
+    alignas(64) float values[F::SPAN];
+    for (int64_t at = 0; at < depth; at += F::SPAN, record += F::RECORD) {
+      get<F>(record, (int)(id % LANES), values);
+      for (int k = 0; k < F::SPAN; k += LANES) store(y + at + k, _mm512_load_ps(values + k));
+    }
+  });
+  if (blocks) return;
+  const bf16* const first = (const bf16*)layer.panels + id / side * side * depth + id % side * 2;
+  for (int64_t k = 0; k < depth; ++k) {
+    const uint32_t number = first[k / 2 * 2 * side + k % 2];
+    if constexpr (sizeof(Number) == sizeof(bf16)) {
+      y[k] = (bf16)number;
+    } else {
+      const uint32_t bits = number << 16;
+      std::memcpy(y + k, &bits, sizeof bits);
+    }
   }
 }
 
