@@ -17,12 +17,14 @@ from transformers.generation import SuppressTokensLogitsProcessor
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.decoder.recording import _Few, record_rounds
 from fsd_infer.device.cuda_graphs import CachedModel
-from fsd_infer.drafters import Drafter, DraftSession
+from fsd_infer.drafters import Drafter, DraftSession, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine import Outcome, Request, decode, loop
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.engine.capture import Recorded, Verified
+from fsd_infer.engine.report import RoundReport
+from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
 from tests.families import tiny_head, tiny_model
@@ -70,7 +72,8 @@ def run(kind: str, rule: str, greedy: bool, where: torch.device = SIM, limit: in
     for processor in processors or []:
         for name, value in vars(processor).items():
             setattr(processor, name, value.to(where) if isinstance(value, Tensor) else value)
-    request = Request(PROMPTS[:1] if draws else PROMPTS, limit, greedy, processors, generator=generator)
+    prompts = [*PROMPTS, [5]] if option == "penalty" else PROMPTS  # one has no text before its root
+    request = Request(prompts[:1] if draws else prompts, limit, greedy, processors, generator=generator)
     return decode(target(where), drafter(kind, where), parse_rule(rule), request)
 
 
@@ -190,6 +193,27 @@ def test_a_recording_holds_these_parts_and_stands_on_memory_that_stays(kind: str
 
 def sessions_of(session: DraftSession) -> list[DraftSession]:
     return [session, *(one for part in session.parts for one in sessions_of(part))]
+
+
+def test_each_shape_that_the_host_chooses_has_a_recording(device: SimulatedDevice) -> None:
+    """As a choice of trees may do between two rounds, within the drafter's own shape."""
+    shapes = [TreeShape(depth=2, width=3, nodes=7), TreeShape(depth=1, width=3, nodes=4), TreeShape(2, 3, 5)]
+
+    class Chooses(Callback):
+        reads_tensors = False
+
+        def on_start(self, state: DecodeState) -> None:
+            self.session: Any = state.session
+
+        def on_round(self, report: RoundReport) -> None:
+            self.session.shape = shapes[len(report.emissions[0]) % 3]
+
+    with recording("eagle", device) as recorder:
+        request = Request(PROMPTS[:1], 6 * NEW, callbacks=[Chooses()])
+        for _ in range(2):
+            made = decode(target(SIM), drafter("eagle", SIM), parse_rule("exact"), request)
+            assert made.sequences == run("eagle", "exact", True, CPU, 6 * NEW).sequences[:1]
+            assert 1 < len(recorder.graphs) <= 3
 
 
 def test_memory_is_bounded_over_requests_of_many_sizes(device: SimulatedDevice) -> None:

@@ -99,10 +99,14 @@ def _recorded(target: Target, drafter: Drafter) -> Recorded | None:
     """Return what records the request's rounds; None if they run eagerly."""
     if drafter.auto is not None:
         return None
-    models = [getattr(part, "model", None) for part in (drafter, *drafter.parts)]
-    if any(isinstance(model, Target) and model.angles.fixed is not None for model in models):
-        return None  # the host chooses their angles token by token
-    return Recorded.of(target)
+    return None if _changes_angles(drafter) else Recorded.of(target)
+
+
+def _changes_angles(drafter: Drafter) -> bool:
+    """Whether the drafter, or a part of it, is a model whose angles the host chooses token by token."""
+    model = getattr(drafter, "model", None)
+    own = isinstance(model, Target) and model.angles.fixed is not None
+    return own or any(map(_changes_angles, drafter.parts))
 
 
 def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
