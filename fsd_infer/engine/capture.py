@@ -154,7 +154,7 @@ class Recorded:
             names, given = zip(*tensors_of(tree))
             form = tree.levels, names
             state.lap("draft")
-        key = form, *((x.shape, x.dtype) for x in given)
+        key = form, state.looks, *((x.shape, x.dtype) for x in given)
         recording, is_new = slot.recordings.get(key), key not in slot.recordings
         if recording is None:
             recording = slot.recordings[key] = Recording()
