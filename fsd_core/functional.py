@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import at_nodes, draw
+from fsd_core.tensors import at_nodes, wide
 
 if TYPE_CHECKING:
     from fsd_core.divergence import Divergence
@@ -142,6 +142,20 @@ def divergence_rows(
         return measure.with_reduced_drafter(p_logits, q_logits, draft_ids)
     q_logits = at_nodes(q_logits, q_index.clamp_min(0))
     return measure.with_reduced_drafter(p_logits, q_logits, draft_ids).masked_fill(q_index < 0, math.inf)
+
+
+@_replaceable
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one index per row by inverse CDF; an index of weight 0 is never drawn.
+
+    Args:
+        weights: [R, M], at least 0, of any total; a total of 0 gives M.
+        uniforms: [R] in [0, 1).
+    """
+    cdf = weights.cumsum(-1, dtype=wide(weights.device))
+    total = cdf[:, -1]
+    share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)
 
 
 @_replaceable

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_core.tensors import draw
 from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, kernels
 from fsd_infer.backends.cpu.structs import Mixing
 
@@ -87,11 +86,16 @@ def divergence_rows(
     return _spread(found, rows, known, math.inf)
 
 
+def draw(weights: Tensor, uniforms: Tensor) -> Any:
+    compiled = _compiled(weights) if weights.dtype == uniforms.dtype == torch.float32 else None
+    return NotImplemented if compiled is None else compiled.draw(weights, uniforms)
+
+
 def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
     """Compute the rows that count alone: what a choice of rows costs elsewhere, a transfer, costs nothing here."""
     compiled = _compiled(logits)
     if compiled is None or uniforms.dtype != torch.float32:
-        found = draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
+        found = functional.draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
     else:
         flat, rows = _chosen(logits, where)
         found = compiled.sample(flat, uniforms.flatten().index_select(0, rows), rows)
@@ -149,5 +153,5 @@ def _compiled(*logits: Tensor) -> Kernels | None:
 def register() -> None:
     """Let the kernels answer on CPUs."""
     of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, sample_rows)
-    for kernel in (*of_rows, mixed_children, upper_bound, ancestors, tree_union):
+    for kernel in (*of_rows, draw, mixed_children, upper_bound, ancestors, tree_union):
         functional.register(kernel.__name__, "cpu", kernel)

@@ -196,6 +196,18 @@ void fsd_sample(int narrow_x, const void* x, const int64_t* pick, int64_t rows, 
   }
 }
 
+// where [rows]: an index of each row of weights x [rows, columns] for a uniform number; `columns` if all are 0.
+void fsd_draw(const float* x, int64_t rows, int64_t columns, const float* uniforms, int64_t* where, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Share share(rows);
+    for (int64_t row = share.begin; row < share.end; ++row)
+      where[row] = drawn(columns, uniforms[row], [&](int64_t at) {
+        return _mm512_maskz_loadu_ps(lanes(columns - at), x + row * columns + at);
+      });
+  }
+}
+
 // See mixed_children in fsd_core/functional.py: log_q [batch, count, width], reach [batch, count], sees [batch, count,
 // nodes], reserved [batch, nodes] and left [batch], which change.
 void fsd_mixed_children(const float* log_q, const float* reach, const uint8_t* sees, int64_t batch, int64_t count,

@@ -63,6 +63,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "divergence": (None, c_int, c_int64, *_ROWS, *_ROWS, *[c_void_p] * 2, c_int),
     "likeliest": (None, c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int),
     "sample": (None, *_ROWS, c_int64, *[c_void_p] * 2, c_int),
+    "draw": (None, c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int),
     "mixed_children": (None, *[c_void_p] * 3, *[c_int64] * 4, POINTER(Mixing), *[c_void_p] * 5),
     "keep_largest": (None, c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int),
     "ancestors": (None, c_void_p, *[c_int64] * 2, c_void_p),
@@ -168,10 +169,18 @@ class Kernels:
 
     def sample(self, logits: Tensor, uniforms: Tensor, rows: Tensor) -> Tensor:
         """Draw an index [R] from the softmax of rows [R] of logits [M, V], by uniforms [R] in fp32."""
-        rows = rows.contiguous()
+        rows, uniforms = rows.contiguous(), uniforms.contiguous()
         found, sizes = torch.empty(rows.shape, dtype=torch.long), (rows.numel(), logits.shape[-1])
-        out = uniforms.contiguous().data_ptr(), found.data_ptr()
+        out = uniforms.data_ptr(), found.data_ptr()
         self._library.fsd_sample(*_rows(logits, rows), *sizes, *out, _threads(*sizes))
+        return found
+
+    def draw(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Compute :func:`fsd_core.functional.draw` of weights [R, M] and uniforms [R] in fp32."""
+        weights, uniforms = weights.contiguous(), uniforms.contiguous()
+        found, sizes = torch.empty(len(weights), dtype=torch.long), weights.shape
+        addresses = uniforms.data_ptr(), found.data_ptr()
+        self._library.fsd_draw(weights.data_ptr(), *sizes, *addresses, _threads(*sizes))
         return found
 
     def mixed_children(

@@ -245,16 +245,10 @@ void likeliest(const Number* x, int64_t columns, int64_t most, float* log_q, int
   for (int64_t i = 0; i < most; ++i) log_q[i] -= total;
 }
 
-// An index of the softmax of x by inverse CDF, never one of probability 0; 0 if x is no logits of a distribution.
-template <class Number>
-int64_t sampled(const Number* x, int64_t columns, float uniform) {
+// An index by inverse CDF, never one of weight 0; `columns` if all are 0. weights(at): of 16 columns, 0 beyond the last.
+template <class Weights>
+int64_t drawn(int64_t columns, float uniform, Weights weights) {
   constexpr int64_t BLOCK = 512;
-  const float highest = maximum(x, columns).value;
-  if (!std::isfinite(highest)) return 0;
-  const auto weights = [&](int64_t at) {
-    const __mmask16 inside = lanes(columns - at);
-    return _mm512_maskz_mov_ps(inside, exponential(_mm512_sub_ps(load(x + at, inside), _mm512_set1_ps(highest))));
-  };
   std::vector<double> sums;
   double total = 0;
   for (int64_t first = 0; first < columns; first += BLOCK) {
@@ -262,10 +256,11 @@ int64_t sampled(const Number* x, int64_t columns, float uniform) {
     for (int64_t at = first; at < std::min(first + BLOCK, columns); at += LANES) sum = _mm512_add_ps(sum, weights(at));
     sums.push_back(total += _mm512_reduce_add_ps(sum));
   }
+  if (!(total > 0)) return columns;
   const double wanted = std::min((double)uniform * total, std::nextafter(total, 0.0));
   const int64_t block = std::upper_bound(sums.begin(), sums.end(), wanted) - sums.begin();
   double sum = block ? sums[block - 1] : 0;
-  int64_t found = 0;
+  int64_t found = columns;
   for (int64_t at = block * BLOCK; at < std::min((block + 1) * BLOCK, columns); at += LANES) {
     alignas(64) float own[LANES];
     _mm512_store_ps(own, weights(at));
@@ -275,6 +270,17 @@ int64_t sampled(const Number* x, int64_t columns, float uniform) {
     }
   }
   return found;
+}
+
+// An index of the softmax of x; 0 if x is no logits of a distribution.
+template <class Number>
+int64_t sampled(const Number* x, int64_t columns, float uniform) {
+  const float highest = maximum(x, columns).value;
+  if (!std::isfinite(highest)) return 0;
+  return drawn(columns, uniform, [&](int64_t at) {
+    const __mmask16 inside = lanes(columns - at);
+    return _mm512_maskz_mov_ps(inside, exponential(_mm512_sub_ps(load(x + at, inside), _mm512_set1_ps(highest))));
+  });
 }
 
 // Rows of logits, `columns` each. pick: the numbers of the rows, null for all in order.
