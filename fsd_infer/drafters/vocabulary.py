@@ -22,7 +22,9 @@ NEVER = -1e4  # a logit whose q underflows to 0 in every dtype; -inf would make 
 
 
 class _Further(NamedTuple):
-    """The ids [X], their rows of the LM head, and which rows of a batch may not draft them, [B, 1, X]; None: none."""
+    """All ids [Vd + X], the further ones' rows of the LM head, and which rows of a batch may not draft them, [B, 1, X];
+    None: none.
+    """
 
     ids: Tensor
     lm_head: nn.Linear
@@ -72,7 +74,7 @@ class ContextVocabulary:
     @property
     def ids(self) -> Tensor:
         further = self._read()
-        return self._draft_ids if further is None else torch.cat([self._draft_ids, further.ids])
+        return self._draft_ids if further is None else further.ids
 
     def logits(self, features: Tensor) -> Tensor:
         """Return logits [B, E, Vd + X], in the target's dtype, of features [B, E, H]."""
@@ -124,7 +126,8 @@ class ContextVocabulary:
         """Take what :meth:`prepared` returned; see :meth:`DraftSession.give`."""
         self._given = None
         if marked is not None:
-            self._given = _Further(marked[0], self._target.reduced_lm_head(marked[0]), marked[1:, None].bool())
+            ids, head = torch.cat([self._draft_ids, marked[0]]), self._target.reduced_lm_head(marked[0])
+            self._given = _Further(ids, head, marked[1:, None].bool())
 
     def _read(self) -> _Further | None:
         """Return the further ids on the device; None if there are none."""
@@ -133,7 +136,7 @@ class ContextVocabulary:
         if self._further is None:
             ids = to_device(torch.tensor(list(self._extra)), self._draft_ids.device)
             head = self._target.reduced_lm_head(ids).float()  # bf16 takes longer on a CPU, for so few rows
-            self._further = _Further(ids, head, self._foreign())
+            self._further = _Further(torch.cat([self._draft_ids, ids]), head, self._foreign())
         return self._further
 
     def _foreign(self) -> Tensor | None:

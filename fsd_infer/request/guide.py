@@ -146,13 +146,15 @@ class GuideProcessor:
             texts: per row the token ids before the root, as processors see them; None: the row's scores stay.
             rows: their numbers in the request.
         """
-        every = np.full((scores.shape[1], (self.vocab_size + 31) // 32 * 4), 255, dtype=np.uint8)
-        bits = [
-            every if text is None else
-            self.follower(row).masks([*text.tolist(), tokens[0]][self.start :], tokens, parents)
-            for row, text, tokens, parents in zip(rows, texts, *trees, strict=True)
-        ]  # fmt: skip
+        asked = zip(rows, texts, *trees, strict=True)
+        bits = [self._bits(row, text, tokens, parents) for row, text, tokens, parents in asked]
         return _masked(scores, np.stack(bits))
+
+    def _bits(self, row: int, text: Tensor | None, tokens: Sequence[int], parents: Sequence[int]) -> Any:
+        """Return :meth:`Follower.masks` of a row's tree; all bits of a row without a text."""
+        if text is None:
+            return np.full((len(tokens), (self.vocab_size + 31) // 32 * 4), 255, dtype=np.uint8)
+        return self.follower(row).masks([*text.tolist(), tokens[0]][self.start :], tokens, parents)
 
 
 class Follower:
