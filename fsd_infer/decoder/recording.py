@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fsd_infer.decoder.fuzzy import FuzzyDecoder
 
 ROUNDS = 3  # of a request, by which its rounds are recorded: those with a look of the host at the second
+_OPTIONS: dict[str, Any] = {"rule": "exact", "do_sample": False, "seed": 0, "eos_token_id": None}  # none ends early
 Size = tuple[int, int]  # rows, and tokens of the longest text with its answer
 
 
@@ -43,7 +44,7 @@ def record_rounds(decoder: FuzzyDecoder, sizes: Sequence[Size], **options: Any) 
     Raises:
         FsdError: the decoder does not capture, or a size is too long for the target.
     """
-    target, start, told = decoder.target, time.perf_counter(), {"rule": "exact", "do_sample": False, **options}
+    target, start, told = decoder.target, time.perf_counter(), {**_OPTIONS, **options}
     if target.recorder is None:
         raise FsdError(f"record needs CUDA graphs, which the target on {target.device} does not use: leave it out.")
     context = target.max_positions
@@ -51,7 +52,7 @@ def record_rounds(decoder: FuzzyDecoder, sizes: Sequence[Size], **options: Any) 
         if context is not None and tokens > context:
             raise FsdError(f"record={rows}x{tokens}: {target.name} has a context of {context} tokens: give fewer.")
         prompts = [[0]] * rows
-        decoder.generate(prompts, max_new_tokens=tokens - 1, seed=0, eos_token_id=None, callbacks=[_Few()], **told)
+        decoder.generate(prompts, max_new_tokens=tokens - 1, callbacks=[_Few()], **told)
     named = ", ".join(f"{rows}x{tokens}" for rows, tokens in sizes)
     seconds, recorded = time.perf_counter() - start, target.recorded
     if recorded is None or recorded.refused is not None:

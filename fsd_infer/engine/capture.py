@@ -144,6 +144,7 @@ class Recorded:
     def run(self, state: DecodeState) -> RoundTensors:
         """Run a round: replay its recording, or record it first."""
         slot, session, tree = self.current, state.session, None
+        given: Sequence[Tensor]
         if slot is None or slot.state is not state or self.refused:
             return decode_round(state)
         if session.is_fixed:
