@@ -39,7 +39,7 @@ ROUNDS = {  # parts of benchmarks.gpu_round, which go together
     "limit,kernels,forwards": "limits, kernels and forwards at an 8B model's shape",
     "plain": "its plain rounds, with and without graphs and kernels",
     "rounds": "its exact rounds, by tree",
-    "rules": "its rounds by rule",
+    "rules,lag": "its rounds by rule, and by when the host reads them",
     "batch": "its rounds by rows",
     "context": "its rounds by context",
     "transformers,static": "transformers at that shape, eager and compiled",

@@ -13,6 +13,7 @@ forwards       the target's forward over 1 to 60 nodes, as one CUDA graph of :cl
 plain          decoding without a drafter, with graphs, without graphs, and with torch's kernels alone
 rounds         `exact` with trees of several shapes; the draft, the target and the rule by phase
 rules          `tilted`, `fuzzy` and sampling beside `exact`
+lag            `plain` and `exact`, whose reports the host reads a round late, and before it launches the next round
 batch          1 to 16 rows
 context        600 and 8,000 tokens of context
 transformers   its `generate`, eager
@@ -45,6 +46,7 @@ from fsd_core.tables import table
 from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import EagleDrafter, NoDrafter
+from fsd_infer.engine.callback import Callback
 from fsd_infer.heads.head import EagleConfig, EagleHead
 
 TREES = ((3, 1, 4), (5, 1, 6), (5, 4, 16), (6, 4, 24), (6, 10, 60))
@@ -188,7 +190,7 @@ def decoded(place: Place, decoder: FuzzyDecoder, rule: str = "exact", batch: int
         phases = {name: 1e3 * spent / rounds for name, spent in stats.phases.items()}
     return {
         "ms": median(times), "tau": stats.tau, "phases_ms": phases, "prefill_ms": 1e3 * stats.prefill_seconds,
-        "first_s": first, "refused": getattr(getattr(decoder.target, "graphs", None), "refused", None),
+        "first_s": first, "refused": getattr(decoder.target.recorded, "refused", None),
     }  # fmt: skip
 
 
@@ -241,6 +243,22 @@ def rules(place: Place) -> Rows:
     return found
 
 
+class AtOnce(Callback):
+    """Lets the host read each round before it launches the next one."""
+
+    reads_tensors, waits = False, True
+
+
+def lag(place: Place) -> Rows:
+    decoder, found = loaded(place), Rows()
+    for name in ("plain", "exact"):
+        if name == "exact":
+            decoder.drafter = decoder.load_drafter(drafter_of(place, decoder, TREES[-1]))
+        found[f"{name}, a round late"] = decoded(place, decoder)
+        found[f"{name}, at once"] = decoded(place, decoder, callbacks=[AtOnce()])
+    return found
+
+
 def batch(place: Place) -> Rows:
     found, decoder = Rows(), loaded(place)
     sizes = (1, 4, 8, 16) if place.device.type == "cuda" else (2,)
@@ -282,7 +300,7 @@ def static(place: Place) -> Rows:
 
 PARTS: dict[str, Callable[[Place], Rows]] = {
     part.__name__: part
-    for part in (limit, kernels, forwards, plain, rounds, rules, batch, context, transformers, static)
+    for part in (limit, kernels, forwards, plain, rounds, rules, lag, batch, context, transformers, static)
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
@@ -18,6 +19,14 @@ MOST_COUNT = 2**31 - 1  # tokens, prompts, repeats ...
 MOST_GIB = 2**20
 # fsd_bench.score imports too much for --help
 SCORES = ("auto", "number", "choice", "ifeval", "chrf", "rouge", "letter", "math", "text", "code", "none")
+
+
+def rows_by_tokens(text: str) -> tuple[int, int]:
+    """Read "ROWSxTOKENS". An option type."""
+    found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,8})", text)
+    if found is None or int(found[2]) < 2:
+        raise ArgumentTypeError(f"{text[:60]!r} is not ROWSxTOKENS with at least 2 tokens, such as 8x2048")
+    return int(found[1]), int(found[2])
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:

@@ -29,6 +29,12 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, non_blocking=True)
 
 
+def put(values: Tensor, into: Tensor) -> None:
+    """Write values of the CPU or of the same device to a tensor there, without a sync."""
+    pins = values.device.type == "cpu" and into.device.type not in _UNPINNED and values.nbytes > _STAGED
+    into.copy_(values.pin_memory() if pins else values, non_blocking=True)
+
+
 def on_host(*tensors: Tensor) -> list[Tensor]:
     """Copy tensors [B, N] of one device, each with its own N, to the CPU in one transfer. Syncs.
 

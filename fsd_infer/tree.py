@@ -203,10 +203,28 @@ class DraftTree:
         cls, rows: Sequence[Nodes], vocab_size: int, device: torch.device, levels: int | None = None
     ) -> DraftTree:
         """Return trees without q, from drafters that build them as lists. ``vocab_size``: V; ``levels``: see there."""
-        fills = 0, 0, -math.inf
-        tokens, parents, scores = (to_device(padded(x, fill), device) for x, fill in zip(zip(*rows), fills))
-        no_q = torch.empty(len(rows), 0, vocab_size, device=device)
+        tokens, parents, scores = (to_device(padded(x, fill), device) for x, fill in zip(zip(*rows), _FILLS))
+        return cls._without_q(tokens, parents, scores, vocab_size, levels)
+
+    @staticmethod
+    def packed_lists(rows: Sequence[Nodes], count: int) -> Tensor:
+        """Return trees of lists as one tensor [3, B, count] on the CPU, in fp64, for :meth:`of_packed`."""
+        parts = ([[*row, *[fill] * (count - len(row))] for row in x] for x, fill in zip(zip(*rows), _FILLS))
+        return torch.tensor(list(parts), dtype=torch.float64)
+
+    @classmethod
+    def of_packed(cls, values: Tensor, vocab_size: int, levels: int | None = None) -> DraftTree:
+        """Return the trees of :meth:`packed_lists`, on any device. Arguments as of :meth:`of_lists`."""
+        tokens, parents, scores = values
+        return cls._without_q(tokens.long(), parents.long(), scores.float(), vocab_size, levels)
+
+    @classmethod
+    def _without_q(
+        cls, tokens: Tensor, parents: Tensor, scores: Tensor, vocab_size: int, levels: int | None
+    ) -> DraftTree:
+        no_q = torch.empty(len(tokens), 0, vocab_size, device=tokens.device)
         return cls(tokens, parents, scores, no_q, torch.full_like(parents, -1), levels=levels)
 
 
+_FILLS = (0, 0, -math.inf)  # what rows are padded with
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a row's tree, as in DraftTree

@@ -146,6 +146,8 @@ def tiny_head(target: Target, shape: TreeShape | None = None, **options: Any) ->
     with torch.random.fork_rng():
         torch.manual_seed(0)
         head = EagleHead(EagleConfig.for_target(target, **options))
+    if head.draft_ids is not None:  # different ones: siblings differ
+        head.draft_ids.copy_(torch.arange(len(head.draft_ids)) * (target.vocab_size // len(head.draft_ids)))
     return EagleDrafter(head, target, shape or TreeShape(depth=3, width=3, nodes=8))
 
 

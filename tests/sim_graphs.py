@@ -46,8 +46,8 @@ class Graph:
                     before.copy_(now)
 
     def spoil(self) -> None:
-        """Graphs share a pool: whatever runs next may write over what this one has put out."""
-        for out in self.outputs:
+        """Graphs share a pool: this one's outputs may lie where one that was captured before has had its own values."""
+        for out in (x for x in self.outputs if address(x.value) in self._own):  # type: ignore[attr-defined]
             out.value.fill_(torch.nan if out.is_floating_point() else 0)  # type: ignore[attr-defined]
 
 
@@ -70,7 +70,7 @@ class SimRecorder:
         self.graphs.append(graph)
 
         def replay() -> None:
-            for other in self.graphs:
+            for other in self.graphs[self.graphs.index(graph) :]:
                 other.spoil()
             self.replayed += 1
             graph.replay()

@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers.generation import SuppressTokensLogitsProcessor
 
-from fsd_infer import parse_rule
-from fsd_infer.drafters import Drafter
+from fsd_infer import FsdError, FuzzyDecoder
+from fsd_infer.decoder.recording import _Few, record_rounds
+from fsd_infer.device.cuda_graphs import CachedModel
+from fsd_infer.drafters import Drafter, DraftSession, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine import Outcome, Request, decode, loop
+from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
-from fsd_infer.engine.capture import Recorded
+from fsd_infer.engine.capture import Recorded, Verified
+from fsd_infer.engine.report import RoundReport
+from fsd_infer.engine.state import DecodeState
+from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
-from tests.families import tiny_model
+from tests.families import tiny_head, tiny_model
 from tests.sim_graphs import SimRecorder, address
-from tests.simulated_device import SIM, SimulatedDevice
+from tests.simulated_device import SIM, SimTensor, SimulatedDevice
 from tests.test_device_waits import CPU, NEW, PROMPTS, RULES, drafter, target
 
-ROUND = ["draft", "target", "rule", "cache", "advance"]
-SETTLING = ["target", "rule", "cache"]  # a drafter on the host, or one that grows its vocabulary, cuts the round
+WHOLE = [["draft", "target", "rule", "cache", "advance"]]  # the recordings of a round, and what each holds
+CUT = [["draft", "target"], ["rule", "cache", "advance"]]  # between the two the host looks at the tree
+LAGGING = ["none", "eagle", "eagle3", "eagle3-own", "fsd", "stop", "lm", "lm-stop", "eagle, suppress"]
+OWN = [["target", "rule", "cache"]]  # a drafter that knows nothing of recordings drafts and reads by itself
+COPIES = "tilted:1:gate=0.3:exact_ngram_size=2"  # charges for copies of remembered texts
+# drafters, some with logits processors that read texts or hold tensors
 KINDS = {
-    "none": ROUND, "eagle": ROUND, "eagle3-own": ROUND, "fsd": ROUND, "stop": ROUND, "lm": ROUND, "lm-stop": ROUND,
-    "eagle3": ROUND, "lookup": SETTLING, "recycle": SETTLING, "eagle+lookup": SETTLING, "lm+recycle": SETTLING,
+    "none": WHOLE, "eagle": WHOLE, "eagle3-own": WHOLE, "fsd": WHOLE, "stop": WHOLE, "lm": WHOLE, "lm-stop": WHOLE,
+    "eagle3": WHOLE, "reduced": WHOLE, "lookup": WHOLE, "recycle": WHOLE, "memory": WHOLE, "eagle+lookup": WHOLE,
+    "lm+recycle": WHOLE, "reduced+memory": WHOLE, "guided eagle": WHOLE, "guided reduced+lookup": WHOLE,
+    "eagle, suppress": WHOLE, "own": OWN, "own, penalty": [["target"], ["rule", "cache"]],
+    "none, penalty": CUT, "eagle, penalty": CUT, "lm+recycle, penalty": CUT, "guided reduced, penalty": CUT,
 }  # fmt: skip
-# greedily or not; the trees of a drafter on the host are padded, so other numbers are drawn
 CASES = [("eagle", rule, greedy) for rule in RULES for greedy in (True, False)]
-CASES += [(kind, *case) for kind in KINDS for case in (("exact", True), ("tilted", KINDS[kind] == SETTLING))]
+CASES += [(kind, *case) for kind in KINDS for case in (("exact", True), ("tilted", False))]
 CASES += [("lm", rule, False) for rule in list(RULES)[::4]]
+CASES += [("memory", COPIES, True), ("eagle+memory", COPIES, False), ("eagle, penalty", "fuzzy:js:0.3", False)]
 CASES = [case for case in dict.fromkeys(CASES) if case[2] or not parse_rule(case[1]).greedy_only]
+READS = {"penalty": [RepetitionPenaltyLogitsProcessor(1.3)], "suppress": [SuppressTokensLogitsProcessor([5, 9])]}
+
+
+def parts_of(kind: str, rule: str) -> list[list[str]]:
+    charged = getattr(parse_rule(rule), "exact_ngram_size", 0)
+    return CUT if "memory" in kind and charged else KINDS.get(kind, WHOLE)
 
 
 @pytest.fixture
@@ -43,19 +67,38 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
 def run(kind: str, rule: str, greedy: bool, where: torch.device = SIM, limit: int = 2 * NEW) -> Outcome:
     generator = torch.Generator(device=where).manual_seed(0)
     draws = not greedy or rule.startswith("random")  # an eager batch draws fewer numbers once a row has left it
-    request = Request(PROMPTS[:1] if draws else PROMPTS, limit, greedy, generator=generator)
+    kind, _, option = kind.partition(", ")
+    processors = LogitsProcessorList(READS[option]) if option else None
+    for processor in processors or []:
+        for name, value in vars(processor).items():
+            setattr(processor, name, value.to(where) if isinstance(value, Tensor) else value)
+    prompts = [*PROMPTS, [5]] if option == "penalty" else PROMPTS  # one has no text before its root
+    request = Request(prompts[:1] if draws else prompts, limit, greedy, processors, generator=generator)
     return decode(target(where), drafter(kind, where), parse_rule(rule), request)
+
+
+@contextmanager
+def recording(kind: str, device: SimulatedDevice) -> Iterator[SimRecorder]:
+    recorder = SimRecorder(device)
+    models = [target(SIM), drafter(kind.partition(", ")[0], SIM)]
+    for model in models:
+        model.use_graphs(recorder)  # type: ignore[attr-defined]
+    try:
+        yield recorder
+    finally:
+        for model in models:
+            model.use_graphs(None)  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:lm samples its drafts")
 @pytest.mark.parametrize(("kind", "rule", "greedy"), CASES)
-def test_recorded_rounds_answer_as_eager_ones(
+def test_recorded_rounds_answer_as_a_cpu_does(
     kind: str, rule: str, greedy: bool, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request of the same plan records nothing more. A round launches at most six operations besides its graph, and
-    the host reads once, after it, and after the next one is launched.
+    """A request of the same plan records nothing more. A round launches at most six operations besides its graphs, and
+    the host reads once, after it; where nothing waits for that, after the next one is launched. Where the host looks at
+    the tree it reads once more.
     """
-    whole, small = target(SIM), drafter(kind, SIM)
     spent: list[tuple[int, int]] = []
     launched: list[int] = []
     report = loop.report
@@ -65,34 +108,26 @@ def test_recorded_rounds_answer_as_eager_ones(
         launched.append(recorder.replayed - replayed)
         return report(*given)
 
-    wanted = run(kind, rule, greedy).sequences
-    if greedy and rule == "exact":
-        assert wanted == run(kind, rule, greedy, CPU).sequences
-    recorder = SimRecorder(device)
-    for model in models_of(whole, small):
-        model.use_graphs(recorder)
-    try:
+    wanted, parts = run(kind, rule, greedy, CPU).sequences, parts_of(kind, rule)
+    with recording(kind, device) as recorder:
         first = run(kind, rule, greedy)
         made = len(recorder.graphs)
         assert first.sequences == wanted and made > 0 and recorder.replayed > 0
         monkeypatch.setattr(loop, "report", noted)
         replayed = recorder.replayed
         assert run(kind, rule, greedy).sequences == wanted
-    finally:
-        for model in models_of(whole, small):
-            model.use_graphs(None)
-    rounds = len(spent) - 1
-    assert [waits - spent[0][1] for _, waits in spent] == list(range(len(spent)))
-    if KINDS.get(kind, ROUND) != SETTLING:
-        assert len(recorder.graphs) == made == 1 and recorder.replayed - replayed == rounds + 1  # the last one lags
-        assert launched == [0, *range(2, rounds + 2)]  # rounds that were launched when each report was read
-        assert all(after[0] - before[0] <= 6 for before, after in zip(spent[1:], spent[2:]))
+    rounds, looks = len(spent) - 1, len(parts) - 1
+    assert [waits - spent[0][1] for _, waits in spent] == list(range(0, (1 + looks) * len(spent), 1 + looks))
+    if parts == WHOLE:
+        lags = kind in LAGGING
+        assert len(recorder.graphs) == made and recorder.replayed - replayed == rounds + lags
+        assert launched == ([0, *range(2, rounds + 2)] if lags else list(range(rounds + 1)))  # when each report is read
+        assert max(after[0] - before[0] for before, after in zip(spent[1:], spent[2:])) <= 6
 
 
 @pytest.mark.parametrize("kind", ["none", "eagle3-own", "lm"])
 def test_what_a_stopped_answer_emits_in_its_extra_round_is_left_out(kind: str, device: SimulatedDevice) -> None:
     """The rows stop in different rounds, by a token, a streamer, or their limit, and others go on beside them."""
-    whole, small = target(SIM), drafter(kind, SIM)
     full = run(kind, "exact", True, CPU).sequences
     heard: list[list[int]] = []
 
@@ -108,13 +143,8 @@ def test_what_a_stopped_answer_emits_in_its_extra_round_is_left_out(kind: str, d
         return decode(target(where), drafter(kind, where), parse_rule("exact"), request)
 
     wanted = answers(CPU)
-    for model in models_of(whole, small):
-        model.use_graphs(SimRecorder(device))
-    try:
+    with recording(kind, device):
         made = answers(SIM)
-    finally:
-        for model in models_of(whole, small):
-            model.use_graphs(None)
     assert made.sequences == wanted.sequences == heard and len(made.sequences[0]) < 3 * NEW
     assert [row.finish_reason for row in made.stats.rows] == [row.finish_reason for row in wanted.stats.rows]
     assert [row.target_forwards for row in made.stats.rows] == [row.target_forwards for row in wanted.stats.rows]
@@ -126,51 +156,115 @@ def test_batches_of_one_bucket_share_a_recording(kind: str, device: SimulatedDev
     texts = [[7, 8], [1, 2, 3, 1, 2, 3, 4], [9, 9, 2], [4, 5, 6], [5]]
     whole, small = target(SIM), drafter(kind, SIM)
     wanted = decode(target(CPU), drafter(kind, CPU), parse_rule("tilted"), Request(texts, 3 * NEW)).sequences
-    recorder = SimRecorder(device)
-    for model in models_of(whole, small):
-        model.use_graphs(recorder)
-    try:
+    with recording(kind, device) as recorder:
         for count in (5, 6, 5, 8, 7):
             used = small.reshaped(small.shape) if isinstance(small, TreeDrafter) else small
             made = decode(whole, used, parse_rule("tilted"), Request((texts * 2)[:count], 3 * NEW))
             assert made.sequences == (wanted * 2)[:count] and len(made.records) == len(made.stats.rows) == count
         assert len(recorder.graphs) == 1 and whole.recorded is not None and len(whole.recorded.slots) == 1
-    finally:
-        for model in models_of(whole, small):
-            model.use_graphs(None)
 
 
-def models_of(whole: Target, small: Drafter) -> list[Any]:
-    return [whole, small]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "memory, copies"])
 def test_a_recording_holds_these_parts_and_stands_on_memory_that_stays(kind: str, device: SimulatedDevice) -> None:
-    whole, small = target(SIM), drafter(kind, SIM)
-    for model in models_of(whole, small):
-        model.use_graphs(recorder := SimRecorder(device))
-    try:
-        run(kind, "exact", True, limit=6 * NEW)
+    rule = COPIES if kind == "memory, copies" else "exact"
+    kind = kind.removesuffix(", copies")
+    whole, small = target(SIM), drafter(kind.partition(", ")[0], SIM)
+    with recording(kind, device) as recorder:
+        run(kind, rule, True, limit=6 * NEW)
         recorded = whole.recorded
         assert isinstance(recorded, Recorded) and recorded.refused is None and recorded.current is not None
-        state, recordings = recorded.current.state, [x for x in recorded.current.recordings.values() if x]
-        assert recordings and all(recording.phases == KINDS[kind] for recording in recordings)
+        state, parts = recorded.current.state, [x.parts for x in recorded.current.recordings.values() if x.parts]
+        assert parts and all([part.phases for part in made] == parts_of(kind, rule) for made in parts)
         stays: list[Tensor] = [*state.tensors(), *state.session.tensors(), state.live]  # type: ignore[list-item]
+        stays.append(whole.lm_head_rows(None)[0])
+        stays += [x for each in READS.values() for one in each for x in vars(one).values() if isinstance(x, SimTensor)]
         for module in (whole.model, *small.modules()):
             stays += [*module.parameters(), *module.buffers()]
-        session: Any = state.session
-        for cache in (state.cache, getattr(session, "cache", None)):
+        for session in sessions_of(state.session):
+            cache = getattr(session, "cache", None)
             stays += [] if cache is None else cache._pools.values()
-        for recording in recordings:
-            stays += (
-                [] if recording.tree is None else [x for x in vars(recording.tree).values() if isinstance(x, Tensor)]
-            )
+        stays += state.cache._pools.values()
+        for part in (part for made in parts for part in made):
+            stays += [*part.inputs, *(part.made.outputs if isinstance(part.made, Verified) else [])]
         known = {address(x.value) for x in stays}  # type: ignore[attr-defined]
         for graph in recorder.graphs:
             assert not {place: what for place, what in graph.reads.items() if place not in known}
-    finally:
-        for model in models_of(whole, small):
-            model.use_graphs(None)
+
+
+def sessions_of(session: DraftSession) -> list[DraftSession]:
+    return [session, *(one for part in session.parts for one in sessions_of(part))]
+
+
+def test_each_shape_that_the_host_chooses_has_a_recording(device: SimulatedDevice) -> None:
+    """As a choice of trees may do between two rounds, within the drafter's own shape."""
+    shapes = [TreeShape(depth=2, width=3, nodes=7), TreeShape(depth=1, width=3, nodes=4), TreeShape(2, 3, 5)]
+
+    class Chooses(Callback):
+        reads_tensors = False
+
+        def on_start(self, state: DecodeState) -> None:
+            self.session: Any = state.session
+
+        def on_round(self, report: RoundReport) -> None:
+            self.session.shape = shapes[len(report.emissions[0]) % 3]
+
+    with recording("eagle", device) as recorder:
+        request = Request(PROMPTS[:1], 6 * NEW, callbacks=[Chooses()])
+        for _ in range(2):
+            made = decode(target(SIM), drafter("eagle", SIM), parse_rule("exact"), request)
+            assert made.sequences == run("eagle", "exact", True, CPU, 6 * NEW).sequences[:1]
+            assert 1 < len(recorder.graphs) <= 3
+
+
+def test_memory_is_bounded_over_requests_of_many_sizes(device: SimulatedDevice) -> None:
+    """When memory grows, recordings of other sizes stay valid; memory that they no longer use is given back."""
+    whole = Target(tiny_model("llama", num_hidden_layers=1).to(SIM))
+    small = tiny_head(whole)
+    models: list[CachedModel] = [whole, small.model]
+    recorder = SimRecorder(device)
+    for model in models:
+        model.use_graphs(recorder)
+    largest = [0, 0]
+
+    def ask(rows: int, tokens: int, small: Drafter) -> None:
+        request = Request([[7, 8, 9]] * rows, tokens - 3, callbacks=[_Few()])
+        assert decode(whole, small, parse_rule("exact"), request).sequences
+        caches: Any = [whole.recorded.current.state.cache, whole.recorded.current.state.session.cache]  # type: ignore[union-attr]
+        for place, cache in enumerate(caches):
+            largest[place] = max(largest[place], cache.nbytes)
+        assert all(model.held_bytes <= 2 * most for model, most in zip(models, largest))
+
+    traffic = [(1, 20), (2, 20), (1, 250), (3, 100), (5, 250), (1, 20), (8, 250), (2, 250)]
+    for rows, tokens in traffic:
+        ask(rows, tokens, small)
+    made = len(recorder.graphs)
+    for rows, tokens in traffic:
+        ask(rows, tokens, small)
+    assert len(recorder.graphs) == made and whole.recorded is not None
+    whole.recorded.forget()
+    ask(1, 20, small)
+    gc.collect()
+    assert [model.held_bytes for model in models] == largest
+
+
+def test_rounds_are_recorded_at_loading(device: SimulatedDevice) -> None:
+    """Requests of these sizes record nothing more; and a callback may have the host read before the next launch."""
+
+    class AtOnce(Callback):
+        reads_tensors, waits = False, True
+
+    whole = Target(tiny_model("llama", num_hidden_layers=1).to(SIM))
+    decoder = FuzzyDecoder(whole, tiny_head(whole))
+    decoder.use_graphs(recorder := SimRecorder(device))
+    said = record_rounds(decoder, [(1, 100), (3, 200)])
+    assert re.fullmatch(r"recorded 2 graphs for 1x100, 3x200 tokens in [\d.]+ s, with \d+ MiB of keys and values", said)
+    for prompts, length in ((PROMPTS[:1], 20), (PROMPTS, 12), (PROMPTS * 2, 20)):
+        made = decoder.generate(prompts, max_new_tokens=length, do_sample=False, callbacks=[AtOnce()])
+        assert len(recorder.graphs) == 2 + (len(prompts) > 4) and len(made.sequences[0]) == length
+    with pytest.raises(FsdError, match="record=1x257: .* has a context of 256 tokens"):
+        record_rounds(decoder, [(1, 257)])
+    with pytest.raises(FsdError, match="record needs CUDA graphs, which the target on cpu does not use"):
+        record_rounds(FuzzyDecoder(target(CPU), drafter("none", CPU)), [(1, 20)])
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_says_so(

@@ -81,7 +81,7 @@ def test_the_path_of_a_prompt(count: int) -> None:
     target.model.register_forward_pre_hook(note)
     decoder.generate(tiny_prompts()[:count], max_new_tokens=2, do_sample=False)
     request, model = ["generate", "decode_request", "decode"], ["forward", "_step", "__call__"]
-    rounds = [[*request, "decode_round", "settle", "verify", *model]]
+    rounds = [[*request, "decode_round", "verify", *model]]
     assert found == [[*request, "prefill", "read_prompts", "read_text", *model]] * count + rounds
 
 

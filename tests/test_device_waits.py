@@ -12,7 +12,20 @@ from torch import Tensor
 
 import fsd_core.tensors
 from fsd_infer import Target, parse_rule
-from fsd_infer.drafters import Drafter, GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter, TreeShape
+from fsd_infer.drafters import (
+    Drafter,
+    DraftRequest,
+    DraftSession,
+    GraftedDrafter,
+    LMDrafter,
+    LookupDrafter,
+    MemoryDrafter,
+    NoDrafter,
+    RecycleDrafter,
+    TreeShape,
+)
+from fsd_infer.drafters.forced import ForcedDrafter
+from fsd_infer.drafters.memory import MemorySession
 from fsd_infer.engine import Request, decode, loop
 from tests.families import VOCAB, drafter_of, tiny_head, tiny_model
 from tests.simulated_device import SIM, SimulatedDevice
@@ -45,6 +58,22 @@ def target(device: torch.device) -> Target:
     return made
 
 
+class OwnDrafter(LookupDrafter):
+    """As a caller may write one, who knows nothing of recordings."""
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> DraftSession:
+        return OwnSession(self, first_tokens, request)
+
+
+class OwnSession(MemorySession):
+    is_fixed = False  # type: ignore[assignment]
+
+
+def forced(row: int, answer: list[int]) -> list[int]:
+    """In place of a grammar: it forces nothing, a token, or more than a round's drafts."""
+    return [(row + token) % VOCAB for token in range(len(answer) % 4)]
+
+
 @cache
 def drafter(kind: str, device: torch.device) -> Drafter:
     if "+" in kind:
@@ -54,6 +83,12 @@ def drafter(kind: str, device: torch.device) -> Drafter:
         return (NoDrafter if kind == "none" else LookupDrafter)(VOCAB)
     if kind == "recycle":
         return RecycleDrafter(VOCAB, keep=False)
+    if kind == "memory":
+        return MemoryDrafter(VOCAB)
+    if kind == "own":
+        return OwnDrafter(VOCAB)
+    if kind.startswith("guided "):
+        return ForcedDrafter(drafter(kind.removeprefix("guided "), device), forced, VOCAB)
     stop = 1e-9 if "stop" in kind else 0.0
     if kind.startswith("lm"):
         small = Target(tiny_model("llama", seed=1, num_hidden_layers=1).to(device))

@@ -176,6 +176,7 @@ def warmup(args: argparse.Namespace) -> int:
     """Run `fsd-infer warmup`: do what a first request would wait for, and print the seconds of each part."""
     from fsd_infer.backends.choose import choose
     from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.decoder.recording import record_rounds
     from fsd_infer.device.clock import Clock
     from fsd_infer.targets.builtin import builtin_dir
 
@@ -189,6 +190,9 @@ def warmup(args: argparse.Namespace) -> int:
     clock.lap("compile")
     decoder = FuzzyDecoder.from_pretrained(**options)
     clock.lap("load")
+    if args.record:
+        print(record_rounds(decoder, args.record))
+        clock.lap("record")
     if decoder.target.device.type == "cpu":
         print("CPU kernels: " + ("none, decoding runs through torch" if kind is None else "compiled"))
     print(", ".join(f"{part} {seconds:.1f} s" for part, seconds in clock.phases().items()), file=sys.stderr)
@@ -200,6 +204,7 @@ def serve(args: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         needed(package)
     from fsd_infer.decoder import FuzzyDecoder
+    from fsd_infer.decoder.recording import record_rounds
     from fsd_infer.serving.app import Limits, make_app
     from fsd_infer.serving.gate import checked_key
     from fsd_infer.serving.jobs import MOST_WITH_IMAGES
@@ -215,6 +220,8 @@ def serve(args: argparse.Namespace) -> int:
         limits = dataclasses.replace(limits, max_bytes=MOST_WITH_IMAGES, image_folders=tuple(args.image_dir or ()))
     elif args.image_dir:
         raise FsdError(f"--image-dir: {decoder.target.name} does not see. Leave it out.")
+    if args.record:
+        print(record_rounds(decoder, args.record, rule=args.rule), file=sys.stderr)
     app = make_app(decoder, args.rule, limits, key, [args.host, *(args.allow_host or ())])
     serve_app(app, args.host, args.port)
     return 0

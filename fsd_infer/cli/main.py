@@ -25,6 +25,7 @@ from fsd_core.options import (
     json_object,
     named_directory,
     real_number,
+    rows_by_tokens,
     whole_number,
 )
 from fsd_infer.cli import commands, env
@@ -147,7 +148,15 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 def _warmup_options(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, ("--fetch-only", "only fetch a built-in target and print its directory"))
+    _record_option(parser, "and say how long that takes")
     add_models(parser)
+
+
+def _record_option(parser: argparse.ArgumentParser, why: str) -> None:
+    parser.add_argument(
+        "--record", nargs="+", type=rows_by_tokens, default=(), metavar="ROWSxTOKENS",
+        help=f"on a GPU, record the rounds of requests of this many texts of so many tokens, {why}",
+    )  # fmt: skip
 
 
 def _env_options(parser: argparse.ArgumentParser) -> None:
@@ -171,6 +180,7 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
         "--image-dir", action="append", type=existing_directory, metavar="DIR",
         help="directory whose files requests may name as images (file: URLs); may be given several times",
     )  # fmt: skip
+    _record_option(parser, "before the first request")
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--prefix-cache-gib", type=gibibytes_or_none, default=2**30, metavar="GIB",

@@ -201,6 +201,9 @@ class RuntimeConfig:
         draft_weights: of heads, with our CPU kernels. "fp8": with a scale per output, in half the bytes. "plain": as
             loaded. The target's weights stay, so `exact` stays exact.
         capture: record whole rounds as CUDA graphs and replay them (default: on CUDA). False is for debugging.
+        record: (rows, tokens) of requests whose greedy `exact` rounds are recorded at loading, so that none is recorded
+            in traffic. Other requests of as many rows (in buckets) and tokens (to the next power of two) use the same;
+            of other rules and temperatures, :func:`.record_rounds` records.
         prefix_cache_bytes: size in bytes, at least 1, of a cache for prompts that start like an earlier prompt and its
             answer, see :mod:`fsd_infer.targets.prefixes` (default: no cache).
 
@@ -211,6 +214,7 @@ class RuntimeConfig:
     weights: str = "auto"
     draft_weights: str = "fp8"
     capture: bool | None = None
+    record: Sequence[Sequence[int]] = ()
     prefix_cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -219,6 +223,10 @@ class RuntimeConfig:
             if value not in known:
                 hint = did_you_mean(value, map(str, known))
                 raise FsdError(f"{name} is one of {', '.join(map(str, known))}, got {value!r:.60}.{hint}")
+        for pair in self.record:
+            if len(pair) != 2 or not is_whole(pair[0], 1) or not is_whole(pair[1], 2):
+                raise FsdError(f"record lists pairs of rows and tokens, such as (8, 2048), got {pair!r:.60}.")
+        object.__setattr__(self, "record", tuple((rows, tokens) for rows, tokens in self.record))
         size = self.prefix_cache_bytes
         if size is not None and not is_whole(size, 1):
             raise FsdError(f"a prefix cache needs a whole number of bytes, at least 1, got {size!r:.60}.")

@@ -18,6 +18,7 @@ from fsd_infer.backends.choose import choose
 from fsd_infer.decoder import retired
 from fsd_infer.decoder.config import FuzzyOptions, RuntimeConfig, request_config, runtime_config
 from fsd_infer.decoder.prompts import Prompt, PromptEncoder, from_keywords
+from fsd_infer.decoder.recording import record_rounds
 from fsd_infer.decoder.requests import decode_request, ending, prepare
 from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
@@ -137,6 +138,8 @@ class FuzzyDecoder:
         if decoder.backend.capture if config.capture is None else config.capture:
             decoder.use_graphs()
         decoder.drafter = decoder.load_drafter(drafter, tree)
+        if config.record:
+            log.info("%s", record_rounds(decoder, [(rows, tokens) for rows, tokens in config.record]))
         _say_what_is_left_out(wrapped)
         return decoder
 

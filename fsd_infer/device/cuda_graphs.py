@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cache import Memory, SlotCache
 
 SLOTS = 256  # least number of slots of a row's shared memory, which doubles as needed
 
@@ -31,11 +32,14 @@ def shared_slots(slots: int) -> int:
 
 
 class CudaRecorder:
-    """torch's CUDA graphs of one device, in one memory pool, since no two of them run at the same time."""
+    """torch's CUDA graphs of one device, in one memory pool, since no two of them run at the same time.
+
+    The pool lives as long as any of its graphs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._first: torch.cuda.CUDAGraph | None = None  # keeps the pool alive
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def __call__(
         self, run: Callable[[], Outputs], generator: torch.Generator | None = None
@@ -49,10 +53,10 @@ class CudaRecorder:
             graph = torch.cuda.CUDAGraph()
             if generator is not None:
                 graph.register_generator_state(generator)
-            pool = None if self._first is None else self._first.pool()
+            pool = next((earlier.pool() for earlier in self._graphs), None)
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 outputs = run()
-        self._first = self._first or graph
+        self._graphs.add(graph)
         return outputs, graph.replay
 
 
@@ -80,9 +84,14 @@ class CachedModel(ABC):
         self.recorder, self.recorded = recorder, None
 
     @cached_property
-    def _memories(self) -> dict[tuple[int, int, bool], dict[Any, Tensor]]:
-        """Keys and values that requests share, by rows, slots, and whether inference mode holds."""
-        return {}
+    def _arenas(self) -> dict[bool, dict[Any, Tensor]]:
+        """Memory of all requests, by whether inference mode holds: what is allocated in it is written in it alone."""
+        return {True: {}, False: {}}
+
+    @cached_property
+    def _memories(self) -> WeakValueDictionary[tuple[int, int, bool], Memory]:
+        """Keys and values that requests share, by rows, slots, and the arena. Those that recordings hold stay."""
+        return WeakValueDictionary()
 
     def slots(self, slots: int) -> int:
         """Return the slots per row that :meth:`new_cache` allocates for a request of this many."""
@@ -93,16 +102,17 @@ class CachedModel(ABC):
         slots = self.slots(slots)
         if self.recorder is None:
             return SlotCache(self.cache_config, batch, slots)
-        mode = torch.is_inference_mode_enabled()  # what is allocated in inference mode is written in it alone
-        memory = self._memories.setdefault((batch, slots, mode), {})
+        mode = torch.is_inference_mode_enabled()
+        memory = self._memories.setdefault((batch, slots, mode), Memory(self._arenas[mode]))
         for pool in memory.values():
             pool.zero_()  # NaN of an earlier answer would reach the next one through a masked slot
         return SlotCache(self.cache_config, batch, slots, memory)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of shared memory, which :meth:`free` gives back."""
-        return sum(pool.nbytes for memory in self._memories.values() for pool in memory.values())
+        """Bytes of the memory that requests share, at most twice those of the largest request so far."""
+        parts = [*self._arenas.values(), *(memory.places for memory in self._memories.values())]
+        return sum({id(place): place.nbytes for part in parts for place in part.values()}.values())
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the bytes that :meth:`new_cache` takes."""

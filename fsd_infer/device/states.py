@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fsd_core.tensors import at_nodes
+
+if TYPE_CHECKING:
+    from fsd_infer.device.cache import Memory
 
 PIECE = 64  # tokens of a text that are read at once; memory grows with its square
 
@@ -82,7 +85,7 @@ class RecurrentStates:
 
     Args:
         batch: B.
-        memory: shared allocations of ``rows`` rows each, filled on demand.
+        memory: allocations of ``rows`` rows each, filled on demand.
         rows: at least ``batch``.
         parent: the states of a batch, and the one row of it that these are.
 
@@ -92,7 +95,7 @@ class RecurrentStates:
     """
 
     def __init__(
-        self, batch: int, memory: dict[Any, Tensor], rows: int, parent: tuple[RecurrentStates, int] | None = None
+        self, batch: int, memory: Memory, rows: int, parent: tuple[RecurrentStates, int] | None = None
     ) -> None:
         self.batch, self.memory, self.rows, self.parent = batch, memory, rows, parent
         self.branches: Branches | None = None
@@ -166,6 +169,6 @@ class RecurrentStates:
             else:
                 key = "recurrent", name
                 if key not in self.memory:
-                    self.memory[key] = like.new_zeros(self.rows, *like.shape[1:])
+                    self.memory.zeros(key, (self.rows, *like.shape[1:]), like)
                 self.states[name] = self.memory[key][: self.batch]
         return self.states[name]

@@ -8,7 +8,7 @@ the session and asks it for trees.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,9 @@ class DraftSession(ABC):
     reads them on the host, unless the session is :attr:`on_host`. What a drafter keeps on the host it learns after the
     round, from :meth:`append` and :meth:`learn`.
 
+    A round of a session that :attr:`is_fixed` may be recorded. What its draft needs of the host, :meth:`prepared`
+    returns before the round, and :meth:`give` hands over the same on the device.
+
     Attributes:
         parts: the sessions that this one combines. By default they take what this one is told.
         shape: of the next trees, if shapes are chosen round by round.
@@ -93,7 +96,7 @@ class DraftSession(ABC):
 
     @property
     def on_host(self) -> bool:
-        """Whether :meth:`draft` runs on the host, or reads numbers there."""
+        """Whether a draft takes what the host learned of the round before, so that the host may not lag behind."""
         return any(part.on_host for part in self.parts)
 
     @property
@@ -101,14 +104,35 @@ class DraftSession(ABC):
         """Whether a round may be recorded with the session: it changes nothing but :meth:`tensors`, in place."""
         return False
 
+    @property
+    def form(self) -> Hashable:
+        """What fixes the shapes of a fixed session's next round, besides those of :meth:`prepared`."""
+        return tuple(part.form for part in self.parts)
+
+    def prepared(self) -> list[Tensor]:
+        """Do the host's part of a fixed session's next draft; return what :meth:`draft` takes of it.
+
+        The tensors are on the CPU or on the device, always as many, and of few shapes. What is the same object as
+        before has the same values.
+        """
+        return [values for part in self.parts for values in part.prepared()]
+
+    def give(self, inputs: Iterator[Tensor] | None) -> None:
+        """Take what :meth:`prepared` returned, on the device, for all drafts until the next call; None: nothing.
+
+        The tensors stay, and their values are those of each round.
+        """
+        for part in self.parts:
+            part.give(inputs)
+
     def tensors(self) -> list[Tensor]:
         """Return what a round of a fixed session changes in place, but for keys and values beyond the texts."""
-        return []
+        return [values for part in self.parts for values in part.tensors()]
 
-    def restart(self) -> None:
-        """Forget the texts of a fixed session, for a request of the same kind. The caller resets :meth:`tensors`."""
-        for part in self.parts:
-            part.restart()
+    def restart(self, fresh: Any) -> None:
+        """Take over the texts of a fixed session of the same plan, ``fresh``. The caller resets :meth:`tensors`."""
+        for part, new in zip(self.parts, fresh.parts, strict=True):
+            part.restart(new)
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         """Append new tokens to the texts, at the end of a round.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -236,7 +236,7 @@ class EagleSession(CachedSession):
         self.unread.append((tokens, features, counts))
         # Tokens wait for the next draft, which reads them with the root. Prompts do not, nor do recorded rounds.
         waiting = sum(part[0].shape[1] for part in self.unread)
-        if not self._begun or self.is_fixed or waiting > MOST_UNREAD:
+        if not self._begun or self._recordable or waiting > MOST_UNREAD:
             self._read_text()
 
     def _read_text(self) -> Tensor | None:
@@ -246,7 +246,7 @@ class EagleSession(CachedSession):
         tokens, features, counts = _joined(self.unread)
         self.unread, most = [], max(READ_AT_ONCE // tokens.shape[0], 1)
         features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
-        if self._begun and not self.is_fixed and tokens.shape[1] <= self.few_unread:
+        if self._begun and not self._recordable and tokens.shape[1] <= self.few_unread:
             slots, visible = self.cache.in_text(self.lengths, tokens.shape[1])
             out, logits = self.drafter.step(self.cache, visible, tokens, features, slots, self.vocabulary)
         else:
@@ -266,14 +266,29 @@ class EagleSession(CachedSession):
         return self.drafter.model.forward(self.cache, visible, tokens, features, slots)
 
     @property
+    def on_host(self) -> bool:
+        return super().on_host or self.vocabulary is not None
+
+    @property
     def is_fixed(self) -> bool:
-        return self.prices is None and self.vocabulary is None
+        return self.prices is None and (self.vocabulary is None or self.vocabulary.is_fixed)
+
+    @property
+    def _recordable(self) -> bool:
+        return self.is_fixed and (self.vocabulary is None or self.device.type != "cpu")
+
+    def prepared(self) -> list[Tensor]:
+        return [] if self.vocabulary is None else [self.vocabulary.prepared()]
+
+    def give(self, inputs: Iterator[Tensor] | None) -> None:
+        if self.vocabulary is not None:
+            self.vocabulary.give(None if inputs is None else next(inputs))
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last]
 
-    def restart(self) -> None:
-        self._begun = False
+    def restart(self, fresh: EagleSession) -> None:
+        self._begun, self.vocabulary = False, fresh.vocabulary
 
     def append(self, rows: Sequence[Sequence[int]]) -> None:
         if self.vocabulary is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsd_core import functional
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.graft import kept_of, union_of
 from fsd_infer.tree import DraftTree, Nodes
@@ -37,6 +38,10 @@ class ForcedDrafter(Drafter):
     @property
     def parts(self) -> Sequence[Drafter]:
         return (self.main,)
+
+    @property
+    def plan(self) -> Hashable:
+        return type(self), self.main.plan
 
     @property
     def proposers(self) -> tuple[str, ...]:
@@ -68,6 +73,9 @@ class ForcedDrafter(Drafter):
 class ForcedSession(DraftSession):
     """The main drafter's session with each row's answer so far."""
 
+    on_host = True
+    _given: Tensor | None = None  # the chains of recorded rounds
+
     def __init__(self, drafter: ForcedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.device, self.shape = drafter, request.device, request.shape
         self.main = drafter.main.start(first_tokens, request)
@@ -75,14 +83,19 @@ class ForcedSession(DraftSession):
         self.rows = list(range(request.batch))
         self.answers: list[list[int]] = [[] for _ in self.rows]
         self.ends = first_tokens.tolist()  # the last token of each text
-
-    on_host = True
+        self.finished: set[int] = set()  # of rows that stay in the batch
+        self._chains: list[list[int]] = []
 
     def append(self, rows: Sequence[Sequence[int]]) -> None:
         super().append(rows)
         for at, (answer, row) in enumerate(zip(self.answers, rows, strict=True)):
-            answer += row if answer else row[-1:]  # the first tokens are the prompt's, and the answer's first one
-            self.ends[at] = row[-1]
+            if row:
+                answer += row if answer else row[-1:]  # the first tokens are the prompt's, and the answer's first one
+                self.ends[at] = row[-1]
+
+    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
+        super().finish(row, prompt, answer)
+        self.finished.add(self.rows[row])
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
@@ -90,29 +103,61 @@ class ForcedSession(DraftSession):
         self.rows, self.answers = [self.rows[row] for row in kept], [self.answers[row] for row in kept]
         self.ends = [self.ends[row] for row in kept]
 
+    @property
+    def is_fixed(self) -> bool:
+        return self.shape is None and self.main.is_fixed
+
+    @property
+    def form(self) -> Hashable:
+        return self._alone, any(self._chains), self.main.form
+
+    def prepared(self) -> list[Tensor]:
+        return [DraftTree.packed_lists(self._forced(), 1 + MOST), *super().prepared()]
+
+    def give(self, inputs: Iterator[Tensor] | None) -> None:
+        self._given = None if inputs is None else next(inputs)
+        super().give(inputs)
+
+    def restart(self, fresh: ForcedSession) -> None:
+        super().restart(fresh)
+        vars(self).update({**vars(fresh), "main": self.main, "parts": self.parts})
+
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter, self.growth = self.drafter, None
-        chains = [drafter.forced(row, answer)[:MOST] for row, answer in zip(self.rows, self.answers)]
-        nodes = [_chain([root, *chain]) for root, chain in zip(self.ends, chains, strict=True)]
-        forced = DraftTree.of_lists(nodes, drafter.vocab_size, self.device, MOST)
+        drafter, vocab_size, self.growth = self.drafter, self.drafter.vocab_size, None
+        if self._given is None:
+            forced = DraftTree.of_lists(self._forced(), vocab_size, self.device, MOST)
+        else:
+            forced = DraftTree.of_packed(self._given, vocab_size, MOST)
         own = len(drafter.main.proposers)  # the guide's place among the proposers
-        if min(map(len, chains)) >= ALONE:
+        if self._alone:
             return replace(forced, proposers=torch.full_like(forced.parents, own))
         if self.shape is not None:
             self.main.shape = self.shape
         main, self.growth = self.main.draft(roots), self.main.growth
-        if main.sampled and main.drawn is None or not any(chains):
+        if main.sampled and main.drawn is None or not any(self._chains):
             return main
         union = union_of(main, forced, drafter.max_depth, own)
         union.levels = drafter.max_depth
         drafts = union.is_draft.sum(1)
-        if bool((drafts == main.is_draft.sum(1)).all()):  # the main tree holds the chains
+        if drafts.device.type == "cpu" and bool((drafts == main.is_draft.sum(1)).all()):  # main holds the chains
             return main
-        most = min(1 + int(drafts.max()), drafter.max_nodes)
+        most = 1 + functional.upper_bound(drafts, drafter.max_nodes - 1)
         kept = likeliest(union.scores, union.parents, drafter.max_depth, 0.0, most, union.held)
         if self.growth is not None:
             self.growth.is_choice = False
         return kept_of(union, main, kept)
+
+    def _forced(self) -> list[Nodes]:
+        """Ask the grammar what it forces; return chains of it."""
+        rows = zip(self.rows, self.answers, strict=True)
+        self._chains = [[] if row in self.finished else self.drafter.forced(row, answer)[:MOST] for row, answer in rows]
+        return [_chain([root, *chain]) for root, chain in zip(self.ends, self._chains, strict=True)]
+
+    @property
+    def _alone(self) -> bool:
+        """Whether the grammar forces so much in every row that the main drafter does not draft."""
+        rows = zip(self.rows, self._chains, strict=True)
+        return min((len(chain) for row, chain in rows if row not in self.finished), default=0) >= ALONE
 
 
 def _chain(tokens: list[int]) -> Nodes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -151,7 +151,7 @@ class FreeDrafter(Drafter):
 
 
 class FreeSession(DraftSession):
-    """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text.
+    """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text. All its state is the host's.
 
     Attributes:
         tails: the last tokens of each text, as many as :attr:`FreeDrafter.reach`.
@@ -159,6 +159,7 @@ class FreeSession(DraftSession):
 
     drafter: FreeDrafter
     on_host = True
+    _given: Tensor | None = None  # the trees of recorded rounds
 
     def __init__(self, first_tokens: Tensor, request: DraftRequest) -> None:
         self.device, self.shape = request.device, request.shape
@@ -177,17 +178,37 @@ class FreeSession(DraftSession):
     def select(self, rows: Tensor) -> None:
         self.tails = [self.tails[row] for row in rows.tolist()]
 
+    @property
+    def is_fixed(self) -> bool:
+        return self.shape is None
+
+    def prepared(self) -> list[Tensor]:
+        return [DraftTree.packed_lists(self._rows(), self.drafter.nodes)]
+
+    def give(self, inputs: Iterator[Tensor] | None) -> None:
+        self._given = None if inputs is None else next(inputs)
+
+    def restart(self, fresh: FreeSession) -> None:
+        vars(self).update(vars(fresh))
+
     def draft(self, roots: Tensor) -> DraftTree:
         drafter = self.drafter
-        rows = [
-            best_first(table, place, tail[-1], drafter.nodes, drafter.depth, drafter.least)
-            for (table, place), tail in zip(self.places(), self.tails, strict=True)
-        ]
+        if self._given is not None:
+            return DraftTree.of_packed(self._given, drafter.vocab_size, drafter.depth)
+        rows = self._rows()
         tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
         if self.shape is None or self.shape.prices is None:
             return tree
         self.growth = Growth(self.shape, len(rows))
         return tree.keep(self.growth.choose(tree))
+
+    def _rows(self) -> list[Nodes]:
+        """Return the tree of each row."""
+        drafter = self.drafter
+        return [
+            best_first(table, place, tail[-1], drafter.nodes, drafter.depth, drafter.least)
+            for (table, place), tail in zip(self.places(), self.tails, strict=True)
+        ]
 
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
         rows = enumerate(zip(self.places(), nodes, strict=True))

@@ -119,6 +119,10 @@ class GraftedSession(DraftSession):
         self.side = drafter.side.start(first_tokens, replace(request, shape=None, draws=Draws.NONE))
         self.parts = [self.main, self.side]
 
+    @property
+    def is_fixed(self) -> bool:
+        return self.shape is None and self.main.is_fixed and self.side.is_fixed
+
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, shape, clock = self.drafter, self.shape, self.clock
         if shape is not None and shape.prices is not None:

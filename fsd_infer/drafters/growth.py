@@ -148,6 +148,10 @@ class TreeSession(DraftSession):
     def on_host(self) -> bool:
         return self.prices is not None
 
+    @property
+    def form(self) -> Hashable:
+        return self.shape
+
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
         self.lengths = self.lengths[to_device(rows, self.device)]

@@ -154,7 +154,7 @@ class LMSession(CachedSession):
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.text, self.cached]
 
-    def restart(self) -> None:
+    def restart(self, fresh: LMSession) -> None:
         self._behind = 1
 
     def _keep_expanded(self, tokens: Tensor, counts: Tensor) -> None:

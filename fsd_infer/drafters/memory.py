@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError
+from fsd_core.tensors import to_device
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.corpus import open_corpus
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
@@ -288,7 +289,7 @@ class MemorySession(FreeSession):
             for parent, token in zip(parents[1:], tokens[1:]):
                 ends.append([*ends[parent], token][-n:])
             rows.append([False, *(len(end) == n and recall.has(end) for end in ends[1:])])
-        return torch.tensor(rows, device=tree.tokens.device) & tree.is_draft
+        return to_device(torch.tensor(rows), tree.tokens.device) & tree.is_draft
 
     def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
         self.drafter.remember(self.recalls[row], prompt, answer)

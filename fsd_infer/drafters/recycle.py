@@ -176,8 +176,9 @@ class RecycleSession(FreeSession):
     fact_count = 5
 
     def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
-        """Return nodes [B, N], the w likeliest tokens there with ln p [B, N·w], and the tree's columns [B, N]."""
-        nodes = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
+        """Return nodes [B, N], -1: padding; the w likeliest tokens there, and their ln p, [B, N·w]; tokens; parents."""
+        nodes = torch.arange(logits.shape[1], device=logits.device)
+        nodes = nodes.where(tree.is_draft | (nodes == 0), -1)
         log_p, choice = functional.topk_logprobs(logits, min(self.drafter.width, logits.shape[-1]))
         return [nodes, choice.flatten(1), log_p.flatten(1), tree.tokens, tree.parents]
 
@@ -195,7 +196,8 @@ class RecycleSession(FreeSession):
             for node, token in zip(way[: count + 1], emitted):  # learn before remember() stores the answer
                 recycled.learn(contexts[node], token)
             on_path = set(way[: count + 1])
-            for place in sorted(range(len(seen)), key=lambda place: seen[place] in on_path):  # accepted nodes last
+            real = (place for place, node in enumerate(seen) if node >= 0)
+            for place in sorted(real, key=lambda place: seen[place] in on_path):  # accepted nodes last
                 these = slice(place * width, (place + 1) * width)
                 recycled.remember(contexts[seen[place]], ids[these], chances[these])
 

@@ -8,6 +8,8 @@ that LM head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,18 @@ from torch import Tensor, nn
 from fsd_core.tensors import to_device
 from fsd_infer.targets.target import Target
 
+LEAST = 16  # further ids for which recorded rounds have room
 NEVER = -1e4  # a logit whose q underflows to 0 in every dtype; -inf would make 0 · ln 0 NaN
+
+
+class _Further(NamedTuple):
+    """All ids [Vd + X], the further ones' rows of the LM head, and which rows of a batch may not draft them, [B, 1, X];
+    None: none.
+    """
+
+    ids: Tensor
+    lm_head: nn.Linear
+    foreign: Tensor | None
 
 
 class ContextVocabulary:
@@ -35,12 +48,12 @@ class ContextVocabulary:
     """
 
     def __init__(self, target: Target, draft_ids: Tensor, lm_head: nn.Module, drafted: bytearray, batch: int) -> None:
-        self.ids = draft_ids
         self._target, self._draft_ids, self._lm_head, self._drafted = target, draft_ids, lm_head, drafted
         self._extra: dict[int, int] = {}  # further ids and their places
         self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X] on the CPU; whether an id is in the row's text
-        self._foreign: Tensor | None = None  # [B, 1, X] ~_own, on the target's device; None if no id is foreign
-        self._tail: nn.Linear | None = None  # the rows of the further ids of the LM head, in fp32
+        self._further: _Further | None = None  # on the device; None: there are no further ids, or they have changed
+        self._given: _Further | None = None  # of recorded rounds
+        self._prepared: Tensor | None = None
 
     def extend(self, texts: Sequence[Sequence[int]]) -> None:
         """Add the ids of the tokens that extend each row's text."""
@@ -53,37 +66,79 @@ class ContextVocabulary:
         grown = len(self._extra) - self._own.shape[1]
         if grown:
             self._own = torch.nn.functional.pad(self._own, (0, grown))
-            extra = to_device(torch.tensor(list(self._extra)), self._draft_ids.device)
-            self.ids = torch.cat([self._draft_ids, extra])
-            self._tail = self._target.reduced_lm_head(extra).float()  # bf16 takes longer on a CPU, for so few rows
         if not self._own[rows, places].all():
             self._own[rows, places] = True
-            self._mark_foreign()
+            self._prepared = None
+            self._further = None if grown or self._further is None else self._further._replace(foreign=self._foreign())
+
+    @property
+    def ids(self) -> Tensor:
+        further = self._read()
+        return self._draft_ids if further is None else further.ids
 
     def logits(self, features: Tensor) -> Tensor:
         """Return logits [B, E, Vd + X], in the target's dtype, of features [B, E, H]."""
-        logits = self._target.lm_logits(features, self._lm_head)
-        if self._tail is None:
+        logits, further = self._target.lm_logits(features, self._lm_head), self._read()
+        if further is None:
             return logits
-        extra = self._target.lm_logits(features.float(), self._tail).to(logits.dtype)
+        lm_head = further.lm_head
+        extra = self._target.lm_logits(features.to(lm_head.weight.dtype), lm_head).to(logits.dtype)
         return self.masked(torch.cat([logits, extra], -1))
 
     def masked(self, logits: Tensor) -> Tensor:
         """Rule out the further ids of other rows' texts in logits [B, E, Vd + X], in place."""
-        if self._foreign is not None:
-            logits[..., len(self._draft_ids) :].masked_fill_(self._foreign, NEVER)
+        further = self._read()
+        if further is not None and further.foreign is not None:
+            logits[..., len(self._draft_ids) :].masked_fill_(further.foreign, NEVER)
         return logits
 
     @property
     def more(self) -> Tensor | None:
         """[X, H] in fp32, the rows of the further ids of the LM head."""
-        return None if self._tail is None else self._tail.weight
+        further = self._read()
+        return None if further is None else further.lm_head.weight
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
-        self._own = self._own[rows]
-        self._mark_foreign()
+        self._own, self._prepared = self._own[rows], None
+        self._further = None if self._further is None else self._further._replace(foreign=self._foreign())
 
-    def _mark_foreign(self) -> None:
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a recorded round can take rows of the LM head; of others they would be computed every time."""
+        return isinstance(self._target.model.get_output_embeddings(), nn.Linear)
+
+    def prepared(self) -> Tensor:
+        """Return the further ids for :meth:`DraftSession.prepared`, padded to a power of two by ids that none drafts.
+
+        Returns:
+            [1 + B, X] the ids and, for each row, whether they are foreign to it.
+        """
+        if self._prepared is None:
+            most = min(max(LEAST, 1 << (len(self._extra) - 1).bit_length()), self._drafted.count(0))
+            every = (token for token, drafted in enumerate(self._drafted) if not drafted and token not in self._extra)
+            ids = torch.tensor([*self._extra, *islice(every, most - len(self._extra))])
+            own = torch.nn.functional.pad(self._own, (0, most - len(self._extra)))
+            self._prepared = torch.cat([ids[None], (~own).long()])
+        return self._prepared
+
+    def give(self, marked: Tensor | None) -> None:
+        """Take what :meth:`prepared` returned; see :meth:`DraftSession.give`."""
+        self._given = None
+        if marked is not None:
+            ids, head = torch.cat([self._draft_ids, marked[0]]), self._target.reduced_lm_head(marked[0])
+            self._given = _Further(ids, head, marked[1:, None].bool())
+
+    def _read(self) -> _Further | None:
+        """Return the further ids on the device; None if there are none."""
+        if self._given is not None or not self._extra:
+            return self._given
+        if self._further is None:
+            ids = to_device(torch.tensor(list(self._extra)), self._draft_ids.device)
+            head = self._target.reduced_lm_head(ids).float()  # bf16 takes longer on a CPU, for so few rows
+            self._further = _Further(torch.cat([self._draft_ids, ids]), head, self._foreign())
+        return self._further
+
+    def _foreign(self) -> Tensor | None:
         foreign = ~self._own[:, None]
-        self._foreign = to_device(foreign, self._draft_ids.device) if foreign.any() else None
+        return to_device(foreign, self._draft_ids.device) if foreign.any() else None

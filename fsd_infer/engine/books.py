@@ -56,15 +56,23 @@ class Books:
         self.callbacks += self.request.callbacks  # which may end rows, before the tree's choice counts those that go on
         self.callbacks += [] if state.policy is None else [TreeUpdate(state.policy)]
         state.lap = self.on_phase
-        looks = any(callback.reads_tensors for callback in self.callbacks)
-        self.lags = state.live is not None and state.session.is_fixed and not looks
+        waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
+        waits = waits or state.looks or state.session.on_host
+        self.lags = state.live is not None and state.session.is_fixed and not waits
         for callback in self.callbacks:
             callback.on_start(state)
 
-    def history(self) -> list[Tensor]:
-        """Return the tokens before each row's root, on the CPU, as ``generate`` would pass them to processors."""
-        texts, records = self.request.texts, self.records
-        return [torch.tensor([*texts[at], *records[at].tokens][:-1]) for at in self.state.numbers]
+    def history(self) -> list[Tensor | None]:
+        """Return the tokens before each row's root, on the CPU, as ``generate`` would pass them to processors.
+
+        None: the row has finished, or only fills the bucket.
+        """
+        found: list[Tensor | None] = [None] * len(self.state.rules)
+        for place, number in enumerate(self.state.numbers):
+            if self.records[number].finish_reason is None:
+                text = [*self.request.texts[number], *self.records[number].tokens]
+                found[place] = torch.tensor(text[:-1], dtype=torch.long)  # also of a text without tokens
+        return found
 
     def finished(self, numbers: Sequence[int]) -> list[int]:
         """Return the places of rows whose answers have ended."""

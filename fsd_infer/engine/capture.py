@@ -2,29 +2,29 @@
 
 A recording fixes shapes and addresses. So the state of a request outlives it, and a later request of the same plan
 takes its place in the same tensors. A batch fills a bucket of 1, 2, 4, 8 or 16 rows, of which those that it lacks, and
-those that have finished, are masked until the whole batch is finished. A drafter that works on
-the host cuts the round: it drafts and reads before and after the launch, which settles the copy of its tree.
+those that have finished, are masked.
 
-Some rounds run eagerly: with logits processors that look at the text or hold tensors, and where a rule asks a drafter
-for copies of other texts. A model whose forward reads values on the host cannot be recorded; a warning tells so once.
+What a drafter finds on the host it gives to the recording before the launch (:meth:`.DraftSession.prepared`). Where the
+host looks at the tree, with logits processors that read texts or rules that charge for remembered ones, the round is
+cut there into two recordings (:class:`.Look`). A drafter that is not fixed drafts and reads eagerly, before and after.
+A model whose forward reads values on the host cannot be recorded; a warning tells so once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import packed, to_device
+from fsd_core.tensors import packed, put, to_device
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.engine.report import columns_of
-from fsd_infer.engine.round import RoundTensors, advance, decode_round, settle
+from fsd_infer.engine.round import Look, RoundTensors, advance, decode_round, settle, verify
 from fsd_infer.engine.state import DecodeState
-from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 
@@ -39,24 +39,47 @@ def bucket(count: int) -> int:
 
 
 @dataclass
-class Recording:
-    """A round, or its settling. ``tree``: where the recording reads the drafts; None: it drafts.
+class Part:
+    """A recorded part of a round.
 
-    ``tensors`` are those of the round, which every ``replay`` updates; ``phases`` are the parts that it holds.
+    Attributes:
+        inputs: what it reads of the host, or of what runs eagerly before it.
+        made: what it makes; every :meth:`replay` updates these tensors.
+        launch: launches it.
+        phases: of the round that it holds.
     """
 
-    tensors: RoundTensors
-    replay: Callable[[], Any]
+    inputs: list[Tensor]
+    made: Any
+    launch: Callable[[], Any]
     phases: list[str]
-    tree: DraftTree | None = None
+    _taken: list[Tensor] = field(default_factory=list)
+
+    def replay(self, given: Sequence[Tensor], constant: bool = False) -> Any:
+        """Launch it with these inputs. ``constant``: the same object as before has the same values."""
+        before = self._taken if constant and self._taken else [None] * len(given)
+        for buffer, values, earlier in zip(self.inputs, given, before, strict=True):
+            if values is not earlier:
+                put(values, buffer)
+        self._taken = list(given) if constant else []
+        self.launch()
+        return self.made
+
+
+@dataclass
+class Recording:
+    """The parts of a round, and what its rules ask the host between two of them."""
+
+    parts: list[Part] = field(default_factory=list)
+    asked: tuple[Hashable, ...] = ()
 
 
 @dataclass
 class Slot:
-    """The state of one plan and its recordings, by the shapes of the tree. None: the shapes occurred once."""
+    """The state of one plan and its recordings, by what fixes their shapes."""
 
     state: DecodeState
-    recordings: dict[Hashable, Recording | None] = field(default_factory=dict)
+    recordings: dict[Hashable, Recording] = field(default_factory=dict)
 
 
 class Recorded:
@@ -74,6 +97,11 @@ class Recorded:
         self.slots: dict[Hashable, Slot] = {}
         self.current: Slot | None = None  # of the last request
 
+    @property
+    def graphs(self) -> int:
+        """Number of recorded graphs."""
+        return sum(len(one.parts) for slot in self.slots.values() for one in slot.recordings.values())
+
     @classmethod
     def of(cls, target: Target) -> Recorded | None:
         """Return the recordings of a target; None if it does not record."""
@@ -82,6 +110,11 @@ class Recorded:
         if target.recorded is None:
             target.recorded = cls(target.recorder, target.device)
         return target.recorded if target.recorded.refused is None else None
+
+    def forget(self) -> None:
+        """Drop all recordings, and with them the memory that they hold."""
+        self.slots.clear()
+        self.current = None
 
     def drawing(self, generator: torch.Generator | None) -> torch.Generator:
         """Return the generator of recordings, in the state of a request's, or of torch's global one."""
@@ -110,68 +143,104 @@ class Recorded:
 
     def run(self, state: DecodeState) -> RoundTensors:
         """Run a round: replay its recording, or record it first."""
-        slot = self.current
-        if slot is None or slot.state is not state or self.refused or state.session.remembers:
+        slot, session, tree = self.current, state.session, None
+        given: Sequence[Tensor]
+        if slot is None or slot.state is not state or self.refused:
             return decode_round(state)
-        if state.session.is_fixed:
-            recording = slot.recordings.get(None) or self._record(state, None)
-            if recording is None:
-                return decode_round(state)
-            slot.recordings[None] = recording
-            recording.replay()
-            state.lap("target")
-            return recording.tensors
-        tree = state.session.draft(state.roots)
-        state.lap("draft")
-        made = self._settled(slot, state, tree)
-        advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
-        state.lap("advance")
-        return made
-
-    def _settled(self, slot: Slot, state: DecodeState, tree: DraftTree) -> RoundTensors:
-        """Settle a tree of the host's."""
-        tree = tree.padded_to(state.most_nodes)
-        key = tree.levels, *((name, x.shape, x.dtype) for name, x in tensors_of(tree))
-        if key not in slot.recordings:  # record shapes when they recur
-            slot.recordings[key] = None
+        if session.is_fixed:
+            given = session.prepared()
+            form = session.form
+        else:
+            tree = session.draft(state.roots).padded_to(state.most_nodes)
+            names, given = zip(*tensors_of(tree))
+            form = tree.levels, names
+            state.lap("draft")
+        key = form, state.looks, *((x.shape, x.dtype) for x in given)
+        recording, is_new = slot.recordings.get(key), key not in slot.recordings
+        if recording is None:
+            recording = slot.recordings[key] = Recording()
             while len(slot.recordings) > MOST:
                 del slot.recordings[next(iter(slot.recordings))]
-            return settle(state, tree)
-        recording = slot.recordings[key] or self._record(state, tree)
-        if recording is None or recording.tree is None:
-            return settle(state, tree)
-        slot.recordings[key] = recording
-        for (_, buffer), (_, value) in zip(tensors_of(recording.tree), tensors_of(tree), strict=True):
-            buffer.copy_(value)
-        recording.replay()
-        state.lap("rule")
-        return recording.tensors
-
-    def _record(self, state: DecodeState, tree: DraftTree | None) -> Recording | None:
-        """Record a round, or the settling of a tree; None if that is not possible. The state stays as it is."""
+        if is_new and (tree is not None or state.looks):  # shapes may not recur; and nobody knows what rules ask
+            made = self._eagerly(state, tree, given, recording)
+        else:
+            made = self._replayed(state, tree, given, recording)
         if tree is not None:
-            own: dict[str, Any] = {name: value.clone() for name, value in tensors_of(tree)}
-            tree = replace(tree, **own)
-        made: list[RoundTensors] = []
+            advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
+            state.lap("advance")
+        return made
 
-        def run() -> tuple[Tensor, ...]:
-            tensors = decode_round(state) if tree is None else settle(state, replace(tree))
-            tensors.packed = packed(*columns_of(tensors).values())
-            made.append(tensors)
-            return (tensors.packed,)
+    def _replayed(
+        self, state: DecodeState, tree: DraftTree | None, given: Sequence[Tensor], recording: Recording
+    ) -> RoundTensors:
+        """Run a round by its recording, whose parts are recorded when they are reached."""
+        parts, looks = recording.parts, state.looks
+
+        def whole(*inputs: Tensor) -> Any:
+            verified = _verified(state, tree, inputs)
+            return verified if looks else _settled(state, verified, tree is None)
+
+        if not parts and not self._record(state, whole, given, parts):
+            return self._eagerly(state, tree, given, recording)
+        drawn = self.generator.get_state() if looks and len(parts) < 2 else None
+        made = parts[0].replay(given, tree is None)
+        state.lap("target")
+        if not looks:
+            return made
+        found = self._look(state, made, recording)
+
+        def rest(*inputs: Tensor) -> Any:
+            return _settled(state, made, tree is None, dict(zip(found, inputs)))
+
+        if drawn is not None:
+            is_recorded = self._record(state, rest, list(found.values()), parts)
+            self.generator.set_state(drawn)
+            parts[0].replay(given)  # again, since recording has moved keys and values
+            if not is_recorded:
+                return _settled(state, made, tree is None, found)
+        settled: RoundTensors = parts[1].replay(list(found.values()))
+        state.lap("rule")
+        return settled
+
+    def _look(self, state: DecodeState, verified: Verified, recording: Recording) -> dict[Hashable, Tensor]:
+        """Return what the host finds out about a verified tree for its rules."""
+        look = Look(state, replace(verified.tree), verified.logits)  # which keeps nothing that it has read before
+        for name in recording.asked:
+            look.ask(name)
+        return look.taken()
+
+    def _eagerly(
+        self, state: DecodeState, tree: DraftTree | None, given: Sequence[Tensor], recording: Recording
+    ) -> RoundTensors:
+        """Run a round without its recording, and note what its rules ask the host."""
+        verified = _verified(state, tree, [to_device(x, self.device) for x in given])
+        state.lap("target")
+        look = Look(state, verified.tree, verified.logits)
+        made = settle(state, look, verified.features)
+        recording.asked = tuple(look.taken())
+        return made if tree is not None else _advanced(state, made)
+
+    def _record(self, state: DecodeState, run: Callable[..., Any], given: Sequence[Tensor], parts: list[Part]) -> bool:
+        """Record the next part of a round; return False if that is not possible. The state stays as it is."""
+        inputs, made = [to_device(x, self.device).clone() for x in given], []
+
+        def noted() -> tuple[Tensor, ...]:
+            made.append(run(*inputs))
+            return tuple(made[-1].outputs)
 
         changed = [*state.tensors(), *state.cache.recurrent.tensors, *state.session.tensors()]
         before, drawn, lap = [x.clone() for x in changed], self.generator.get_state(), state.lap
         phases: list[str] = []
         state.lap = phases.append
         try:
-            _, replay = self.recorder(run, self.generator)
-            return Recording(made[-1], replay, phases[len(phases) // 2 :], tree)
+            _, replay = self.recorder(noted, self.generator)
+            parts.append(Part(inputs, made[-1], replay, phases[len(phases) // 2 :]))
+            return True
         except Exception as error:  # torch raises many types for operations that cannot be recorded
             self.refused = str(error).strip().partition("\n")[0]
-            self.slots.clear()
+            self.forget()
             log.warning("a round cannot be recorded as a CUDA graph, so none is: %s", self.refused)
-            return None
+            return False
         finally:
             state.lap = lap
             for x, value in zip(changed, before, strict=True):
@@ -179,18 +248,58 @@ class Recorded:
             self.generator.set_state(drawn)
 
 
+@dataclass
+class Verified:
+    """A tree with the target's logits and features at its nodes, and what recurrent layers keep of them."""
+
+    tree: DraftTree
+    logits: Tensor
+    features: Tensor
+    kept: dict[Hashable, Any]
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [self.logits, self.features, *(values for _, values in tensors_of(self.tree))]
+
+
+def _verified(state: DecodeState, tree: DraftTree | None, inputs: Sequence[Tensor]) -> Verified:
+    """Verify a tree of these tensors; None: the session drafts one, to which it takes them."""
+    if tree is not None:
+        own: dict[str, Any] = dict(zip([name for name, _ in tensors_of(tree)], inputs, strict=True))
+        tree = replace(tree, **own)
+    else:
+        state.session.give(iter(inputs))
+        try:
+            tree = state.session.draft(state.roots)
+        finally:
+            state.session.give(None)
+        state.lap("draft")
+    logits, features = verify(state, tree)
+    state.lap("target")
+    return Verified(tree, logits, features, dict(state.cache.recurrent.kept))
+
+
+def _settled(
+    state: DecodeState, verified: Verified, advances: bool, found: Mapping[Hashable, Tensor] | None = None
+) -> RoundTensors:
+    """Settle a verified tree, of which the host has found something out; and advance a fixed session."""
+    tree = replace(verified.tree)  # without what earlier rounds have computed of it
+    look = Look(state, tree, verified.logits).told(found or {})
+    state.cache.recurrent.kept.update(verified.kept)
+    made = settle(state, look, verified.features)
+    if advances:
+        _advanced(state, made)
+    made.packed = packed(*columns_of(made).values())
+    return made
+
+
+def _advanced(state: DecodeState, made: RoundTensors) -> RoundTensors:
+    advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
+    state.lap("advance")
+    return made
+
+
 def tensors_of(tree: DraftTree) -> list[tuple[str, Tensor]]:
     """Return a tree's tensors by name. The ids of a draft vocabulary are among them: they grow by a text's own."""
     named = [(each.name, getattr(tree, each.name)) for each in fields(tree)]
     return [(name, value) for name, value in named if isinstance(value, Tensor)]
-
-
-def signature(processors: TreeProcessors) -> Hashable | None:
-    """Return what tells requests' processors apart; None if that is more than numbers."""
-    found = []
-    for processor in processors.processors:
-        values = tuple(sorted(vars(processor).items()))
-        if not all(isinstance(value, (int, float, str, bool, type(None))) for _, value in values):
-            return None
-        found.append((type(processor), values))
-    return tuple(found)

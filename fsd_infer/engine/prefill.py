@@ -8,12 +8,12 @@ import torch
 
 from fsd_core.errors import FsdError
 from fsd_core.tensors import padded, to_device
-from fsd_infer.device.memory import check_caches
+from fsd_infer.device.memory import check_caches, free_bytes
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.engine.books import Books
-from fsd_infer.engine.capture import Recorded, bucket, signature
+from fsd_infer.engine.capture import Recorded, bucket
 from fsd_infer.engine.request import Request
-from fsd_infer.engine.round import RoundTensors, accept, advance
+from fsd_infer.engine.round import Look, RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.request.processors import TreeProcessors, temperature_of
 from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts, read_text
@@ -44,7 +44,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     capacity = longest + drafter.max_nodes
     # the drafter pads rows to the one that emitted most: its texts exceed the longest by up to a tree's depth
     reach = longest + 1 + drafter.max_depth
-    recorded = _recorded(target, drafter, processors)
+    recorded = _recorded(target, drafter)
     generator, keys, rows = request.generator, request.cache_keys, count
     if recorded is not None:
         rows = bucket(count)
@@ -54,6 +54,9 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         generator = recorded.drawing(generator)
     prompts = books.prompts = [*prompts, *[prompts[0][:1]] * (rows - count)]
     cache_bytes = target.cache_bytes(rows, capacity) + drafter.cache_bytes(rows, reach)
+    free = free_bytes(device)
+    if recorded is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
+        recorded.forget()
     held = target.held_bytes + drafter.held_bytes
     check_caches(cache_bytes, rows, capacity, device, request.max_cache_bytes, held)
     temperature = 0.0 if request.greedy else temperature_of(request.processors)
@@ -87,19 +90,23 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         policy=policy,
     )
     if recorded is not None:
-        state = recorded.placed(state, count, (drafter.plan, tuple(rules), capacity, signature(processors), tilt))
+        state = recorded.placed(state, count, (drafter.plan, tuple(rules), capacity, processors.signature, tilt))
     books.begin(state, drafter, cache_bytes)
     return books
 
 
-def _recorded(target: Target, drafter: Drafter, processors: TreeProcessors) -> Recorded | None:
+def _recorded(target: Target, drafter: Drafter) -> Recorded | None:
     """Return what records the request's rounds; None if they run eagerly."""
-    if drafter.bounds is not None or processors.contextual or signature(processors) is None:
+    if drafter.bounds is not None:
         return None
-    models = [getattr(part, "model", None) for part in (drafter, *drafter.parts)]
-    if any(isinstance(model, Target) and model.angles.fixed is not None for model in models):
-        return None  # the host chooses their angles token by token
-    return Recorded.of(target)
+    return None if _changes_angles(drafter) else Recorded.of(target)
+
+
+def _changes_angles(drafter: Drafter) -> bool:
+    """Whether the drafter, or a part of it, is a model whose angles the host chooses token by token."""
+    model = getattr(drafter, "model", None)
+    own = isinstance(model, Target) and model.angles.fixed is not None
+    return own or any(map(_changes_angles, drafter.parts))
 
 
 def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
@@ -148,7 +155,7 @@ def prefill(state: DecodeState, books: Books) -> RoundTensors:
     tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
     known = books.prefixes.known(books.named_prompts)
     features, logits = read_prompts(state.target, state.cache, tokens, lengths, known, request.sights)
-    made = accept(state, DraftTree.root_only(state.roots, logits.shape[-1]), logits, features[:, :1])
+    made = accept(state, Look(state, DraftTree.root_only(state.roots, logits.shape[-1]), logits), features[:, :1])
     # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token
     tokens = to_device(tokens, state.device)
     following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)

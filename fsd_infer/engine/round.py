@@ -7,7 +7,9 @@ allows; elsewhere they are fixed. :mod:`fsd_infer.engine.loop` calls :func:`deco
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -42,26 +44,31 @@ class RoundTensors:
     facts: list[Tensor] = field(default_factory=list)
     packed: Tensor | None = None
 
+    @property
+    def outputs(self) -> list[Tensor]:
+        """What the host reads of a recorded round."""
+        return [] if self.packed is None else [self.packed]
+
 
 def decode_round(state: DecodeState) -> RoundTensors:
     """Run one round: draft a tree, verify it in one target forward, and accept a path of it by the rules."""
     # 1. Draft a tree under each text's last token, which the target has not read.
     tree = state.session.draft(state.roots)
     state.lap("draft")
-    made = settle(state, tree)
+    # 2. Verify: run the target over all nodes, logits [B, N, V] and features [B, N, F].
+    logits, features = verify(state, tree)
+    state.lap("target")
+    made = settle(state, Look(state, tree, logits), features)
     # 6. Advance: the drafter reads the emitted tokens [B, D+1] with the features [B, D+1, F] before them.
     advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
     state.lap("advance")
     return made
 
 
-def settle(state: DecodeState, tree: DraftTree) -> RoundTensors:
-    """Verify a tree, accept a path, and commit it to the target's cache and to the texts."""
-    # 2. Verify: run the target over all nodes, logits [B, N, V] and features [B, N, F].
-    logits, features = verify(state, tree)
-    state.lap("target")
+def settle(state: DecodeState, look: Look, features: Tensor) -> RoundTensors:
+    """Accept a path of a verified tree, and commit it to the target's cache and to the texts."""
     # 3. Accept: a path [B, D+1] of nodes, and the token after each of them, by each row's rule.
-    made = accept(state, tree, logits, features)
+    made = accept(state, look, features)
     state.lap("rule")
     # 4. Commit: the path's keys and values move to the end of the text.
     verdict = made.verdict
@@ -71,6 +78,69 @@ def settle(state: DecodeState, tree: DraftTree) -> RoundTensors:
     state.extend(verdict.tokens, verdict.accepted)
     state.lap("cache")
     return made
+
+
+class Look:
+    """What rules are told of a verified tree beside itself. A device does all of it, unless :attr:`.DecodeState.looks`.
+
+    Args:
+        state: of the round.
+        tree: the drafts.
+        logits: [B, N, V] the target's raw logits.
+    """
+
+    def __init__(self, state: DecodeState, tree: DraftTree, logits: Tensor) -> None:
+        self.tree, self.logits, self._state = tree, logits, state
+        self._copies: dict[int, Tensor | None] = {}
+
+    @cached_property
+    def given(self) -> Tensor:
+        """The logits that processors read: in fp32, as in generate. Rules convert what they look at."""
+        return self.logits.float() if self._state.processors else self.logits
+
+    @cached_property
+    def _texts(self) -> Sequence[Tensor | None]:
+        return self._state.history() if self._state.processors.contextual else ()
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[B, N, V] the logits after the request's processors."""
+        return self._state.processors.nodes(self.given, self.tree, self._texts, self._state.row_numbers)
+
+    @cached_property
+    def drafts(self) -> Tensor:
+        """[B, I, V] the drafter's logits after them."""
+        state = self._state
+        return state.processors.drafts(self.tree, self.logits.shape[-1], self._texts, state.row_numbers)
+
+    def copies(self, n: int) -> Tensor | None:
+        """[B, N] bool; the drafts that complete an n-gram of remembered texts."""
+        if n not in self._copies:
+            self._copies[n] = self._state.session.copies(self.tree, n)
+        return self._copies[n]
+
+    def ask(self, name: Hashable) -> None:
+        """Find out what :meth:`taken` returns by this name."""
+        if isinstance(name, int):
+            self.copies(name)
+        else:
+            getattr(self, str(name))
+
+    def taken(self) -> dict[Hashable, Tensor]:
+        """Return what the host has found out so far."""
+        names = ("scores", "drafts") if self._state.processors.contextual else ()
+        found: dict[Hashable, Tensor] = {name: vars(self)[name] for name in names if name in vars(self)}
+        return found | {n: copies for n, copies in self._copies.items() if copies is not None}
+
+    def told(self, found: Mapping[Hashable, Tensor]) -> Look:
+        """Return a look at the same tree that knows what :meth:`taken` returned."""
+        made = Look(self._state, self.tree, self.logits)
+        for name, values in found.items():
+            if isinstance(name, int):
+                made._copies[name] = values
+            else:
+                vars(made)[str(name)] = values
+        return made
 
 
 def verify(state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
@@ -83,26 +153,24 @@ def verify(state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
     return state.target.forward(tree.tokens, positions, visible, state.cache)
 
 
-def accept(state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor) -> RoundTensors:
+def accept(state: DecodeState, look: Look, features: Tensor) -> RoundTensors:
     """Apply each row's rule, and charge its budget and its adaptive KL coefficient. features: [B, N, F]."""
-    processors = state.processors
-    texts = state.history() if processors.contextual else []
-    given = logits.float() if processors else logits  # in fp32, as in generate; rules convert what they look at
+    tree, logits = look.tree, look.logits
+    rows, nodes = tree.tokens.shape
+    draws = torch.rand(rows, max(nodes, state.most_nodes), 3, generator=state.generator, device=state.device)
     verdict = judged(
         state.rules,
         Verification(
             tree=tree,
-            logits=given,
-            scores=processors.nodes(given, tree, texts, state.numbers),
+            logits=look.given,
+            scores=look.scores,
             greedy=state.greedy,
-            uniforms=torch.rand(*tree.tokens.shape, 3, generator=state.generator, device=state.device),
+            uniforms=draws[:, :nodes],  # as many draws whatever the tree, so padding changes no answer
             budget_left=state.budget,
-            process_draft=(lambda tree: processors.drafts(tree, given.shape[-1], texts, state.numbers))
-            if processors
-            else None,
+            process_draft=(lambda tree: look.drafts) if state.processors else None,
             texts=state.texts,
             kl_excess=state.kl_excess,
-            copies=(lambda n: state.session.copies(tree, n)) if state.session.remembers else None,
+            copies=look.copies if state.session.remembers else None,
             room=room(state, tree),
         ),
     )

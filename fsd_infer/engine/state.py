@@ -37,7 +37,7 @@ class DecodeState:
         budget: [B] nats that each row may still spend; None: no rule has a budget.
         kl_excess: [B] nats beyond the targets of adaptive KL coefficients, see :class:`~fsd_infer.rules.Verification`.
         measures: whether to measure the log-likelihood of emitted tokens.
-        history: returns the tokens before each row's root, as processors take them.
+        history: returns the tokens before each row's root, as processors take them; None for finished rows.
         most_nodes: nodes of the largest tree.
         live: [B] bool; rows that are not finished. None: finished rows leave the batch at once.
         policy: chooses the shape of every round's trees; None: the drafter's own shape.
@@ -59,7 +59,7 @@ class DecodeState:
     budget: Tensor | None
     kl_excess: Tensor
     measures: bool
-    history: Callable[[], list[Tensor]]
+    history: Callable[[], list[Tensor | None]]
     most_nodes: int
     live: Tensor | None = None
     policy: TreePolicy | None = None
@@ -68,6 +68,17 @@ class DecodeState:
     @property
     def device(self) -> torch.device:
         return self.target.device
+
+    @property
+    def looks(self) -> bool:
+        """Whether the host looks at a tree between its verification and its acceptance."""
+        charged = any(getattr(rule, "exact_ngram_size", 0) for rule in self.rules)
+        return self.processors.contextual or charged and self.session.remembers
+
+    @property
+    def row_numbers(self) -> list[int]:
+        """[B] number of each row in the request, 0 for rows that no text fills."""
+        return [*self.numbers, *[0] * (len(self.rules) - len(self.numbers))]
 
     def extend(self, tokens: Tensor, accepted: Tensor) -> None:
         """Append the first ``accepted`` + 1 of tokens [B, D+1] to each text; the last one is the next root."""
@@ -100,7 +111,7 @@ class DecodeState:
         self.live.copy_(fresh.live)
         old, new = self.tensors(), fresh.tensors()
         if self.session.is_fixed:
-            self.session.restart()
+            self.session.restart(fresh.session)
             old, new = old + self.session.tensors(), new + fresh.session.tensors()
         else:
             self.session = fresh.session

@@ -137,20 +137,24 @@ class GuideProcessor:
         bits = [follower.masks(text, [0], [0])[0] for text in input_ids[:, self.start :].tolist()]
         return _masked(scores, np.stack(bits))
 
-    def nodes(self, scores: Tensor, trees: Trees, texts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    def nodes(self, scores: Tensor, trees: Trees, texts: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
         """Mask the scores at every node of draft trees, [B, N, V].
 
         Args:
             scores: of the target or the drafter.
             trees: tokens and parents of the nodes, [B][N] each.
-            texts: per row the token ids before the root, as processors see them.
+            texts: per row the token ids before the root, as processors see them; None: the row's scores stay.
             rows: their numbers in the request.
         """
-        bits = [
-            self.follower(row).masks([*text.tolist(), tokens[0]][self.start :], tokens, parents)
-            for row, text, tokens, parents in zip(rows, texts, *trees, strict=True)
-        ]
+        asked = zip(rows, texts, *trees, strict=True)
+        bits = [self._bits(row, text, tokens, parents) for row, text, tokens, parents in asked]
         return _masked(scores, np.stack(bits))
+
+    def _bits(self, row: int, text: Tensor | None, tokens: Sequence[int], parents: Sequence[int]) -> Any:
+        """Return :meth:`Follower.masks` of a row's tree; all bits of a row without a text."""
+        if text is None:
+            return np.full((len(tokens), (self.vocab_size + 31) // 32 * 4), 255, dtype=np.uint8)
+        return self.follower(row).masks([*text.tolist(), tokens[0]][self.start :], tokens, parents)
 
 
 class Follower:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,15 @@ class TreeProcessors:
     def __bool__(self) -> bool:
         return len(self.processors) > 0
 
+    @property
+    def signature(self) -> Hashable:
+        """What tells apart the processors that recorded rounds hold: all, unless one looks at texts (those of drafts).
+
+        A processor's values are numbers and tensors; another object is only equal to itself.
+        """
+        held = self._free if self.contextual else self.processors
+        return self.contextual, tuple((type(each), *_values(vars(each))) for each in held)
+
     def context_free(self, logits: Tensor) -> Tensor:
         """Process scores [..., V] by the context-free processors alone."""
         return _context_free(self._free, logits)
@@ -85,14 +94,14 @@ class TreeProcessors:
         free = [p for p in self._free if type(p).__name__ not in _OF_IDS]
         return _context_free(free, logits)
 
-    def nodes(self, logits: Tensor, tree: DraftTree, texts: list[Tensor], rows: Sequence[int]) -> Tensor:
+    def nodes(self, logits: Tensor, tree: DraftTree, texts: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
         """Return the target's processed scores at every node.
 
         Args:
             logits: [B, N, V] raw, fp32.
             tree: the tree.
             texts: per row the token ids before the root, [T_b], as ``generate`` passes them to processors, but on the
-                CPU.
+                CPU. None: the row emits nothing, and processors of texts leave its scores as they are.
             rows: number of each row in the request.
 
         Returns:
@@ -109,11 +118,14 @@ class TreeProcessors:
         return scores
 
     def _by_level(
-        self, processor: Any, scores: Tensor, tree: DraftTree, texts: Sequence[Tensor], rows: Sequence[int]
+        self, processor: Any, scores: Tensor, tree: DraftTree, texts: Sequence[Tensor | None], rows: Sequence[int]
     ) -> Tensor:
         """Scores at every node through one processor, which takes texts of one length: the nodes of one depth."""
         made = torch.empty_like(scores)
         for row, (text, asked, *nodes) in enumerate(zip(texts, rows, *tree.nodes, strict=True)):
+            if text is None:
+                made[row] = scores[row]
+                continue
             for level, paths in _levels(*nodes):
                 context = torch.cat([text.expand(len(level), -1), torch.tensor(paths)], 1)
                 index = to_device(torch.tensor(level), scores.device)
@@ -125,7 +137,7 @@ class TreeProcessors:
         """Process scores [M, V] of texts [M, T] that all continue one row of the request."""
         return _processed([self._of_row(p, row, len(texts)) for p in self.processors], texts, scores)
 
-    def drafts(self, tree: DraftTree, vocab_size: int, texts: list[Tensor], rows: Sequence[int]) -> Tensor:
+    def drafts(self, tree: DraftTree, vocab_size: int, texts: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
         """Return the drafter's processed scores at the inner nodes, [B, I, V]; -inf outside the draft vocabulary."""
         q_logits = expand_draft(tree.q_logits.float(), tree.draft_ids, vocab_size)
         if not self.contextual:
@@ -166,6 +178,14 @@ def _levels(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[list[in
         level.append(node)
         ways.append(paths[node])
     return levels
+
+
+def _values(options: Mapping[str, Any]) -> Iterator[Hashable]:
+    for name, value in sorted(options.items()):
+        if isinstance(value, Tensor):  # read once per request
+            yield name, value.dtype, value.shape, tuple(value.flatten().tolist())
+        else:
+            yield name, value if isinstance(value, Hashable) else id(value)
 
 
 def _theirs(processor: Any) -> bool:

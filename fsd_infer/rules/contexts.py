@@ -143,8 +143,9 @@ class Contexts:
         evidence, tree = self.evidence, self.evidence.tree
         found = known_tokens(evidence.texts, tree, self.rows, self.nodes, n, evidence.round.scores.shape[-1])
         if evidence.round.copies is not None and not tree.sampled:
-            at, child = (tree.child[self.rows, self.nodes] & evidence.known(n)[self.rows]).nonzero(as_tuple=True)
-            found[at, tree.tokens[self.rows[at], child]] = True
+            copied = tree.child[self.rows, self.nodes] & evidence.known(n)[self.rows]  # [R, N]
+            column = tree.tokens[self.rows].where(copied, found.shape[1])  # one more than there are, for the others
+            found = torch.nn.functional.pad(found, (0, 1)).scatter(1, column, True)[:, :-1]
         return found
 
 
