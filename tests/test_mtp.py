@@ -17,7 +17,7 @@ from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.mtp import MtpDrafter
-from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.trees.shape import TreeShape
 from tests.families import reference, tiny_model, tiny_prompts
 
 WIDTH, VOCAB = 32, 97

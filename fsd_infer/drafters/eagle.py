@@ -18,7 +18,6 @@ from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
 from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeDrafter
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
@@ -26,6 +25,7 @@ from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.stack import HeadStep, Stack, StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.weights import format_of
+from fsd_infer.trees.shape import TreeShape
 
 READ_AT_ONCE = 256  # tokens of all rows per forward over prompts; more are not faster and take memory
 FEW_UNREAD = 16  # tokens of a text that are read as one step, with logits
@@ -266,7 +266,7 @@ class EagleSession(CachedSession):
 
     @property
     def is_fixed(self) -> bool:
-        return self.auto is None and self.vocabulary is None
+        return self.prices is None and self.vocabulary is None
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last]

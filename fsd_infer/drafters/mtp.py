@@ -27,12 +27,12 @@ from fsd_core.errors import CheckpointError, FsdError, ModelLoadError
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.eagle import EagleDrafter
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.layers import mask_for
 from fsd_infer.heads.weights import Weights, has_weights
 from fsd_infer.targets.checks import is_mtp_name
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import TreeShape
 
 logger = logging.getLogger(__name__)
 
