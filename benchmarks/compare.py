@@ -22,9 +22,9 @@ from benchmarks.workplace import Workplace, shown_command
 from fsd_bench import parse_methods
 from fsd_bench.report import bench_table
 from fsd_core.errors import FsdError
-from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.targets.builtin import BUILTIN_TARGETS, fetch_gguf, is_builtin, shipped_drafter
 from fsd_infer.targets.loading import resolve_target
+from fsd_infer.trees.shape import parse_tree
 
 PEER_METHODS = [f"{name}:{mode}" if mode else name for name, peer in PEERS.items() for mode in peer.modes]
 

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.recorded import BUILT_IN, PROMPTS, parser_of, record_main, run_resumed
 from fsd_core.files import read_json
 from fsd_core.tables import number, table
-from fsd_infer.drafters.shape import parse_tree
+from fsd_infer.trees.shape import parse_tree
 
 METHODS = {"likely": "exact:draw=false", "chain": "exact:block=true", "drawn": "exact"}
 _AGAIN = "Delete it to measure again."

@@ -24,7 +24,7 @@ from fsd_bench.intervals import ratio_interval, ratio_text
 from fsd_core.files import write_text
 from fsd_core.tables import number, table
 from fsd_core.text.rows import read_jsonl
-from fsd_infer.drafters.shape import AUTO
+from fsd_infer.trees.shape import AUTO
 
 KINDS = {
     "chat": ("writing", "roleplay", "humanities", "stem"),

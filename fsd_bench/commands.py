@@ -138,9 +138,9 @@ def estimate(args: argparse.Namespace) -> int:
     from fsd_bench.estimate import Planned, head_on_paper, lm_on_paper, planned_head
     from fsd_bench.planned import planned_target, read_changes
     from fsd_bench.report import estimate_text
-    from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
     from fsd_infer.heads.head import EagleHead
     from fsd_infer.heads.hub import find_head
+    from fsd_infer.trees.shape import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
 
     tree = None if args.tree is None else TreeShape.parse(args.tree)
     target = planned_target(args.target, read_changes(args.set))

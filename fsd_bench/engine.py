@@ -11,10 +11,10 @@ import torch
 from fsd_bench.base import AnswerTimeline, MeasuredAnswer, Method, TimedRun
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter
-from fsd_infer.drafters.estimates import Trees
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.rules import Rule
+from fsd_infer.trees.policy import TreeStats
 
 
 class EngineMethod(Method):
@@ -46,7 +46,7 @@ class EngineMethod(Method):
         self.name, self.decoder, self.rule, self.drafter = name, decoder, rule, drafter
         self.beams, self.beam_options, self.traced = beams, beam_options or BeamOptions(), traced
         self.seeded = traced
-        self.trees: Trees | None = None
+        self.trees: TreeStats | None = None
         self.drafted: dict[str, Any] | None = None  # the tree may depend on the rule and the batch
 
     def answer(self, prompts: list[list[int]], options: dict[str, Any], seed: int) -> TimedRun:
@@ -65,7 +65,7 @@ class EngineMethod(Method):
         stats = generation.stats
         self.drafted = self.drafted or stats.drafter
         if stats.trees is not None:
-            self.trees = self.trees or Trees()
+            self.trees = self.trees or TreeStats()
             self.trees.add(stats.trees)
         answers = [
             MeasuredAnswer(

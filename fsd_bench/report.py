@@ -10,7 +10,7 @@ from fsd_bench.estimate import COLUMNS, Planned, by_device
 from fsd_bench.intervals import mean_text, ratio_text
 from fsd_bench.roofline import HARDWARE, size
 from fsd_core.tables import number, percent, table
-from fsd_infer.drafters.shape import TreeShape
+from fsd_infer.trees.shape import TreeShape
 
 WIDTH = 100  # columns of a terminal
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import at_nodes, draw
+from fsd_core.tensors import at_nodes, wide
 
 if TYPE_CHECKING:
     from fsd_core.divergence import Divergence
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 TreeTensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # tokens, parents, scores and proposers of a DraftTree
+UNSURE, SURE = 0.2, 0.95  # chance that a drawn child is accepted where the largest q is 0 and 1, before learning
+LEAST_REST = 1e-3  # a smaller rest of q is rounding
 LEAST_WRONG = 0.001  # chance that all steps of the main drafter from a node are wrong
 
 KERNELS: dict[str, dict[str, Callable[..., Any]]] = {}  # by function and device type
@@ -143,6 +145,20 @@ def divergence_rows(
 
 
 @_replaceable
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one index per row by inverse CDF; an index of weight 0 is never drawn.
+
+    Args:
+        weights: [R, M], at least 0, of any total; a total of 0 gives M.
+        uniforms: [R] in [0, 1).
+    """
+    cdf = weights.cumsum(-1, dtype=wide(weights.device))
+    total = cdf[:, -1]
+    share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)
+
+
+@_replaceable
 def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
     """Draw an index from each row's softmax by inverse CDF; one of probability 0 is never drawn.
 
@@ -156,6 +172,47 @@ def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
     """
     rows = logits.softmax(-1).flatten(0, -2)
     return draw(rows, uniforms.flatten()).view(uniforms.shape).clamp_max(logits.shape[-1] - 1)
+
+
+@_replaceable
+def mixed_children(
+    log_q: Tensor,
+    reach: Tensor,
+    sees: Tensor,
+    reserved: Tensor,
+    left: Tensor,
+    shares: tuple[float, float],
+    least: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Decide which children of a context are fixed, and which contexts draw one more.
+
+    :mod:`fsd_infer.drafters.drawing` says why so. No draw is looked at.
+
+    Args:
+        log_q: [B, E, w] ln q of the candidates of each context, falling. The last one's place is the drawn child's.
+        reach: [B, E] log chance that each context is accepted.
+        sees: [B, E, n] which of all expanded nodes, the root excluded, lie above each context, itself included.
+        reserved: [B, n] which of them will be verified because something is drawn below.
+        left: [B] int64, nodes that are not reserved.
+        shares: learned ratios of likely and of drawn children.
+        least: the least log chance at which a node is worth verifying.
+
+    Returns:
+        fixed: [B, E, w] bool.
+        draws: [B, E] bool.
+        passes: [B, E] log chance that the target accepts the drawn child.
+        reserved, left: as they are then.
+    """
+    ratio = (shares[1] * (UNSURE + (SURE - UNSURE) * log_q[..., :1].exp())).clamp_max(SURE)
+    fixed = reach[..., None] + log_q + (shares[0] - ratio).clamp_min(0.0).log() >= least
+    fixed[..., -1] = False
+    rest = (1.0 - (log_q.exp() * fixed).sum(-1)).clamp_min(0.0)
+    passes = (ratio[..., 0] * rest).log()
+    wants = (reach + passes >= least) & (rest > LEAST_REST)
+    cost = (1 + (sees & ~reserved[:, None]).sum(-1)) * wants
+    draws = wants & (cost.cumsum(-1) <= left[:, None])
+    reserved = reserved | (sees & draws[..., None]).any(1)
+    return fixed, draws, passes, reserved, left - (cost * draws).sum(-1)
 
 
 @_replaceable

@@ -119,16 +119,3 @@ def visible_slots(lengths: Tensor, sees: Tensor, used: int | None = None) -> Ten
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a boolean mask (True: visible) to the term that eager attention adds: 0, or the least ``dtype`` value."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-
-
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one index per row by inverse CDF; an index of weight 0 is never drawn.
-
-    Args:
-        weights: [R, M], at least 0, of any total; a total of 0 gives M.
-        uniforms: [R] in [0, 1).
-    """
-    cdf = weights.cumsum(-1, dtype=wide(weights.device))
-    total = cdf[:, -1]
-    share = torch.minimum(uniforms.to(cdf.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, share[:, None], right=True).squeeze(-1)

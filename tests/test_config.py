@@ -18,11 +18,12 @@ from fsd_core import former
 from fsd_core.errors import FsdError
 from fsd_core.options import add_models
 from fsd_infer import FuzzyConfig, FuzzyDecoder, RuntimeConfig, Target, TreeShape
-from fsd_infer.decoder.config import OWN
+from fsd_infer.decoder.config import OWN, FuzzyOptions
 from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
+from fsd_infer.request.options import GenerateOptions
 from fsd_infer.rules import RULES, Fuzzy, Tilted, parse_rule, rule_text
 from tests.families import tiny_head, tiny_model
 
@@ -49,6 +50,13 @@ def test_the_public_surface() -> None:
     assert len(inspect.signature(generate).parameters) - 1 == 7  # images are no data of a request's configuration
     assert len(inspect.signature(load).parameters) == 7
     assert len(fsd_infer.__all__) == 12 and all(hasattr(fsd_infer, name) for name in fsd_infer.__all__)
+
+
+def test_generate_and_the_config_take_the_same_fields_of_the_same_types() -> None:
+    ours = {name: hint for name, hint in FuzzyOptions.__annotations__.items() if name in OWN}
+    named = {name: getattr(hint, "__forward_arg__", hint) for name, hint in ours.items()}
+    assert named == vars(FuzzyConfig)["__annotations__"] and named.keys() == OWN.keys()
+    assert FuzzyOptions.__annotations__.keys() == OWN.keys() | GenerateOptions.__annotations__.keys()
 
 
 def test_every_field_is_documented() -> None:

@@ -114,7 +114,7 @@ def test_names_that_load(target: Target, tmp_path: Path) -> None:
     both = load_drafter(f"recycle+memory:{tmp_path / 'a+b.jsonl'}", target)
     assert both.name == "recycle+memory" and both.describe()["side"]["corpus"] > 5
     assert load_drafter(None, target).name == "lookup+recycle"
-    assert load_drafter("self:layers=0+lookup", target).auto is not None
+    assert load_drafter("self:layers=0+lookup", target).bounds is not None
     for name in ("self:layers=0-1", "self:bits=4:layers=1"):
         drafter = load_drafter(name, target, TreeShape.chain(3))
         assert drafter.describe()["model"] == name

@@ -15,16 +15,17 @@ from scipy.special import softmax
 from torch import Tensor
 
 from fsd_infer import FsdError
-from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing, Shares, accepted_drafts
-from fsd_infer.drafters.estimates import AutoMemory, LawKind
 from fsd_infer.drafters.graft import kept_of, union_of
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.drafters.shape import TreeShape
-from fsd_infer.drafters.visits import likeliest
 from fsd_infer.rules import Evidence, Exact, parse_rule
 from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.trees.costs import PRIORS
+from fsd_infer.trees.estimates import LawKind, TreeMemory
+from fsd_infer.trees.policy import TreePolicy
+from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.visits import likeliest
 from tests.rules_toy import ALARM, LENGTH, Toy, V, child_of, p_value, simulate
 
 ROWS = 10_000
@@ -34,13 +35,11 @@ class TableSession(TreeSession):
     """Grows trees by :class:`TreeSession` with a table of logits per context instead of a model."""
 
     def __init__(self, toy: GrownToy, contexts: Tensor, generator: torch.Generator) -> None:
-        batch, shape = len(contexts), toy.shape
+        batch, shape = len(contexts), toy.shape_for(len(contexts))
         self.toy, self.root, self.shape, self.width = toy, contexts, shape, shape.width
         self.drafter = SimpleNamespace(vocabulary=V)  # type: ignore[assignment]
         self.device, self.tilt, self.lengths = torch.device("cpu"), 0.0, torch.zeros(batch, dtype=torch.long)
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
-        self.auto = toy.auto_tree(batch)
-        self.reads_scores = self.auto is not None
         self.request = DraftRequest(batch, 9, False, toy.scores, generator, draws=Draws.TREE)
         self._visits, self._drawing, self._where = torch.zeros(0), None, contexts[:, None]
 
@@ -86,9 +85,9 @@ class GrownToy(Toy):
     grafts: bool = False
     meddles: bool = False
 
-    def auto_tree(self, batch: int) -> AutoTree | None:
-        law = LawKind(0.0, "exact")
-        return AutoTree(AutoMemory("cpu"), batch, law, self.shape.nodes, learns=False) if self.auto else None
+    def shape_for(self, batch: int) -> TreeShape:
+        memory, law = TreeMemory("cpu", PRIORS["cpu"]), LawKind(0.0, "exact")
+        return TreePolicy(memory, batch, law, self.shape, learns=False).choose(batch) if self.auto else self.shape
 
     def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
         tree = TableSession(self, contexts, generator).draft(torch.zeros_like(contexts))

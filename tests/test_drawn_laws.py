@@ -19,12 +19,12 @@ from torch import Tensor
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.drafters.shape import TreeShape
-from fsd_infer.drafters.visits import likeliest
 from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
 from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.laws import clipped, least_divergent, passed
 from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.visits import likeliest
 from tests.tree_rounds import masked
 
 LEVELS = 4  # contexts have at most as many tokens
@@ -90,7 +90,6 @@ class Session(TreeSession):
         self.drafter = SimpleNamespace(vocabulary=q.shape[1])  # type: ignore[assignment]
         self.device, self.tilt, self.lengths = torch.device("cpu"), 0.0, torch.zeros(1, dtype=torch.long)
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
-        self.auto, self.reads_scores = None, False
         self.request = DraftRequest(1, 9, False, toy.process, None, draws=Draws.TREE)
         self._visits, self._drawing = torch.zeros(0), None
         self._where = torch.zeros(1, 1, dtype=torch.long)

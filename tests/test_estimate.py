@@ -23,10 +23,10 @@ from fsd_bench.probe import Probe
 from fsd_bench.roofline import FORWARD_GRAPHS, HARDWARE, ROUND_GRAPH, Hardware, MemoryItem, Overhead, Work, devices_for
 from fsd_core.errors import ModelLoadError
 from fsd_infer.drafters import EagleDrafter, TreeShape
-from fsd_infer.drafters.shape import DEFAULT_SHAPES, TILTED_SHAPES
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import DEFAULT_SHAPES, TILTED_SHAPES
 from fsd_train.cli import main as cli
 from fsd_train.commands.estimate import EFFICIENCY, head_recipe, on_paper
 from fsd_train.commands.sizing import BatchSize, facts_of, step_memory

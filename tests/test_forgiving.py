@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import itertools
@@ -139,6 +140,8 @@ def test_a_program_without_arguments_lists_its_commands_and_each_has_a_version(p
     assert status == 2 and not out and some in err and f"usage: {program}" in err
     status, out, err = called(MAINS[program], ["--version"])
     assert status == 0 and out.startswith(f"{program} 0.") and not err
+    as_module = importlib.import_module(f"{program.replace('-', '_')}.__main__")  # `python -m fsd_infer`
+    assert as_module.main is MAINS[program]
 
 
 MISTAKES = [

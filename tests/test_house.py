@@ -62,6 +62,13 @@ def test_decoding_needs_nothing_of_training_or_of_the_bench(repo_root: Path) -> 
     assert users == {"fsd_train": set(), "fsd_bench": set()}
 
 
+def test_drafters_see_shapes_and_no_policy(repo_root: Path) -> None:
+    """A shape carries the prices by which a drafter grows its tree. It cannot see what rounds cost, nor who chooses."""
+    files = (repo_root / "fsd_infer" / "drafters").rglob("*.py")
+    names = {name.split(".")[2] for file in files for name in imports_of(file) if name.startswith("fsd_infer.trees.")}
+    assert names == {"growing", "prices", "shape", "visits"}
+
+
 def test_maths_needs_no_models_and_no_compiler(repo_root: Path) -> None:
     """The package's own page, which offers everything, is left out. What a divergence imports when it is first asked
     for neither finds nor downloads models.

@@ -21,8 +21,8 @@ from fsd_core.errors import FsdError, ModelLoadError
 from fsd_infer import Target
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.mtp import MtpDrafter, read_layers
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.mtp import find_mtp
+from fsd_infer.trees.shape import TreeShape
 from tests.families import tiny_model
 from tests.published_mtp import change_config, checkpoint, mtp_target
 from tests.rules_toy import V

@@ -15,8 +15,8 @@ from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import MtpDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.mtp import read_layers
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.mtp import find_mtp
+from fsd_infer.trees.shape import TreeShape
 from fsd_train.cli import main as cli
 from fsd_train.models import MtpModule
 from fsd_train.models.mtp import IN_TARGET

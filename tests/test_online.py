@@ -15,12 +15,15 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
-from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
-from fsd_infer.drafters.auto import AutoTree
-from fsd_infer.drafters.estimates import KNOTS, PRIORS, AutoMemory, Curve, Kind, LawKind, Prior
+from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
+from fsd_infer.drafters import Drafter, GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
-from fsd_infer.drafters.shape import AUTO, parse_tree
+from fsd_infer.trees.costs import PRIORS, Prior
+from fsd_infer.trees.estimates import Curve, LawKind, TreeMemory
+from fsd_infer.trees.growing import Growth
+from fsd_infer.trees.policy import TRIALS, TreePolicy, TreeReport, memory_of
+from fsd_infer.trees.prices import KNOTS, Kind
+from fsd_infer.trees.shape import AUTO, TreeShape, parse_tree
 from tests.families import VOCAB, drafter_of, reference, tiny_model, tiny_prompts
 from tests.tree_rounds import tree_of
 
@@ -83,33 +86,37 @@ class Text:
         return 0 if draw < first else 1 if draw < first + second else 2
 
 
-def round_of(text: Text, machine: Machine, choice: AutoTree | TreeShape) -> int:
+def policy_of(memory: TreeMemory) -> TreePolicy:
+    return TreePolicy(memory, 1, LawKind(), TreeShape(12, 2, 48))
+
+
+def round_of(text: Text, machine: Machine, choice: TreePolicy | TreeShape) -> int:
     """Drafts a chain with a sibling of each node, verifies it, and returns the tokens emitted."""
     steps: list[tuple[float, float]] = []
-    depths = 0
-    if isinstance(choice, AutoTree):
-        choice.mark()
-    if not isinstance(choice, AutoTree) or choice.expands_root():
-        while True:
-            depths += 1
-            machine.takes(machine.depth)
-            steps.append(text.chances())
-            if isinstance(choice, TreeShape):
-                if depths == choice.depth:
-                    break
-            elif depths == 12 or choice.expand(torch.tensor([[steps[-1]]]).log()) is None:
-                break
+    shape, growth, reads = choice, None, True
+    if isinstance(choice, TreePolicy):
+        shape = choice.choose(1)
+        growth, reads = Growth(shape, 1), choice.known.trials < TRIALS  # texts wait in pauses
+    assert isinstance(shape, TreeShape)
+    times = [machine()]
+    goes_on = growth is None or growth.starts()
+    while goes_on:
+        machine.takes(machine.depth)
+        steps.append(text.chances())
+        if len(steps) == shape.depth:
+            break
+        goes_on = growth is None or growth.expand(torch.tensor([[steps[-1]]]).log()) is not None
     scores, parents, spine = [0.0], [0], 0
     for first, second in steps:
         scores += [scores[spine] + math.log(first), scores[spine] + math.log(second)]
         parents += [spine, spine]
         spine = len(scores) - 2
-    if isinstance(choice, AutoTree):
-        tree = tree_of(([0] * len(scores), parents, scores), vocab=1)
-        kept = choice.keep(tree)[0].tolist() if steps else [0]
-        choice.mark()
+    if growth is None:
+        kept = sorted(sorted(range(len(scores)), key=lambda n: -scores[n])[: shape.nodes])
     else:
-        kept = sorted(sorted(range(len(scores)), key=lambda n: -scores[n])[: choice.nodes])
+        tree = tree_of(([0] * len(scores), parents, scores), vocab=1)
+        kept = growth.choose(tree)[0].tolist() if steps else [0]
+    times.append(machine())
     machine.takes(machine.forward(len(kept)))
     path = [0]
     for depth, (first, second) in enumerate(steps):
@@ -119,16 +126,16 @@ def round_of(text: Text, machine: Machine, choice: AutoTree | TreeShape) -> int:
         path.append(child)
         if child == 2 * depth + 2:
             break
-    if isinstance(choice, AutoTree):
-        choice.mark()
-    machine.takes(1e-3 + (0.0 if isinstance(choice, AutoTree) and choice.paused else machine.reading))
-    if isinstance(choice, AutoTree):
-        choice.end([[kept.index(node) for node in path]], [len(path) - 1], rows=1)
+    times.append(machine())
+    machine.takes(1e-3 + (machine.reading if steps or reads else 0.0))
+    if growth is not None and isinstance(choice, TreePolicy):
+        seconds = times[1] - times[0], times[2] - times[1], machine() - times[2]
+        choice.update(TreeReport(growth, [[kept.index(node) for node in path]], [len(path) - 1], seconds))
     machine.round += 1
     return len(path)
 
 
-def speed(choice: AutoTree | TreeShape, machine: Machine, sure: float, rounds: int) -> float:
+def speed(choice: TreePolicy | TreeShape, machine: Machine, sure: float, rounds: int) -> float:
     """Tokens per true second."""
     text, spent = Text(sure), machine.spent
     return sum(round_of(text, machine, choice) for _ in range(rounds)) / (machine.spent - spent)
@@ -156,7 +163,7 @@ TROUBLES: dict[str, Callable[[int, float], float]] = {
 @pytest.mark.parametrize("sure", [0.3, 0.9])
 def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float], sure: float, trouble: str) -> None:
     machine = Machine(forward, 6e-4, TROUBLES[trouble])
-    choice = AutoTree(AutoMemory("cpu", clock=machine), 1, LawKind(), 48)
+    choice = policy_of(TreeMemory("cpu", PRIORS["cpu"], machine))
     speed(choice, machine, sure, 100)  # the first answers
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
 
@@ -167,9 +174,9 @@ def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float]
 def test_a_machine_unlike_the_assumed_one_is_found_out(of_node: float, of_draft: float, sure: float) -> None:
     """Where drafts lose time, the first eight answers take hardly longer than without: what was assumed hid it."""
     machine = Machine(lambda nodes: 5e-3 * (1 + of_node * (nodes - 1)), 2e-3 * of_draft, reading=3e-3 * of_draft)
-    memory, tokens = AutoMemory("cpu", clock=machine, prior=PRIORS["blocks on tiles"]), 0
+    memory, tokens = TreeMemory("cpu", PRIORS["blocks on tiles"], machine), 0
     for number in range(8):
-        text, choice = Text(sure, number, sibling=0.15), AutoTree(memory, 1, LawKind(), 48)
+        text, choice = Text(sure, number, sibling=0.15), policy_of(memory)
         tokens += sum(round_of(text, machine, choice) for _ in range(60))
     assert tokens / machine.spent >= 0.9 / 6e-3  # of the speed without drafts
 
@@ -178,11 +185,11 @@ def test_a_machine_unlike_the_assumed_one_is_found_out(of_node: float, of_draft:
 def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, ...]) -> None:
     """Drafts that cost more than they bring pause, and come back within the first rounds of a text where they pay."""
     machine = Machine(blocks_machine, 7.5e-4, reading=8e-4)
-    memory = AutoMemory("cpu", clock=machine, prior=PRIORS["blocks"])
+    memory = TreeMemory("cpu", PRIORS["blocks"], machine)
     speeds: dict[float, list[float]] = {kind: [] for kind in kinds}
     for number in range(60):
         kind, start = kinds[number % len(kinds)], machine.spent
-        text, choice = Text(kind, number, sibling=0.15), AutoTree(memory, 1, LawKind(), 48)
+        text, choice = Text(kind, number, sibling=0.15), policy_of(memory)
         tokens = sum(round_of(text, machine, choice) for _ in range(60))
         speeds[kind].append(tokens / (machine.spent - start))
     for kind, each in speeds.items():
@@ -195,12 +202,12 @@ def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, .
 
 @pytest.mark.parametrize(("copy", "drafts"), [((0.9,), True), ((0.98,) * 12, False)])
 def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple[float, ...], drafts: bool) -> None:
-    choice = AutoTree(AutoMemory("cpu", clock=lambda: 0.0), 1, LawKind(), 48)
+    choice = policy_of(TreeMemory("cpu", PRIORS["cpu"], lambda: 0.0))
     choice.known.trials = 12
-    choice.mark()
-    scores = [0.0, *accumulate(map(math.log, copy))]
-    choice.cover(tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1))
-    assert choice.expands_root() is drafts
+    shape, scores = choice.choose(1), [0.0, *accumulate(map(math.log, copy))]
+    assert shape.prices is not None
+    copied = tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1)
+    assert Growth(replace(shape, prices=shape.prices.beside(copied)), 1).starts() is drafts
 
 
 def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
@@ -217,29 +224,21 @@ SIDES = [(0.5, 0.0, 0.25), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0), (2.0, 0.2, 0.25)]
 @pytest.mark.parametrize(("side_ms", "right", "share"), SIDES)
 def test_a_grafted_drafter_is_asked_where_its_drafts_pay(side_ms: float, right: float, share: float) -> None:
     """Rounds of 5 ms: 0.5 ms for nothing do not pay, nor 2 ms for a fifth of a token. It is asked again for a copy."""
-    now = 0.0
-    memory = AutoMemory("cpu", clock=lambda: now, prior=PRIORS["blocks"])
-    choice, asked = AutoTree(memory, 1, LawKind(), 48), list[bool]()
+    choice, asked = policy_of(TreeMemory("cpu", PRIORS["blocks"])), list[bool]()
+    drafts = tree_of(([0, 1], [0, 0], [0.0, math.log(0.5)]), vocab=2)
+    drafts = replace(drafts, proposers=torch.ones_like(drafts.tokens))
 
     def decode(rounds: int, hits: float) -> float:
-        nonlocal now
         for number in range(rounds):
-            choice.mark()
-            asked.append(choice.asks_side())
-            if asked[-1]:
-                with choice.timing_side():
-                    now += side_ms / 1e3
-                drafts = tree_of(([0, 1], [0, 0], [0.0, math.log(0.5)]), vocab=2)
-                choice.cover(drafts)
-                choice.keep(replace(drafts, proposers=torch.ones_like(drafts.tokens)))
-            now += 1e-4
-            choice.mark()
-            nodes = choice._nodes or 1
-            now += 5e-3 * (1 + 0.07 * (nodes - 1))
-            choice.mark()
-            now += 1e-4
+            growth, nodes = Growth(choice.choose(1), 1), 1
+            growth.asked_side = growth.prices.asks_side
+            asked.append(growth.asked_side)
+            if growth.asked_side:
+                growth.side_seconds = side_ms / 1e3
+                nodes = growth.choose(drafts).shape[1]
             accepted = int(nodes > 1 and int((number + 1) * hits) > int(number * hits))
-            choice.end([[0, accepted]], [accepted], 1)
+            seconds = growth.side_seconds + 1e-4, 5e-3 * (1 + 0.07 * (nodes - 1)), 1e-4
+            choice.update(TreeReport(growth, [[0, accepted]], [accepted], seconds))
         return mean(asked[-rounds // 2 :])
 
     found = decode(200, right)
@@ -265,13 +264,20 @@ class Adversary:
 CHEAP = Prior((1e-3,) * len(KNOTS), (1e-3, 1e-4), (1e-3, 1e-3))  # so that even what a toy drafts is worth it
 
 
+def adversary_of(drafter: Drafter, target: Target) -> Adversary:
+    """Give a drafter's policy such a clock, and return it."""
+    memory = memory_of(drafter, target)
+    memory.clock, memory.prior = (clock := Adversary()), CHEAP
+    return clock
+
+
 @pytest.mark.parametrize("kind", ["head", "head+lookup", "lm", "lm+lookup", "lookup", "lookup+recycle"])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: int | None) -> None:
     target = Target(tiny_model("llama"))
     drafter = choose_trees(drafter_of(kind, target), target)
-    assert main_of(drafter) is not None and drafter.auto is not None
-    drafter.auto.clock, drafter.auto.prior = (clock := Adversary()), CHEAP
+    assert main_of(drafter) is not None
+    clock = adversary_of(drafter, target)
     decoder, prompts = FuzzyDecoder(target, drafter), tiny_prompts((5, 13, 9, 21))
     expected = reference(target.model, prompts)
     sizes: set[int] = set()
@@ -288,8 +294,7 @@ def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: in
 def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
     target = Target(tiny_model("llama"))
     drafter = choose_trees(drafter_of(kind, target), target)
-    assert drafter.auto is not None
-    drafter.auto.clock, drafter.auto.prior = Adversary(), CHEAP
+    adversary_of(drafter, target)
     decoder = FuzzyDecoder(target, drafter)
     options: dict[str, Any] = dict(rule="tilted:2", max_new_tokens=24, temperature=1.0, do_sample=True, seed=3)
     first = decoder.generate(tiny_prompts((7,)), **options).sequences
@@ -306,8 +311,7 @@ def test_the_law_stays_the_targets_whatever_the_clock_says(rule: str) -> None:
     target, prompt = Target(tiny_model("llama", scale=2.0, vocab_size=8)), [1, 2, 3, 4, 5, 6, 7]
     small = LMDrafter(Target(tiny_model("llama", seed=3, scale=2.0, vocab_size=8)), target)
     drafter = choose_trees(small, target)
-    assert drafter.auto is not None
-    drafter.auto.clock, drafter.auto.prior = Adversary(), CHEAP
+    adversary_of(drafter, target)
     options: dict[str, Any] = {"rule": rule, "max_new_tokens": 3, "do_sample": True, "temperature": 0.7, "top_k": 0}
     seen, nodes = torch.zeros(8, dtype=torch.float64), set[int]()
     for seed in range(20):
@@ -333,7 +337,7 @@ def test_names() -> None:
     drafter = drafter_of("head", target)
     twice = GraftedDrafter(GraftedDrafter(drafter, LookupDrafter(VOCAB)), RecycleDrafter(VOCAB))
     assert main_of(twice) is drafter and choose_trees(twice, target) is twice, "one choice for all"
-    assert isinstance(drafter, EagleDrafter) and twice.auto is not None and drafter.auto is None
+    assert isinstance(drafter, EagleDrafter) and twice.bounds is not None and drafter.bounds is None
     plain = FuzzyDecoder(target, NoDrafter(VOCAB))
     assert parse_tree("2,2,4,0.5") == TreeShape(2, 2, 4, stop_below=0.5)
     refused: list[tuple[Callable[[], Any], str]] = [

@@ -139,3 +139,34 @@ def test_ids_of_any_integer_type_and_none_that_are_not_there() -> None:
     for unknown in (-1, 20):
         with pytest.raises(IndexError, match="20 columns"):
             functional.divergence_rows(p, p[:, :3], measure, torch.tensor([4, 5, unknown]))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [5, 512, 1300])
+def test_a_row_is_sampled_by_inverse_cdf(columns: int, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 2, columns).mul(3).to(dtype)
+    x[0, :, ::3] = -torch.inf
+    x[1, 0, 1:] = -torch.inf
+    where = torch.tensor([[True, False], [True, True], [False, True]])
+    cdf = torch.cat([torch.zeros(3, 2, 1).double(), x.double().softmax(-1).cumsum(-1)], -1)
+    for uniform in (0.0, 0.123, 0.5, 0.98765, 1.0 - 2**-24):
+        found = functional.sample_rows(x, torch.full((3, 2), uniform), where)
+        inside = cdf.gather(-1, torch.stack([found, found + 1], -1)) + torch.tensor([-1e-6, 1e-6])
+        assert bool(((inside[..., 0] <= uniform) & (uniform <= inside[..., 1]))[where].all())
+        assert bool((x.gather(-1, found[..., None]) > -torch.inf)[..., 0][where].all())
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_which_children_are_fixed_and_which_contexts_draw(width: int) -> None:
+    drawn = 0
+    for _ in range(50):
+        log_q = torch.randn(2, 4, 40).mul(3).log_softmax(-1).topk(width).values
+        reach, sees = torch.randn(2, 4).sub(2).clamp_max(0.0), torch.rand(2, 4, 9) < 0.4
+        given = log_q, reach, sees, torch.rand(2, 9) < 0.3, torch.randint(0, 12, (2,)), (1.1, 0.9), -4.0
+        found, expected = functional.mixed_children(*given), functional.mixed_children.__wrapped__(*given)  # type: ignore[attr-defined]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, check_dtype=one is not found[2])
+        drawn += int(found[1].sum())
+    assert 20 < drawn < 380

@@ -163,7 +163,7 @@ def deep_drafter(drafter: Drafter) -> TreeDrafter:
     """
     if not isinstance(drafter, TreeDrafter):
         raise FsdError(f"worth forecasts for heads and small LMs, not for drafter {drafter.name!r}: name one of these.")
-    if drafter.by_default or drafter.auto is not None:
+    if drafter.by_default or drafter.bounds is not None:
         return drafter.reshaped(TreeShape.chain(DEPTH) if isinstance(drafter, LMDrafter) else DEEP_TREE)
     return drafter.reshaped(replace(drafter.shape, stop_below=0.0))
 

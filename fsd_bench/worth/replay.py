@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fsd_core.divergence import expand_draft
-from fsd_infer.drafters.shape import TreeShape
-from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.rules import Asd, Exact, Fly, Rule, Texts, Tilted, TokenOrigin, Verdict, Verification, apply_rules
 from fsd_infer.tree import DraftTree
+from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.visits import likeliest, tilted
 
 Cell = tuple[Rule, TreeShape]
 Part = tuple[Rule, tuple[int, ...]]  # a rule, and the nodes of the whole tree that it walks on

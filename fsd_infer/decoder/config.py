@@ -19,11 +19,11 @@ from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.files import read_json, write_json
 from fsd_core.registry import did_you_mean, is_whole
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
-from fsd_infer.drafters.shape import TreeShape, parse_tree
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.request.guide import Guide
 from fsd_infer.request.options import GenerateOptions
 from fsd_infer.rules import Rule, RuleLike, parse_rule, rule_text
+from fsd_infer.trees.shape import TreeShape, parse_tree
 
 WEIGHTS = ("auto", "packed", "expanded", "plain")
 DRAFT_WEIGHTS = ("fp8", "plain")

@@ -24,7 +24,6 @@ from fsd_infer.device.memory import release_freed
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.stats import Outcome
 from fsd_infer.heads.formats import head_kind
@@ -36,6 +35,7 @@ from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.processors import is_processor
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.token_ids import id_list
+from fsd_infer.trees.shape import parse_tree
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class FuzzyDecoder:
                 the processor of a model that sees images.
             tree: shape of the drafter's trees, as in :class:`.FuzzyConfig`. "auto", the default on a CPU, chooses a
                 tree in each round from the drafter's scores and earlier rounds' costs and acceptances
-                (:mod:`fsd_infer.drafters.auto`). With a ``seed`` it depends on the text alone.
+                (:mod:`fsd_infer.trees.policy`). With a ``seed`` it depends on the text alone.
             adapters: directories of LoRA adapters by name, from which each request may choose one. They stay beside the
                 weights, so forwards take longer than with a merged adapter.
             config: how the models run.

@@ -7,8 +7,8 @@ from typing import Any
 
 from fsd_core.options import picked
 from fsd_infer.decoder.config import RuntimeConfig
-from fsd_infer.drafters.shape import parse_tree
 from fsd_infer.targets.builtin import shipped_drafter
+from fsd_infer.trees.shape import parse_tree
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:

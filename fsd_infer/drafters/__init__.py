@@ -12,8 +12,8 @@ from fsd_infer.drafters.mlp_speculator import MLPSpeculatorDrafter
 from fsd_infer.drafters.mtp import MtpDrafter
 from fsd_infer.drafters.p_eagle import ParallelEagleDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.translated import TranslatedDrafter
+from fsd_infer.trees.shape import TreeShape
 
 __all__ = [
     "DRAFTERS",

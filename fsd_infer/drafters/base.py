@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from fsd_core.registry import Registry
 from fsd_infer.device.cuda_graphs import Recorder
-from fsd_infer.drafters.auto import AutoTree
-from fsd_infer.drafters.estimates import AutoMemory
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.trees.growing import Growth
+from fsd_infer.trees.shape import TreeShape
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
@@ -46,8 +45,9 @@ class DraftRequest:
         seeded: whether the request has a generator of its own, so that its answer comes again.
         device: of the target. Trees are returned there.
         tilt: nats that the rule's law gives for an accepted draft, on average; 0 for laws that favour no draft.
-            :mod:`fsd_infer.drafters.visits` chooses trees by it.
-        auto: chooses the tree of every round; None: the drafter's own shape.
+            :mod:`fsd_infer.trees.visits` chooses trees by it.
+        shape: of the first trees, if shapes are chosen round by round; None: always the drafter's own.
+        clock: returns the seconds that drafters time their work by; None: they time nothing.
         keys: [B] owner of each text. Texts may draft from each other if they share a key that is not empty. None: all
             texts have one owner.
     """
@@ -59,7 +59,8 @@ class DraftRequest:
     generator: torch.Generator | None = None
     device: torch.device = torch.device("cpu")
     tilt: float = 0.0
-    auto: AutoTree | None = None
+    shape: TreeShape | None = None
+    clock: Callable[[], float] | None = None
     keys: Sequence[str] | None = None
     draws: Draws = Draws.NONE
     longest: int = 0
@@ -76,9 +77,13 @@ class DraftSession(ABC):
 
     Attributes:
         parts: the sessions that this one combines. By default they take what this one is told.
+        shape: of the next trees, if shapes are chosen round by round.
+        growth: how the last trees were grown, if by prices.
     """
 
     parts: Sequence[DraftSession] = ()
+    shape: TreeShape | None = None
+    growth: Growth | None = None
 
     @property
     def on_host(self) -> bool:
@@ -182,13 +187,16 @@ class Drafter(ABC):
         name: of the kind, as in records.
         target: whose features or weights the drafter uses; None if any target of its vocabulary will do.
         directory: of its files; None if it has none.
-        auto: estimates by which :mod:`fsd_infer.drafters.auto` chooses each round's tree; None: a fixed shape.
+        bounds: the largest shape within which a :mod:`policy <fsd_infer.trees.policy>` chooses the shape of its trees
+            round by round; None: the shape is its own and fixed.
+        relative_cost: of its model's forward, in the target's; None: that of a head, 0: it has no model.
     """
 
     name: str = ""
     target: Target | None = None
     directory: Path | None = None
-    auto: AutoMemory | None = None
+    bounds: TreeShape | None = None
+    relative_cost: float | None = None
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
@@ -213,6 +221,11 @@ class Drafter(ABC):
     def proposers(self) -> tuple[str, ...]:
         """Names of the drafters that propose nodes, in the order of :attr:`DraftTree.proposers`."""
         return (self.name,)
+
+    @property
+    def learner(self) -> Drafter:
+        """The drafter that lives as long as what a policy learns of its trees."""
+        return self
 
     @property
     def plan(self) -> Hashable:

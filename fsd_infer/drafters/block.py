@@ -24,12 +24,12 @@ from torch import Tensor
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DraftRequest
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
 from fsd_infer.heads.block_formats import read_block_head
 from fsd_infer.heads.blocks import BlockHead
 from fsd_infer.heads.kinds import BLOCK
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import TreeShape
 
 
 class BlockModel(CachedModel):

@@ -29,8 +29,6 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_infer.tree import DraftTree
 
-UNSURE, SURE = 0.2, 0.95  # ρ where the largest q is 0 and 1, before anything is learned
-LEAST_REST = 1e-3  # a smaller rest of q is rounding
 MEMORY = 60.0  # expected acceptances after which what was learned has faded to 1/e, and the weight of the beginning
 
 
@@ -130,13 +128,7 @@ class Drawing:
         logits = logits.float()
         scores = logits if self.process is None else self.process(logits)
         log_q, entries = functional.topk_logprobs(scores, width)
-        likely, drawn_share = (self.shares.of(kind, len(self.scores)) for kind in (False, True))
-        ratio = (drawn_share * (UNSURE + (SURE - UNSURE) * log_q[..., :1].exp())).clamp_max(SURE)
-        fixed = reach[..., None] + log_q + (likely - ratio).clamp_min(0.0).log() >= self.least
-        fixed[..., -1] = False  # the place of the drawn child
-        rest = (1.0 - (log_q.exp() * fixed).sum(-1)).clamp_min(0.0)
-        passes = (ratio[..., 0] * rest).log()
-        draws = self._reserve((reach + passes >= self.least) & (rest > LEAST_REST), sees)
+        fixed, draws, passes = self._decide(log_q, reach, sees)
         outside = scores.scatter(-1, entries, scores.gather(-1, entries).masked_fill(fixed, -math.inf))
         self.scores.append(outside)
         self.fixed.append(entries.masked_fill(~fixed, -1))
@@ -146,16 +138,16 @@ class Drawing:
         log_q = log_q.masked_fill(draws[..., None] & ~fixed, -math.inf)
         return torch.where(drawn, passes[..., None], log_q), entries, drawn
 
-    def _reserve(self, wants: Tensor, sees: Tensor) -> Tensor:
-        """Return which of the contexts that want to draw may, [B, E], and reserve places for them."""
-        before = torch.zeros_like(sees[:, 0]) if self._reserved is None else self._reserved
-        before = torch.nn.functional.pad(before, (0, sees.shape[-1] - before.shape[-1]))
-        left = torch.full_like(wants[:, 0], self.left, dtype=torch.long) if self._left is None else self._left
-        cost = (1 + (sees & ~before[:, None]).sum(-1)) * wants
-        draws = wants & (cost.cumsum(-1) <= left[:, None])
-        self._reserved = before | (sees & draws[..., None]).any(1)
-        self._left = left - (cost * draws).sum(-1)
-        return draws
+    def _decide(self, log_q: Tensor, reach: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which candidates are fixed, which contexts draw, and the log chance that a drawn child passes."""
+        before, left, known = self._reserved, self._left, 0 if self._reserved is None else self._reserved.shape[-1]
+        if before is None or left is None:
+            before, left = sees[:, 0, :0], torch.full(sees.shape[:1], self.left, device=sees.device)
+        before = torch.nn.functional.pad(before, (0, sees.shape[-1] - known))
+        shares = self.shares.of(False, len(self.scores)), self.shares.of(True, len(self.scores))
+        found = functional.mixed_children(log_q, reach, sees, before, left, shares, self.least)
+        fixed, draws, passes, self._reserved, self._left = found
+        return fixed, draws, passes
 
     def _drawn(self, scores: Tensor, draws: Tensor) -> Tensor:
         """Draw an entry of the rows ``draws`` [B, E] of scores [B, E, Vd]: [B, E], arbitrary in other rows."""

@@ -16,7 +16,6 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
@@ -24,6 +23,7 @@ from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.stack import HeadStep, Stack, StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.targets.weights import format_of
+from fsd_infer.trees.shape import TreeShape
 
 READ_AT_ONCE = 256  # tokens of all rows per forward over prompts; more are not faster and take memory
 FEW_UNREAD = 16  # tokens of a text that are read as one step, with logits
@@ -252,7 +252,7 @@ class EagleSession(TreeSession):
         self.last.copy_(torch.where(grown[:, None], at_nodes(out, ends)[:, 0], self.last))  # finished rows keep theirs
         self.lengths += counts
         self._begun = True
-        return None if logits is None or not bool(grown.all()) else at_nodes(logits, ends)
+        return None if logits is None else at_nodes(logits, ends)
 
     def _read(self, first: int, tokens: Tensor, features: Tensor) -> Tensor:
         """Return the head's outputs over tokens [B, K] with features [B, K, F], the ``first``-th new ones onwards."""
@@ -263,7 +263,7 @@ class EagleSession(TreeSession):
 
     @property
     def is_fixed(self) -> bool:
-        return self.auto is None and self.vocabulary is None
+        return self.prices is None and self.vocabulary is None
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.graft import kept_of, union_of
-from fsd_infer.drafters.visits import likeliest
 from fsd_infer.tree import DraftTree, Nodes
+from fsd_infer.trees.visits import likeliest
 
 MOST = 16  # forced tokens of a round
 ALONE = 2  # with this many forced tokens in every row the main drafter does not draft
@@ -32,7 +32,7 @@ class ForcedDrafter(Drafter):
 
     def __init__(self, main: Drafter, forced: Callable[[int, list[int]], list[int]], vocab_size: int) -> None:
         self.main, self.forced, self.vocab_size = main, forced, vocab_size
-        self.name, self.target, self.directory, self.auto = main.name, main.target, main.directory, main.auto
+        self.name, self.target, self.directory, self.bounds = main.name, main.target, main.directory, main.bounds
 
     @property
     def parts(self) -> Sequence[Drafter]:
@@ -41,6 +41,10 @@ class ForcedDrafter(Drafter):
     @property
     def proposers(self) -> tuple[str, ...]:
         return (*self.main.proposers, "guide")
+
+    @property
+    def learner(self) -> Drafter:
+        return self.main.learner
 
     @property
     def max_nodes(self) -> int:
@@ -65,7 +69,7 @@ class ForcedSession(DraftSession):
     """The main drafter's session with each row's answer so far."""
 
     def __init__(self, drafter: ForcedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        self.drafter, self.device, self.auto = drafter, request.device, request.auto
+        self.drafter, self.device, self.shape = drafter, request.device, request.shape
         self.main = drafter.main.start(first_tokens, request)
         self.parts = [self.main]
         self.rows = list(range(request.batch))
@@ -87,14 +91,16 @@ class ForcedSession(DraftSession):
         self.ends = [self.ends[row] for row in kept]
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter = self.drafter
+        drafter, self.growth = self.drafter, None
         chains = [drafter.forced(row, answer)[:MOST] for row, answer in zip(self.rows, self.answers)]
         nodes = [_chain([root, *chain]) for root, chain in zip(self.ends, chains, strict=True)]
         forced = DraftTree.of_lists(nodes, drafter.vocab_size, self.device, MOST)
         own = len(drafter.main.proposers)  # the guide's place among the proposers
         if min(map(len, chains)) >= ALONE:
-            return self._noted(replace(forced, proposers=torch.full_like(forced.parents, own)))
-        main = self.main.draft(roots)
+            return replace(forced, proposers=torch.full_like(forced.parents, own))
+        if self.shape is not None:
+            self.main.shape = self.shape
+        main, self.growth = self.main.draft(roots), self.main.growth
         if main.sampled and main.drawn is None or not any(chains):
             return main
         union = union_of(main, forced, drafter.max_depth, own)
@@ -104,13 +110,9 @@ class ForcedSession(DraftSession):
             return main
         most = min(1 + int(drafts.max()), drafter.max_nodes)
         kept = likeliest(union.scores, union.parents, drafter.max_depth, 0.0, most, union.held)
-        return self._noted(kept_of(union, main, kept))
-
-    def _noted(self, tree: DraftTree) -> DraftTree:
-        """Return the tree, and keep the tree choice from learning from it."""
-        if self.auto is not None:
-            self.auto.ignore()
-        return tree
+        if self.growth is not None:
+            self.growth.is_choice = False
+        return kept_of(union, main, kept)
 
 
 def _chain(tokens: list[int]) -> Nodes:

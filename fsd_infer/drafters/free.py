@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
-from fsd_infer.drafters.shape import LARGEST_OF_LM, TreeShape, check_tree
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Nodes
+from fsd_infer.trees.growing import Growth
+from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape, check_tree
 
 PRIOR_TRIALS = 4.0  # trials that a prior counts as
 Options = list[tuple[int, float]]  # distinct tokens with chances that add up to at most 1
@@ -111,6 +112,7 @@ class FreeDrafter(Drafter):
     """
 
     largest: ClassVar[Mapping[str, TreeShape]] = LARGEST_OF_LM
+    relative_cost = 0.0
     reach: ClassVar[int]
     most_chosen: ClassVar[int] = 0
 
@@ -157,7 +159,7 @@ class FreeSession(DraftSession):
     on_host = True
 
     def __init__(self, first_tokens: Tensor, request: DraftRequest) -> None:
-        self.device, self.auto = request.device, request.auto
+        self.device, self.shape = request.device, request.shape
         self.ends: list[int] = first_tokens.tolist()
 
     @abstractmethod
@@ -177,7 +179,10 @@ class FreeSession(DraftSession):
             for (table, place), root in zip(self.places(), self.ends, strict=True)
         ]
         tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
-        return tree if self.auto is None else tree.keep(self.auto.keep(tree))
+        if self.shape is None or self.shape.prices is None:
+            return tree
+        self.growth = Growth(self.shape, len(rows))
+        return tree.keep(self.growth.choose(tree))
 
 
 def free_drafters() -> dict[str, type[FreeDrafter]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,8 +14,8 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
-from fsd_infer.drafters.visits import likeliest
 from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.trees.visits import likeliest
 
 
 @cache
@@ -36,7 +35,7 @@ class GraftedDrafter(Drafter):
     err independently. If both propose a step, with chances a and b, its chance is 1 - (1 - a)(1 - b). If only ``side``
     proposes it, b is multiplied by the chance that all steps of ``main`` from this node are wrong. Chances of siblings
     are scaled down if they add up to more than 1. A node's score is the sum of the log chances on its path. The nodes
-    with the likeliest visits are kept (:mod:`fsd_infer.drafters.visits`). They form a tree.
+    with the likeliest visits are kept (:mod:`fsd_infer.trees.visits`). They form a tree.
 
     **Rules.** Under the exact rule the law is p, as on any deterministic tree. Nodes that only ``side`` proposes have
     no q, so gates stay closed there. A node of ``main`` keeps its q if its likeliest child under ``main`` is kept. The
@@ -70,6 +69,10 @@ class GraftedDrafter(Drafter):
     @property
     def parts(self) -> tuple[Drafter, Drafter]:
         return self.main, self.side
+
+    @property
+    def relative_cost(self) -> float | None:  # type: ignore[override]
+        return self.main.relative_cost
 
     @property
     def plan(self) -> Hashable:
@@ -106,33 +109,46 @@ class GraftedSession(DraftSession):
     """A session of both drafters."""
 
     def __init__(self, drafter: GraftedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        self.drafter, self.tilt, self.auto = drafter, request.tilt, request.auto
+        self.drafter, self.tilt, self.shape = drafter, request.tilt, request.shape
+        self.clock = request.clock or (lambda: 0.0)
         self.main = drafter.main.start(first_tokens, request)
         # the side's nodes are chosen here
-        self.side = drafter.side.start(first_tokens, replace(request, auto=None, draws=Draws.NONE))
+        self.side = drafter.side.start(first_tokens, replace(request, shape=None, draws=Draws.NONE))
         self.parts = [self.main, self.side]
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter, auto = self.drafter, self.auto
-        if auto is not None and not auto.asks_side():
-            return self.main.draft(roots)
-        with nullcontext() if auto is None else auto.timing_side():
-            side = self.side.draft(roots)
-        if auto is not None and not side.sampled:
-            auto.cover(side)
-        main = self.main.draft(roots)
+        drafter, shape, clock = self.drafter, self.shape, self.clock
+        if shape is not None and shape.prices is not None:
+            self.main.shape = shape
+            if not shape.prices.asks_side:
+                return self._main(roots)
+        began = clock()
+        side = self.side.draft(roots)
+        seconds = clock() - began
+        if shape is not None and shape.prices is not None and not side.sampled:
+            self.main.shape = replace(shape, prices=shape.prices.beside(side))
+        main = self._main(roots, seconds)
         for tree, part in ((main, drafter.main), (side, drafter.side)):
             if tree.sampled and tree.drawn is None:
                 _warn_sampled(part.name)
                 return main
-        with nullcontext() if auto is None else auto.timing_side():
-            union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
-            union.levels = drafter.max_depth
-        if auto is not None:
-            return kept_of(union, main, auto.keep(union))
+        began = clock()
+        union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
+        union.levels = drafter.max_depth
+        if self.growth is not None:
+            self.growth.side_seconds += clock() - began
+            return kept_of(union, main, self.growth.choose(union))
         nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes, union.held)
         nodes = nodes[:, : 1 + functional.upper_bound(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return kept_of(union, main, nodes)
+
+    def _main(self, roots: Tensor, seconds: float | None = None) -> DraftTree:
+        """Return the main drafter's tree. ``seconds``: in which the side drafted before it; None: it was not asked."""
+        tree, self.growth = self.main.draft(roots), self.main.growth
+        if self.growth is not None:
+            self.growth.asked_side = seconds is not None
+            self.growth.side_seconds += seconds or 0.0
+        return tree
 
 
 def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> DraftTree:

@@ -2,7 +2,7 @@
 
 Each depth expands the ``width`` nodes with the highest cumulative log q and gives each ``width`` children. At the end
 the ``nodes`` candidates that a walk visits most likely are kept. Under the exact rule these have the highest cumulative
-log q. :mod:`fsd_infer.drafters.visits` computes them under a law that favours drafts. A child's score never exceeds its
+log q. :mod:`fsd_infer.trees.visits` computes them under a law that favours drafts. A child's score never exceeds its
 parent's, so the kept nodes form a connected tree.
 
 Drafting may stop before the last depth (``TreeShape.stop_below``). This decision and the tree are functions of the
@@ -27,11 +27,12 @@ from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
-from fsd_infer.drafters.estimates import Prior, prior_for
-from fsd_infer.drafters.shape import LARGEST, TreeShape, default_shape
-from fsd_infer.drafters.visits import likeliest, tilted
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.trees.growing import Growth
+from fsd_infer.trees.prices import Prices
+from fsd_infer.trees.shape import LARGEST, TreeShape, default_shape
+from fsd_infer.trees.visits import likeliest, tilted
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
@@ -69,7 +70,7 @@ class TreeDrafter(Drafter):
         """Return this drafter with another fixed shape. Both share their weights."""
         made = copy(self)
         made.shape = self._within(shape)
-        made.by_default, made.auto = False, None
+        made.by_default, made.bounds = False, None
         return made
 
     def for_law(self, tilt: float) -> Drafter:
@@ -85,12 +86,7 @@ class TreeDrafter(Drafter):
 
     @property
     def plan(self) -> Hashable:
-        return type(self), self.model, self.shape, self.auto
-
-    @property
-    def prior(self) -> Prior:
-        """Costs of a round that are assumed before anything was timed."""
-        return prior_for(self.target)
+        return type(self), self.model, self.shape, self.bounds
 
     def slots(self, longest: int) -> int:
         """Return the cache slots per row for texts of up to ``longest`` tokens and the nodes expanded after them."""
@@ -122,31 +118,34 @@ class TreeSession(DraftSession):
         device: of the drafter's model.
         lengths: [B] slots of each row's text, the root's included.
         width: children of an expanded node.
-        reads_scores: whether the host reads every depth's scores to choose which nodes to expand.
+        shape: of the next tree: the drafter's own, or one with prices within it.
     """
 
+    shape: TreeShape
     _shares: Shares | None = None  # what the draws of earlier rounds have taught
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
-        self.drafter, self.shape, self.device = drafter, drafter.shape, drafter.model.device
+        self.drafter, self.shape, self.device = drafter, request.shape or drafter.shape, drafter.model.device
         self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.slots))
-        self.tilt, self.auto, self.request = request.tilt, request.auto, request
+        self.tilt, self.request = request.tilt, request
         self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
-        self.width = drafter.shape.width
-        self.reads_scores = self.auto is not None and self.auto.reads_scores
-        if request.draws is Draws.CHAIN:
-            self.width, self.reads_scores = 1, self.auto is not None
+        self.width = 1 if request.draws is Draws.CHAIN else drafter.shape.width
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
-        if request.draws is Draws.TREE and (self.auto is not None or self.device.type == "cpu"):  # else recorded
+        if request.draws is Draws.TREE and (self.prices is not None or self.device.type == "cpu"):  # else recorded
             key = round(10 * request.temperature), round(4 * min(request.tilt, 4.0))
-            learns = not request.seeded if self.auto is None else self.auto.learns
+            learns = not request.seeded if self.prices is None else request.clock is not None
             self._shares = drafter.shares.setdefault(key, Shares()) if learns else Shares()
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     @property
+    def prices(self) -> Prices | None:
+        """By which the next tree is grown; None: it has a fixed shape."""
+        return self.shape.prices
+
+    @property
     def on_host(self) -> bool:
-        return self.auto is not None
+        return self.prices is not None
 
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
@@ -154,7 +153,8 @@ class TreeSession(DraftSession):
 
     def draft(self, roots: Tensor) -> DraftTree:
         depth = self._depth()
-        if depth < 1 or self.auto is not None and not self.auto.expands_root():
+        self.growth = None if self.prices is None else Growth(self.shape, len(self.lengths))
+        if depth < 1 or self.growth is not None and not self.growth.starts():
             return DraftTree.root_only(roots, self.drafter.vocabulary)
         logits, ids = self._read_roots()
         self._drawing = None if self.request.draws is Draws.NONE else self._draws()
@@ -168,8 +168,8 @@ class TreeSession(DraftSession):
         """Return what draws nodes in this round."""
         if self.request.draws is Draws.CHAIN:
             return ChainDrawing(self.request.process, self.request.generator)
-        nodes = self.shape.max_nodes if self.auto is None else self.auto.most
-        least = 1.0 / (2 * nodes) if self.auto is None else self.auto.least_chance
+        nodes = self.shape.max_nodes
+        least = 1.0 / (2 * nodes) if self.prices is None else self.prices.least_chance
         return Drawing(self.request.process, self.request.generator, nodes - 1, least, self._shares)
 
     @property
@@ -182,6 +182,11 @@ class TreeSession(DraftSession):
     def learn(self, facts: Sequence[Tensor], verdict: Verdict) -> None:
         if self._shares is not None:
             self._shares.learn(facts[0].sum(0).tolist())
+
+    @property
+    def _by_depth(self) -> bool:
+        """Whether the host reads every depth's scores to choose which nodes to expand."""
+        return self.prices is not None and (self.prices.by_depth or self.request.draws is Draws.CHAIN)
 
     @abstractmethod
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
@@ -211,7 +216,7 @@ class TreeSession(DraftSession):
         """
         if self._drawing is None:
             return *functional.topk_logprobs(logits, self.width), None
-        reach = self.auto.reach(scores) if self.auto is not None and self.reads_scores else scores
+        reach = scores if self.growth is None or not self._by_depth else self.growth.reach(scores)
         return self._drawing.propose(logits, reach, sees, self.width)
 
     def _grow(self, roots: Tensor, logits: Tensor, ids: Tensor | None, depth: int) -> DraftTree:
@@ -283,8 +288,8 @@ class TreeSession(DraftSession):
         Returns:
             [B, E'] places among a row's E · w candidates; None if drafting stops.
         """
-        if self.auto is not None and self.reads_scores:
-            return self.auto.expand(log_q, drawn)
+        if self.growth is not None and self._by_depth:
+            return self.growth.expand(log_q, drawn)
         best = sums.topk(self.width, dim=-1).indices
         if self.shape.stop_below:
             steps = self._visits[..., None] + tilted(log_q, self.tilt)
@@ -294,18 +299,18 @@ class TreeSession(DraftSession):
                 self._stopped = ~goes_on if self._stopped is None else self._stopped | ~goes_on
             elif not goes_on:
                 return None
-        if self.auto is not None:
-            self.auto.count_depth(best.shape[1])
+        if self.growth is not None:
+            self.growth.count_depth(best.shape[1])
         return best
 
     def _kept(self, tree: DraftTree) -> DraftTree:
         """Return the tree of the candidates to verify: of a drawn chain all, or the law would shift."""
         if self.request.draws is Draws.CHAIN:
-            if self.auto is not None:
-                self.auto.keep_all(tree)
+            if self.growth is not None:
+                self.growth.note(tree)
             return tree
-        if self.auto is not None:
-            return tree.keep(self.auto.keep(tree))
+        if self.growth is not None:
+            return tree.keep(self.growth.choose(tree))
         nodes = self.shape.max_nodes
         return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.tilt, nodes, tree.held))
 

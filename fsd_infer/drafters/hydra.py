@@ -19,11 +19,11 @@ from torch.nn.functional import silu
 
 from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer.drafters.base import DraftRequest
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
 from fsd_infer.heads.kinds import HYDRA
 from fsd_infer.heads.weights import Weights, fill
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import TreeShape
 
 
 class HydraBlock(nn.Module):

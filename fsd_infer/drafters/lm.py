@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from fsd_core.errors import ModelLoadError, VocabularyMismatchError
 from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.drafters.base import DRAFTERS, DraftRequest
-from fsd_infer.drafters.estimates import Prior
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
-from fsd_infer.drafters.shape import LARGEST_OF_LM, TreeShape
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
+from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape
 
 
 @cache
@@ -45,7 +44,7 @@ class LMDrafter(TreeDrafter):
 
     A chain is as deep as the tree would be. It ends earlier where the small LM's probability of the whole chain falls
     below ``stop_below``, or where ``tree="auto"`` ends it. Both depend on the past and the drafts so far only, so no
-    rule's law changes (:mod:`fsd_infer.drafters.auto`).
+    rule's law changes (:mod:`fsd_infer.trees.policy`).
 
     Drafting ends where the small LM's context ends, with one warning. In a batch it goes on while any row is within the
     context. The nodes of longer rows then have no q, so gates stay closed there.
@@ -72,16 +71,13 @@ class LMDrafter(TreeDrafter):
                 "model without such layers, or with a head."
             )
         super().__init__(target, model, vocabulary, shape)
+        own, whole = (sum(p.numel() for p in part.model.parameters()) for part in (model, target))
+        self.relative_cost = min(own / max(whole, 1), 2.0)
 
     def _fit(self, model: Target, target: Target) -> int:
         """Return the number of entries of the drafter's distributions, or refuse the small LM."""
         check_same_vocabulary(model, target)
         return target.vocab_size
-
-    @property
-    def prior(self) -> Prior:
-        own, whole = (sum(p.numel() for p in part.model.parameters()) for part in (self.model, self.target))
-        return super().prior.with_model(min(own / whole, 2.0))
 
     def known(self, tokens: Tensor) -> Tensor:
         """Replace token ids that the small LM lacks, of special tokens of the target's, by its last one."""
@@ -139,12 +135,17 @@ class LMSession(TreeSession):
         self.lengths += counts
         torch.minimum(self.cached, self.lengths - 1, out=self.cached)  # draft() reads the root
         self._behind += tokens.shape[1]
-        if self._unread() - 1 > self.drafter.max_depth + 1 and (self.auto is None or not self.auto.paused):
+        if self._unread() - 1 > self.drafter.max_depth + 1 and not self._waits:
             self._read(self.lengths - 1, self._unread() - 1)  # a prompt, whose time is not a draft's
 
     @property
+    def _waits(self) -> bool:
+        """Whether the text stays unread, because the next round will hardly draft."""
+        return self.prices is not None and self.prices.waits and not (self.growth and self.growth.drafted)
+
+    @property
     def is_fixed(self) -> bool:
-        return self.auto is None
+        return self.prices is None
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.text, self.cached]

@@ -12,17 +12,16 @@ from fsd_core.errors import FsdError, ModelLoadError, UnknownNameError
 from fsd_core.files import usable_name
 from fsd_core.registry import did_you_mean
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
-from fsd_infer.drafters.estimates import AutoMemory, prior_for
 from fsd_infer.drafters.free import FreeDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.drafters.mtp import drafts_by_default
-from fsd_infer.drafters.shape import AUTO, TreeShape, default_shape, of_device, parse_tree
 from fsd_infer.drafters.translated import lm_drafter
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import AUTO, TreeShape, default_shape, of_device, parse_tree
 
 # what --drafter takes, and what each stands for; registered free drafters are names, too
 NAMES = {
@@ -51,7 +50,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
             (:class:`.TranslatedDrafter`), and may be the directory of a peft adapter for one.
         target: the model to draft for.
         tree: shape of the trees of a head or small LM, also as text such as "5,6,16"; or "auto", which chooses them
-            round by round (:mod:`fsd_infer.drafters.auto`). None: "auto" on a CPU, a shape elsewhere. "lookup" and
+            round by round (:mod:`fsd_infer.trees.policy`). None: "auto" on a CPU, a shape elsewhere. "lookup" and
             merged trees have as many nodes as this shape (default: as a head's trees on this device).
 
     Raises:
@@ -85,11 +84,11 @@ def main_of(drafter: Drafter) -> TreeDrafter | FreeDrafter | None:
 
 
 def choose_trees(drafter: Drafter, target: Target) -> Drafter:
-    """Choose a drafter's trees round by round from now on (:mod:`fsd_infer.drafters.auto`). Return the drafter.
+    """Choose a drafter's trees round by round from now on (:mod:`fsd_infer.trees.policy`). Return the drafter.
 
     Args:
         drafter: any but ``NoDrafter``. It is changed in place.
-        target: the model to draft for, whose costs are learned.
+        target: the model to draft for.
 
     Raises:
         FsdError: the drafter grows no trees.
@@ -99,15 +98,16 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
         raise FsdError(f"drafter {drafter.name!r} has no trees to choose. Leave --tree {AUTO} out, or name a drafter.")
     largest = of_device(main.largest, target.device)
     if isinstance(main, FreeDrafter):
-        main.nodes, prior = max(main.nodes, largest.nodes), prior_for(target).without_model()
+        main.nodes = max(main.nodes, largest.nodes)
     else:
-        main.shape, main.by_default, prior = main.reshaped(largest).shape, False, main.prior
-    drafter.auto = AutoMemory(target.device.type, prior=prior)
+        main.shape = largest = main.reshaped(largest).shape
+        main.by_default = False
     part = drafter
     while isinstance(part, GraftedDrafter):
         if isinstance(part.side, FreeDrafter):
             part.side.nodes = max(part.side.nodes, min(part.side.most_chosen, largest.nodes))
         part.nodes, part = largest.nodes, part.main
+    drafter.bounds = replace(largest, nodes=drafter.max_nodes)
     return drafter
 
 
@@ -118,7 +118,7 @@ def with_tree(drafter: Drafter, tree: TreeShape | str | None) -> Drafter:
         FsdError: the drafter has no trees that a request can shape.
     """
     shape = parse_tree(tree)
-    if shape is None or (shape == AUTO and drafter.auto is not None):
+    if shape is None or (shape == AUTO and drafter.bounds is not None):
         return drafter
     if not isinstance(shape, TreeShape) or not isinstance(drafter, TreeDrafter):
         raise FsdError(

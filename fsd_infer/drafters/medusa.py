@@ -18,11 +18,11 @@ from torch.nn.functional import silu
 
 from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer.drafters.base import DraftRequest
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
 from fsd_infer.heads.kinds import MEDUSA
 from fsd_infer.heads.weights import Weights, fill
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import TreeShape
 
 # The authors' "0.1.linear.weight", under several prefixes, and vLLM's "blocks.0.layers.1.weight": head and block.
 _BLOCK = re.compile(r"(?:medusa_heads?\.|blocks\.)?(\d{1,3})\.(?:layers\.)?(\d{1,2})(?:\.linear)?\.(weight|bias)")

@@ -28,7 +28,6 @@ from fsd_core.tensors import at_nodes
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.steps import HEADS
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.kinds import MTP
@@ -36,6 +35,7 @@ from fsd_infer.heads.layers import mask_for
 from fsd_infer.heads.mtp import EMBEDDINGS, LM_HEAD, Layout, MtpFiles, find_mtp, said_layers
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import TreeShape
 
 logger = logging.getLogger(__name__)
 _COMPARED = 64  # rows of a copied table that are compared with the target's

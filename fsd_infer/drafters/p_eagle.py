@@ -16,13 +16,13 @@ from torch import Tensor
 from fsd_core.errors import CheckpointError
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.steps import HEADS
 from fsd_infer.heads.formats import read_eagle3
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.kinds import P_EAGLE
 from fsd_infer.heads.weights import Weights
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import TreeShape
 
 DEPTH = 8  # tokens that are drafted unless the config says how many
 _MASK = "mask_hidden"

@@ -25,10 +25,10 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.heads.hub import find_published
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
+from fsd_infer.trees.shape import TreeShape
 
 
 class StepDrafter(TreeDrafter):
@@ -152,7 +152,7 @@ class StepSession(TreeSession):
 
     @property
     def is_fixed(self) -> bool:
-        return self.auto is None
+        return self.prices is None
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last]

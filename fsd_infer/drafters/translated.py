@@ -24,9 +24,9 @@ from fsd_core.errors import VocabularyMismatchError
 from fsd_core.tensors import padded, to_device
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.lm import LMDrafter, LMSession, check_same_vocabulary
-from fsd_infer.drafters.shape import TreeShape
 from fsd_infer.drafters.translation import Translation
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import TreeShape
 
 STRETCH = 1.25  # the drafter's tokens per token of the target, for which room is made at first
 

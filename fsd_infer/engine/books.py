@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fsd_infer.drafters.base import Drafter
-from fsd_infer.drafters.shape import AUTO
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, Recorder, Stopping, TreeUpdate
 from fsd_infer.engine.report import RoundReport
@@ -18,6 +17,7 @@ from fsd_infer.engine.stats import GenerationStats, Outcome, RowRecord, describe
 from fsd_infer.rules import Rule
 from fsd_infer.targets.prefixes import PrefixSession
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import AUTO
 
 
 class Books:
@@ -54,7 +54,7 @@ class Books:
         self.state, self.drafter, self.cache_bytes = state, drafter, cache_bytes
         self.rules: list[Rule] = state.rules[: len(state.numbers)]
         self.callbacks += self.request.callbacks  # which may end rows, before the tree's choice counts those that go on
-        self.callbacks += [] if state.auto is None else [TreeUpdate(state.auto)]
+        self.callbacks += [] if state.policy is None else [TreeUpdate(state.policy)]
         state.lap = self.on_phase
         looks = any(callback.reads_tensors for callback in self.callbacks)
         self.lags = state.live is not None and state.session.is_fixed and not looks
@@ -91,19 +91,19 @@ class Books:
 
     def outcome(self) -> Outcome:
         """Return the answers and their statistics."""
-        timer, proposers, auto = self.timer, self.drafter.proposers, self.state.auto
+        timer, proposers, policy = self.timer, self.drafter.proposers, self.state.policy
         seconds = timer.clock.seconds  # before the sync that reads the phases
         rows = zip(self.records, self.request.prompts, strict=True)
         stats = GenerationStats(
             rows=[record.finish(timer.prefill_seconds, prompt, proposers) for record, prompt in rows],
             rule=describe_rules(self.rules),
-            drafter=self.drafter.describe() | ({} if auto is None else {"tree": AUTO}),
+            drafter=self.drafter.describe() | ({} if policy is None else {"tree": AUTO}),
             seconds=seconds,
             prefill_seconds=timer.prefill_seconds,
             known=self.prefixes.known_tokens,
             phases=timer.clock.phases(),
             cache_bytes=self.cache_bytes,
-            trees=None if auto is None else auto.trees,
+            trees=None if policy is None else policy.stats,
         )
         outcome = Outcome([record.tokens for record in self.records], self.records, stats)
         for callback in self.callbacks:

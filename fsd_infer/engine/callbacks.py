@@ -15,12 +15,12 @@ import torch
 
 from fsd_core.tensors import to_device
 from fsd_infer.device.clock import clock_of
-from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.request import Request, Round
 from fsd_infer.engine.stats import RowRecord
 from fsd_infer.targets.prefixes import PrefixSession
+from fsd_infer.trees.policy import TreePolicy, TreeReport
 
 if TYPE_CHECKING:
     from fsd_infer.engine.state import DecodeState
@@ -154,22 +154,36 @@ class Streaming(Callback):
 
 
 class TreeUpdate(Callback):
-    """Teaches :class:`AutoTree` what a round took and accepted."""
+    """Tells a policy what a round took and accepted, and asks it for the shape of the next trees."""
 
-    def __init__(self, auto: AutoTree) -> None:
-        self.auto = auto
+    def __init__(self, policy: TreePolicy) -> None:
+        self.policy = policy
+        self._marks: list[float] = []
+
+    def on_start(self, state: DecodeState) -> None:
+        self.session = state.session
 
     def on_phase(self, phase: str) -> None:
-        if phase in ("start", "draft", "rule"):
-            self.auto.mark()
+        if phase in ("start", "draft", "rule") and self.policy.clock is not None:
+            self._marks.append(self.policy.clock())
 
     def on_round(self, report: RoundReport) -> None:
-        verdict, going = report.verdict, len(report.rows) - len(report.ended)
+        verdict, growth, going = report.verdict, self.session.growth, len(report.rows) - len(report.ended)
+        goes_on = [report.emissions[row] for row in report.rows if row not in report.ended]
+        if growth is not None and report.phase == "round":
+            # cut (:meth:`.Verdict.cut`), so no draft was refused
+            growth.is_choice &= bool(going) and not any(row[-1].proposer >= 0 for row in goes_on)
+            seconds = self._seconds(whole=not report.ended)
+            self.policy.update(TreeReport(growth, verdict.path.tolist(), verdict.accepted.tolist(), seconds))
+        self._marks = []
         if going:
-            goes_on = [report.emissions[row] for row in report.rows if row not in report.ended]
-            if any(row[-1].proposer >= 0 for row in goes_on):  # cut (:meth:`.Verdict.cut`), so no draft was refused
-                self.auto.ignore()
-            self.auto.end(verdict.path.tolist(), verdict.accepted.tolist(), going)
+            self.session.shape = self.policy.choose(going)
+
+    def _seconds(self, whole: bool) -> tuple[float, float, float | None] | None:
+        if self.policy.clock is None:
+            return None
+        start, draft, target, end = *self._marks, self.policy.clock()
+        return draft - start, target - draft, end - target if whole else None
 
 
 class Prefixes(Callback):

@@ -9,9 +9,7 @@ import torch
 from fsd_core.errors import FsdError
 from fsd_core.tensors import padded, to_device
 from fsd_infer.device.memory import check_caches
-from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import Drafter, DraftRequest
-from fsd_infer.drafters.estimates import LawKind
 from fsd_infer.engine.books import Books
 from fsd_infer.engine.capture import Recorded, bucket, signature
 from fsd_infer.engine.request import Request
@@ -24,6 +22,8 @@ from fsd_infer.rules.base import nats_of
 from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.trees.estimates import LawKind
+from fsd_infer.trees.policy import TreePolicy, memory_of
 
 COLD = 0.5  # a temperature below which drawn nodes gain nothing over likely tokens, and take time
 
@@ -58,10 +58,10 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     check_caches(cache_bytes, rows, capacity, device, request.max_cache_bytes, held)
     temperature = 0.0 if request.greedy else temperature_of(request.processors)
     draws = _draws(drafter, rules, temperature)
-    auto = _auto_tree(target, drafter, rules, request, tilt, draws)
+    policy = _policy(target, drafter, rules, request, tilt, draws)
     drafted = DraftRequest(
         rows, reach, request.greedy, processors.of_drafts if processors else None, generator, device, tilt,
-        auto, keys, draws=draws,
+        None if policy is None else policy.choose(count), None if policy is None else policy.clock, keys, draws=draws,
         seeded=request.generator is not None,
         longest=longest,
         temperature=temperature,
@@ -84,7 +84,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         measures=request.measure_log_likelihood,
         history=books.history,
         most_nodes=drafter.max_nodes,
-        auto=auto,
+        policy=policy,
     )
     if recorded is not None:
         state = recorded.placed(state, count, (drafter.plan, tuple(rules), capacity, signature(processors), tilt))
@@ -94,7 +94,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
 
 def _recorded(target: Target, drafter: Drafter, processors: TreeProcessors) -> Recorded | None:
     """Return what records the request's rounds; None if they run eagerly."""
-    if drafter.auto is not None or processors.contextual or signature(processors) is None:
+    if drafter.bounds is not None or processors.contextual or signature(processors) is None:
         return None
     models = [getattr(part, "model", None) for part in (drafter, *drafter.parts)]
     if any(isinstance(model, Target) and model.angles.fixed is not None for model in models):
@@ -114,16 +114,16 @@ def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws
     return Draws.TREE if temperature >= COLD else Draws.NONE
 
 
-def _auto_tree(
+def _policy(
     target: Target, drafter: Drafter, rules: Sequence[Rule], request: Request, tilt: float, draws: Draws
-) -> AutoTree | None:
-    """Return what chooses each round's tree; None for a drafter of fixed shape."""
-    if drafter.auto is None:
+) -> TreePolicy | None:
+    """Return what chooses the shape of each round's trees; None for a drafter of fixed shape."""
+    if drafter.bounds is None:
         return None
     names = {rule.name for rule in rules}
     law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN)
     learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
-    return AutoTree(drafter.auto, len(rules), law, drafter.max_nodes, learns=learns)
+    return TreePolicy(memory_of(drafter, target), len(rules), law, drafter.bounds, learns=learns)
 
 
 def read_again(state: DecodeState, books: Books) -> None:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fsd_core.tensors import to_device
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.drafters.auto import AutoTree
 from fsd_infer.drafters.base import DraftSession
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.rules import Rule, Texts
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.policy import TreePolicy
 
 
 @dataclass
@@ -40,7 +40,7 @@ class DecodeState:
         history: returns the tokens before each row's root, as processors take them.
         most_nodes: nodes of the largest tree.
         live: [B] bool; rows that are not finished. None: finished rows leave the batch at once.
-        auto: chooses the tree of every round; None: the drafter's shape is fixed.
+        policy: chooses the shape of every round's trees; None: the drafter's own shape.
         lap: called with the name of every phase as it ends.
     """
 
@@ -62,7 +62,7 @@ class DecodeState:
     history: Callable[[], list[Tensor]]
     most_nodes: int
     live: Tensor | None = None
-    auto: AutoTree | None = None
+    policy: TreePolicy | None = None
     lap: Callable[[str], None] = field(default=lambda phase: None)
 
     @property

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
-from fsd_infer.drafters.estimates import Trees
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.engine.ngrams import copied_ngrams, kinds, repeated_ngrams
 from fsd_infer.rules import Emission, Rule, TokenOrigin
+from fsd_infer.trees.policy import TreeStats
 
 
 class Share(TypedDict):
@@ -92,7 +92,7 @@ class GenerationStats:
     phases: dict[str, float] = field(default_factory=dict)
     cache_bytes: int = 0
     known: list[int] = field(default_factory=list)
-    trees: Trees | None = None
+    trees: TreeStats | None = None
 
     @property
     def new_tokens(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.divergence import divergence
-from fsd_core.tensors import draw, wide
+from fsd_core.tensors import wide
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.laws import Law, biased
@@ -213,7 +213,7 @@ class _Walk:
         if evidence.greedy:
             return torch.where(pays.gather(1, end), self.opened.gather(1, end), evidence.likeliest.gather(1, end))
         weights = self._weights(end, pays)
-        token = draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
+        token = functional.draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
         return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # all weights round to 0
 
     def _weights(self, end: Tensor, pays: Tensor) -> Tensor:

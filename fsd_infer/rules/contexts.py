@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fsd_core.divergence import Divergence, expand_draft
+from fsd_core.divergence import Divergence
 from fsd_infer.rules.texts import known_tokens
 
 if TYPE_CHECKING:
@@ -86,16 +86,17 @@ class Contexts:
         return self.q_scores.softmax(-1)
 
     @cached_property
-    def _drawn_scores(self) -> Tensor:
-        """[R, V] logits of the distributions from which children are drawn, where a q is known."""
-        tree = self.evidence.tree
-        assert tree.q_scores is not None
-        return expand_draft(self._of_drafter(tree.q_scores), tree.draft_ids, self.scores.shape[-1])
-
-    @cached_property
     def proposal(self) -> Tensor:
         """[R, V] the distribution from which a child was drawn, 0 at contexts without a drawn child."""
-        return self._drawn_scores.softmax(-1).masked_fill(~self.of(self.evidence.draws)[:, None], 0.0)
+        tree = self.evidence.tree
+        assert tree.q_scores is not None
+        q = self._of_drafter(tree.q_scores).softmax(-1)
+        return self._over_all(q).masked_fill_(~self.of(self.evidence.draws)[:, None], 0.0)
+
+    def _over_all(self, q: Tensor) -> Tensor:
+        """Return probabilities [R, Vd] of the drafter's vocabulary over the target's."""
+        ids = self.evidence.tree.draft_ids
+        return q if ids is None else q.new_zeros(len(q), self.scores.shape[-1]).index_copy_(1, ids.long(), q)
 
     @cached_property
     def fixed(self) -> Tensor:
@@ -184,11 +185,8 @@ class LumpedContexts(Contexts):
         q_scores = self._padded(rows if scores is evidence.tree.q_logits else rows[:, self._ids])
         return torch.where(self.has_q[:, None], q_scores, self.scores)
 
-    @cached_property
-    def _drawn_scores(self) -> Tensor:
-        tree = self.evidence.tree
-        assert tree.q_scores is not None
-        return self._padded(self._of_drafter(tree.q_scores))
+    def _over_all(self, q: Tensor) -> Tensor:
+        return torch.nn.functional.pad(q, (0, 1))
 
     @staticmethod
     def _padded(scores: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -176,11 +176,10 @@ class Evidence:
     @cached_property
     def places(self) -> Tensor | None:
         """[V] place of each token in the drafter's vocabulary, -1 for none; None if that is the target's."""
-        ids = self.tree.draft_ids
+        ids, size = self.tree.draft_ids, self.round.logits.shape[-1]
         if ids is None:
             return None
-        places = torch.full((self.round.logits.shape[-1],), -1, device=ids.device)
-        return places.index_copy(0, ids.long(), torch.arange(len(ids), device=ids.device))
+        return _kept_places(ids, size) if ids.device.type == "cpu" else _places(ids, size)
 
     @cached_property
     def chance(self) -> Tensor:
@@ -306,3 +305,11 @@ class Evidence:
         elif self.tree.parents.shape[1] > 1:
             wrong["the drafter's logits"] = self.tree.scores.isnan()
         return wrong
+
+
+def _places(ids: Tensor, size: int) -> Tensor:
+    places = torch.full((size,), -1, device=ids.device)
+    return places.index_copy(0, ids.long(), torch.arange(len(ids), device=ids.device))
+
+
+_kept_places = lru_cache(maxsize=4)(_places)  # a vocabulary's ids are the same tensor round by round

@@ -11,15 +11,12 @@ import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from fsd_core.tensors import additive
 from fsd_infer.device.cache import SlotCache, cache_argument
-
-if TYPE_CHECKING:
-    from fsd_infer.heads.head import EagleHead
 
 
 class Outputs(NamedTuple):
@@ -68,7 +65,7 @@ class Stack(Protocol):
         """
         ...
 
-    def head_step(self, head: EagleHead, embeddings: nn.Module, lm_head: nn.Module) -> HeadStep | None:
+    def head_step(self, head: HeadParts, embeddings: nn.Module, lm_head: nn.Module) -> HeadStep | None:
         """Return a faster step of the draft head that owns the stack, by default None.
 
         Args:
@@ -77,6 +74,24 @@ class Stack(Protocol):
             lm_head: what reads its outputs as they are. Neither scale nor soft cap follows.
         """
         return None
+
+
+class HeadParts(Protocol):
+    """What a draft head does before its layers, see :class:`fsd_infer.heads.head.EagleHead`.
+
+    Attributes:
+        eagle3: whether embeddings go to the first layer apart; else ``fc`` reads [embedding ; feature].
+        width: H.
+        fc: that layer.
+        fusion: the projection of the target's inner layers, if any.
+        feature_scale: [H], by which features are divided, or None.
+    """
+
+    eagle3: bool
+    width: int
+    fc: nn.Linear
+    fusion: Any
+    feature_scale: Tensor | None
 
 
 class HeadStep(Protocol):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_core.tensors import draw
 from fsd_infer.backends.cpu.kernels import PLAIN_DIVERGENCES, Kernels, TreeTensors, kernels
+from fsd_infer.backends.cpu.structs import Mixing
 
 _FEW_LARGEST = 256  # the kernel inserts into a sorted list, which is slower than torch's selection for more
 
@@ -86,10 +86,35 @@ def divergence_rows(
     return _spread(found, rows, known, math.inf)
 
 
+def draw(weights: Tensor, uniforms: Tensor) -> Any:
+    compiled = _compiled(weights) if weights.dtype == uniforms.dtype == torch.float32 else None
+    return NotImplemented if compiled is None else compiled.draw(weights, uniforms)
+
+
 def sample_rows(logits: Tensor, uniforms: Tensor, where: Tensor) -> Tensor:
     """Compute the rows that count alone: what a choice of rows costs elsewhere, a transfer, costs nothing here."""
-    found = draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
+    compiled = _compiled(logits)
+    if compiled is None or uniforms.dtype != torch.float32:
+        found = functional.draw(logits[where].softmax(-1), uniforms[where]).clamp_max(logits.shape[-1] - 1)
+    else:
+        flat, rows = _chosen(logits, where)
+        found = compiled.sample(flat, uniforms.flatten().index_select(0, rows), rows)
     return torch.zeros_like(where, dtype=torch.long).masked_scatter(where, found)
+
+
+def mixed_children(
+    log_q: Tensor,
+    reach: Tensor,
+    sees: Tensor,
+    reserved: Tensor,
+    left: Tensor,
+    shares: tuple[float, float],
+    least: float,
+) -> Any:
+    """In torch this takes forty small operations."""
+    compiled = kernels() if log_q.dtype == reach.dtype == torch.float32 else None
+    how = Mixing(*shares, functional.UNSURE, functional.SURE, functional.LEAST_REST, least)
+    return NotImplemented if compiled is None else compiled.mixed_children(log_q, reach, sees, reserved, left, how)
 
 
 def upper_bound(values: Tensor, most: int) -> int:
@@ -128,5 +153,5 @@ def _compiled(*logits: Tensor) -> Kernels | None:
 def register() -> None:
     """Let the kernels answer on CPUs."""
     of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, sample_rows)
-    for kernel in (*of_rows, upper_bound, ancestors, tree_union):
+    for kernel in (*of_rows, draw, mixed_children, upper_bound, ancestors, tree_union):
         functional.register(kernel.__name__, "cpu", kernel)

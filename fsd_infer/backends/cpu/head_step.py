@@ -12,10 +12,10 @@ from fsd_infer.backends.cpu.packing import Packed, packed_of
 from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.backends.cpu.structs import Head, Linear, Step
 from fsd_infer.backends.families import hooks_of, is_hooked
+from fsd_infer.targets.stack import HeadParts
 
 if TYPE_CHECKING:
     from fsd_infer.device.cache import SlotCache
-    from fsd_infer.heads.head import EagleHead
 
 
 class CpuHeadStep:
@@ -35,7 +35,7 @@ class CpuHeadStep:
     def __init__(
         self,
         stack: CpuStack,
-        head: EagleHead,
+        head: HeadParts,
         embeddings: nn.Module,
         parts: list[Packed],
         hooks: list[dict[int, Any]],
@@ -59,7 +59,7 @@ class CpuHeadStep:
         self._table = table
 
     @classmethod
-    def of(cls, stack: CpuStack, head: EagleHead, embeddings: nn.Module, lm_head: nn.Module) -> CpuHeadStep | None:
+    def of(cls, stack: CpuStack, head: HeadParts, embeddings: nn.Module, lm_head: nn.Module) -> CpuHeadStep | None:
         """Return the step, or None if the kernels do not know a part of it."""
         layers = [head.fc, lm_head, *([] if head.fusion is None else [head.fusion.project])]
         parts = [part for layer in layers if (part := packed_of(layer)) is not None and part.native is not None]

@@ -181,6 +181,63 @@ void fsd_likeliest(int narrow_x, const void* x, int64_t rows, int64_t columns, i
   }
 }
 
+// where [rows]: an index of the softmax of each row of logits x [·, columns], in bf16 (narrow) or fp32, for a uniform number.
+// pick [rows]: the numbers of the rows, null for all in order.
+void fsd_sample(int narrow_x, const void* x, const int64_t* pick, int64_t rows, int64_t columns, const float* uniforms,
+                int64_t* where, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Share share(rows);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const int64_t from = (pick ? pick[row] : row) * columns;
+      where[row] = narrow_x ? sampled((const bf16*)x + from, columns, uniforms[row])
+                            : sampled((const float*)x + from, columns, uniforms[row]);
+    }
+  }
+}
+
+// where [rows]: an index of each row of weights x [rows, columns] for a uniform number; `columns` if all are 0.
+void fsd_draw(const float* x, int64_t rows, int64_t columns, const float* uniforms, int64_t* where, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Share share(rows);
+    for (int64_t row = share.begin; row < share.end; ++row)
+      where[row] = drawn(columns, uniforms[row], [&](int64_t at) {
+        return _mm512_maskz_loadu_ps(lanes(columns - at), x + row * columns + at);
+      });
+  }
+}
+
+// See mixed_children in fsd_core/functional.py: log_q [batch, count, width], reach [batch, count], sees [batch, count,
+// nodes], reserved [batch, nodes] and left [batch], which change.
+void fsd_mixed_children(const float* log_q, const float* reach, const uint8_t* sees, int64_t batch, int64_t count,
+                        int64_t width, int64_t nodes, const fsd_mixing* how, uint8_t* fixed, uint8_t* draws,
+                        float* passes, uint8_t* reserved, int64_t* left) {
+  std::vector<uint8_t> before(nodes);
+  for (int64_t row = 0; row < batch; ++row, reserved += nodes) {
+    int64_t sum = 0, spent = 0;
+    std::copy(reserved, reserved + nodes, before.begin());
+    for (int64_t each = 0; each < count; ++each, log_q += width, fixed += width, ++reach, ++draws, ++passes, sees += nodes) {
+      const float ratio = std::min(how->drawn * (how->unsure + (how->sure - how->unsure) * std::exp(log_q[0])), how->sure);
+      const float gain = std::log(std::max(how->likely - ratio, 0.f));
+      float rest = 1;
+      for (int64_t i = 0; i < width; ++i) {
+        fixed[i] = i + 1 < width && *reach + log_q[i] + gain >= how->least;
+        if (fixed[i]) rest -= std::exp(log_q[i]);
+      }
+      *passes = std::log(ratio * std::max(rest, 0.f));
+      int64_t cost = 1;
+      for (int64_t node = 0; node < nodes; ++node) cost += sees[node] && !before[node];
+      const bool wants = *reach + *passes >= how->least && rest > how->least_rest;
+      *draws = wants && (sum += cost) <= left[row];
+      if (!*draws) continue;
+      spent += cost;
+      for (int64_t node = 0; node < nodes; ++node) reserved[node] |= sees[node];
+    }
+    left[row] -= spent;
+  }
+}
+
 // Copy x [rows, columns] to out; numbers below the `most`-th largest of their row become `other`. NaN stays.
 void fsd_keep_largest(const float* x, int64_t rows, int64_t columns, int64_t most, float other, float* out,
                       int threads) {

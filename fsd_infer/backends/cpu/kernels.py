@@ -31,7 +31,7 @@ from fsd_core.errors import KernelsError
 from fsd_infer.backends.cpu.codebooks import rewritten
 from fsd_infer.backends.cpu.pages import zeroed
 from fsd_infer.backends.cpu.sets import VARIABLE, wanted
-from fsd_infer.backends.cpu.structs import Forward, Head, Linear, StackStruct, Step, Tree
+from fsd_infer.backends.cpu.structs import Forward, Head, Linear, Mixing, StackStruct, Step, Tree
 from fsd_infer.device.cores import team_size
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "block_pack": (c_int64, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int),
     "divergence": (None, c_int, c_int64, *_ROWS, *_ROWS, *[c_void_p] * 2, c_int),
     "likeliest": (None, c_int, c_void_p, *[c_int64] * 3, *[c_void_p] * 2, c_int),
+    "sample": (None, *_ROWS, c_int64, *[c_void_p] * 2, c_int),
+    "draw": (None, c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int),
+    "mixed_children": (None, *[c_void_p] * 3, *[c_int64] * 4, POINTER(Mixing), *[c_void_p] * 5),
     "keep_largest": (None, c_void_p, *[c_int64] * 3, c_float, c_void_p, c_int),
     "ancestors": (None, c_void_p, *[c_int64] * 2, c_void_p),
     "union": (None, c_int64, POINTER(Tree), POINTER(Tree), c_int64, *[c_void_p] * 4),
@@ -163,6 +166,33 @@ class Kernels:
             narrow, logits.data_ptr(), rows, columns, count, log_q.data_ptr(), where.data_ptr(), threads
         )
         return log_q, where
+
+    def sample(self, logits: Tensor, uniforms: Tensor, rows: Tensor) -> Tensor:
+        """Draw an index [R] from the softmax of rows [R] of logits [M, V], by uniforms [R] in fp32."""
+        rows, uniforms = rows.contiguous(), uniforms.contiguous()
+        found, sizes = torch.empty(rows.shape, dtype=torch.long), (rows.numel(), logits.shape[-1])
+        out = uniforms.data_ptr(), found.data_ptr()
+        self._library.fsd_sample(*_rows(logits, rows), *sizes, *out, _threads(*sizes))
+        return found
+
+    def draw(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Compute :func:`fsd_core.functional.draw` of weights [R, M] and uniforms [R] in fp32."""
+        weights, uniforms = weights.contiguous(), uniforms.contiguous()
+        found, sizes = torch.empty(len(weights), dtype=torch.long), weights.shape
+        addresses = uniforms.data_ptr(), found.data_ptr()
+        self._library.fsd_draw(weights.data_ptr(), *sizes, *addresses, _threads(*sizes))
+        return found
+
+    def mixed_children(
+        self, log_q: Tensor, reach: Tensor, sees: Tensor, reserved: Tensor, left: Tensor, how: Mixing
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Compute :func:`fsd_core.functional.mixed_children` of fp32 numbers."""
+        given = [x.contiguous() for x in (log_q, reach, sees)]
+        fixed, draws = torch.empty(log_q.shape, dtype=torch.bool), torch.empty(reach.shape, dtype=torch.bool)
+        out = fixed, draws, torch.empty(reach.shape), reserved.clone(), left.clone()
+        addresses = (x.data_ptr() for x in out)
+        self._library.fsd_mixed_children(*(x.data_ptr() for x in given), *log_q.shape, sees.shape[-1], how, *addresses)
+        return out
 
     def keep_largest(self, scores: Tensor, count: int, other: float) -> Tensor:
         """Compute :func:`fsd_core.functional.keep_top_k` of scores [..., V] in fp32."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from ctypes import c_void_p
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,7 @@ from fsd_infer.backends.cpu.structs import Forward, Layer, StackStruct
 from fsd_infer.backends.families import FIXED_ANGLES, hooks_of, is_hooked, is_of_family
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cores import team_size
-from fsd_infer.targets.stack import HeadStep, Outputs, Stack, StackOwner
-
-if TYPE_CHECKING:
-    from fsd_infer.heads.head import EagleHead
+from fsd_infer.targets.stack import HeadParts, HeadStep, Outputs, Stack, StackOwner
 
 # most slots that many tokens may attend to, by set of kernels: above, torch is faster
 MOST_SLOTS = {"avx512": 512, "amx": 2048}
@@ -106,7 +103,7 @@ class CpuStack(Stack):
         """Whether the kernels compute the final norm, if there is one."""
         return self.norm is None or self._norm_weight is not None
 
-    def head_step(self, head: EagleHead, embeddings: nn.Module, lm_head: nn.Module) -> HeadStep | None:
+    def head_step(self, head: HeadParts, embeddings: nn.Module, lm_head: nn.Module) -> HeadStep | None:
         """See :meth:`fsd_infer.targets.stack.Stack.head_step`."""
         from fsd_infer.backends.cpu.head_step import CpuHeadStep
 
@@ -170,11 +167,12 @@ class CpuStack(Stack):
         cosine, sine = self._tables(int(positions.max()) + 1)
         masks = [mask.contiguous() for mask in masks]
         positions, slots = positions.contiguous(), cache.slots.expand(batch, -1).contiguous()
-        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in capture}
+        last = self.number - 1
+        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in capture if index != last}
         addresses = (c_void_p * self.number)()
         for index, output in outputs.items():
             addresses[index] = output.data_ptr()
-        outputs[self.number - 1] = out
+        outputs[last] = out
         forward = Forward(
             batch=batch,
             count=count,

@@ -77,3 +77,9 @@ class Tree(Structure):
     """``fsd_tree`` of kernels.cpp."""
 
     _fields_ = [*((name, c_void_p) for name in ("tokens", "parents", "scores", "proposers")), ("count", c_int64)]
+
+
+class Mixing(Structure):
+    """``fsd_mixing`` of kernels.cpp."""
+
+    _fields_ = [(name, c_float) for name in ("likely", "drawn", "unsure", "sure", "least_rest", "least")]

@@ -76,7 +76,7 @@ def uses_triton() -> bool:
     return True
 
 
-class WithoutCudnn:
+class WithoutCudnn(Stack):
     """A stack whose attention avoids cuDNN, which compiles a plan for every new length: 10 ms in each forward."""
 
     def __init__(self, stack: Any) -> None:

@@ -12,9 +12,9 @@ import torch
 from fsd_core.errors import FsdError
 from fsd_core.registry import did_you_mean, read_float, read_int
 from fsd_infer.drafters.base import Drafter, NoDrafter
-from fsd_infer.drafters.shape import of_device
 from fsd_infer.engine import Request
 from fsd_infer.rules import Exact, Rule
+from fsd_infer.trees.shape import of_device
 
 _MOST = 2**16
 _RANGES = {

@@ -76,3 +76,8 @@ struct fsd_step {
   int64_t extra;
   bf16* logits;          // [rows, columns of the LM head + extra]
 };
+
+// Constants of mixed_children in fsd_core/functional.py. likely, drawn: learned ratios; least, as a logarithm.
+struct fsd_mixing {
+  float likely, drawn, unsure, sure, least_rest, least;
+};

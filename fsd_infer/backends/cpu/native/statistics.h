@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 namespace {
 
@@ -242,6 +243,44 @@ void likeliest(const Number* x, int64_t columns, int64_t most, float* log_q, int
   select_largest(x, columns, most, log_q, where);
   const float total = log_sum_exp(x, columns);
   for (int64_t i = 0; i < most; ++i) log_q[i] -= total;
+}
+
+// An index by inverse CDF, never one of weight 0; `columns` if all are 0. weights(at): of 16 columns, 0 beyond the last.
+template <class Weights>
+int64_t drawn(int64_t columns, float uniform, Weights weights) {
+  constexpr int64_t BLOCK = 512;
+  std::vector<double> sums;
+  double total = 0;
+  for (int64_t first = 0; first < columns; first += BLOCK) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t at = first; at < std::min(first + BLOCK, columns); at += LANES) sum = _mm512_add_ps(sum, weights(at));
+    sums.push_back(total += _mm512_reduce_add_ps(sum));
+  }
+  if (!(total > 0)) return columns;
+  const double wanted = std::min((double)uniform * total, std::nextafter(total, 0.0));
+  const int64_t block = std::upper_bound(sums.begin(), sums.end(), wanted) - sums.begin();
+  double sum = block ? sums[block - 1] : 0;
+  int64_t found = columns;
+  for (int64_t at = block * BLOCK; at < std::min((block + 1) * BLOCK, columns); at += LANES) {
+    alignas(64) float own[LANES];
+    _mm512_store_ps(own, weights(at));
+    for (int64_t i = 0; i < LANES; ++i) {
+      if (own[i] > 0) found = at + i;  // the last of them, should the sums differ by rounding
+      if ((sum += own[i]) > wanted) return found;
+    }
+  }
+  return found;
+}
+
+// An index of the softmax of x; 0 if x is no logits of a distribution.
+template <class Number>
+int64_t sampled(const Number* x, int64_t columns, float uniform) {
+  const float highest = maximum(x, columns).value;
+  if (!std::isfinite(highest)) return 0;
+  return drawn(columns, uniform, [&](int64_t at) {
+    const __mmask16 inside = lanes(columns - at);
+    return _mm512_maskz_mov_ps(inside, exponential(_mm512_sub_ps(load(x + at, inside), _mm512_set1_ps(highest))));
+  });
 }
 
 // Rows of logits, `columns` each. pick: the numbers of the rows, null for all in order.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from fsd_core.errors import FsdError
 from fsd_core.registry import is_whole, read_float, read_int
+
+if TYPE_CHECKING:
+    from fsd_infer.trees.prices import Prices
 
 T = TypeVar("T")
 
@@ -46,6 +49,7 @@ class TreeShape:
         stop_below: probability that the answer runs through any of the nodes to expand next, below which drafting
             stops. The drafter estimates it as the sum of their cumulative q, tilted as the law is. 0: always draft
             ``depth`` deep.
+        prices: by which the tree of one round is grown; its sizes are then the largest ones. None: it grows to them.
 
     Raises:
         FsdError: a size or threshold out of range, or too many candidates.
@@ -55,6 +59,7 @@ class TreeShape:
     width: int
     nodes: int
     stop_below: float = 0.0
+    prices: Prices | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_tree("a draft tree", self.depth, self.nodes, self.width)

@@ -1,0 +1,186 @@
+"""What a round costs on a machine, learned while decoding, for ``tree="auto"``.
+
+Every estimate is recursive and forgets. Known bounds hold throughout: more nodes never cost less, and drafting is never
+free. A stall or a clock that jumps counts for little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from fsd_infer.trees.prices import KNOTS, spans
+from fsd_infer.trees.shape import of_device
+
+if TYPE_CHECKING:
+    from fsd_infer.targets.target import Target
+
+NOISE, SAME_NOISE = 0.1, 0.3  # relative standard deviation of a measured cost, beside another one and alone
+DOUBT = 0.8  # relative standard deviation of a prior slope
+FORWARD_DOUBT = 0.04  # at least, of C's slopes: machines differ by more than their small ones
+KINSHIP = 0.7  # correlation of these deviations, the first slope's excepted: slopes tend to be too high together
+FORGET = 0.01  # share of the evidence that a round forgets
+RECENT = 5  # rounds whose median gives the present speed of the machine
+STARTING = 0.05  # fixed cost of a small LM's forward, in forwards of the target
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Costs that are assumed before anything was timed, in forwards over a single token.
+
+    Attributes:
+        slopes: of C between KNOTS, per node.
+        drafting: of a depth, and of an expanded node.
+        rest: of everything else in a round, and of the drafter's reading of the accepted tokens.
+    """
+
+    slopes: tuple[float, ...]
+    drafting: tuple[float, float]
+    rest: tuple[float, float]
+
+    def for_model(self, share: float) -> Prior:
+        """Return the prior for a small LM whose forward takes ``share`` of the target's; 0: there is no model.
+
+        The small LM reads the accepted tokens together with the root, in the forward of the first depth.
+        """
+        depth = STARTING + share if share else 0.001
+        return Prior(self.slopes, (depth, max(share * self.slopes[2], 0.0005)), (self.rest[0], 0.01))
+
+
+PRIORS = {
+    # weights in blocks: a forward over one token is short, and more tokens are bound by arithmetic
+    "blocks": Prior((0.07, 0.15, 0.15, *[0.165] * (len(KNOTS) - 3)), (0.13, 0.018), (0.09, 0.3)),
+    # the same on AMX tiles: the built-in model takes 3.0 ms for one row, 5.2 for 4, 8.0 for 8 and 12.1 for 16
+    "blocks on tiles": Prior((0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.17, 0.02), (0.15, 0.15)),
+    "cpu": Prior((0.01, 0.25, 0.05, *[0.09] * (len(KNOTS) - 3)), (0.06, 0.008), (0.04, 0.14)),
+    "cuda": Prior((*[0.001] * 4, *[0.003] * (len(KNOTS) - 4)), (0.05, 0.0005), (0.03, 0.05)),
+}
+
+
+def prior_for(target: Target, relative_cost: float | None = None) -> Prior:
+    """Return the costs of a round that are assumed before anything was timed. ``relative_cost``: as of a Drafter."""
+    name = "blocks on tiles" if target.kernels == "amx" else "blocks"
+    prior = PRIORS[name] if target.has_blocks else of_device(PRIORS, target.device)
+    return prior if relative_cost is None else prior.for_model(relative_cost)
+
+
+class Slopes:
+    """Positive weights w of y ≈ w·x, by recursive least squares that forgets towards its prior.
+
+    A residual counts for two standard deviations at most. So a stall of a second moves the weights no more than one
+    slow round.
+
+    Args:
+        prior: weights before the first observation.
+        least_doubt: least standard deviation of a prior weight.
+
+    Attributes:
+        weights: the present estimate.
+    """
+
+    def __init__(self, prior: Sequence[float], least_doubt: float = 0.0) -> None:
+        self.weights = list(prior)
+        self._least = [0.05 * value for value in prior]
+        doubts = [max(DOUBT * value, least_doubt) for value in prior]
+        self._prior = [
+            [a * b * (1.0 if i == j else KINSHIP if i and j else 0.0) for j, b in enumerate(doubts)]
+            for i, a in enumerate(doubts)
+        ]
+        self._covariance = [row[:] for row in self._prior]
+
+    def predict(self, x: Sequence[float]) -> float:
+        """Return w·x."""
+        return sum(weight * value for weight, value in zip(self.weights, x))
+
+    def learn(self, x: Sequence[float], y: float, noise: float) -> None:
+        """Learn from one observation y with standard deviation ``noise``."""
+        spread = [sum(entry * value for entry, value in zip(row, x)) for row in self._covariance]
+        variance = sum(entry * value for entry, value in zip(spread, x)) + noise**2
+        most = 2.0 * math.sqrt(variance)
+        residual = min(max(y - self.predict(x), -most), most) / variance
+        for i, (row, prior) in enumerate(zip(self._covariance, self._prior)):
+            self.weights[i] = max(self.weights[i] + spread[i] * residual, self._least[i])
+            share = spread[i] / variance
+            for j, other in enumerate(spread):
+                row[j] += FORGET * (prior[j] - row[j]) - share * other
+
+
+class Costs:
+    """Costs of rounds on this device, in forwards over a single token.
+
+    Args:
+        prior: costs before anything was timed.
+    """
+
+    def __init__(self, prior: Prior) -> None:
+        self.forward_slopes = Slopes(prior.slopes, FORWARD_DOUBT)
+        self.draft_slopes = Slopes(prior.drafting)
+        self.rest_slopes = Slopes(prior.rest)
+        self._paces: deque[float] = deque(maxlen=RECENT)
+        self._before: tuple[int, float, bool] | None = None  # nodes and seconds of the last round; whether it was plain
+
+    @property
+    def pace(self) -> float | None:
+        """Present seconds of a forward over a single token; None if nothing was timed."""
+        return median(self._paces) if self._paces else None
+
+    def forward(self, nodes: int) -> float:
+        """Return C(N): the cost of verifying ``nodes`` nodes of all rows."""
+        return 1.0 + self.forward_slopes.predict(spans(nodes))
+
+    def drafting(self, depths: int, expanded: int) -> float:
+        """Return the cost of drafting ``depths`` depths with ``expanded`` expanded nodes over all rows."""
+        return self.draft_slopes.predict((depths, expanded))
+
+    @property
+    def reading(self) -> float:
+        """The cost of the drafter's reading of the accepted tokens."""
+        return self.rest_slopes.weights[1]
+
+    def rest(self, reads: bool) -> float:
+        """Return the cost of everything else. ``reads``: whether the drafter reads the accepted tokens."""
+        return self.rest_slopes.predict((1.0, float(reads)))
+
+    def learn(
+        self, nodes: int, forward: float, depths: int, expanded: int, draft: float, rest: float | None, reads: bool
+    ) -> None:
+        """Learn from one round. Ignore it if the clock was set back, or was not read.
+
+        Args:
+            nodes: verified nodes of all rows.
+            forward: seconds of the target forward.
+            depths: depths drafted.
+            expanded: expanded nodes of all rows.
+            draft: seconds of drafting.
+            rest: seconds of everything else; None if unknown.
+            reads: whether the drafter read the accepted tokens.
+        """
+        if min(forward, draft if depths else 1.0, 1.0 if rest is None else rest) <= 0.0:
+            return
+        expected = self.forward(nodes)
+        own = forward / expected  # a busy machine slows all parts of a round alike
+        self._paces.append(own)
+        before, self._before = self._before, (nodes, forward, not depths)
+        if before is not None and before[2] != (not depths):
+            self._compare(*sorted((before[:2], (nodes, forward))))
+        else:
+            pace = median(self._paces)
+            self.forward_slopes.learn(spans(nodes), forward / pace - 1.0, SAME_NOISE * expected)
+        if depths:
+            expected = self.drafting(depths, expanded)
+            self.draft_slopes.learn((depths, expanded), draft / own, 2 * NOISE * expected)
+        if rest is not None:
+            self.rest_slopes.learn((1.0, float(reads)), rest / own, 2 * NOISE * self.rest(reads))
+
+    def _compare(self, plain: tuple[int, float], drafted: tuple[int, float]) -> None:
+        """Learn from a round without drafts and one with drafts beside it, nodes and seconds each.
+
+        Rounds alike say little of C: a slow machine and a large C look the same.
+        """
+        nodes, seconds = drafted
+        pace = plain[1] / self.forward(plain[0])
+        self.forward_slopes.learn(spans(nodes), seconds / pace - 1.0, NOISE * self.forward(nodes))

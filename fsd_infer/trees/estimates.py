@@ -1,0 +1,189 @@
+"""What a drafter's requests have learned about rounds, for ``tree="auto"``: estimates that are recursive and forget."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fsd_infer.trees.costs import Costs, Prior
+from fsd_infer.trees.prices import Calibration, Kind
+
+TEXT_MEMORY, BIN_MEMORY = 40, 200  # drafts
+DEPTH_MEMORY, LONG_MEMORY = 40, 50  # rounds
+SIDE_MEMORY, SIDE_TRIALS = 15, 4  # rounds, and the first ones, in which a grafted drafter is asked in any case
+ATTEMPT, ATTEMPTS_SHARE = 2, 0.03  # rounds of an attempt after a pause; share of tokens that attempts may cost
+
+
+class Rate:
+    """A ratio of two sums that fade.
+
+    Args:
+        over: the numerator's prior, per observation.
+        under: the denominator's.
+        memory: observations after which the sums have faded to 1/e, and the weight of the prior.
+    """
+
+    def __init__(self, over: float, under: float, memory: float) -> None:
+        self.over, self.under, self.memory = over * memory, under * memory, memory
+
+    @property
+    def value(self) -> float:
+        """The present ratio."""
+        return self.over / self.under
+
+    def learn(self, over: float, under: float) -> None:
+        """Add one observation to both sums."""
+        self.over += over - self.over / self.memory
+        self.under += under - self.under / self.memory
+
+    def recent(self, memory: float) -> Rate:
+        """Return a ratio with this value as its prior and another memory."""
+        return Rate(self.over / self.memory, self.under / self.memory, memory)
+
+
+class Curve(Calibration):
+    """A calibration that learns. Both of its ratios have a weak prior of 1."""
+
+    def __init__(self, tilt: float = 0.0, sampled: bool = False) -> None:
+        super().__init__(tilt, sampled)
+        self._seen = [Rate(0.2, 0.2, BIN_MEMORY) for _ in self._ratios]
+        self.begin_text()
+
+    def begin_text(self) -> None:
+        """Reset the ratios of the text's last drafts."""
+        self._text = [Rate(0.5, 0.5, TEXT_MEMORY) for _ in Kind]
+        self._text_ratios = [1.0 for _ in Kind]
+
+    def learn(self, log_q: float, depth: int, first: bool, kind: Kind, accepted: bool) -> None:
+        """Learn whether a draft whose parent was accepted was ``accepted``. Other arguments as of :meth:`chance`."""
+        if self._counts(log_q):
+            place, expected = self._bin(log_q, depth, first, kind), self._expected(log_q, first)
+            self._text[kind].learn(accepted, min(expected * self._ratios[place], 1.0))
+            self._seen[place].learn(accepted, expected)
+            self._text_ratios[kind], self._ratios[place] = self._text[kind].value, self._seen[place].value
+
+
+class LawKind(NamedTuple):
+    """How the drafts of a request are verified.
+
+    Attributes:
+        tilt: nats that the law gives for an accepted draft, as in :class:`DraftRequest`.
+        name: of the rule, or "several". Requests with the same name and tilt share what they learn.
+        sampled: whether the drafts are a chain sampled from q.
+    """
+
+    tilt: float = 0.0
+    name: str = ""
+    sampled: bool = False
+
+
+class Pause:
+    """Leaves out what does not pay, and attempts it again after a while.
+
+    A pause is long enough for an attempt to cost no more than ATTEMPTS_SHARE of the pause's tokens.
+
+    Attributes:
+        rounds: of the present pause; 0 if there is none.
+        attempt: rounds of the present attempt although it did not pay.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = self.attempt = 0
+
+    def most_loss(self, batch: int) -> float:
+        """Return how many tokens the next round may be expected to lose by that: more than 0 if it may attempt it."""
+        return math.inf if 0 < self.attempt < ATTEMPT else ATTEMPTS_SHARE * self.rounds * batch / ATTEMPT
+
+    def note(self, went: bool, loss: float, counts: bool = True) -> None:
+        """Note whether the round did so. ``counts``: whether a round that did not is one of a pause."""
+        self.attempt = self.attempt + 1 if went and loss > 0.0 else 0
+        self.rounds = 0 if went else self.rounds + counts
+
+
+class SideWorth:
+    """Whether it pays to ask a grafted drafter: the tokens of its drafts against its time and their verification."""
+
+    def __init__(self, costs: Costs, batch: int) -> None:
+        self.costs, self.batch, self.pause, self.trials = costs, batch, Pause(), 0
+        self.gain, self.cost = Rate(0.2 * batch, 1.0, SIDE_MEMORY), Rate(0.02, 1.0, SIDE_MEMORY)
+
+    def _loss(self, rate: float) -> float:
+        return rate * self.cost.value - self.gain.value
+
+    def asks(self, rate: float) -> bool:
+        """Return whether to ask it in the next round. ``rate``: tokens per forward over a single token."""
+        return self.trials < SIDE_TRIALS or self._loss(rate) <= self.pause.most_loss(self.batch)
+
+    def note(self, asked: bool, rate: float) -> None:
+        """Note whether a round asked it."""
+        self.trials += 1
+        self.pause.note(asked, self._loss(rate))
+
+    def learn(self, seconds: float, nodes: int, grafted: int, accepted: int) -> None:
+        """Learn from a round in which it was asked.
+
+        Args:
+            seconds: of its drafting and of merging its drafts.
+            nodes: verified nodes of all rows.
+            grafted: its own among them.
+            accepted: those that were accepted.
+        """
+        self.gain.learn(accepted, 1.0)
+        verifying = self.costs.forward(nodes) - self.costs.forward(nodes - grafted)
+        self.cost.learn(verifying + seconds / (self.costs.pace or 1.0), 1.0)
+
+
+class Knowledge:
+    """Estimates for one law and one batch size.
+
+    Attributes:
+        costs: of rounds.
+        curve: calibration of the drafter's probabilities.
+        rate: tokens per unit of cost.
+        reach_ratio: rows that reached expanded nodes, per row that was expected to.
+        accept_rate: rows that accepted a child of an expanded node, per row that reached one.
+        gain: tokens that drafts are expected to add in a round, less the cost of their verification, per row, or per
+            share of a row's tokens that other drafters miss.
+        draft_cost: of a round that drafts.
+        trials: rounds of the trial phase so far.
+        pause: of drafting.
+        side: whether grafted drafters pay.
+    """
+
+    def __init__(self, costs: Costs, batch: int, law: LawKind) -> None:
+        self.costs, self.curve = costs, Curve(law.tilt, law.sampled)
+        self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
+        self.reach_ratio = Rate(1.0, 1.0, DEPTH_MEMORY)
+        self.accept_rate = Rate(0.6, 1.0, DEPTH_MEMORY)
+        self.gain = Rate(1.0, 1.0, DEPTH_MEMORY)
+        self.draft_cost = Rate(costs.drafting(2, 2 * batch), 1.0, DEPTH_MEMORY)
+        self.trials, self.pause, self.side = 0, Pause(), SideWorth(costs, batch)
+
+
+class TreeMemory:
+    """What a drafter's requests have learned about rounds.
+
+    Args:
+        device: type of the device, such as "cpu".
+        prior: assumed costs of a round.
+        clock: returns seconds.
+
+    Attributes:
+        by_depth: as in :class:`.Prices`.
+    """
+
+    def __init__(self, device: str, prior: Prior, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.prior, self.clock, self.by_depth = prior, clock, device == "cpu"
+        self._costs: dict[int, Costs] = {}
+        self._known: dict[tuple[int, LawKind], Knowledge] = {}
+
+    def knowledge(self, batch: int, law: LawKind) -> Knowledge:
+        """Return the estimates of earlier requests with a similar batch and law. The caller updates them in place."""
+        size = batch.bit_length()
+        costs = self._costs.setdefault(size, Costs(self.prior))
+        key = size, law._replace(tilt=round(4 * min(law.tilt, 4.0)))
+        if key not in self._known:
+            self._known[key] = Knowledge(costs, batch, law)
+        return self._known[key]

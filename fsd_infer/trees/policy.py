@@ -1,0 +1,216 @@
+"""Choose the draft tree of every round: ``tree="auto"``.
+
+A policy is asked for a shape before each round and told of the round after it. Drafters see the shape alone. A shape of
+``auto`` carries prices (:mod:`fsd_infer.trees.prices`), by which the drafter grows its tree, and which follow from what
+earlier rounds took and accepted (:mod:`fsd_infer.trees.estimates`).
+
+**Laws stay.** A round's tree depends on the text, and on what earlier rounds took and accepted. The round's random
+draws are independent of all that. So, given the past, a round emits by the rule's law on any tree. By the chain rule,
+so does the whole text. Timing can change *which* draws give which token. A request with a seed therefore reads no clock
+and learns nothing, and its answer repeats.
+
+**Chains drawn from q** (``exact:block=true``) are chosen in length only. Whether a draft x is drawn depends on the
+drafts before it, on the draws of other rows and on the past. It never depends on x, and every drawn draft is verified.
+So, given the context and all earlier draws, one of two cases holds. Either x ~ q, and the rule's test of x gives its
+law. Or no x is drawn, and the target's own token has the same law. Hence the mixture has it too. Dropping drafts with a
+small q(x) would break this: the test would see likely x only, and the law would shift towards them. Trees with drawn
+nodes keep to the same principle (:mod:`fsd_infer.drafters.drawing`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from fsd_infer.trees.costs import Costs, prior_for
+from fsd_infer.trees.estimates import Knowledge, LawKind, TreeMemory
+from fsd_infer.trees.growing import UNLIKELY, Growth
+from fsd_infer.trees.prices import KNOTS, Kind, Prices
+from fsd_infer.trees.shape import TreeShape
+
+if TYPE_CHECKING:
+    from fsd_infer.drafters.base import Drafter
+    from fsd_infer.targets.target import Target
+
+RATE_MEMORY, GAIN_MEMORY = 20, 15  # rounds of a text
+TRIALS, LEAST_TRIALS = 12, 4  # first rounds of one row, and of any batch; every other one drafts unconditionally
+RECENT, USUAL = 5, 8  # trees whose median size is typical, and the size before any
+MOST_LEAST = 0.25  # of least_chance
+
+
+@dataclass
+class TreeStats:
+    """Totals over trees that were chosen round by round.
+
+    Attributes:
+        nodes: of one row's tree in every round, the root included.
+        tokens: emitted.
+        expected_tokens: expected before verification.
+        seconds: that the rounds took.
+        expected_seconds: expected before verification; 0 if no clock is read.
+    """
+
+    nodes: list[int] = field(default_factory=list)
+    tokens: float = 0.0
+    expected_tokens: float = 0.0
+    seconds: float = 0.0
+    expected_seconds: float = 0.0
+
+    def add(self, other: TreeStats) -> None:
+        """Add the totals of ``other``."""
+        self.nodes += other.nodes
+        for name in ("tokens", "expected_tokens", "seconds", "expected_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a record, with ``nodes`` as the number of rounds by tree size."""
+        return {**asdict(self), "nodes": {str(nodes): count for nodes, count in sorted(Counter(self.nodes).items())}}
+
+
+class TreeReport(NamedTuple):
+    """What a policy learns from a round.
+
+    Attributes:
+        growth: of the trees.
+        path: nodes of each row's accepted path, the root first.
+        accepted: number of accepted drafts of each row.
+        seconds: of drafting, of the target's forward, and of the rest of the round or None if a row ended, so that the
+            rest is not typical. None: no clock is read.
+    """
+
+    growth: Growth
+    path: Sequence[Sequence[int]]
+    accepted: Sequence[int]
+    seconds: tuple[float, float, float | None] | None = None
+
+
+class TreePolicy:
+    """Chooses the shape of every round's trees for the most tokens per second, and learns from the rounds.
+
+    Args:
+        memory: of the drafter.
+        rows: of the request.
+        law: how drafts are verified.
+        largest: the largest shape of a tree.
+        learns: False: read no clock and keep nothing, so that trees are a function of the text alone.
+
+    Attributes:
+        clock: returns seconds; None: no clock may be read.
+        stats: totals over the rounds so far.
+    """
+
+    def __init__(self, memory: TreeMemory, rows: int, law: LawKind, largest: TreeShape, learns: bool = True) -> None:
+        self.memory, self.law, self.largest, self.learns = memory, law, largest, learns
+        self.clock = memory.clock if learns else None
+        self.known = memory.knowledge(rows, law) if learns else Knowledge(Costs(memory.prior), rows, law)
+        self.known.curve.begin_text()
+        self.stats, self.rows = TreeStats(), 0
+
+    def _begin(self, rows: int) -> None:
+        """Begin rounds of ``rows`` rows."""
+        self.rows = rows
+        if self.learns:
+            self.known = self.memory.knowledge(rows, self.law)
+        self.rate = self.known.rate.recent(RATE_MEMORY)
+        self.gain = self.known.gain.recent(GAIN_MEMORY)
+
+    @property
+    def _in_trials(self) -> bool:
+        return self.known.trials < max(TRIALS // self.rows, LEAST_TRIALS)
+
+    def choose(self, rows: int) -> TreeShape:
+        """Return the shape of the next trees of ``rows`` texts. Asking again changes nothing."""
+        if rows != self.rows:
+            self._begin(rows)
+        known, rate = self.known, self.rate.value
+        costs, by_depth = known.costs, self.memory.by_depth
+        is_trial = self._in_trials and known.trials % 2 == 0
+        if self._in_trials:  # every other round drafts, and the others show what a plain round costs
+            most_loss = math.inf if is_trial else -math.inf if self.learns else 0.0
+        else:
+            most_loss = known.pause.most_loss(rows)
+        slopes = tuple(rate * slope for slope in costs.forward_slopes.weights)
+        sizes = sorted(self.stats.nodes[-RECENT:] or [USUAL])
+        typical = max(bisect_left(KNOTS, sizes[len(sizes) // 2] * rows) - 1, 0)
+        of_depth, of_node = costs.draft_slopes.weights
+        prices = Prices(
+            known.curve, slopes, depth=rate * of_depth, expansion=rate * of_node,
+            accept=known.accept_rate.value, reach=known.reach_ratio.value,
+            drafting=rate * (costs.reading + known.draft_cost.value) if by_depth else -1.0,
+            gain=self.gain.value if by_depth else 0.0, most_loss=most_loss,
+            least_chance=min(max(slopes[typical], UNLIKELY), MOST_LEAST), fewest=1 + is_trial,
+            missed=(1.0,) * rows, by_depth=by_depth, waits=known.pause.rounds > 0,
+            asks_side=not self.learns or known.side.asks(rate),
+        )  # fmt: skip
+        return replace(self.largest, prices=prices)
+
+    def update(self, report: TreeReport) -> None:
+        """Learn from the round whose shape was chosen last."""
+        known, growth = self.known, report.growth
+        resumed = bool(growth.drafted) and known.pause.rounds > 0  # the drafter first read the text of the pause
+        if growth.drafted is not None:
+            in_trials = self._in_trials
+            known.trials += in_trials
+            known.pause.note(growth.drafted, growth.prices.loss, counts=not in_trials)
+        if growth.asked_side is not None and self.learns:
+            known.side.note(growth.asked_side, self.rate.value)
+        if growth.is_choice:
+            self._learn(report, resumed)
+
+    def _learn(self, report: TreeReport, resumed: bool) -> None:
+        """Update all estimates. ``resumed``: the drafter read more than the last round's tokens."""
+        known, growth, costs, rows = self.known, report.growth, self.known.costs, self.rows
+        size = max(map(len, growth.steps), default=1)  # of a row's tree
+        nodes, reads = size * rows, known.pause.rounds == 0
+        verifying, drafting = costs.forward(nodes), costs.drafting(growth.depths, growth.expanded)
+        cost = verifying + drafting + costs.rest(reads)
+        gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.covered
+        draft, forward, rest = report.seconds or (0.0, 0.0, 0.0)
+        tokens, seconds = float(sum(report.accepted) + rows), draft + forward + (rest or 0.0)
+        self.stats.add(TreeStats([size], tokens, rows + growth.expected, seconds, cost * (costs.pace or 0.0)))
+        for rate in (self.rate, known.rate):
+            rate.learn(tokens, cost)
+        if not resumed:
+            draft, rest = draft - growth.side_seconds, None if rest is None else rest + growth.side_seconds
+            costs.learn(nodes, forward, growth.depths, growth.expanded, draft, rest, reads)
+        if growth.depths:
+            for each in (self.gain, known.gain):
+                each.learn(max(gain, 0.0), sum(growth.prices.missed))
+            known.draft_cost.learn(costs.drafting(growth.depths, growth.expanded), 1.0)
+            for depth, expected in enumerate(growth.expected_rows):
+                reached, went_on = (sum(count >= least for count in report.accepted) for least in (depth, depth + 1))
+                known.accept_rate.learn(went_on, reached)
+                if depth:
+                    known.reach_ratio.learn(reached, expected)
+        grafted, right = self._calibrate(report)
+        if growth.asked_side and self.learns and costs.pace is not None:
+            known.side.learn(growth.side_seconds, nodes, grafted, right)
+
+    def _calibrate(self, report: TreeReport) -> tuple[int, int]:
+        """Learn of each draft. Return how many drafts of all rows were grafted, and how many of these were accepted."""
+        grafted = right = 0
+        for steps, way, count in zip(report.growth.steps, report.path, report.accepted):
+            depth_of = dict(zip(way[: count + 1], range(count + 1)))  # of the nodes on the accepted path
+            grafted += sum(step.kind is Kind.GRAFTED for step in steps)
+            right += sum(step.kind is Kind.GRAFTED and node in depth_of for node, step in enumerate(steps))
+            for node, step in enumerate(steps[1:], 1):
+                if step.parent in depth_of:
+                    depth = depth_of[step.parent] + 1
+                    self.known.curve.learn(step.log_q, depth, step.first, step.kind, node in depth_of)
+        return grafted, right
+
+
+_MEMORIES: WeakKeyDictionary[Drafter, TreeMemory] = WeakKeyDictionary()
+
+
+def memory_of(drafter: Drafter, target: Target) -> TreeMemory:
+    """Return what a drafter's requests have learned; it is kept as long as the drafter."""
+    drafter = drafter.learner
+    if drafter not in _MEMORIES:
+        _MEMORIES[drafter] = TreeMemory(target.device.type, prior_for(target, drafter.relative_cost))
+    return _MEMORIES[drafter]

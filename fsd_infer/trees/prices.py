@@ -1,0 +1,215 @@
+"""Which drafts of a round are worth their time: what drafting and verifying costs, and which drafts are accepted.
+
+A round drafts L depths, expands E nodes and verifies N nodes. In forwards over a single token it costs
+
+    cost = C(N) + a·L + b·E + f,    C(1) = 1, C piecewise linear and non-decreasing; a, b, f > 0.
+
+It emits 1 + Σ P(n) tokens in expectation, summed over its drafts n. The chance P(n) that n is accepted is the product
+of g(q) over the steps to n. Here q is the drafter's probability of a step, and g is a :class:`Calibration` that
+includes the tilt of a law that favours drafts. Every round maximises
+
+    tokens - rate · cost,    rate = tokens per unit of cost so far.
+
+At the fixed point this maximises tokens per second (Dinkelbach 1967). So rate · cost is a price in tokens, and a node
+is expanded, a depth added or a node kept only if its expected tokens exceed its price. So predictable text gets large
+trees, other text small ones. The rows of a batch share one forward, hence one sum.
+
+Related work: Sequoia (arXiv 2402.12374) chooses one tree per device. DySpec (2410.11744) grows trees best first.
+SpecDec++ (2405.19715) stops at a threshold. OPT-Tree (2406.17276) keeps the nodes with the best scores.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from operator import mul
+
+from fsd_core.tensors import lists
+from fsd_infer.tree import DraftTree
+from fsd_infer.trees.visits import MOST_TILT
+
+KNOTS = (1, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
+CERTAIN = 0.99  # upper bound of a draft's chance
+BINS, LEAST = 20, -6.0  # of the calibration, equal in √(-ln q) down to ln q = LEAST: narrow where q is near 1
+AHEAD = 3  # depths that the decision to go on looks ahead
+
+
+def spans(nodes: int) -> list[float]:
+    """Return how many of ``nodes`` lie in each interval between KNOTS."""
+    ends = (*KNOTS[1:], math.inf)
+    return [max(min(nodes, end) - start, 0.0) for start, end in zip(KNOTS, ends)]
+
+
+class Kind(IntEnum):
+    """How a draft was proposed."""
+
+    LIKELY = 0  # as one of the likeliest tokens of its drafter
+    GRAFTED = 1  # by another drafter
+    DRAWN = 2  # drawn from q
+
+
+class Calibration:
+    """The chance that a draft is accepted if its parent was, from the drafter's probability q.
+
+        g(q) = r · q·e^t / (1 + q·(e^t - 1))
+
+    Here t is the law's tilt, or 0 for all but the likeliest sibling. The ratio r is accepted drafts over expected ones.
+    It is a product of two ratios. One is of drafts of similar q, the same depth class (1, or more), the same rank class
+    (first sibling, or not) and the same kind. The other is of the text's last drafts of the same kind: a text that a
+    head drafts well may hold no copies, and the other way round.
+
+    Under the exact test a draft sampled from q is accepted with probability min(1, p/q), however small q is. So where
+    drafts are sampled, (1 + q)/2 replaces q.
+
+    Args:
+        tilt: t, in nats.
+        sampled: whether drafts are sampled from q.
+    """
+
+    def __init__(self, tilt: float = 0.0, sampled: bool = False) -> None:
+        self._gain, self._sampled = math.exp(min(tilt, MOST_TILT)) - 1.0, sampled
+        self._ratios, self._text_ratios = [1.0] * (4 * len(Kind) * BINS), [1.0] * len(Kind)
+
+    def chance(self, log_q: float, depth: int, first: bool, kind: Kind = Kind.LIKELY) -> float:
+        """Return g(q).
+
+        Args:
+            log_q: ln q of the draft, given its parent; for a drawn one what its tree says.
+            depth: of the draft, from 1.
+            first: whether the draft is the likeliest of its siblings.
+            kind: how it was proposed.
+        """
+        if not self._counts(log_q):
+            return 0.0
+        ratio = self._ratios[self._bin(log_q, depth, first, kind)] * self._text_ratios[kind]
+        return min(self._expected(log_q, first) * ratio, CERTAIN)
+
+    def _counts(self, log_q: float) -> bool:
+        return log_q > (-math.inf if self._sampled else LEAST)  # False for NaN
+
+    def _expected(self, log_q: float, first: bool) -> float:
+        q = (1.0 + math.exp(log_q)) / 2 if self._sampled else math.exp(log_q)
+        return q * (1.0 + self._gain) / (1.0 + q * self._gain) if first else q
+
+    @staticmethod
+    def _bin(log_q: float, depth: int, first: bool, kind: Kind) -> int:
+        place = int(math.sqrt(max(log_q, LEAST) / LEAST) * (BINS - 1)) if log_q < 0.0 else 0
+        return 4 * (len(Kind) * place + kind) + 2 * (depth > 1) + first
+
+
+@dataclass(frozen=True)
+class Prices:
+    """By what a drafter grows the tree of one round; prices are in tokens of all rows.
+
+    Attributes:
+        calibration: chances of acceptance from the drafter's probabilities.
+        slopes: of the price of verification between KNOTS, per node.
+        depth: of drafting a depth.
+        expansion: of expanding a node.
+        accept: chance that a row accepts a child of an expanded node that it has reached.
+        reach: rows that reach expanded nodes, per row that is expected to.
+        drafting: of a round that drafts, with the drafter's reading of the accepted tokens.
+        gain: tokens that drafts are expected to add, less the price of their verification, per share in ``missed``.
+        most_loss: tokens that drafting may be expected to lose: more than 0 in attempts, infinite in trials.
+        least_chance: of acceptance at which a node is worth verifying, in a tree as large as the last ones.
+        fewest: nodes of a tree if the model drafts, whatever they are worth, the root included.
+        missed: share of each row's tokens that other drafters' trees of this round miss.
+        covered: net gain of the best of these trees.
+        by_depth: whether the host reads the scores of every depth to choose the next one. Elsewhere than on a CPU each
+            read would sync with the device.
+        asks_side: whether grafted drafters are asked: they may cost more than their drafts gain.
+        waits: whether the last round had no drafts. The next one rarely has any either, so texts may stay unread.
+    """
+
+    calibration: Calibration
+    slopes: tuple[float, ...]
+    depth: float
+    expansion: float
+    accept: float
+    reach: float
+    drafting: float
+    gain: float
+    most_loss: float
+    least_chance: float
+    missed: tuple[float, ...]
+    fewest: int = 1
+    covered: float = 0.0
+    by_depth: bool = True
+    asks_side: bool = True
+    waits: bool = False
+
+    @property
+    def loss(self) -> float:
+        """The tokens that drafting is expected to lose; negative if it gains."""
+        return self.drafting - self.gain * sum(self.missed)
+
+    def of_nodes(self, nodes: int) -> float:
+        """Return the price of verifying ``nodes`` nodes of all rows instead of one."""
+        return sum(map(mul, self.slopes, spans(nodes)))
+
+    def beside(self, tree: DraftTree) -> Prices:
+        """Return the prices for a drafter beside another one's tree [B, N].
+
+        A root is worth expanding where that tree is likely to be wrong or to end early. Accepted drafts have accepted
+        children with chance a, so (1 - a)·a^(d - 1) of a head's tokens have depth d.
+        """
+        if not self.by_depth:
+            return self
+        chances: list[float] = []
+        missed = list(self.missed)
+        for row, (scores, parents) in enumerate(zip(*lists(tree.scores, tree.parents), strict=True)):
+            drafts, shares = [math.exp(score) for score in scores[1:]], [(1.0 - self.accept) / self.accept]
+            for parent in parents[1:]:
+                shares.append(self.accept * shares[parent])
+            missed[row] *= 1.0 - min(sum(map(mul, drafts, shares[1:])), 1.0)
+            chances += drafts
+        covered = max(self.covered, self.best_gain(sorted(chances, reverse=True))[0])
+        return replace(self, missed=tuple(missed), covered=covered)
+
+    def best_gain(self, chances: Sequence[float]) -> tuple[float, float]:
+        """Return the largest net gain of verifying a prefix of these drafts, and the least gain of one more node.
+
+        Args:
+            chances: of acceptance, falling.
+
+        Returns:
+            Expected tokens minus price for the best prefix. The chance that one more node needs: that of the prefix's
+            last node, which it may displace, or the price of a place after it, whichever is less.
+        """
+        slopes, rows = self.slopes, len(self.missed)
+        best = gain = 0.0
+        kept = 0
+        for count, chance in enumerate(chances, 1):
+            gain += chance - slopes[bisect_left(KNOTS, rows + count) - 1]
+            if gain > best:
+                best, kept = gain, count
+        last = chances[kept - 1] if kept else 1.0
+        return best, min(last, slopes[bisect_left(KNOTS, rows + kept + 1) - 1])
+
+    def width(self, chances: Sequence[float], frontier: Sequence[Sequence[float]]) -> int:
+        """Return how many nodes of each row to expand next; 0 if drafting stops.
+
+        Args:
+            chances: of acceptance, of all drafts of all rows so far, falling.
+            frontier: of each row's nodes that may be expanded, falling.
+        """
+        gain, marginal = self.best_gain(chances)
+        # Expand a node only if its best child's expected gain exceeds the price of its drafting and verification.
+        least, accept = (self.expansion + marginal) * len(frontier), self.accept * self.reach
+        width = sum(accept * sum(row[place] for row in frontier) > least for place in range(len(frontier[0])))
+        return width if width and self._pays(chances, gain, [row[:width] for row in frontier]) else 0
+
+    def _pays(self, chances: Sequence[float], gain: float, frontier: Sequence[Sequence[float]]) -> bool:
+        """Return whether up to AHEAD more depths pay, the first from this frontier, later ones of one node a row."""
+        rows, price = len(frontier), 0.0
+        best = [[chance * self.reach * self.accept for chance in row] for row in frontier]
+        for depth in range(AHEAD):
+            price += self.depth + self.expansion * (len(frontier[0]) if depth == 0 else 1) * rows
+            chances = sorted([*chances, *(chance for row in best for chance in row)], reverse=True)
+            if self.best_gain(chances)[0] - gain > price:
+                return True
+            best = [[row[0] * self.accept] for row in best]
+        return False
