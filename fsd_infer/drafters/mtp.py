@@ -106,7 +106,7 @@ class MtpHead(nn.Module):
         for name, value in layout.config.items():
             if hasattr(config, name):
                 setattr(config, name, value * count if isinstance(value, list) else value)
-        last: Any = target.decoder.layers[-1]  # type: ignore[union-attr, index]
+        last: Any = target.decoder.layers[-1]  # type: ignore[index]
         self.layers = nn.ModuleList(MtpLayer(last, layout, config, index) for index in range(count))
         self.width, self.tables = target.hidden_size, [dict[str, Tensor]() for _ in range(count)]
         wide = count * self.width  # of what a node's children read
@@ -251,7 +251,8 @@ class MtpDrafter(EagleDrafter):
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None) -> MtpDrafter:
         """Read a layer in a directory of its own, in speculators' layout; arguments as of :meth:`StepDrafter.read`."""
-        made = cls(read_layers(target, directory), target, shape)
+        head: Any = read_layers(target, directory)
+        made = cls(head, target, shape)
         made.public = "training" not in config
         return made
 

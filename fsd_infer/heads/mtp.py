@@ -226,15 +226,15 @@ class MtpFiles:
         scale = next((found for end in _SCALES if (found := self.find(ours + end, layer))), None)
         if scale is None:
             raise self._error(name, f"{name} is of type {self.weights.dtypes[name]} without {name}_scale_inv")
-        blocks, shape, found = self._blocks, self.weights.shapes[name], self.weights.shapes[scale]
-        if len(found) != len(shape):
+        blocks, shape, held = self._blocks, self.weights.shapes[name], self.weights.shapes[scale]
+        if len(held) != len(shape):
             return scale, []
         covers = [
             1 if count == size else size if count == 1 else block
-            for size, count, block in zip(shape, found, [1] * (len(shape) - 2) + blocks, strict=True)
+            for size, count, block in zip(shape, held, [1] * (len(shape) - 2) + blocks, strict=True)
         ]
-        if any(-(-size // step) != count for size, count, step in zip(shape, found, covers, strict=True)):
-            raise self._error(scale, f"{scale} has the shape {list(found)} for {list(shape)} in blocks of {blocks}")
+        if any(-(-size // step) != count for size, count, step in zip(shape, held, covers, strict=True)):
+            raise self._error(scale, f"{scale} has the shape {list(held)} for {list(shape)} in blocks of {blocks}")
         return scale, covers
 
     @cached_property
@@ -318,7 +318,7 @@ def in_own_layout(target: Target, state: Mapping[str, Tensor]) -> dict[str, Tens
     layout = next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
     if layout is None:
         return None
-    number, made = _own_layers(target) if layout.follows else 0, {}
+    number, made = _own_layers(target) if layout.follows else 0, dict[str, Tensor]()
     for ours, value in state.items():
         if ours == "eh_proj.weight" and layout.state_first:
             value = torch.cat(value.chunk(2, 1)[::-1], 1)

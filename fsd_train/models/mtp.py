@@ -87,7 +87,8 @@ class MtpModule(DistillationModule):
         own = layer.block.state_dict()
         fitting = {name: value for name, value in last.items() if name in own and own[name].shape == value.shape}
         layer.block.load_state_dict(fitting, strict=False)
-        final = getattr(self.target.final_norm, "state_dict", dict)()
+        norm = self.target.final_norm
+        final: dict[str, Tensor] = {} if norm is None else norm.state_dict()
         if final and final.keys() == layer.norm.state_dict().keys():
             layer.norm.load_state_dict(final)
         halves = layer.eh_proj.weight.chunk(2, 1)
@@ -116,10 +117,11 @@ class MtpModule(DistillationModule):
         """Run the layer over a batch and return the supervised rows."""
         plan = plan_chains(on_host(batch, "loss_mask")[0], steps, self.step_decay)
         rows, text = plan.rows.to(self.device), self._text(batch)
-        final = self._features(batch, text)[..., : self.target.hidden_size].to(self.head.layers[0].eh_proj.weight.dtype)
+        head: Any = self.head
+        final = self._features(batch, text)[..., : self.target.hidden_size].to(head.layers[0].eh_proj.weight.dtype)
         with torch.no_grad():  # of the next token, [1, M, H]; the last one's is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(final.dtype)
-        outputs = torch.cat(unroll(self.head, embeds, final, text, len(rows.chains), plan.roots), dim=1)[0]
+        outputs = torch.cat(unroll(head, embeds, final, text, len(rows.chains), plan.roots), dim=1)[0]
         return DraftBatch(
             estimates=outputs.index_select(0, to_device(plan.source, self.device)),  # [R, H]
             features=final[0].index_select(0, rows.position + 1),  # [N, H]
