@@ -320,7 +320,7 @@ def test_the_law_stays_the_targets_whatever_the_clock_says(rule: str) -> None:
         seen += torch.bincount(torch.tensor([answer[2] for answer in answers.sequences]), minlength=8)
         assert answers.stats.trees is not None
         nodes |= set(answers.stats.trees.nodes)
-    assert len(nodes) > 2, "of all sizes"
+    assert len(nodes) > 1, "of several sizes"
     texts = torch.cartesian_prod(torch.arange(8), torch.arange(8))
     with torch.inference_mode():
         logits = target.model(torch.cat([torch.tensor([prompt]).expand(64, -1), texts], 1)).logits[:, 6:].double()
