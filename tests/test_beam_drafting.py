@@ -31,6 +31,7 @@ from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tell, t
 from tests.published_blocks import tiny_target
 from tests.published_heads import layout
 from tests.simulated_device import SIM, SimulatedDevice
+from tests.test_free import Pairs
 
 SHAPE = TreeShape(depth=3, width=3, nodes=20)
 
@@ -145,22 +146,6 @@ def test_the_successors_of_a_beam_are_those_of_its_text(kind: str, tmp_path: Pat
     assert len(session.successors(beams, [[4]], 3)[0][0][1]) == 3
 
 
-class Follows(Table):
-    """What followed a token last time in the texts."""
-
-    def __init__(self, after: dict[int, int]) -> None:
-        self.after = after
-
-    def at(self, context: Sequence[int]) -> int:
-        return context[-1]
-
-    def step(self, place: int, token: int) -> int:
-        return token
-
-    def options(self, place: int) -> Options:
-        return [(self.after[place], 0.8)] if place in self.after else []
-
-
 class BigramDrafter(FreeDrafter):
     """A user's own drafter: it needs to know nothing about beams."""
 
@@ -176,15 +161,15 @@ class BigramDrafter(FreeDrafter):
 class BigramSession(FreeSession):
     def __init__(self, drafter: BigramDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(first_tokens, request)
-        self.drafter, self.after = drafter, dict[int, int]()
+        self.drafter, self.after = drafter, dict[int, Options]()
 
     def append(self, rows: Sequence[Sequence[int]]) -> None:
         for tail, row in zip(self.tails, rows, strict=True):
-            self.after.update(zip([tail[-1], *row], row))
+            self.after.update({token: [(then, 0.8)] for token, then in zip([tail[-1], *row], row)})
         super().append(rows)
 
     def places(self) -> list[tuple[Table, Any]]:
-        return [(Follows(self.after), tail[-1]) for tail in self.tails]
+        return [(Pairs(self.after), tail[-1]) for tail in self.tails]
 
 
 @pytest.mark.parametrize("beams", [2, 3])

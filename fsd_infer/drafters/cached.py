@@ -14,7 +14,7 @@ from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 
 
 class CachedSession(TreeSession):
-    """A session that reads nodes of a frontier behind the text. The text's last token is the root, as in a round."""
+    """A session that reads nodes of a frontier after the text. The text's last token is the root, as in a round."""
 
     reads_nodes = True
 

@@ -25,7 +25,7 @@ from torch.nn.functional import embedding
 
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.tensors import at_nodes
-from fsd_infer.device.cache import SlotCache, cache_argument
+from fsd_infer.device.cache import cache_argument
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
 from fsd_infer.drafters.steps import HEADS
@@ -98,7 +98,7 @@ class MtpHead(nn.Module):
         tables: embeddings [V, H] and LM heads [V, H] of layers that have other ones than the target, by our names.
     """
 
-    draft_ids = lm_head = embed_tokens = None
+    draft_ids = lm_head = embed_tokens = stack = None
 
     def __init__(self, target: Target, layout: Layout, count: int = 1) -> None:
         super().__init__()
@@ -262,18 +262,6 @@ class MtpDrafter(EagleDrafter):
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> MtpSession:
         return MtpSession(self, request)
-
-    def step(
-        self,
-        cache: SlotCache,
-        visible: Tensor,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        vocabulary: ContextVocabulary | None,
-    ) -> tuple[Tensor, Tensor]:
-        outputs = self.model.forward(cache, visible, tokens, features, positions)
-        return outputs, self.logits(outputs, 0)
 
     def q_logits(self, outputs: Tensor, vocabulary: ContextVocabulary | None) -> Tensor:
         return self.logits(outputs, 0)
