@@ -77,7 +77,7 @@ def _runs(name: str | None, why: str, gpu: bool) -> dict[str, str]:
             quantised: "expanded to bf16, or by their library, for the same reason",
         }
     else:
-        products = "our kernels on " + ("tiles (AMX)" if name == "amx" else "vectors (AVX512-BF16)")
+        products = "our kernels on " + {"amx": "tiles (AMX)", "avx512": "vectors (AVX512-BF16)", "avx2": "vectors (AVX2)"}[name]
         found = {
             "bf16 weights, and heads in fp8": products,
             quantised: f"{products}, from their own blocks; types that they do not read are expanded",

@@ -1,4 +1,4 @@
-"""The CPU backend, for bf16 models and heads on processors with AVX512-BF16, and for bf16 through oneDNN on others."""
+"""The CPU backend, for bf16 models and heads on processors with AVX2, and for bf16 through oneDNN on others."""
 
 from __future__ import annotations
 

@@ -21,11 +21,13 @@ from typing import TypeVar
 from fsd_core.files import cache_dir, replacing, sha256_of
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = [
-    *("-std=c++17", "-O3", "-mtune=native", "-fopenmp", "-shared", "-fPIC"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
-]
-_MORE = {"amx": ["-mamx-tile", "-mamx-bf16", "-mamx-int8"], "avx512": list[str]()}
+_FLAGS = ["-std=c++17", "-O3", "-mtune=native", "-fopenmp", "-shared", "-fPIC", "-mfma"]
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni"]
+_MORE = {
+    "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+    "avx512": _AVX512,
+    "avx2": ["-mavx2", "-mf16c", "-mpopcnt"],
+}
 _DIGITS = 32  # hex digits of a library's content digest
 
 _Library = TypeVar("_Library")

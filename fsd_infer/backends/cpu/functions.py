@@ -1,6 +1,6 @@
 """The kernels' answers for :mod:`fsd_core.functional`: NotImplemented where plain torch has to compute.
 
-That is for dtypes other than bf16 and fp32, under autograd, without AVX512-BF16, and with FSD_KERNELS=0.
+That is for dtypes other than bf16 and fp32, under autograd, without AVX2, and with FSD_KERNELS=0.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-// Kernels for decoding in bf16 on CPUs with AVX512-BF16, for the few tokens of a draft or of a verifying forward.
+// Kernels for decoding in bf16 on CPUs with AVX2 or AVX512-BF16, for the few tokens of a draft or of a verifying forward.
 //
 // This file is the C interface for ctypes. kernels.py compiles it on the user's machine. It is one translation unit: the
 // headers in native/ keep their contents in an anonymous namespace. bf16 values are passed as uint16_t.
 //
 // A packed weight W [N, K] has oneDNN's layout, in panels of output columns: [N / side][K / 2][side][2]. oneDNN chooses
-// the side, 32 with AMX and else 64. A weight may hold fp8 numbers in the same places, with a scale per column: half the
+// the side, 32 with AMX and else 64; where oneDNN has no bf16, it is 32. A weight may hold fp8 numbers in the same places, with a scale per column: half the
 // bytes, and each number is a bf16. Or it holds ggml's blocks, in records of 16 columns (blocks.h).
 // Compiled for AMX, products run on its tiles, otherwise on vectors; those of blocks with up to four rows always do.
+// Everything is written in AVX-512's operations. Compiled without it, avx2.h defines them.
 // Arithmetic is in fp32, and with blocks in whole numbers (block_products.h). Values are rounded when they are stored:
 // after norms, products, residuals and gates.
 
@@ -30,12 +31,14 @@ int fsd_prepare() {
 #endif
 }
 
-// Whether products run on AMX tiles.
-int fsd_tiles() {
-#ifdef __AMX_BF16__
-  return 1;
+// The name of this set of kernels, as in sets.py.
+const char* fsd_name() {
+#if defined(__AMX_BF16__)
+  return "amx";
+#elif defined(__AVX512F__)
+  return "avx512";
 #else
-  return 0;
+  return "avx2";
 #endif
 }
 
@@ -103,7 +106,7 @@ void fsd_linear_forward(const bf16* x, const fsd_linear* layer, bf16* y, int64_t
   {
     Multiplier multiply(many);
     product(multiply, x, (int)rows, {layer},
-            [&](int row, int64_t column, __m512 sum) { store(y + row * layer->columns + column, sum); });
+            [&](int row, int64_t column, auto sum) { store(y + row * layer->columns + column, sum); });
   }
 }
 
@@ -202,9 +205,7 @@ void fsd_draw(const float* x, int64_t rows, int64_t columns, const float* unifor
   {
     const Share share(rows);
     for (int64_t row = share.begin; row < share.end; ++row)
-      where[row] = drawn(columns, uniforms[row], [&](int64_t at) {
-        return _mm512_maskz_loadu_ps(lanes(columns - at), x + row * columns + at);
-      });
+      where[row] = drawn(x + row * columns, columns, uniforms[row]);
   }
 }
 
@@ -250,13 +251,7 @@ void fsd_keep_largest(const float* x, int64_t rows, int64_t columns, int64_t mos
       const float* const from = x + row * columns;
       float* const to = out + row * columns;
       select_largest(from, columns, most, largest.data(), places.data());
-      const __m512 least = _mm512_set1_ps(largest[most - 1]), removed = _mm512_set1_ps(other);
-      for (int64_t at = 0; at < columns; at += LANES) {
-        const __mmask16 inside = lanes(columns - at);
-        const __m512 values = load(from + at, inside);
-        const __mmask16 below = _mm512_cmp_ps_mask(values, least, _CMP_LT_OQ);
-        _mm512_mask_storeu_ps(to + at, inside, _mm512_mask_mov_ps(values, below, removed));
-      }
+      keep_from(from, columns, largest[most - 1], other, to);
     }
   }
 }

@@ -3,10 +3,10 @@
 A round runs the target over about one to twenty tokens. At that size oneDNN's products take twice the time of reading
 the weights, and starting small operations takes a third of a forward. ``kernels.cpp`` computes products of a few rows,
 and a whole decoder layer of the Llama kind in one call. It is compiled once with the local C++ compiler and cached.
-Without a compiler or AVX512-BF16, or with FSD_KERNELS=0, torch computes the same results within bf16 rounding.
+Without a compiler or AVX2, or with FSD_KERNELS=0, torch computes the same results within bf16 rounding.
 
-There are two sets of kernels (:mod:`fsd_infer.backends.cpu.sets`). Both read all packed weights. "avx512" computes on
-vectors. "amx" computes products on tiles, but those of at most four rows with blocks. FSD_KERNELS forces one of them.
+There are three sets of kernels (:mod:`fsd_infer.backends.cpu.sets`). All read all packed weights. "avx2" and "avx512"
+compute on vectors. "amx" computes products on tiles, but those of at most four rows with blocks. FSD_KERNELS forces one.
 
 A row's result depends neither on the number of rows beside it nor on slots that it does not see. So a tree's logits
 equal those of decoding token by token, bit by bit.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,7 +49,7 @@ _ROWS = (c_int, c_void_p, c_void_p, c_int64)  # bf16 or fp32, numbers, which row
 # result and arguments of the functions of kernels.cpp, whose names begin with fsd_
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "prepare": (c_int,),
-    "tiles": (c_int,),
+    "name": (c_char_p,),
     "block_side": (c_int64,),
     "linear_forward": (None, c_void_p, POINTER(Linear), c_void_p, c_int64, c_int, c_int),
     "stack_forward": (c_int64, POINTER(StackStruct), POINTER(Forward)),
@@ -75,7 +75,7 @@ class Kernels:
     """The compiled library. Tensors are bf16, contiguous, and on the CPU.
 
     Attributes:
-        name: of the set, "amx" or "avx512".
+        name: of the set, see :mod:`fsd_infer.backends.cpu.sets`.
         block_side: the columns that a weight in blocks counts as a panel.
 
     Raises:
@@ -89,7 +89,7 @@ class Kernels:
             function.restype, function.argtypes = result, arguments
         if library.fsd_prepare():
             raise OSError("the system does not grant the use of AMX")
-        self.name = "amx" if library.fsd_tiles() else "avx512"
+        self.name: str = library.fsd_name().decode()
         self.block_side: int = library.fsd_block_side()
         self.block_bytes = library.fsd_block_bytes
         self._memory = threading.local()

@@ -12,5 +12,5 @@ def say_what_is_lost() -> None:
     if now.kernels is None and not now.forced and not now.failed:
         say(
             f"decoding runs through torch, and quantised weights are expanded, both slower: {now.why}. Our CPU kernels "
-            "need AVX512-BF16, as AMD's Zen 4 and Intel's Sapphire Rapids and later ones have. See fsd-infer env."
+            "need AVX2, as x86-64 processors have since about 2015. See fsd-infer env."
         )

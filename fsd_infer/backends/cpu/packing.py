@@ -1,7 +1,7 @@
 """bf16 linear layers with weights in oneDNN's layout, in fp8 for draft heads, or in the blocks of a quantised file.
 
 oneDNN reorders an unpacked bf16 weight in every call. Packed once, a linear layer over a few tokens takes half the
-time, and our kernels read the packed weight too. A layer is packed where it stands: it gets a subclass of its class, as
+time, and our kernels read the packed weight too. Where oneDNN has no bf16, they read a copy in its layout. A layer is packed where it stands: it gets a subclass of its class, as
 by torch's parametrizations. So whoever holds the layer, such as a drafter, computes by the packed weight.
 """
 
@@ -31,16 +31,25 @@ from fsd_infer.targets.weights import (
 )
 
 
-def can_pack() -> bool:
+OWN_SIDE = 32  # columns of the panels that we make
+
+
+def onednn_packs() -> bool:
     """Return whether this build and machine run bf16 matrix products through oneDNN."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def can_pack(columns: int, depth: int) -> bool:
+    """Return whether oneDNN or our kernels take a bf16 weight [columns, depth]."""
+    return onednn_packs() or (kernels() is not None and columns % OWN_SIDE == 0 and depth % 32 == 0)
 
 
 class Packed:
     """A packed weight, which a layer and an embedding that is tied to it share.
 
     Attributes:
-        weight: [out, in] packed by oneDNN; or panels of blocks, or of fp8 after :meth:`quantize`, for our kernels only.
+        weight: [out, in] packed by oneDNN; or for our kernels only: panels of bf16, of blocks, or of fp8 after
+            :meth:`quantize`.
         scales: [out] in fp32 after :meth:`quantize`, else None.
         native: the layer in the kernels' struct; None if they cannot read its weight.
     """
@@ -57,7 +66,11 @@ class Packed:
         self.kind = 0 if blocks is None else blocks.kind
         self.kernels = kernels()
         self.native: Linear | None = None
-        if blocks is None:
+        if blocks is None and not onednn_packs():
+            panels = in_panels(weight, OWN_SIDE)
+            self.weight = zeroed(panels.nbytes).view(torch.bfloat16).view(panels.shape).copy_(panels)
+            place: tuple[int, int] | None = (self.weight.data_ptr(), OWN_SIDE)
+        elif blocks is None:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
             place = panels_of(weight, self.weight)
         else:
@@ -77,10 +90,10 @@ class Packed:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b [..., out] of x [..., in]."""
-        few = x.numel() <= MOST_ROWS * x.shape[-1] or self.scales is not None or self.kind
+        few = x.numel() <= MOST_ROWS * x.shape[-1] or not self.weight.is_mkldnn
         if self.native and self.kernels and few and x.dtype == torch.bfloat16 and x.shape[-1] == self.depth:
             return self.kernels.linear(x.contiguous(), self.native)
-        if self.kind:
+        if not self.weight.is_mkldnn:
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return nn.functional.linear(x, self.dense().to(x.dtype), bias)
         # .default skips the search among overloads
@@ -103,7 +116,8 @@ class Packed:
         if self.kind:
             return self.rows(torch.arange(self.columns))
         if self.scales is None:
-            return self.weight.to_dense()
+            packed = self.weight.is_mkldnn
+            return self.weight.to_dense() if packed else self.weight.transpose(1, 2).reshape(self.columns, self.depth)
         numbers = self.weight.transpose(1, 2).reshape(self.columns, self.depth)
         sizes = fp8_values()[numbers.int() & 127]
         return (torch.where(numbers < 0, -sizes, sizes) * self.scales[:, None]).to(torch.bfloat16)
@@ -256,7 +270,7 @@ def pack_linears(module: nn.Module, release: bool = False) -> int:
     """Pack the weight of every bf16 CPU ``nn.Linear`` in ``module``, and return their number.
 
     Quantised layers compute by blocks if :func:`.blocks_of` and the kernels take them. Others keep the forward of their
-    library. Results agree with the plain layer's within bf16 rounding. Does nothing if oneDNN has no bf16.
+    library. Results agree with the plain layer's within bf16 rounding. Skips what neither oneDNN nor our kernels take.
 
     Args:
         module: the model or head.
@@ -305,7 +319,7 @@ def _is_packable(layer: nn.Module) -> bool:
         and not stays_plain(layer)
         and layer.weight.dtype == torch.bfloat16
         and layer.weight.device.type == "cpu"
-        and can_pack()
+        and can_pack(*layer.weight.shape)
     )
 
 

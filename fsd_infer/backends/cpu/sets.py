@@ -13,7 +13,9 @@ VARIABLE = "FSD_KERNELS"
 # every processor with AVX512-BF16 has VNNI too
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"})
 TILES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
-SETS = {"amx": AVX512 | TILES, "avx512": AVX512}  # best first: name and the flags that the processor needs
+AVX2 = frozenset({"avx2", "fma", "f16c", "popcnt"})
+# best first: name and the flags that the processor needs
+SETS = {"amx": AVX512 | TILES, "avx512": AVX512, "avx2": AVX2}
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ def wanted() -> Wanted:
         )
     names = tuple(name for name in SETS if not lacking[name])
     if not names:
-        return Wanted((), _lacks(lacking["avx512"]), forced=False)
-    best = next(iter(SETS))
-    return Wanted(names, "the best there are" if names[0] == best else _lacks(lacking[best]), forced=False)
+        return Wanted((), _lacks(lacking["avx2"]), forced=False)
+    better = list(SETS)[: list(SETS).index(names[0])]
+    return Wanted(names, _lacks(lacking[better[-1]]) if better else "the best there are", forced=False)
 
 
 def _lacks(flags: list[str]) -> str:

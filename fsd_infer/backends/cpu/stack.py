@@ -18,7 +18,7 @@ from fsd_infer.device.cores import team_size
 from fsd_infer.targets.stack import HeadParts, HeadStep, Outputs, Stack, StackOwner
 
 # most slots that many tokens may attend to, by set of kernels: above, torch is faster
-MOST_SLOTS = {"avx512": 512, "amx": 2048}
+MOST_SLOTS = {"avx2": 2048, "avx512": 512, "amx": 2048}
 
 
 class Call(NamedTuple):

@@ -137,7 +137,11 @@ void attend(Multiplier& multiply, int count, const bf16* const* queries, const b
 
 #else
 
+#ifdef __AVX512F__
 constexpr int QUERIES = 12;  // most queries that attend together
+#else
+constexpr int QUERIES = 6;
+#endif
 
 // Attention of Q queries that share keys and values. seen[q][slot] is nonzero where q may attend.
 // Memory: scores has Q · padded floats, padded = slots rounded up to 16; block 16 · width / 2 pairs.

@@ -13,8 +13,10 @@ namespace {
 // Numbers of rows for which block products are compiled. A group of rows is filled up to one of them.
 #ifdef __AMX_INT8__
 constexpr int SIZES[] = {1, 2, 4, 6, 8, 9, 12, 16};
-#else
+#elif defined(__AVX512F__)
 constexpr int SIZES[] = {1, 2, 3, 4, 5, 6, 7, 8};
+#else
+constexpr int SIZES[] = {1, 2, 3};  // whose sums fit 16 registers
 #endif
 constexpr int CLASSES = sizeof SIZES / sizeof *SIZES, TOGETHER = SIZES[CLASSES - 1];
 
@@ -168,6 +170,29 @@ inline void add_outlying(__m512 (&sums)[M], __m512 d, __m512 least, const Step<M
   }
 }
 
+// Add products of codes, as raised() gives them, with four bytes of x to sums, which summed() makes whole numbers.
+template <class F>
+inline __m512i with_products(__m512i sums, __m512i w, int32_t x) {
+  const __m512i four = _mm512_set1_epi32(x);
+#ifdef __AVX512F__
+  return _mm512_dpbusd_epi32(sums, w, four);
+#else
+  if (F::JOINED) return _mm512_add_epi16(sums, _mm512_maddubs_epi16(w, four));  // a run's 16-bit sums hold its products
+  if (!F::SIGNED) return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_maddubs_epi16(w, four), _mm512_set1_epi16(1)));
+  const __m512i even = _mm512_and_si512(w, _mm512_set1_epi16(0xFF)), odd = _mm512_srli_epi16(w, 8);
+  sums = _mm512_add_epi32(sums, _mm512_madd_epi16(even, _mm512_srai_epi16(_mm512_slli_epi16(four, 8), 8)));
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(odd, _mm512_srai_epi16(four, 8)));
+#endif
+}
+
+template <class F>
+inline __m512i summed(__m512i sums) {
+#ifndef __AVX512F__
+  if (F::JOINED) return _mm512_madd_epi16(sums, _mm512_set1_epi16(1));
+#endif
+  return sums;
+}
+
 // Fetch the codes that lie AHEAD of 32 numbers of depth, so that memory is busy while they are multiplied. To the second
 // cache: the first has too few buffers for all that must be under way.
 template <class F>
@@ -203,14 +228,14 @@ __attribute__((noinline)) void block_on_vectors(const void* x, int groups, int64
               int32_t highs, lows;
               std::memcpy(&highs, step->bytes[m] + at, 4);
               std::memcpy(&lows, step->bytes[m] + at + F::PIECE, 4);
-              high[m] = _mm512_dpbusd_epi32(high[m], w, _mm512_set1_epi32(highs));
-              low[m] = _mm512_dpbusd_epi32(low[m], w, _mm512_set1_epi32(lows));
+              high[m] = with_products<F>(high[m], w, highs);
+              low[m] = with_products<F>(low[m], w, lows);
             }
           }
           __m512 d, least;
           scales_of<F>(record, part * (32 / F::RUN) + half, d, least);
           for (int m = 0; m < M; ++m) {
-            __m512i dots = _mm512_add_epi32(_mm512_slli_epi32(high[m], F::LOW), low[m]);
+            __m512i dots = _mm512_add_epi32(_mm512_slli_epi32(summed<F>(high[m]), F::LOW), summed<F>(low[m]));
             if (F::LIFT) {
               const __m512 lifted = _mm512_set1_ps(F::LIFT * step->sums[F::RUN == 32 ? 0 : 1 + half][m]);
               dots = _mm512_sub_epi32(dots, _mm512_cvtps_epi32(lifted));

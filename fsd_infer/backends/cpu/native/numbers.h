@@ -1,7 +1,11 @@
-// bf16 and fp8 numbers in 512-bit vectors.
+// bf16 and fp8 numbers in vectors of 512 bits.
 #pragma once
 
 #include <immintrin.h>
+
+#ifndef __AVX512F__
+#include "avx2.h"
+#endif
 
 #include <cmath>
 #include <cstdint>

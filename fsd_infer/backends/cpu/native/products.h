@@ -157,15 +157,24 @@ class Multiplier : public Interleaved {
 
 #else
 
+// Rows whose sums, with x and weights, fit the registers, and the columns of their sums.
+#ifdef __AVX512F__
 template <int SIDE>
-constexpr int most = SIDE == WIDEST ? 6 : 12;  // rows whose sums, with x and weights, fit 32 registers
+constexpr int most = SIDE == WIDEST ? 6 : 12;
+template <int M, int SIDE>
+constexpr int together = SIDE;
+#else
+template <int SIDE>
+constexpr int most = 6;
+template <int M, int SIDE>
+constexpr int together = M > 2 ? LANES : 2 * LANES;
+#endif
 
-// sums [M, SIDE] = x Wt for M rows and one panel, in registers. Each step prefetches `lines` cache lines, at most two, of
-// the next panel. Not inlined: within a larger function, compilers keep the sums in memory.
-template <int M, int SIDE, class Number>
-__attribute__((noinline)) void tile(const bf16* x, int64_t depth, const Number* panel, const Number* next, int lines,
-                                    float* sums) {
-  constexpr int V = SIDE / LANES;
+// OWN columns of tile(). Not inlined: within a larger function, compilers keep the sums in memory.
+template <int M, int SIDE, int OWN, class Number>
+__attribute__((noinline)) void part_of_tile(const bf16* x, int64_t depth, const Number* panel, const Number* next, int lines,
+                                            float* sums) {
+  constexpr int V = OWN / LANES;
   __m512 sum[M][V];
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) sum[m][v] = _mm512_setzero_ps();
@@ -183,6 +192,15 @@ __attribute__((noinline)) void tile(const bf16* x, int64_t depth, const Number* 
   }
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) _mm512_storeu_ps(sums + m * SIDE + v * LANES, sum[m][v]);
+}
+
+// sums [M, SIDE] = x Wt for M rows and one panel, in registers. Each step prefetches `lines` cache lines, at most two, of
+// the next panel.
+template <int M, int SIDE, class Number>
+void tile(const bf16* x, int64_t depth, const Number* panel, const Number* next, int lines, float* sums) {
+  constexpr int OWN = together<M, SIDE>;
+  for (int at = 0; at < SIDE; at += OWN)
+    part_of_tile<M, SIDE, OWN>(x, depth, panel + 2 * at, next, at ? 0 : lines, sums + at);
 }
 
 class Multiplier : public Interleaved {

@@ -272,6 +272,21 @@ int64_t drawn(int64_t columns, float uniform, Weights weights) {
   return found;
 }
 
+// An index of x [columns], which are weights.
+int64_t drawn(const float* x, int64_t columns, float uniform) {
+  return drawn(columns, uniform, [&](int64_t at) { return _mm512_maskz_loadu_ps(lanes(columns - at), x + at); });
+}
+
+// Copy x [columns] to `to`; numbers below `least` become `other`.
+void keep_from(const float* x, int64_t columns, float least, float other, float* to) {
+  for (int64_t at = 0; at < columns; at += LANES) {
+    const __mmask16 inside = lanes(columns - at);
+    const __m512 values = load(x + at, inside);
+    const __mmask16 below = _mm512_cmp_ps_mask(values, _mm512_set1_ps(least), _CMP_LT_OQ);
+    _mm512_mask_storeu_ps(to + at, inside, _mm512_mask_mov_ps(values, below, _mm512_set1_ps(other)));
+  }
+}
+
 // An index of the softmax of x; 0 if x is no logits of a distribution.
 template <class Number>
 int64_t sampled(const Number* x, int64_t columns, float uniform) {
