@@ -18,6 +18,7 @@ from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.backends.cpu import stack as stack_module
 from fsd_infer.backends.cpu.kernels import MOST_ROWS, Kernels
 from fsd_infer.backends.cpu.packing import Packed, packed_of, packed_products
+from fsd_infer.backends.cpu.sets import SETS
 from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.device.cache import SlotCache, cache_argument
 from fsd_infer.drafters.base import DraftRequest
@@ -262,7 +263,7 @@ def test_long_prompts_are_read_by_torchs_attention(monkeypatch: pytest.MonkeyPat
     calls = calls_of_kernels(monkeypatch)
     expected = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
     assert calls == [150, 1, 1, 1]
-    monkeypatch.setattr(stack_module, "MOST_SLOTS", {"amx": 100, "avx512": 100})
+    monkeypatch.setattr(stack_module, "MOST_SLOTS", dict.fromkeys(SETS, 100))
     calls.clear()
     found = FuzzyDecoder(target, NoDrafter(VOCAB)).generate([prompt], max_new_tokens=4, do_sample=False)
     assert calls == [1, 1, 1], "the prompt's forward is not among them"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
-from fsd_infer.backends.cpu.packing import can_pack, packed_products
+from fsd_infer.backends.cpu.packing import packed_products
 from fsd_infer.cli.main import main
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import DraftRequest, GraftedDrafter
@@ -22,6 +22,7 @@ from fsd_infer.tree import DraftTree
 from tests import families
 from tests.bench_toys import save_toy
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts
+from tests.kernel_toys import needs_kernels
 from tests.text_toys import tiny_tokenizer
 from tests.tree_rounds import take
 
@@ -142,7 +143,7 @@ def test_parts_of_any_target_draft_for_it(family: str) -> None:
     assert reference(target.model, prompts, max_new_tokens=12) == expected, "the target is as it was"
 
 
-@pytest.mark.skipif(not can_pack(), reason="needs bf16 products by oneDNN")
+@needs_kernels
 def test_a_packed_target_drafts_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made before the target is packed or after, with freed weights: the same drafts."""
     sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=32)

@@ -22,13 +22,20 @@ from fsd_infer.backends.cpu import build
 from fsd_infer.backends.cpu import kernels as module
 from fsd_infer.backends.cpu import sets as kernel_sets
 from fsd_infer.backends.cpu.kernels import SIDES, Kernels, in_panels
-from fsd_infer.backends.cpu.packing import PackedLinear, can_pack, fp8_panels, fp8_values, pack_linears, packed_products
-from fsd_infer.backends.cpu.sets import SETS, VARIABLE
+from fsd_infer.backends.cpu.packing import (
+    PackedLinear,
+    fp8_panels,
+    fp8_values,
+    onednn_packs,
+    pack_linears,
+    packed_products,
+)
+from fsd_infer.backends.cpu.sets import AVX2, SETS, VARIABLE
 from fsd_infer.backends.cpu.structs import Linear
 from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
-from tests.kernel_toys import logits_through_cache, need_set, needs_kernels, prepare, restore
+from tests.kernel_toys import CAN, logits_through_cache, need_set, needs_kernels, prepare, restore
 
-needs_packing = pytest.mark.skipif(not can_pack(), reason="needs oneDNN with bf16")
+needs_packing = pytest.mark.skipif(not (CAN or onednn_packs()), reason="needs AVX2, or oneDNN with bf16")
 
 
 @needs_packing
@@ -58,7 +65,7 @@ def test_restore_undoes_everything(dtype: torch.dtype) -> None:
     assert list(state) == list(before)
     assert all(state[name].data_ptr() == pointer for name, (pointer, _) in before.items())
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert (restore(target) > 0) == (dtype == torch.bfloat16 and can_pack())
+    assert (restore(target) > 0) == (dtype == torch.bfloat16 and (CAN or onednn_packs()))
     assert not packed_products(model) and target.stack is target.plain_stack
     assert [type(part) for part in model.modules()] == kinds
     assert torch.equal(logits_through_cache(target), plain)
@@ -130,12 +137,13 @@ print(made.kernels.name, made.native.side)
 
 
 @needs_kernels
-def test_a_processor_without_amx_is_emulated() -> None:
+@pytest.mark.parametrize(("name", "isa", "side"), [("avx512", "AVX512_CORE_BF16", "64"), ("avx2", "AVX2", "32")])
+def test_a_processor_without_amx_or_avx512_is_emulated(name: str, isa: str, side: str) -> None:
     """oneDNN and our kernels do as they do there."""
-    limits = {VARIABLE: "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-    command = [sys.executable, "-c", ELSEWHERE]
+    need_set(name)
+    limits, command = {VARIABLE: name, "ONEDNN_MAX_CPU_ISA": isa}, [sys.executable, "-c", ELSEWHERE]
     done = subprocess.run(command, env={**os.environ, **limits}, capture_output=True, text=True)
-    assert done.stdout.split() == ["avx512", "64"], done.stderr[-500:]
+    assert done.stdout.split() == [name, side], done.stderr[-500:]
 
 
 @needs_kernels
@@ -260,20 +268,21 @@ def test_without_a_compiler_decoding_runs_and_says_so(
 
 # sets of kernels ---------------------------------------------------------------------------------------------------
 
-AVX2 = {"avx2", "fma", "f16c"}  # flags of an older processor; an ARM processor's have other names
+OLD = {"avx", "f16c", "popcnt"}  # flags of an x86-64 processor of 2012; an ARM processor's have other names
 
 
 @pytest.mark.parametrize(
     ("flags", "asked", "names", "why"),
     [
-        (SETS["amx"], None, ["amx", "avx512"], "the best there are"),
-        (SETS["amx"], "1", ["amx", "avx512"], "the best there are"),
+        (SETS["amx"] | AVX2, None, ["amx", "avx512", "avx2"], "the best there are"),
+        (SETS["amx"] | AVX2, "1", ["amx", "avx512", "avx2"], "the best there are"),
         (SETS["amx"], "avx512", ["avx512"], "FSD_KERNELS=avx512 asks for them"),
         (SETS["amx"], " AMX ", ["amx"], "FSD_KERNELS=amx asks for them"),
         (SETS["amx"], "0", [], "FSD_KERNELS=0 turns them off"),
         (SETS["avx512"], None, ["avx512"], "the processor lacks amx_bf16, amx_int8, amx_tile"),
-        (SETS["avx512"] - {"avx512_bf16"}, None, [], "the processor lacks avx512_bf16"),
-        (AVX2, "", [], "the processor lacks avx512_bf16, avx512_vnni, avx512bw, avx512dq, avx512f, avx512vl"),
+        ((SETS["avx512"] | AVX2) - {"avx512_bf16"}, None, ["avx2"], "the processor lacks avx512_bf16"),
+        (SETS["avx512"] | AVX2, "avx2", ["avx2"], "FSD_KERNELS=avx2 asks for them"),
+        (OLD, "", [], "the processor lacks avx2, fma"),
         (AVX2, "0", [], "FSD_KERNELS=0 turns them off"),
     ],
 )
@@ -294,7 +303,7 @@ def test_which_sets_a_processor_and_the_variable_allow(
         ("x86_64", AVX2, "avx512", "FSD_KERNELS=avx512, but the processor lacks avx512_bf16, "),
         ("x86_64", SETS["avx512"], "amx", "the processor lacks amx_bf16, amx_int8, amx_tile. Unset FSD_KERNELS"),
         ("aarch64", set(), "avx512", "they are written for x86-64 processors, and this is aarch64"),
-        ("x86_64", SETS["amx"], "avx2", "FSD_KERNELS='avx2' names no kernels: use amx, avx512, 0 for none, or 1"),
+        ("x86_64", SETS["amx"], "sse4", "FSD_KERNELS='sse4' names no kernels: use amx, avx512, avx2, 0 for none, or 1"),
         ("x86_64", SETS["amx"], "2", "names no kernels"),
     ],
 )
@@ -320,17 +329,17 @@ def test_a_set_that_is_asked_for_and_cannot_be_compiled_is_an_error(fresh: pytes
 def test_other_processors_decode_through_torch(
     machine: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fresh.setattr(kernel_sets, "cpu_flags", lambda: AVX2 if machine == "x86_64" else set())
+    fresh.setattr(kernel_sets, "cpu_flags", lambda: OLD if machine == "x86_64" else set())
     fresh.setattr(kernel_sets.platform, "machine", lambda: machine)
     model = tiny_model("llama").bfloat16()
     before = reference(model, tiny_prompts((5,)), max_new_tokens=3)
     target = Target(model)
     for made in (target, Target(tiny_model("llama").bfloat16())):
         prepare(made, release=True)
-    if can_pack():
+    if onednn_packs():
         [said] = [record.message for record in caplog.records if record.name == "fsd_infer.targets.weights"]
-        assert "Our CPU kernels need AVX512-BF16" in said
-        assert ("lacks avx512_bf16" if machine == "x86_64" else "this is aarch64") in said
+        assert "Our CPU kernels need AVX2" in said
+        assert ("lacks avx2" if machine == "x86_64" else "this is aarch64") in said
     assert module.kernels() is None and target.stack is target.plain_stack
     decoder = FuzzyDecoder(target, NoDrafter(VOCAB))
     assert decoder.generate(tiny_prompts((5,)), max_new_tokens=3, do_sample=False).sequences == before

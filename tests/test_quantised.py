@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
-from fsd_infer.backends.cpu.packing import can_pack, packed_of
+from fsd_infer.backends.cpu.packing import packed_of
 from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gptq import expand, load_expanded
@@ -31,7 +31,7 @@ from fsd_train.cli import main as fsd_train
 from fsd_train.models.start import initialise_from
 from tests.families import reference, save_head, tiny_model
 from tests.gguf_toys import FITTING
-from tests.kernel_toys import CPU, prepare, restore
+from tests.kernel_toys import CPU, needs_kernels, prepare, restore
 from tests.loopback_hub import loopback_hub
 from tests.quantised_checkpoints import AT_LOAD, STORED, load, packed, write
 from tests.test_adapters import save_adapter
@@ -116,7 +116,7 @@ IN_BLOCKS = {  # a kind's block on a CPU
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not can_pack(), reason="needs bf16 products by oneDNN")
+@needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_packing_takes_plain_layers_and_blocks(kind: str, tmp_path: Path) -> None:
     """Whole numbers with a scale per group become blocks of the kernels; other kinds compute by their library."""

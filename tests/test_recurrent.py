@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Dynam
 from fsd_bench.probe import Probe
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape, parse_rule
-from fsd_infer.backends.cpu.packing import can_pack
+from fsd_infer.backends.cpu.packing import onednn_packs
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.device.states import Branches
 from fsd_infer.drafters import LMDrafter
@@ -255,7 +255,7 @@ def test_states_that_no_code_here_knows_are_refused_by_name(family: str) -> None
 
 def test_packed_weights_leave_those_that_the_layer_reads_itself(tmp_path: Path) -> None:
     """Mamba multiplies by the weight of its step projection, past the layer's forward."""
-    if not can_pack():
+    if not onednn_packs():
         pytest.skip("this machine packs no weights")
     tiny_model("mamba", scale=1.5).bfloat16().save_pretrained(tmp_path)
     decoder = FuzzyDecoder.from_pretrained(tmp_path, "lookup", device="cpu")

@@ -7,7 +7,12 @@ import json
 import os
 from typing import Any
 
-FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16")
+FLAGS = (
+    *("avx2", "fma", "f16c", "popcnt"),
+    *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"),
+    *("amx_tile", "amx_bf16", "amx_int8"),
+)
+UNITS = {"amx": "tiles (AMX)", "avx512": "vectors (AVX512-BF16)", "avx2": "vectors (AVX2)"}  # by set of kernels
 VARIABLES = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "FSD_", "CUDA_VISIBLE_DEVICES", "CXX")  # beginnings of names
 SECRET = "KEY"  # a variable whose name has this is not shown
 
@@ -77,7 +82,7 @@ def _runs(name: str | None, why: str, gpu: bool) -> dict[str, str]:
             quantised: "expanded to bf16, or by their library, for the same reason",
         }
     else:
-        products = "our kernels on " + {"amx": "tiles (AMX)", "avx512": "vectors (AVX512-BF16)", "avx2": "vectors (AVX2)"}[name]
+        products = f"our kernels on {UNITS[name]}"
         found = {
             "bf16 weights, and heads in fp8": products,
             quantised: f"{products}, from their own blocks; types that they do not read are expanded",

@@ -5,8 +5,9 @@ the weights, and starting small operations takes a third of a forward. ``kernels
 and a whole decoder layer of the Llama kind in one call. It is compiled once with the local C++ compiler and cached.
 Without a compiler or AVX2, or with FSD_KERNELS=0, torch computes the same results within bf16 rounding.
 
-There are three sets of kernels (:mod:`fsd_infer.backends.cpu.sets`). All read all packed weights. "avx2" and "avx512"
-compute on vectors. "amx" computes products on tiles, but those of at most four rows with blocks. FSD_KERNELS forces one.
+There are three sets of kernels (:mod:`fsd_infer.backends.cpu.sets`), which read all packed weights. "avx2" and "avx512"
+compute on vectors. "amx" computes products on tiles, but those of at most four rows with blocks. FSD_KERNELS forces a
+set.
 
 A row's result depends neither on the number of rows beside it nor on slots that it does not see. So a tree's logits
 equal those of decoding token by token, bit by bit.

@@ -1,8 +1,9 @@
 """bf16 linear layers with weights in oneDNN's layout, in fp8 for draft heads, or in the blocks of a quantised file.
 
 oneDNN reorders an unpacked bf16 weight in every call. Packed once, a linear layer over a few tokens takes half the
-time, and our kernels read the packed weight too. Where oneDNN has no bf16, they read a copy in its layout. A layer is packed where it stands: it gets a subclass of its class, as
-by torch's parametrizations. So whoever holds the layer, such as a drafter, computes by the packed weight.
+time, and our kernels read the packed weight too. Where oneDNN has no bf16, they read a copy in its layout. A layer is
+packed where it stands: it gets a subclass of its class, as by torch's parametrizations. So whoever holds the layer,
+such as a drafter, computes by the packed weight.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from fsd_infer.targets.weights import (
     stays_plain,
 )
 
-
 OWN_SIDE = 32  # columns of the panels that we make
 
 
@@ -39,9 +39,9 @@ def onednn_packs() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def can_pack(columns: int, depth: int) -> bool:
+def can_pack(depth: int) -> bool:
     """Return whether oneDNN or our kernels take a bf16 weight [columns, depth]."""
-    return onednn_packs() or (kernels() is not None and columns % OWN_SIDE == 0 and depth % 32 == 0)
+    return onednn_packs() or (kernels() is not None and depth % 32 == 0)
 
 
 class Packed:
@@ -51,7 +51,8 @@ class Packed:
         weight: [out, in] packed by oneDNN; or for our kernels only: panels of bf16, of blocks, or of fp8 after
             :meth:`quantize`.
         scales: [out] in fp32 after :meth:`quantize`, else None.
-        native: the layer in the kernels' struct; None if they cannot read its weight.
+        products: the layer in the kernels' struct; None if they cannot read its weight. Its columns may be more, zeros.
+        native: the same for all other uses; None with such zeros.
     """
 
     def __init__(self, layer: nn.Linear | nn.Embedding, blocks: QuantizedWeight | None = None) -> None:
@@ -65,9 +66,11 @@ class Packed:
         self.scales: Tensor | None = None
         self.kind = 0 if blocks is None else blocks.kind
         self.kernels = kernels()
-        self.native: Linear | None = None
+        self.products: Linear | None = None
+        more = 0  # columns of zeros
         if blocks is None and not onednn_packs():
-            panels = in_panels(weight, OWN_SIDE)
+            more = -self.columns % OWN_SIDE
+            panels = in_panels(nn.functional.pad(weight, (0, 0, 0, more)), OWN_SIDE)
             self.weight = zeroed(panels.nbytes).view(torch.bfloat16).view(panels.shape).copy_(panels)
             place: tuple[int, int] | None = (self.weight.data_ptr(), OWN_SIDE)
         elif blocks is None:
@@ -80,8 +83,10 @@ class Packed:
                 raise ValueError("blocks of a kind or size that the kernels do not take")
             self.weight, place = packed, (packed.data_ptr(), self.kernels.block_side)
         if place is not None:
-            sizes = dict(columns=self.columns, depth=self.depth, side=place[1])
-            self.native = Linear(panels=place[0], kind=self.kind, bias=address_of(self.bias), **sizes)
+            self.bias = self.bias if self.bias is None else nn.functional.pad(self.bias, (0, more))
+            sizes = dict(columns=self.columns + more, depth=self.depth, side=place[1])
+            self.products = Linear(panels=place[0], kind=self.kind, bias=address_of(self.bias), **sizes)
+        self.native = None if more else self.products
 
     @property
     def format(self) -> str:
@@ -91,10 +96,10 @@ class Packed:
     def __call__(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b [..., out] of x [..., in]."""
         few = x.numel() <= MOST_ROWS * x.shape[-1] or not self.weight.is_mkldnn
-        if self.native and self.kernels and few and x.dtype == torch.bfloat16 and x.shape[-1] == self.depth:
-            return self.kernels.linear(x.contiguous(), self.native)
+        if self.products and self.kernels and few and x.dtype == torch.bfloat16 and x.shape[-1] == self.depth:
+            return self.kernels.linear(x.contiguous(), self.products)[..., : self.columns]
         if not self.weight.is_mkldnn:
-            bias = None if self.bias is None else self.bias.to(x.dtype)
+            bias = None if self.bias is None else self.bias[: self.columns].to(x.dtype)
             return nn.functional.linear(x, self.dense().to(x.dtype), bias)
         # .default skips the search among overloads
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
@@ -116,8 +121,9 @@ class Packed:
         if self.kind:
             return self.rows(torch.arange(self.columns))
         if self.scales is None:
-            packed = self.weight.is_mkldnn
-            return self.weight.to_dense() if packed else self.weight.transpose(1, 2).reshape(self.columns, self.depth)
+            if self.weight.is_mkldnn:
+                return self.weight.to_dense()
+            return self.weight.transpose(1, 2).reshape(-1, self.depth)[: self.columns]
         numbers = self.weight.transpose(1, 2).reshape(self.columns, self.depth)
         sizes = fp8_values()[numbers.int() & 127]
         return (torch.where(numbers < 0, -sizes, sizes) * self.scales[:, None]).to(torch.bfloat16)
@@ -319,7 +325,7 @@ def _is_packable(layer: nn.Module) -> bool:
         and not stays_plain(layer)
         and layer.weight.dtype == torch.bfloat16
         and layer.weight.device.type == "cpu"
-        and can_pack(*layer.weight.shape)
+        and can_pack(layer.weight.shape[1])
     )
 
 
