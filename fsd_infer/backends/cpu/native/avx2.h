@@ -42,9 +42,7 @@ TERNARY(_mm512_fnmadd_ps, _mm256_fnmadd_ps, Floats)
 BINARY(_mm512_and_si512, _mm256_and_si256, Integers)
 BINARY(_mm512_xor_si512, _mm256_xor_si256, Integers)
 BINARY(_mm512_add_epi32, _mm256_add_epi32, Integers)
-BINARY(_mm512_add_epi16, _mm256_add_epi16, Integers)
 BINARY(_mm512_madd_epi16, _mm256_madd_epi16, Integers)
-BINARY(_mm512_maddubs_epi16, _mm256_maddubs_epi16, Integers)
 BINARY(_mm512_sub_epi32, _mm256_sub_epi32, Integers)
 BINARY(_mm512_sub_epi16, _mm256_sub_epi16, Integers)
 BINARY(_mm512_sub_epi8, _mm256_sub_epi8, Integers)
@@ -258,6 +256,12 @@ inline Integers _mm512_shuffle_i32x4(Integers a, Integers b, int which) {
 inline Integers _mm512_permutexvar_epi16(Integers, Integers x) {
   const __m256i even = _mm256_unpacklo_epi16(x.low, x.high), odd = _mm256_unpackhi_epi16(x.low, x.high);
   return {_mm256_permute2x128_si256(even, odd, 0x20), _mm256_permute2x128_si256(even, odd, 0x31)};
+}
+
+// 16 integers as 16-bit words. The second and third word of each four change places.
+inline __m256i words_by_quads(Integers x) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.low, x.high), 0xD8);
+  return _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8);
 }
 
 inline float sum_of(__m256 x) {

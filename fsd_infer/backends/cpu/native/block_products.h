@@ -28,7 +28,8 @@ inline int class_of(int rows) {
 }
 
 // What a group of M rows stores for 32 numbers of depth. A number is scale · (2^LOW · high + low), with high and low in int8
-// and a power of two for each row. The high bytes of PIECE numbers lie beside their low ones. With 4 bits in low bytes, numbers
+// and a power of two for each row. Without AVX-512 it is stored whole, in 16 bits, the second and third of a quad swapped. The
+// high bytes of PIECE numbers lie beside their low ones. With 4 bits in low bytes, numbers
 // down to 1/8 of a row's largest are exact, others off by at most 1/2048 of it; with 7, 1/64 and 1/16384. A number that dwarfs
 // the other 31, as outliers of activations do, is held apart, so that it takes no bits from them.
 template <int M>
@@ -64,7 +65,8 @@ class Interleaved {
   // Write 32 numbers of row m of M to a step.
   template <Layout L, int M>
   static void put(__m512i numbers, int m, Step<M>& to) {
-    constexpr int LOW = L == SEVEN_BITS ? 7 : 4, PIECE = L == JOINED_16 ? 16 : 32;
+    constexpr int LOW = L == SEVEN_BITS ? 7 : 4;
+    [[maybe_unused]] constexpr int PIECE = L == JOINED_16 ? 16 : 32;
     constexpr int LEAST = 27, NONE = 255;  // exponents: smaller ones count as the least, and that of what is not finite
     const __m512i signless = _mm512_set1_epi16(0x7FFF);
     const __m512i sizes = _mm512_and_si512(numbers, signless);
@@ -90,10 +92,14 @@ class Interleaved {
       const __m256i bits = part ? _mm512_extracti64x4_epi64(numbers, 1) : _mm512_castsi512_si256(numbers);
       const __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
       const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(wide, inverse));
+#ifdef __AVX512F__
       int8_t* const high = to.bytes[m] + (PIECE == 16 ? 32 : 16) * part;
       _mm_storeu_si128((__m128i*)high, _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, LOW)));
       const __m512i rest = _mm512_and_si512(whole, _mm512_set1_epi32((1 << LOW) - 1));
       _mm_storeu_si128((__m128i*)(high + PIECE), _mm512_cvtepi32_epi8(rest));
+#else
+      _mm256_storeu_si256((__m256i*)to.bytes[m] + part, words_by_quads(whole));
+#endif
       halves[part] = _mm256_add_epi32(_mm512_castsi512_si256(whole), _mm512_extracti64x4_epi64(whole, 1));
     }
     const __m256i fours = _mm256_hadd_epi32(halves[0], halves[1]), twos = _mm256_hadd_epi32(fours, fours);
@@ -170,35 +176,54 @@ inline void add_outlying(__m512 (&sums)[M], __m512 d, __m512 least, const Step<M
   }
 }
 
-// Add products of codes, as raised() gives them, with four bytes of x to sums, which summed() makes whole numbers.
-template <class F>
-inline __m512i with_products(__m512i sums, __m512i w, int32_t x) {
-  const __m512i four = _mm512_set1_epi32(x);
-#ifdef __AVX512F__
-  return _mm512_dpbusd_epi32(sums, w, four);
-#else
-  if (F::JOINED) return _mm512_add_epi16(sums, _mm512_maddubs_epi16(w, four));  // a run's 16-bit sums hold its products
-  if (!F::SIGNED) return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_maddubs_epi16(w, four), _mm512_set1_epi16(1)));
-  const __m512i even = _mm512_and_si512(w, _mm512_set1_epi16(0xFF)), odd = _mm512_srli_epi16(w, 8);
-  sums = _mm512_add_epi32(sums, _mm512_madd_epi16(even, _mm512_srai_epi16(_mm512_slli_epi16(four, 8), 8)));
-  return _mm512_add_epi32(sums, _mm512_madd_epi16(odd, _mm512_srai_epi16(four, 8)));
-#endif
-}
-
-template <class F>
-inline __m512i summed(__m512i sums) {
-#ifndef __AVX512F__
-  if (F::JOINED) return _mm512_madd_epi16(sums, _mm512_set1_epi16(1));
-#endif
-  return sums;
-}
-
 // Fetch the codes that lie AHEAD of 32 numbers of depth, so that memory is busy while they are multiplied. To the second
 // cache: the first has too few buffers for all that must be under way.
 template <class F>
 inline void fetch(const uint8_t* codes, int bytes) {
   constexpr int AHEAD = 8192;
   for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char*)codes + AHEAD + line, _MM_HINT_T1);
+}
+
+// dots [M, 16] of a run's codes less BIAS with 2^LOW · high + low. codes: of the step's 32 numbers of depth.
+template <class F, int M>
+__attribute__((always_inline)) inline void dots_of(const uint8_t* codes, int half, const Step<M>& step, __m512i (&dots)[M]) {
+#ifdef __AVX512F__
+  __m512i high[M], low[M];
+  for (int m = 0; m < M; ++m) high[m] = low[m] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+  for (int quad = half * F::RUN / 4; quad < (half + 1) * F::RUN / 4; ++quad) {
+    const __m512i w = raised<F>(quad_of<F>(codes, quad));
+    const int at = quad * 4 / F::PIECE * 2 * F::PIECE + quad * 4 % F::PIECE;
+    for (int m = 0; m < M; ++m) {
+      int32_t highs, lows;
+      std::memcpy(&highs, step.bytes[m] + at, 4);
+      std::memcpy(&lows, step.bytes[m] + at + F::PIECE, 4);
+      high[m] = _mm512_dpbusd_epi32(high[m], w, _mm512_set1_epi32(highs));
+      low[m] = _mm512_dpbusd_epi32(low[m], w, _mm512_set1_epi32(lows));
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    dots[m] = _mm512_add_epi32(_mm512_slli_epi32(high[m], F::LOW), low[m]);
+    if (F::LIFT) {
+      const __m512 lifted = _mm512_set1_ps(F::LIFT * step.sums[F::RUN == 32 ? 0 : 1 + half][m]);
+      dots[m] = _mm512_sub_epi32(dots[m], _mm512_cvtps_epi32(lifted));
+    }
+  }
+#else
+  for (int m = 0; m < M; ++m) dots[m] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+  for (int quad = half * F::RUN / 4; quad < (half + 1) * F::RUN / 4; ++quad) {
+    const __m512i w = centred<F>(quad_of<F>(codes, quad));
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8), odd = _mm512_srai_epi16(w, 8);
+    for (int m = 0; m < M; ++m) {
+      int32_t evens, odds;
+      std::memcpy(&evens, step.bytes[m] + quad * 8, 4);
+      std::memcpy(&odds, step.bytes[m] + quad * 8 + 4, 4);
+      dots[m] = _mm512_add_epi32(dots[m], _mm512_madd_epi16(even, _mm512_set1_epi32(evens)));
+      dots[m] = _mm512_add_epi32(dots[m], _mm512_madd_epi16(odd, _mm512_set1_epi32(odds)));
+    }
+  }
+#endif
 }
 
 // sums [groups, M, 16] = x Wt for groups of M interleaved rows and 16 columns, on vectors. A run adds up products with the
@@ -218,30 +243,11 @@ __attribute__((noinline)) void block_on_vectors(const void* x, int groups, int64
         fetch<F>(codes, F::RECORD * 32 / F::SPAN);
 #pragma GCC unroll 2
         for (int half = 0; half < 32 / F::RUN; ++half) {
-          __m512i high[M], low[M];
-          for (int m = 0; m < M; ++m) high[m] = low[m] = _mm512_setzero_si512();
-#pragma GCC unroll 8
-          for (int quad = half * F::RUN / 4; quad < (half + 1) * F::RUN / 4; ++quad) {
-            const __m512i w = raised<F>(quad_of<F>(codes, quad));
-            const int at = quad * 4 / F::PIECE * 2 * F::PIECE + quad * 4 % F::PIECE;
-            for (int m = 0; m < M; ++m) {
-              int32_t highs, lows;
-              std::memcpy(&highs, step->bytes[m] + at, 4);
-              std::memcpy(&lows, step->bytes[m] + at + F::PIECE, 4);
-              high[m] = with_products<F>(high[m], w, highs);
-              low[m] = with_products<F>(low[m], w, lows);
-            }
-          }
+          __m512i dots[M];
+          dots_of<F>(codes, half, *step, dots);
           __m512 d, least;
           scales_of<F>(record, part * (32 / F::RUN) + half, d, least);
-          for (int m = 0; m < M; ++m) {
-            __m512i dots = _mm512_add_epi32(_mm512_slli_epi32(summed<F>(high[m]), F::LOW), summed<F>(low[m]));
-            if (F::LIFT) {
-              const __m512 lifted = _mm512_set1_ps(F::LIFT * step->sums[F::RUN == 32 ? 0 : 1 + half][m]);
-              dots = _mm512_sub_epi32(dots, _mm512_cvtps_epi32(lifted));
-            }
-            total[m] = added<F>(total[m], dots, d, least, *step, half, m);
-          }
+          for (int m = 0; m < M; ++m) total[m] = added<F>(total[m], dots[m], d, least, *step, half, m);
           if (step->outlying) [[unlikely]] add_outlying<F>(total, d, least, *step, half, codes);
         }
       }
