@@ -280,7 +280,7 @@ class DistillationModule(RunModule, ABC):
         with self._compiled(layers):
             features = read_packed(target.features, target.model, batch["input_ids"], text)
         writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
-        if writer is not None and self.training:
+        if writer is not None:
             texts = on_host(batch, "input_ids")[0].split(batch["lengths"].tolist())
             writer.add(texts[: len(batch["ids"])], features)
         return features
