@@ -14,6 +14,9 @@ loss       values and gradients on estimates and LM head
 backward   the head's steps, backwards
 optimizer  AdamW
 =========  =============================================================================================================
+
+Beside a step stand what the host plans before each one, and what interrupts steps now and then: a batch of validation,
+an export of the head, and a checkpoint, the latter two to a temporary directory.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -35,8 +40,9 @@ from fsd_bench.planned import planned_target
 from fsd_bench.roofline import peak_of
 from fsd_core.tables import table
 from fsd_infer import Target
-from fsd_train.data.packs import collate, keep_on_host
+from fsd_train.data.packs import collate, keep_on_host, on_host
 from fsd_train.models import EagleModule, HeadOptions
+from fsd_train.models.unroll import plan_chains
 from fsd_train.models.work import real_tokens
 
 PROMPT, ANSWER = 140, 110  # mean tokens of a conversation's prompt and answer
@@ -136,6 +142,35 @@ class Bench:
         spent["head"] -= spent["target"]
         return spent
 
+    def beside(self, batch: dict[str, Any]) -> dict[str, float]:
+        """Return the seconds of what happens beside steps, each of which waits for the device."""
+        module, mask = self.module, on_host(batch, "loss_mask")[0]
+
+        @torch.no_grad()
+        def validate() -> None:
+            module.eval()
+            module.validation_step(batch, 0)
+            module.train()
+
+        with TemporaryDirectory() as scratch:
+            state = Path(scratch) / "state.ckpt"
+            done: dict[str, Callable[[], Any]] = {
+                "plan": lambda: plan_chains(mask, UNROLLED, 0.8, slots=module.compiles),
+                "validation batch": validate,
+                "export": lambda: module.export(Path(scratch) / "head"),
+                "checkpoint": lambda: torch.save([module.state_dict(), self.optimizer.state_dict()], state),
+            }
+            return {name: self._time(run) for name, run in done.items()}
+
+    def _time(self, run: Callable[[], Any]) -> float:
+        """Return the seconds of a call after a first one."""
+        run()
+        self.sync()
+        start = time.perf_counter()
+        run()
+        self.sync()
+        return time.perf_counter() - start
+
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
         if self._spent is None:
@@ -172,6 +207,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "fill": real / args.tokens, "mfu": None if peak is None else sum(tera.values()) * 1e12 / seconds / peak,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if bench.device.type == "cuda" else None,
         "teraflop": tera, "parts_ms": {part: 1e3 * median(each[part] for each in parts) for part in PARTS},
+        "beside_ms": {name: 1e3 * value for name, value in bench.beside(batches[0]).items()},
     }  # fmt: skip
 
 
@@ -184,8 +220,12 @@ def report(record: dict[str, Any]) -> str:
         "MFU": "unknown" if record["mfu"] is None else f"{record['mfu']:.1%}",
         "peak memory": "unknown" if record["peak_gb"] is None else f"{record['peak_gb']:.1f} GB",
     }  # fmt: skip
-    parts = [[name, f"{ms:.1f}"] for name, ms in record["parts_ms"].items()]
-    return table(["what", "measured"], [[*each] for each in facts.items()]) + "\n\n" + table(["part", "ms"], parts)
+    tables = [table(["what", "measured"], [[*each] for each in facts.items()])]
+    for title in ("parts_ms", "beside_ms"):
+        tables.append(
+            table([title.removesuffix("_ms"), "ms"], [[name, f"{ms:.1f}"] for name, ms in record[title].items()])
+        )
+    return "\n\n".join(tables)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from fsd_train.models import DistillationModule, LMModule
+from fsd_train.models import DistillationModule, LMModule, MtpModule
 from tests import train_toys
 from tests.loss_toys import VARIANTS
 from tests.text_toys import write_rows
@@ -81,10 +81,11 @@ def test_accumulated_batches_have_the_gradient_of_one(
     same(found[1], found[0])
 
 
-def test_of_a_head_with_an_lm_head_and_of_a_small_lm(rows: Path, tmp_path: Path) -> None:
+def test_of_other_drafters(rows: Path, tmp_path: Path) -> None:
     made = {
         "eagle3": lambda: head(rows, "fsd", {}, head=EAGLE3, draft_vocab_size=40),
         "lm": lambda: LMModule(str(rows / "target"), str(rows / "small"), loss="kl_pq"),
+        "mtp": lambda: MtpModule(str(rows / "target"), loss="fsd"),
     }
     for name, module in made.items():
         found = [gradient(rows, tmp_path / f"{name}{n}", module(), n) for n in (1, 4)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +14,19 @@ from torch._dynamo.utils import counters
 
 from fsd_core.errors import DataError
 from fsd_train.data import collate
-from fsd_train.models import DistillationModule, LMModule
+from fsd_train.losses import Schedule
+from fsd_train.models import DistillationModule, LMModule, MtpModule
 from fsd_train.models.compiled import fixed
-from tests.loss_toys import VARIANTS
+from tests.loss_toys import VARIANTS, build_loss
+from tests.published_mtp import checkpoint
 from tests.test_packed import HEADS
-from tests.train_toys import answers_of, eagle_module, ready, save_toy_target
+from tests.train_toys import VOCAB, answers_of, eagle_module, ready, save_toy_target
 
 ROW = 190
 Step = tuple[dict[str, torch.Tensor], list[tuple[int, ...]]]
 
 
-def packs(toys: Path, *groups: range) -> list[dict[str, Any]]:
+def packs(toys: Path, *groups: Sequence[int]) -> list[dict[str, Any]]:
     data = answers_of(toys)
     data.setup()
     rows = data.train_set
@@ -55,6 +60,15 @@ def same_with_slots(module: Any, toys: Path) -> None:
     assert len(shapes) == 2
 
 
+def small_lm(toys: Path, out: Path, **options: Any) -> LMModule:
+    """A small LM in training; an adapter's second matrices, which start at 0, have values."""
+    module: LMModule = ready(LMModule(str(toys / "target"), str(save_toy_target(out / "small", seed=1)), **options))
+    for name, value in module.head.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.1)
+    return module
+
+
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slots alone."""
@@ -79,10 +93,19 @@ def test_slots_change_no_choice_of_tokens(toys: Path, tmp_path: Path, uncompiled
     same_with_slots(ready(eagle_module(toys, unroll_steps=3, **chosen)), toys)
 
 
+@pytest.mark.parametrize("lora", [None, {"r": 4, "lora_alpha": 8}], ids=["full", "lora"])
 @pytest.mark.parametrize("loss", ["kl_pq", "fsd"])
-def test_slots_change_nothing_of_a_small_lm(loss: str, toys: Path, tmp_path: Path, uncompiled: None) -> None:
-    drafter = save_toy_target(tmp_path / "small", seed=1)
-    same_with_slots(ready(LMModule(str(toys / "target"), str(drafter), loss=loss, unroll_steps=2)), toys)
+def test_slots_change_nothing_of_a_small_lm(
+    loss: str, lora: dict[str, Any] | None, toys: Path, tmp_path: Path, uncompiled: None
+) -> None:
+    same_with_slots(small_lm(toys, tmp_path, loss=loss, lora=lora, unroll_steps=2), toys)
+
+
+@pytest.mark.parametrize("loss", ["kl_pq", "fsd"])
+@pytest.mark.parametrize("family", ["llama", "mimo", "glm4_moe_lite"])
+def test_slots_change_nothing_of_an_mtp_layer(loss: str, family: str, toys: Path, uncompiled: None) -> None:
+    source = toys / "target" if family == "llama" else checkpoint(family, 1, VOCAB)
+    same_with_slots(ready(MtpModule(str(source), loss=build_loss(loss))), toys)
 
 
 SLOW = pytest.mark.slow  # inductor compiles C++ here
@@ -90,7 +113,7 @@ SLOW = pytest.mark.slow  # inductor compiles C++ here
 
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [("eagle3", "eager"), pytest.param("eagle3", "inductor", marks=SLOW), pytest.param("lm", "inductor", marks=SLOW)],
+    [("eagle3", "eager")] + [pytest.param(kind, "inductor", marks=SLOW) for kind in ("eagle3", "lm", "lora")],
 )
 def test_compiled_steps_are_those_of_torch(
     kind: str, backend: str, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,11 +121,10 @@ def test_compiled_steps_are_those_of_torch(
     """And the second batch, in another order, needs no further graph."""
     monkeypatch.setattr("fsd_train.losses.rows.BACKEND", backend)
     torch._dynamo.reset()
-    if kind == "lm":
-        module = LMModule(str(toys / "target"), str(save_toy_target(tmp_path / "small", seed=1)))
+    if kind == "eagle3":
+        module: Any = ready(eagle_module(toys, loss="fsd", unroll_steps=3, **HEADS[1]))
     else:
-        module = eagle_module(toys, loss="fsd", unroll_steps=3, **HEADS[1])
-    module = ready(module)
+        module = small_lm(toys, tmp_path, lora={"r": 4} if kind == "lora" else None)
     module.target.capture_layers(HEADS[1]["head"]["fused_layers"])
     counters.clear()
     graphs = []
@@ -111,6 +133,36 @@ def test_compiled_steps_are_those_of_torch(
         torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-4)
         graphs.append(counters["stats"]["unique_graphs"])
     assert 0 < graphs[0] == graphs[1]
+
+
+@pytest.mark.parametrize(
+    "kind", ["lm", *[pytest.param(kind, marks=SLOW) for kind in ("eagle", "eagle3", "lora", "mtp")]]
+)
+def test_a_batch_whose_sizes_were_met_makes_no_graph(
+    kind: str, toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its rows and the progress of the run; the target's layers, the drafter's and the losses are compiled."""
+    monkeypatch.setattr("fsd_train.losses.rows.BACKEND", "eager")
+    torch._dynamo.reset()
+    mix = [{"name": "kl_pq", "weight": Schedule(1.0, 0.1)}, {"name": "fsd", "weight": Schedule(0.0, 1.0)}]
+    if kind.startswith("eagle"):
+        module: Any = ready(eagle_module(toys, loss=mix, unroll_steps=3, **HEADS[1 if kind == "eagle3" else 2]))
+        module.target.capture_layers(module.head.config.fused_layers)
+    elif kind == "mtp":
+        module = ready(MtpModule(str(checkpoint("glm4_moe_lite", 1, VOCAB)), loss=build_loss(mix)))
+    else:
+        module = small_lm(toys, tmp_path, loss=build_loss(mix), lora={"r": 4} if kind == "lora" else None)
+    module.compile_option = True
+    order, made = random.Random(0), dict[str, list[int]]()
+    for number in range(12):
+        (batch,) = packs(toys, order.sample(range(36), order.choice((2, 6))))
+        before = counters["stats"]["unique_graphs"]
+        drafts = replace(module.draft(batch, module.unroll_steps), progress=number / 12, step=number)
+        module.loss(drafts).loss.backward()
+        sizes = str([each.shape for each in (drafts.estimates, drafts.features, drafts.rows.chains)])
+        made.setdefault(sizes, []).append(counters["stats"]["unique_graphs"] - before)
+    assert 2 <= len(made) <= 8 and all(first[0] for first in list(made.values())[:2])
+    assert not any(sum(again[1:]) for again in made.values()), made
 
 
 def test_numbers_of_slots_are_eighths_of_a_row() -> None:

@@ -24,6 +24,7 @@ def test_a_step_is_measured_by_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert train_step.main([*words, "--json", str(tmp_path / "step.json")]) == 0
     record = json.loads((tmp_path / "step.json").read_text())
     assert set(record["parts_ms"]) == set(train_step.PARTS) and all(ms > 0 for ms in record["parts_ms"].values())
+    assert set(record["beside_ms"]) == {"plan", "validation batch", "export", "checkpoint"}
     assert record["tokens_per_s"] == pytest.approx(record["fill"] * 96 / record["ms"] * 1e3, rel=1e-2)
     assert record["mfu"] is None and record["fill"] > 0.9
     assert "backward" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fsd_infer import EagleDrafter, FuzzyDecoder, Target
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.losses import DraftBatch, LMHead, Schedule
-from fsd_train.models import DistillationModule, EagleModule, LMModule
+from fsd_train.models import DistillationModule, EagleModule, LMModule, MtpModule
 from tests import train_toys
 from tests.families import load_head, reference
 from tests.loss_toys import VARIANTS, build_loss, make_batch
@@ -86,10 +86,29 @@ def test_steps_of_a_head_do_not_wait(toys: Path, loss: Any, args: dict[str, Any]
     check_steps(lambda: eagle(toys, loss, args, head={"fused_layers": [0]}), toys, device, [0])
 
 
-@pytest.mark.parametrize("loss", ["kl_pq", "fsd"])
-def test_steps_of_a_head_with_an_lm_head_do_not_wait(toys: Path, loss: str, device: SimulatedDevice) -> None:
-    head = {"layout": "eagle3", "fused_layers": [0, 1], "final_norm": False, "feature_scale": False}
-    check_steps(lambda: eagle(toys, loss, head=head, context_ids=False, noise=0.0), toys, device, [0, 1])
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsd": {"head": {"fused_layers": [0, 1]}},
+    "eagle": {"head": {"layout": "eagle", "final_norm": False, "feature_scale": False}},
+    "eagle3": {
+        "head": {"layout": "eagle3", "fused_layers": [0, 1], "final_norm": False, "feature_scale": False}, "noise": 0.0
+    },
+}  # fmt: skip
+WITH_SLOTS = [  # every loss on the layout of large targets; the others in `make test-slow`
+    pytest.param(loss, args, layout, marks=() if layout == "eagle3" or loss == "fsd" and not args else pytest.mark.slow)
+    for layout in LAYOUTS for loss, args in VARIANTS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "args", "layout"), WITH_SLOTS, ids=str)
+def test_steps_with_slots_do_not_wait(
+    toys: Path, loss: str, args: dict[str, Any], layout: str, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of compiled steps, uncompiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    if layout == "eagle3" and loss == "eagle":
+        args = {"w_feature": 0.0}
+    fixed = {**LAYOUTS[layout], "compile": True, "chain_share": 1.0, "context_ids": False}
+    check_steps(lambda: eagle(toys, loss, args, **fixed), toys, device, LAYOUTS[layout]["head"].get("fused_layers"))
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -127,9 +146,17 @@ def on_device(batch: DraftBatch, where: torch.device) -> DraftBatch:
     )  # fmt: skip
 
 
-def test_steps_of_a_small_model_do_not_wait(toys: Path, tmp_path: Path, device: SimulatedDevice) -> None:
+@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
+def test_steps_of_a_small_model_do_not_wait(
+    toys: Path, tmp_path: Path, lora: dict[str, Any] | None, device: SimulatedDevice
+) -> None:
     drafter = save_toy_target(tmp_path / "small", seed=1)
-    check_steps(lambda: LMModule(str(toys / "target"), str(drafter)), toys, device)
+    check_steps(lambda: LMModule(str(toys / "target"), str(drafter), lora=lora), toys, device)
+
+
+@pytest.mark.parametrize("loss", ["eagle", "fsd"])
+def test_steps_of_an_mtp_layer_do_not_wait(toys: Path, loss: str, device: SimulatedDevice) -> None:
+    check_steps(lambda: MtpModule(str(toys / "target"), loss=build_loss(loss)), toys, device)
 
 
 class Accelerator(CPUAccelerator):

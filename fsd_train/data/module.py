@@ -48,8 +48,9 @@ class AnswersDataModule(LightningDataModule):
         allow_control_tokens: names of special tokens in messages become the tokens; by default they are text.
         features: directory of `fsd-train cache-features`; rows without cached features are skipped. None: the target
             runs in every step.
-        record_features: directory in which features are kept as training makes them. The first epoch runs the target,
-            later ones read it where all rows of a batch are there. For one device; excludes ``features``.
+        record_features: directory in which features are kept as a run makes them. The first epoch and the first
+            validation run the target, later ones read where all rows of a batch are there, in bf16. For one device;
+            excludes ``features``.
         num_workers: processes that collate (default: some with CUDA, none on a CPU).
         pin_memory: use pinned memory for asynchronous copies (default: with CUDA).
         seed: seed of the order of batches.
@@ -90,6 +91,7 @@ class AnswersDataModule(LightningDataModule):
         if features is not None and record_features is not None:
             raise DataError("features reads a cache and record_features makes one. Unset one of them.")
         self.writer: FeatureWriter | None = None
+        self._validated = False  # whether features of validation rows may be recorded
         self.row_check = RowCheck(strict)
         self.feature_store: FeatureStore | None = None
         self.train_set: AnswersDataset | None = None
@@ -174,13 +176,20 @@ class AnswersDataModule(LightningDataModule):
             return
         if self.trainer.world_size > 1:
             raise DataError("record_features is for one device. Run `fsd-train cache-features`, and set data.features.")
-        assert self.train_set is not None, "setup() has not run"
-        self.writer = FeatureWriter(target, self.record_features, self.train_set.texts)
-        self.train_set.recorded = self.writer.store
+        assert self.train_set is not None and self.validation_set is not None, "setup() has not run"
+        texts = [*self.train_set.texts, *self.validation_set.texts]
+        self.writer = FeatureWriter(target, self.record_features, texts)
+        self.train_set.recorded = self.validation_set.recorded = self.writer.store
 
     def _renew(self) -> None:
         if self.writer is not None:
             self.writer.flush()
+
+    def _renew_validation(self) -> None:
+        """Find the features of the validation before; the first one has none to find."""
+        if self._validated:
+            self._renew()
+        self._validated = self.writer is not None
 
     def teardown(self, stage: str) -> None:
         """Write what is recorded."""
@@ -221,7 +230,7 @@ class AnswersDataModule(LightningDataModule):
         return ResumableLoader(
             rows, sampler, lambda: int(getattr(trainer, "accumulate_grad_batches", 1)),
             lambda: float(getattr(trainer, "num_training_batches", math.inf)),
-            self._renew if shuffle else lambda: None,
+            self._renew if shuffle else self._renew_validation,
             collate_fn=partial(collate, size=tokens), num_workers=workers,
             pin_memory=on_cuda if self.pin_memory is None else self.pin_memory,
             persistent_workers=workers > 0 and self.record_features is None,  # or they miss what is recorded

@@ -1,4 +1,4 @@
-"""Features that are kept on disk while training makes them: the first epoch runs the target, later ones read.
+"""Features that are kept on disk while a run makes them: first epoch and first validation run the target, later read.
 
 A thread writes them, so no step waits for the disk.
 """

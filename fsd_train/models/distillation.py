@@ -173,9 +173,16 @@ class DistillationModule(RunModule, ABC):
         slim = None if self._runs_target or self.target_kwargs else load_slim(self.target_name, dtype)
         if slim is not None:
             return slim
-        target = self.whole_target(dtype)
+        target = self.whole_target(dtype, self._place)
         target.check_lm_head()
         return target
+
+    @property
+    def _place(self) -> torch.device | str:
+        """Where the target is loaded. Weights that are quantised as they are loaded cannot be moved afterwards."""
+        if self._attached is None or not self.target_kwargs.get("quantization_config"):
+            return "cpu"
+        return self.trainer.strategy.root_device
 
     def whole_target(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
         """Load another copy of the target, with its layers."""
@@ -280,7 +287,7 @@ class DistillationModule(RunModule, ABC):
         with self._compiled(layers):
             features = read_packed(target.features, target.model, batch["input_ids"], text)
         writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
-        if writer is not None and self.training:
+        if writer is not None:
             texts = on_host(batch, "input_ids")[0].split(batch["lengths"].tolist())
             writer.add(texts[: len(batch["ids"])], features)
         return features

@@ -108,25 +108,26 @@ class MtpModule(DistillationModule):
     def tables(self) -> list[Tensor]:
         return []
 
-    def _uncompilable(self) -> str | None:
-        return "an MTP layer is not compiled"
-
     # steps ---------------------------------------------------------------------------------------------------------
 
     def draft(self, batch: dict[str, Any], steps: int) -> DraftBatch:
         """Run the layer over a batch and return the supervised rows."""
-        plan = plan_chains(on_host(batch, "loss_mask")[0], steps, self.step_decay)
+        counts, slots = batch.get("supervised") if self.training else None, self.compiles
+        mask = on_host(batch, "loss_mask")[0]
+        plan = plan_chains(mask, steps, self.step_decay, supervised_rows=counts, slots=slots)
         rows, text = plan.rows.to(self.device), self._text(batch)
         head: Any = self.head
         final = self._features(batch, text)[..., : self.target.hidden_size].to(head.layers[0].eh_proj.weight.dtype)
         with torch.no_grad():  # of the next token, [1, M, H]; the last one's is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(final.dtype)
-        outputs = torch.cat(unroll(head, embeds, final, text, len(rows.chains), plan.roots), dim=1)[0]
+        with self._compiled([layer.block for layer in head.layers]):
+            outputs = torch.cat(unroll(head, embeds, final, text, len(rows.chains), plan.roots), dim=1)[0]
         return DraftBatch(
             estimates=outputs.index_select(0, to_device(plan.source, self.device)),  # [R, H]
             features=final[0].index_select(0, rows.position + 1),  # [N, H]
             rows=rows,
             head=self.lm_head(),
+            compiled=slots,
         )
 
     def make_drafter(self, target: Target, tree: TreeShape | None = None) -> MtpDrafter:
