@@ -122,11 +122,15 @@ def test_every_node_has_the_estimate_of_a_plain_computation(root: Path, name: st
     assert tree.draft_ids is None if made.ids is None else sorted(tree.draft_ids.tolist()) == sorted(made.ids)
 
 
+def plain_of(whole: Target, count: int) -> list[list[int]]:
+    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
+    made = (whole.model.generate(ids, max_new_tokens=count, do_sample=False) for ids in prompts)
+    return [row[0, ids.shape[1] :].tolist() for row, ids in zip(made, prompts)]
+
+
 @cache
 def plain(name: str, count: int) -> list[list[int]]:
-    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
-    made = (target(name).model.generate(ids, max_new_tokens=count, do_sample=False) for ids in prompts)
-    return [row[0, ids.shape[1] :].tolist() for row, ids in zip(made, prompts)]
+    return plain_of(target(name), count)
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE, "auto"], ids=["chain", "tree", "auto"])
