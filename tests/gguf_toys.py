@@ -65,6 +65,7 @@ def write_gguf(
     quantized: Callable[[str, np.ndarray], tuple[np.ndarray, GGMLQuantizationType]] | None = None,
     facts: dict[str, Any] | None = None,
     factors: torch.Tensor | None = None,
+    more: dict[str, int] | None = None,
 ) -> Path:
     """Write a model and a small vocabulary as a GGUF file.
 
@@ -72,6 +73,7 @@ def write_gguf(
         quantized: the rows of a matrix of that name as the file is to have them, and their type; None: in fp32.
         facts: further ones, by the writer's method or, if it has none, their own name; None: not there.
         factors: [d / 2] divisors of rotary frequencies.
+        more: sizes of further tensors, by name.
     """
     config = model.config
     tokens = [*TOKENS, *(f"<{number}>" for number in range(len(TOKENS), config.vocab_size))]
@@ -108,6 +110,8 @@ def write_gguf(
             writer.add_tensor(f"{name}.weight", rows, raw_dtype=stored)
         else:
             writer.add_tensor(f"{name}.{kind}", value.float().numpy())
+    for name, size in (more or {}).items():
+        writer.add_tensor(name, np.zeros((size, size), np.float32))
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.float().numpy())
     finish(writer)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fsd_infer import Target
 from tests.rules_toy import V
 
 H, LAYERS, HEADS, GROUPS, WIDTH, INNER = 16, 4, 4, 2, 8, 24
@@ -63,6 +64,7 @@ class Layout:
     estimate: Estimate
     depth: int
     ids: list[int] | None = None  # target id of each entry of the estimates
+    target: Callable[[], Target] | None = None  # that it drafts for; None: tiny_target()
 
     def write(self, directory: Path, **changes: Any) -> Path:
         directory.mkdir(parents=True, exist_ok=True)

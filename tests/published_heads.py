@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, gelu, linear, silu
 
+from tests.published_assistants import ASSISTANTS
 from tests.published_blocks import (
     GROUPS,
     HEADS,
@@ -193,6 +194,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
     "mlp speculator": lambda: mlp_speculator(False),
     "mlp speculator, tied": lambda: mlp_speculator(True),
     **MTP,
+    **ASSISTANTS,
 }
 
 

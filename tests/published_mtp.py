@@ -158,7 +158,7 @@ def _mtp(family: str, count: int = 1) -> Layout:
                 known = out = run(place, whole[place + 1 : place + len(text)], known)
         return states.lm_head(out[-1])
 
-    return Layout({"family": family, "count": count}, {}, estimate, 8 if count == 1 else count)
+    return Layout({}, {}, estimate, 8 if count == 1 else count, target=lambda: mtp_target(family, count))
 
 
 @cache

@@ -186,6 +186,19 @@ def test_keys_that_change_the_computation_are_refused_by_name(
     assert words in str(caught.value) and "tiny.gguf" in str(caught.value)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "stablelm", "glm4moe", "deepseek2", "qwen35"])
+def test_mtp_layers_are_refused_by_name(tmp_path: Path, architecture: str) -> None:
+    """By the key, by the tensors, or by both; in files that are read here, by transformers, or by none."""
+    model = tiny_llama()
+    for key, tensor in ((True, True), (True, False), (False, True)):
+        path = tmp_path / "tiny.gguf"
+        facts = {f"{architecture}.nextn_predict_layers": 1} if key else {}
+        write_gguf(path, model, architecture, facts=facts, more={"blk.1.nextn.eh_proj.weight": 32} if tensor else {})
+        with pytest.raises(ModelLoadError, match=r"tiny.gguf holds MTP layers.*safetensors") as caught:
+            loaded(path)
+        assert ("blk.1" in str(caught.value)) == tensor
+
+
 def test_keys_that_change_nothing_load_in_silence_and_others_are_named(tmp_path: Path) -> None:
     neutral = {
         "expert_count": 0, "attention.causal": True, "attention.sliding_window": 256, "attention.clamp_kqv": 0.0,

@@ -24,14 +24,17 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.tree import DraftTree, Draws
 from tests.published_blocks import BLOCK, MASK, QWEN3, States, block_states, confidence, tiny_target, z_lab
 from tests.published_heads import LAYOUTS, layout
-from tests.published_mtp import MTP, mtp_target
+from tests.published_mtp import MTP
 from tests.rules_toy import ALARM, DEPTH, LENGTH, ROWS, Toy, V, child_of, p_value, simulate
 from tests.sim_graphs import SimRecorder
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.test_drawing import target_law
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 0], [2, 0, 3], [3, 1]]
-FAST = {"dspark of SpecForge", "dspark of DeepSpec, rnn", "p-eagle", "hydra", "mtp of mimo, three layers"}
+FAST = {
+    "dspark of SpecForge", "dspark of DeepSpec, rnn", "p-eagle", "hydra", "mtp of mimo, three layers",
+    "shared keys of gemma4, ordered",
+}  # fmt: skip
 SLOW = pytest.mark.slow
 MOSTLY_SLOW = [name if name in FAST else pytest.param(name, marks=SLOW) for name in LAYOUTS]
 CHAIN, TREE = TreeShape.chain(8), TreeShape(depth=3, width=3, nodes=10)
@@ -39,7 +42,7 @@ CHAIN, TREE = TreeShape.chain(8), TreeShape(depth=3, width=3, nodes=10)
 
 def target(name: str = "") -> Target:
     """The target of a layout."""
-    return mtp_target(**layout(name).config) if name in MTP else usual_target()
+    return ((name and layout(name).target) or usual_target)()
 
 
 @cache
@@ -56,7 +59,7 @@ def load(root: Path, name: str, shape: TreeShape | str, whole: Target | None = N
     if name in MTP:
         return load_drafter("mtp", whole or target(name), shape)
     place = root / name.replace(" ", "-")
-    made = load_drafter(str(place if place.exists() else layout(name).write(place)), whole or target(), shape)
+    made = load_drafter(str(place if place.exists() else layout(name).write(place)), whole or target(name), shape)
     assert made.directory == place
     return made
 
@@ -119,11 +122,15 @@ def test_every_node_has_the_estimate_of_a_plain_computation(root: Path, name: st
     assert tree.draft_ids is None if made.ids is None else sorted(tree.draft_ids.tolist()) == sorted(made.ids)
 
 
+def plain_of(whole: Target, count: int) -> list[list[int]]:
+    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
+    made = (whole.model.generate(ids, max_new_tokens=count, do_sample=False) for ids in prompts)
+    return [row[0, ids.shape[1] :].tolist() for row, ids in zip(made, prompts)]
+
+
 @cache
 def plain(name: str, count: int) -> list[list[int]]:
-    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
-    made = (target(name).model.generate(ids, max_new_tokens=count, do_sample=False) for ids in prompts)
-    return [row[0, ids.shape[1] :].tolist() for row, ids in zip(made, prompts)]
+    return plain_of(target(name), count)
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE, "auto"], ids=["chain", "tree", "auto"])

@@ -1,5 +1,6 @@
 """Drafters, which propose tokens for the target to verify."""
 
+from fsd_infer.drafters.assistant import AssistantDrafter
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
 from fsd_infer.drafters.block import BlockDrafter
 from fsd_infer.drafters.eagle import EagleDrafter
@@ -17,6 +18,7 @@ from fsd_infer.trees.shape import TreeShape
 
 __all__ = [
     "DRAFTERS",
+    "AssistantDrafter",
     "BlockDrafter",
     "DraftRequest",
     "DraftSession",

@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 BLOCK, P_EAGLE, MEDUSA, HYDRA, MLP_SPECULATOR = "block", "p-eagle", "medusa", "hydra", "mlp-speculator"
-MTP = "mtp"
+MTP, ASSISTANT = "mtp", "assistant"
 
 # What the class names, or keys, of each kind's configs contain.
 _CLASSES = {
     "dflash": BLOCK, "dspark": BLOCK, "domino": BLOCK, "museglimmerassistant": BLOCK, "peagle": P_EAGLE,
-    "medusa": MEDUSA, "hydra": HYDRA, "mlpspeculator": MLP_SPECULATOR,
+    "medusa": MEDUSA, "hydra": HYDRA, "mlpspeculator": MLP_SPECULATOR, "gemma4assistant": ASSISTANT,
+    "gemma4unifiedassistant": ASSISTANT,
 }  # fmt: skip
 _KEYS = {
     "dflash_config": BLOCK, "ptd_token_id": P_EAGLE, "pard_token": P_EAGLE, "medusa_num_heads": MEDUSA,

@@ -106,7 +106,7 @@ def is_mtp_name(name: str, layers: int) -> bool:
     """Whether a tensor of a checkpoint belongs to an MTP layer, which follows the ``layers`` of the model."""
     if re.search(r"(^|\.)mtp(_\w+)?\.", name):
         return True
-    found = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name)
+    found = re.match(r"(?:(?:model|language_model|backbone|transformer)\.)+layers\.(\d+)\.", name)
     return found is not None and int(found[1]) >= layers
 
 

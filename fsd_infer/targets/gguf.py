@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fsd_core.errors import ModelLoadError, shortened
 from fsd_core.files import write_json
 from fsd_infer.targets.gguf_file import Stored, read_gguf
-from fsd_infer.targets.gguf_keys import Numbers, check_foreign_keys, check_keys, end_ids, own_keys
+from fsd_infer.targets.gguf_keys import Numbers, check_foreign_keys, check_keys, check_no_mtp, end_ids, own_keys
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer, write_tokenizer
 from fsd_infer.targets.weights import QuantizedWeight, ReadsBlocks, keep_quantized, readable_types, say
 
@@ -168,6 +168,7 @@ def _by_transformers(
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     """Return the metadata and the tensors of a file."""
     facts, tensors = read_gguf(source)
+    check_no_mtp(facts, tensors, source)
     if facts.get("general.architecture") in FAMILIES:
         check_keys(facts, source)
     return facts, tensors

@@ -147,6 +147,26 @@ def check_keys(facts: Mapping[str, Any], source: Any) -> None:
     _name_strange(facts, _READ | _HARMLESS | _NEUTRAL.keys(), source)
 
 
+def check_no_mtp(facts: Mapping[str, Any], tensors: Collection[str], source: Any) -> None:
+    """Raise ModelLoadError for a file with MTP layers: no architecture whose files have them is read.
+
+    Args:
+        facts: metadata of the file.
+        tensors: their names.
+        source: the file's name for errors.
+    """
+    family = facts.get("general.architecture")
+    said = facts.get(f"{family}.nextn_predict_layers", 0)
+    found = sorted({name.split(".nextn.")[0] for name in tensors if ".nextn." in name})
+    if said or found:
+        where = f" ({', '.join(found)})" if found else ""
+        raise ModelLoadError(
+            f"{source} holds MTP layers{where}, {family}.nextn_predict_layers is {said!r:.40}. They are read from "
+            "safetensors alone: give the model's checkpoint, whose MTP layers draft (--drafter mtp), or a file of the "
+            "model without them."
+        )
+
+
 def check_foreign_keys(facts: Mapping[str, Any], config: Any, mapped: Mapping[str, Any], source: Any) -> None:
     """Raise ModelLoadError for keys that change the computation and that transformers' reader leaves out.
 

@@ -131,7 +131,8 @@ def read_seen(target: Any, cache: SlotCache, tokens: Tensor, sight: Sight) -> tu
     model, count = target.model, tokens.shape[1]
     positions = positions_of(model, tokens, sight)
     cache.set_write_slots(torch.arange(count, device=tokens.device)[None], 0, count)
-    given = {cache_argument(type(model)): cache, **_moved(model, sight), "logits_to_keep": 1}
+    given = {cache_argument(type(model)): cache, **_moved(model, sight)}
+    given["logits_to_keep"] = target.plain_stack.kept(1, tokens.device)
     given = model.prepare_inputs_for_generation(
         tokens, attention_mask=None, position_ids=positions, use_cache=True, is_first_iteration=True, **given
     )

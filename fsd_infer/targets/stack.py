@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fsd_core.tensors import additive
@@ -156,7 +157,8 @@ class TransformersStack(Stack):
     def __init__(self, model: Any, decoder: nn.Module, layers: Sequence[nn.Module]) -> None:
         self.model, self.decoder, self.layers = model, decoder, layers
         self._is_eager = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
-        self.takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.takes_keep = _takes_keep(type(model))
+        self._drops = any(map(_takes_keep, {type(part) for part in decoder.modules()}))
 
     def __call__(
         self,
@@ -173,7 +175,7 @@ class TransformersStack(Stack):
         masks = {kind: self._for_attention(mask) for kind, mask in visible.items()}
         options: dict[str, Any] = {cache_argument(type(self.model)): cache}
         if keep and self.takes_keep:
-            options["logits_to_keep"] = keep
+            options["logits_to_keep"] = self.kept(keep, inputs.device)
         with self.captured(capture) as found:
             out = self.model(
                 input_ids=inputs,
@@ -184,6 +186,13 @@ class TransformersStack(Stack):
             )
         final, *others = found
         return Outputs(final, others, out.logits[:, -keep:])  # [-0:] is all
+
+    def kept(self, count: int, device: torch.device) -> int | Tensor:
+        """Return the ``logits_to_keep`` of the last ``count`` tokens.
+
+        Given a number, the decoders of Gemma 4 with shared keys read the other tokens by their first layers alone.
+        """
+        return torch.arange(-count, 0, device=device) if self._drops else count
 
     @contextmanager
     def captured(self, capture: Sequence[int]) -> Iterator[list[Tensor]]:
@@ -203,6 +212,10 @@ class TransformersStack(Stack):
         """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""
         mask = mask[:, None]
         return additive(mask, self.model.dtype) if self._is_eager else mask
+
+
+def _takes_keep(kind: type[nn.Module]) -> bool:
+    return "logits_to_keep" in inspect.signature(kind.forward).parameters
 
 
 @contextmanager

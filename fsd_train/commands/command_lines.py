@@ -110,8 +110,12 @@ _CACHE_FEATURES: Options = {
 
 _EXPORT: Options = {
     "source": {"help": "a .ckpt file of `fsd-train fit`, or a head of any format: directory or hub id"},
-    "output": {"help": "directory of the exported head"},
-    "--to": {"choices": FORMATS, "help": "format of another program; eagle: SafeAILab's code (default: our own)"},
+    "output": {"help": "directory of the exported head, or of the target with it"},
+    "--to": {
+        "choices": (*FORMATS, "target"),
+        "help": "format of another program; eagle: SafeAILab's code; target: an MTP layer goes into a copy of the "
+        "target's checkpoint (default: our own)",
+    },
     "--target": _NAMED,
     "--draft-vocab-size": _count(
         None,

@@ -7,26 +7,33 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from fsd_core.errors import DataError
-from fsd_core.hub import load_whole
+from fsd_core.hub import is_hub_id, load_whole
 from fsd_core.text.row_check import RowCheck
 from fsd_infer.heads.export import ExportFacts, export_head
 from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
+from fsd_infer.heads.kinds import MTP, kind_of_head
+from fsd_infer.heads.stitch import stitch_mtp
+from fsd_infer.heads.weights import has_weights
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import read_checkpoint
 from fsd_train.data.answers import conclude, read_answers
+from fsd_train.models.block import BlockModule, BlockOptions
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.eagle import EagleModule
 from fsd_train.models.head_options import HeadOptions
 from fsd_train.models.lm import LMModule
+from fsd_train.models.mtp import MtpModule
 from fsd_train.models.slim import load_slim
 from fsd_train.models.start import choose_draft_ids
 
@@ -43,6 +50,17 @@ def load_module(checkpoint: str | Path, target_kwargs: dict[str, Any] | None = N
         module: DistillationModule = LMModule(
             options["target"], options["drafter"], options.get("lora"), target_kwargs=kwargs
         )
+    elif "new" in options:
+        given = {"new": options["new"], "loss": "kl_pq", "eval_steps": 7, "target_kwargs": kwargs}
+        layer = MtpModule(options["target"], options["unroll_steps"], **given)
+        if options["new"]:
+            layer.head = layer.new_head().float()
+        module = layer
+    elif "blocks" in options:
+        size = options.get("draft_vocab_size")
+        block = BlockOptions(**options.get("head", {}))
+        given = {"draft_vocab_size": size, "loss": "kl_pq", "target_kwargs": kwargs}
+        module = BlockModule(options["target"], block, options["block_size"], **given)
     else:
         head = HeadOptions(**options.get("head", {}))
         # every layout allows a loss without feature term; the loss does not affect weights
@@ -69,6 +87,8 @@ def _lm_head_rows(name: str, ids: Tensor | None) -> Tensor:
 
 def main(args: argparse.Namespace) -> int:
     """Run `fsd-train export`."""
+    if Path(args.source).is_dir() and kind_of_head(read_config(Path(args.source))) == MTP:
+        return _export_mtp(Path(args.source), args)
     if (args.draft_vocab_size is None) != (args.data is None):
         raise DataError("--draft-vocab-size and --data go together.")
     found = None if args.source.endswith(".ckpt") else find_head(args.source)
@@ -84,9 +104,15 @@ def main(args: argparse.Namespace) -> int:
         if not isinstance(module, EagleModule):
             raise DataError("a small LM drafts over its whole vocabulary. Omit --draft-vocab-size.")
         _choose_ids(module.head, module.target, args, module.always_drafted())
-    if args.to is None:
+    if args.to == "target" and isinstance(module, MtpModule):
+        with TemporaryDirectory() as place:
+            made = module.export(place)
+            return _into_target(made, args.target or module.target_name, args)
+    if args.to is None or args.to == "speculators" and isinstance(module, (MtpModule, BlockModule)):
         print(module.export(args.output, {"checkpoint": Path(args.source).name}), file=sys.stderr)
         return 0
+    if isinstance(module, (MtpModule, BlockModule)):
+        raise DataError(f"{args.source} holds no EAGLE head. Omit --to, or give --to speculators.")
     if not isinstance(module, EagleModule):
         raise DataError("a small LM is exported in Hugging Face's format, which every engine reads. Omit --to.")
     return _export_to(module.head, args.target or module.target_name, args)
@@ -127,7 +153,39 @@ def _export_head(source: Path, args: argparse.Namespace) -> int:
     return 0
 
 
+def _export_mtp(source: Path, args: argparse.Namespace) -> int:
+    """Export an MTP layer in a directory of its own, which is in speculators' layout."""
+    if args.to != "target" or args.data is not None:
+        raise DataError(f"{source} is an MTP layer in speculators' layout. --to target puts it into its target.")
+    config = record_of(read_config(source).get("speculators_config"))
+    name = args.target or record_of(config.get("verifier")).get("name_or_path")
+    if not isinstance(name, str):
+        raise DataError(f"{source} does not name its target. Give --target.")
+    return _into_target(source, name, args)
+
+
+def _into_target(layer: Path, name: str, args: argparse.Namespace) -> int:
+    directory, output = load_whole(name, lambda: _directory_of(name)), Path(args.output)
+    if output.resolve() in (directory.resolve(), Path(args.source).resolve()):
+        raise DataError(f"{output} is a source of the export. Give another directory.")
+    stitch_mtp(layer, directory, output)
+    print(output, file=sys.stderr)
+    return 0
+
+
+def _directory_of(name: str) -> Path:
+    """The directory of a target's safetensors; those of the Hub are fetched."""
+    place = Path(resolve_target(name))
+    if not place.exists() and is_hub_id(name):
+        place = Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5"]))
+    if not place.is_dir() or not has_weights(place):
+        raise DataError(f"{name} has no safetensors that an MTP layer could go into. Give the target's checkpoint.")
+    return place
+
+
 def _export_to(head: EagleHead, name: str, args: argparse.Namespace) -> int:
+    if args.to == "target":
+        raise DataError("an EAGLE head has no place in its target's checkpoint. Give another --to.")
     for remark in export_head(head, args.output, args.to, target_facts(name)):
         print(f"{args.to}: {remark}", file=sys.stderr)
     print(args.output, file=sys.stderr)

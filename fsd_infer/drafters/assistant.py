@@ -1,0 +1,219 @@
+"""Draft with Gemma-4 assistants: small models whose layers attend to the target's own keys and values.
+
+The assistant has no keys of its own. Each of its layers reads those that the target's last layer of the same type
+(full or sliding attention) keeps of the text. They are computed here once more, by that layer's modules, from the
+output of the layer before it, so they lie in a cache of two layers that follows the text alone.
+
+A node reads [embedding of its token ; its parent's state], both as wide as the target. At the root the state is the
+target's final feature before it; below, the assistant's output after a projection. Nodes do not attend to each other,
+and all stand at the position of the root. Ordered heads estimate the tokens of the best ``centroid_intermediate_top_k``
+clusters only, and q is 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from fsd_core.errors import CheckpointError, ModelLoadError, VocabularyMismatchError
+from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.cuda_graphs import CachedModel
+from fsd_infer.drafters.base import DraftRequest
+from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
+from fsd_infer.drafters.vocabulary import NEVER
+from fsd_infer.heads.kinds import ASSISTANT
+from fsd_infer.heads.layers import mask_for
+from fsd_infer.targets.target import Target
+from fsd_infer.trees.shape import TreeShape
+
+DEPTH = 64  # most tokens to draft; one step is used again at every depth
+
+
+class Source(NamedTuple):
+    """Where the assistant's layers of one type find keys and values: the target's layer and its type's window."""
+
+    kind: str
+    number: int
+    window: int | None
+
+
+class AssistantModel(CachedModel):
+    """An assistant whose cache slot i holds the target's keys and values of position i, a layer for each type."""
+
+    def __init__(self, head: Any, target: Target, sources: list[Source]) -> None:
+        self.head, self.target, self.device, self.sources = head, target, target.device, sources
+        self.cache_config = SimpleNamespace(num_hidden_layers=len(sources))
+        self._rotary: Any = _text_model(target).rotary_emb
+
+    def read(self, cache: SlotCache, features: Tensor) -> None:
+        """Write keys and values of the target's features [B, M, F] to the write slots, which are their positions."""
+        for index, source in enumerate(self.sources):
+            layer: Any = self.target.layers([source.number])[0]
+            attention, width = layer.self_attn, self.target.hidden_size
+            x = layer.input_layernorm(self.target.features_of(features, [source.number - 1])[..., width:])
+            keys = attention.k_proj(x).unflatten(-1, (-1, attention.head_dim))
+            values = keys if attention.v_proj is None else attention.v_proj(x).view_as(keys)
+            angles = self._rotary(x, cache.slots.expand(x.shape[:2]), source.kind)
+            keys = _rotated(attention.k_norm(keys).transpose(1, 2), *angles)
+            cache.update(keys, attention.v_norm(values).transpose(1, 2), index)
+
+    def step(self, cache: SlotCache, lengths: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Read nodes below texts.
+
+        Args:
+            cache: of the texts.
+            lengths: [B] positions that the cache has of each text, and so the position of its root.
+            tokens: [B, E].
+            states: [B, E, H] before them.
+
+        Returns:
+            Logits [B, E, V] of the tokens after the nodes, and the states [B, E, H] before these.
+        """
+        used = int(lengths.max()) if lengths.device.type == "cpu" else cache.window
+        back = lengths[:, None] - torch.arange(used, device=lengths.device)  # of each slot, from the root
+        masks, shared = dict[str, Any](), dict[str, Any]()
+        for index, (kind, _, window) in enumerate(self.sources):
+            seen = back > 0 if window is None else (back > 0) & (back < window)
+            seen = seen[:, None, None].expand(-1, 1, tokens.shape[1], -1)
+            masks[kind] = mask_for(self.head.model.layers, seen, states.dtype)
+            layer: Any = cache.layers[index]
+            shared[kind] = layer.keys[:, :, :used], layer.values[:, :, :used]
+        x = self.head.pre_projection(torch.cat([self.target.embed(tokens).to(states.dtype), states], -1))
+        positions = lengths[:, None].expand(tokens.shape)
+        given = {"attention_mask": masks, "shared_kv_states": shared, "use_cache": False}
+        given["logits_to_keep"] = None  # else transformers drops nodes
+        outputs = self.head.model(inputs_embeds=x, position_ids=positions, **given).last_hidden_state
+        return self._logits(outputs), self.head.post_projection(outputs)
+
+    def _logits(self, outputs: Tensor) -> Tensor:
+        """Return logits [B, E, V] of outputs [B, E, Hd]; of ordered heads those of the best clusters' tokens."""
+        ordered, lm_head = self.head.masked_embedding, self.head.lm_head
+        if ordered is None:
+            made: Tensor = lm_head(outputs)
+            return made
+        best = ordered.centroids(outputs).topk(ordered.centroid_intermediate_top_k).indices
+        ids = ordered.token_ordering.long().view(ordered.num_centroids, -1)[best].flatten(2)  # [B, E, tokens]
+        found = (lm_head.weight[ids] @ outputs[..., None])[..., 0]
+        return found.new_full((*outputs.shape[:2], ordered.vocab_size), NEVER).scatter(2, ids, found)
+
+    def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
+        width = self.target.hidden_size * (1 + len(self.target.captured_layers))
+        self.read(cache, torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device))
+
+
+@HEADS.register(ASSISTANT)
+class AssistantDrafter(StepDrafter):
+    """A Gemma-4 assistant.
+
+    Args:
+        head: transformers' model of it, in the target's dtype and on its device.
+        target: the Gemma-4 model to draft for.
+        shape: see :class:`StepDrafter`.
+
+    Raises:
+        ModelLoadError: a target that is no Gemma 4, or whose keys the assistant cannot read.
+    """
+
+    name = "assistant"
+    drafts_beams = reads_features = False  # it follows the text's keys
+    head: Any
+    model: AssistantModel
+
+    def __init__(self, head: nn.Module, target: Target, shape: TreeShape | None = None) -> None:
+        sources = _sources(head, target)
+        target.capture_layers([source.number - 1 for source in sources])
+        super().__init__(head, target, DEPTH, shape, model=AssistantModel(head, target, sources))
+
+    @classmethod
+    def read(
+        cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None
+    ) -> AssistantDrafter:
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=target.dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
+            )
+        except (ValueError, KeyError, RuntimeError, OSError) as error:  # of configs and files
+            raise CheckpointError(f"the Gemma-4 assistant in {directory} cannot be loaded: {error}") from error
+        head, info = loaded
+        faults = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        if any(faults.values()):
+            raise CheckpointError(
+                f"the tensors of the Gemma-4 assistant in {directory} do not fit its config: {faults}."
+            )
+        return cls(head.to(target.device).eval().requires_grad_(False), target, shape)
+
+    def slots(self, longest: int) -> int:
+        return longest  # nodes have none
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> AssistantSession:
+        return AssistantSession(self, request)
+
+
+class AssistantSession(StepSession):
+    """A session with the target's keys and values. ``lengths`` counts a row's positions, without the root."""
+
+    drafter: AssistantDrafter
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        slots = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        self.cache.set_write_slots(slots, None, 0)  # nothing attends
+        self.drafter.model.read(self.cache, features)
+        super().extend(tokens, features, counts)
+
+    def _begin(self, roots: Tensor) -> Tensor:
+        return self.last[:, None]
+
+    def _step(self, depth: int, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.drafter.model.step(self.cache, self.lengths, tokens, state)
+
+
+def _text_model(target: Target) -> Any:
+    """The part of the decoder that holds the layers; a decoder may hold what sees images, too."""
+    layer = target.layers([0])[0]
+    parts = (part for part in target.decoder.modules() if layer in getattr(part, "layers", ()))
+    return next(parts, target.decoder)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [B, heads, M, width] by angles [B, M, width]."""
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+
+def _sources(head: Any, target: Target) -> list[Source]:
+    """Return the target's layers whose keys the assistant reads. Raises ModelLoadError if it cannot."""
+    own, theirs, said = (
+        head.config.get_text_config(),
+        target.config,
+        f"this Gemma-4 assistant cannot draft for {target.name}",
+    )
+    modes = getattr(theirs, "kv_sharing_modes", None)
+    if modes is None:
+        raise ModelLoadError(f"{said}: it reads the keys of a Gemma-4 target, and this one is {theirs.model_type}.")
+    if head.backbone_hidden_size != target.hidden_size:
+        raise ModelLoadError(
+            f"{said}: it was made for features of {head.backbone_hidden_size}, and these have {target.hidden_size}."
+        )
+    if own.vocab_size != target.vocab_size:
+        raise VocabularyMismatchError(
+            f"{said}: it drafts {own.vocab_size} tokens, and the target has {target.vocab_size}."
+        )
+    found = []
+    for kind in sorted(set(own.layer_types)):
+        stores = [i for i, mode in enumerate(modes) if mode == "store" and theirs.layer_types[i] == kind]
+        if not stores or stores[0] == 0:
+            raise ModelLoadError(f"{said}: none of the target's layers but the first keeps keys of {kind}.")
+        mine, its = own.per_layer_config[own.layer_types.index(kind)], theirs.per_layer_config[stores[0]]
+        sizes = [(part.num_key_value_heads, part.head_dim) for part in (mine, its)]
+        if sizes[0] != sizes[1]:
+            raise ModelLoadError(
+                f"{said}: for {kind} it reads {sizes[0]} key heads and widths, the target has {sizes[1]}."
+            )
+        found.append(Source(kind, stores[0], own.sliding_window if kind == "sliding_attention" else None))
+    return found

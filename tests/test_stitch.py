@@ -1,0 +1,117 @@
+"""A trained MTP layer goes back into its target's checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsd_core.errors import FsdError
+from fsd_infer import Target
+from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.heads.weights import Weights
+from fsd_train.cli import main as cli
+from fsd_train.models import MtpModule
+from tests.published_mtp import change_config, checkpoint
+from tests.train_toys import VOCAB, ready
+from tests.train_toys import options as module_options
+
+
+def sharded(source: Path, place: Path) -> Path:
+    """The checkpoint in three files."""
+    place.mkdir()
+    state = load_file(source / "model.safetensors")
+    names = sorted(state, key=lambda name: ("mtp" in name or "layers.2." in name, name))  # in the last one or two
+    count = len(names)
+    parts = [names[i * count // 3 : (i + 1) * count // 3] for i in range(3)]
+    files = {f"model-0000{i + 1}-of-00003.safetensors": part for i, part in enumerate(parts)}
+    places = {name: file for file, held in files.items() for name in held}
+    for file in files:
+        save_file({name: state[name] for name, at in places.items() if at == file}, place / file, {"format": "pt"})
+    assert places.keys() == state.keys()
+    (place / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for name in ("config.json", "generation_config.json"):
+        (place / name).write_text((source / name).read_text())
+    return place
+
+
+def layer_of(family: str, place: Path, target: Path) -> MtpModule:
+    chosen = module_options(lr=3e-3, warmup_steps=2, loss="kl_pq", eval_steps=3)
+    module = ready(MtpModule(str(target), new=True, **chosen))
+    module.export(place)
+    return module
+
+
+def values(directory: Path) -> dict[str, Any]:
+    weights = Weights(directory)
+    return {name: weights.read(name) for name in weights.shapes}
+
+
+def same(*drafters: Any) -> None:
+    """Two MTP drafters of one target compute the same."""
+    width = drafters[0].target.hidden_size
+    embeds, states = torch.randn(2, 1, 6, width).unbind(0)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    with torch.no_grad():
+        outputs = [drafter.head(embeds, states, torch.arange(6)[None], causal) for drafter in drafters]
+    torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_layer_goes_into_its_target(tmp_path: Path, family: str, shards: int) -> None:
+    source = checkpoint(family, 1, VOCAB)
+    source = sharded(source, tmp_path / "sharded") if shards > 1 else source
+    layer_of(family, tmp_path / "layer", source)
+    assert cli(["export", str(tmp_path / "layer"), str(tmp_path / "made"), "--to", "target"]) == 0
+    old, new = values(source), values(tmp_path / "made")
+    changed = {name for name in new if name not in old or not torch.equal(new[name], old[name])}
+    assert changed and all("mtp" in name or "layers.2." in name for name in changed | (old.keys() - new.keys()))
+    target = Target.from_pretrained(str(tmp_path / "made"), dtype=torch.float32)
+    made, beside = load_drafter(None, target), load_drafter(str(tmp_path / "layer"), target)
+    assert made.name == "mtp"
+    same(made, beside)
+
+
+def test_the_new_layer_keeps_its_precision_in_a_quantised_target(tmp_path: Path) -> None:
+    source = sharded(checkpoint("mimo", 1, VOCAB), tmp_path / "sharded")
+    layer_of("mimo", tmp_path / "layer", source)
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    change_config(source, quantization_config=quantised)
+    assert cli(["export", str(tmp_path / "layer"), str(tmp_path / "made"), "--to", "target"]) == 0
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    kept = config["quantization_config"].pop("modules_to_not_convert")
+    assert {"lm_head", "model.mtp_layers.0.input_proj", "model.mtp_layers.0.mlp.up_proj"} <= set(kept)
+    assert config["num_nextn_predict_layers"] == 1
+
+
+def test_what_has_no_place_is_refused_by_name(tmp_path: Path, toys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layer_of("llama", tmp_path / "layer", toys / "target")
+    for given, words in (
+        ([str(tmp_path / "layer"), str(tmp_path / "made"), "--to", "target"], "checkpoints of llama have no layout"),
+        ([str(tmp_path / "layer"), str(tmp_path / "made"), "--to", "vllm"], "--to target puts it into its target"),
+        ([str(tmp_path / "layer"), str(toys / "target"), "--to", "target"], "is a source of the export"),
+    ):
+        try:
+            assert cli(["export", *given]) != 0
+            said = capsys.readouterr().err
+        except FsdError as error:
+            said = str(error)
+        assert words in said
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_checkpoint_of_training_is_exported(tmp_path: Path, new: bool) -> None:
+    chosen = module_options(lr=3e-3, warmup_steps=2, loss="kl_pq", eval_steps=3)
+    module, file = ready(MtpModule(str(checkpoint("mimo", 1, VOCAB)), new=new, **chosen)), tmp_path / "last.ckpt"
+    options = {name: module.hparams[name] for name in ("target", "unroll_steps", "new")}
+    torch.save({"state_dict": module.state_dict(), "hyper_parameters": options}, file)
+    places = {to: tmp_path / to for to in ("speculators", "target")}
+    assert all(cli(["export", str(file), str(place), "--to", to]) == 0 for to, place in places.items())
+    target = Target.from_pretrained(str(places["target"]), dtype=torch.float32)
+    assert cli(["export", str(file), str(tmp_path / "other"), "--to", "vllm"]) != 0
+    same(load_drafter(None, target), load_drafter(str(places["speculators"]), target))
