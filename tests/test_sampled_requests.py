@@ -66,7 +66,8 @@ def target_law(target: Target, prompt: list[int], options: dict[str, Any]) -> np
                 scores = target.model(ids).logits[:, -1]
             scores = processors(ids, scores) if processors else scores
             for token, p in enumerate(scores[0].double().softmax(-1).tolist()):
-                longer[(*text, token)] = chance * p
+                further = (*text, token)
+                longer[further] = chance * p
         law = longer
     return np.array([law[text] for text in itertools.product(range(SIZE), repeat=TOKENS)])
 
