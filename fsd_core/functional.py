@@ -289,7 +289,8 @@ def path_sums(steps: Tensor, parents: Tensor, depth: int) -> Tensor:
 def _accept_probs(tree: TreeTensors) -> Tensor:
     """Return each node's probability of acceptance given its parent: [B, N], 0 at padding."""
     _, parents, scores, _ = tree
-    return (scores - scores.gather(1, parents)).clamp_max(0.0).exp()
+    steps = (scores - scores.gather(1, parents)).clamp_max(0.0)
+    return steps.masked_fill(scores == -math.inf, -math.inf).exp()  # padding below padding would be NaN
 
 
 def _places(main: TreeTensors, side: TreeTensors, depth: int) -> tuple[Tensor, Tensor]:

@@ -148,6 +148,15 @@ def test_the_output_has_the_targets_law(name: str) -> None:
     assert p_value(codes, target_law(toy)) > ALARM
 
 
+def test_a_drawn_node_that_draws_takes_one_place() -> None:
+    """As many draws as places: a drawn node is verified in any case, so a draw below it costs its own place alone."""
+    chain, tree = grown(shape=TreeShape(3, 1, 4), least=1e-6), grown(shape=TreeShape(3, 2, 5), least=1e-6)
+    for toy in (chain, tree):
+        drafted, _ = toy.draft(torch.zeros(64, dtype=torch.long), torch.Generator().manual_seed(1))
+        assert drafted.drawn is not None and int(drafted.drawn.sum(1).min()) == 3
+        assert drafted.tokens.shape[1] <= toy.shape.nodes
+
+
 def test_a_wrong_q_is_noticed() -> None:
     """The check above has the power to see a test of drafts by q instead of the rest of q."""
     toy, wrong = GROWN["tree"], target_law(GROWN["tree"])
@@ -216,6 +225,16 @@ def test_a_ratio_that_was_applied_is_not_learned_twice() -> None:
     ]
     fixed = [int(((log_q > -math.inf) & ~drawn).sum()) for log_q, _, drawn in drafted]
     assert fixed[0] > fixed[1], "the fewer draws are accepted, the more children are fixed"
+
+
+def test_a_round_without_any_acceptance_does_not_end_the_drafts_of_a_kind() -> None:
+    """A batch of many answers to one prompt may expect a hundred acceptances and see none."""
+    shares = Shares()
+    for _ in range(3):
+        shares.learn([0, 500, 0, 0, 0, 500, 0, 0])
+    assert 0 < shares.of(False, 0) == shares.of(True, 0) < 0.2
+    shares.learn([0, 0, 0, 0, 400, 500 * shares.of(True, 0), 0, 0])
+    assert shares.of(True, 0) == pytest.approx(0.8), "and what is accepted later is learned"
 
 
 def test_block_verification_refuses_trees_with_drawn_nodes() -> None:

@@ -77,6 +77,21 @@ def test_union_of_two_trees() -> None:
     assert set(paths(merge_trees(main, side, 4), 0)) == {(0,), (0, 1), (0, 1, 3), (0, 1, 4)}
 
 
+@pytest.mark.parametrize("kernel", [pytest.param(True, marks=needs_kernels), False])
+def test_padding_below_padding_stays_padding(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees with drawn nodes expand candidates of chance 0 where they have no others. A NaN would rank first."""
+    if not kernel and "cpu" in functional.KERNELS.get("tree_union", {}):
+        monkeypatch.delitem(functional.KERNELS["tree_union"], "cpu")
+    shared = [(0, 1, 0.6), (0, 2, 0.3), (1, 3, 0.5)]
+    main, padded = one_tree(shared), one_tree([*shared, (0, 5, 0.1), (4, 6, 0.1), (5, 7, 0.1)])
+    padded.scores[:, 4:] = -math.inf
+    side = one_tree([(0, 1, 0.5), (1, 4, 0.9)], q=False)
+    union = union_of(padded, side, depth=8)
+    assert not union.scores.isnan().any()
+    assert paths(union, 0).keys() == paths(union_of(main, side, depth=8), 0).keys()
+    torch.testing.assert_close(merge_trees(padded, side, 6).scores[:, :5], merge_trees(main, side, 5).scores)
+
+
 @needs_kernels
 def test_the_kernel_and_torch_make_the_same_union(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = 0

@@ -29,6 +29,7 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_infer.tree import DraftTree
 
+LEAST_SHARE = 0.1  # of what is expected, whatever was learned: without drafts of a kind nothing more would be learned
 MEMORY = 60.0  # expected acceptances after which what was learned has faded to 1/e, and the weight of the beginning
 
 
@@ -45,7 +46,7 @@ class Shares:
     def of(self, drawn: bool, depth: int) -> float:
         """Return the ratio for children of contexts at a depth, 0 at roots."""
         below = depth > 0
-        return self._accepted[drawn][below] / self._expected[drawn][below]
+        return max(self._accepted[drawn][below] / self._expected[drawn][below], LEAST_SHARE)
 
     def learn(self, sums: Sequence[float]) -> None:
         """Learn from sums over the contexts that a round reached, as :func:`accepted_drafts` gives them."""
@@ -109,8 +110,13 @@ class Drawing:
         self.process, self.generator, self.left, self.least = process, generator, nodes, math.log(least)
         self.scores: list[Tensor] = []
         self.fixed: list[Tensor] = []
-        self._reserved: Tensor | None = None  # [B, n] expanded nodes that will be verified
+        self._reserved: Tensor | None = None  # [B, n] expanded nodes that will be verified in any case
         self._left: Tensor | None = None  # [B] places that are not reserved
+
+    def expand(self, drawn: Tensor) -> None:
+        """Note which of the nodes that are expanded next were drawn, [B, E]: their places are reserved already."""
+        assert self._reserved is not None, "roots were expanded first"
+        self._reserved = torch.cat([self._reserved, drawn], 1)
 
     def propose(self, logits: Tensor, reach: Tensor, sees: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Propose children of the nodes that were expanded last.
@@ -140,10 +146,9 @@ class Drawing:
 
     def _decide(self, log_q: Tensor, reach: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return which candidates are fixed, which contexts draw, and the log chance that a drawn child passes."""
-        before, left, known = self._reserved, self._left, 0 if self._reserved is None else self._reserved.shape[-1]
+        before, left = self._reserved, self._left
         if before is None or left is None:
-            before, left = sees[:, 0, :0], torch.full(sees.shape[:1], self.left, device=sees.device)
-        before = torch.nn.functional.pad(before, (0, sees.shape[-1] - known))
+            before, left = sees[:, 0], torch.full(sees.shape[:1], self.left, device=sees.device)
         shares = self.shares.of(False, len(self.scores)), self.shares.of(True, len(self.scores))
         found = functional.mixed_children(log_q, reach, sees, before, left, shares, self.least)
         fixed, draws, passes, self._reserved, self._left = found

@@ -256,6 +256,8 @@ class TreeSession(DraftSession):
             if best is None:
                 break
             path_scores = sums.gather(1, best)
+            if isinstance(self._drawing, Drawing):
+                self._drawing.expand(drawn[-1].gather(1, best))
             own = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
             above = best // self.width  # place of each node's parent among the E expanded nodes
             sees = torch.cat([at_nodes(sees, above), own], dim=-1)

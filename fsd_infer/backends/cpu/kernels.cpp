@@ -285,10 +285,11 @@ void fsd_union(int64_t trees, const fsd_tree* main, const fsd_tree* side, int64_
     };
     const auto put = [&](const fsd_tree* tree, int64_t node, int64_t at, int64_t parent, int64_t before) {
       const int64_t start = row * tree->count;
-      const float step = tree->scores[start + node] - tree->scores[start + above(tree, node)];
+      const float score = tree->scores[start + node], step = score - tree->scores[start + above(tree, node)];
       tokens[at] = tree->tokens[start + node], parents[at] = parent;
       proposers[at] = before + (tree->proposers ? tree->proposers[start + node] : 0);
-      chance[at] = std::exp(std::min(step, 0.f));  // the step's chance; 0 at padding
+      // the step's chance; 0 at padding, also below padding
+      chance[at] = score == -INFINITY ? 0.f : std::exp(std::min(step, 0.f));
     };
     std::fill(wrong.begin(), wrong.end(), 1.f);
     for (int64_t node = 0; node < first; ++node) {
