@@ -117,6 +117,18 @@ def deviations(record: Record) -> str:
     return columns(header, rows)
 
 
+def tuned(record: Record) -> str:
+    """Rules beside exact on the sets that chose them."""
+    header = ["prompts", "right by `exact`", "rule", "× τ", "score, points", "lost, gained", "ended", "repeats"]
+    rows = []
+    for name, found in record["tuned"].items():
+        for rule, facts in found["rules"].items():
+            row = [f"{name}, {found['prompts']}", str(found["right_by_exact"]), f"`{rule}`", ratio(facts["tau"])]
+            row += [difference(facts["score"], 100, 1), f"{facts['lost']}, {facts['gained']}"]
+            rows.append([*row, *(difference(facts[key], 100, 1) for key in ("ended", "repeated_4grams"))])
+    return columns(header, rows)
+
+
 def memory(record: Record) -> str:
     """Tokens per forward and per second by workload, beside the head with n-gram lookup."""
     rows = [
@@ -158,6 +170,7 @@ def drawing(record: Record) -> str:
 FORMS: dict[str, Callable[[Record], str]] = {
     "fresh": fresh, "deviations": deviations, "ladder": ladder, "sweep": sweep_tables, "run": run, "losses": losses,
     "acceptance": acceptance, "drawing": drawing, "memory": memory, "kinds": kinds, "training": training,
+    "tuned": tuned,
 }  # fmt: skip
 
 
