@@ -129,6 +129,18 @@ def tuned(record: Record) -> str:
     return columns(header, rows)
 
 
+def ties(record: Record) -> str:
+    """Tokens that two ways to compute choose differently, by the nats that fp32's best token leads by."""
+    header = ["pair", f"differ, of {record['positions']} tokens", f"answers with one, of {record['prompts']}"]
+    edges = [f"{low:g} nats" for low, _, _ in next(iter(record["pairs"].values()))["by_lead"]]
+    rows = []
+    for name, found in record["pairs"].items():
+        share = "{mean:.1f} % ({low:.1f}–{high:.1f})".format(**{key: 100 * x for key, x in found["differ"].items()})
+        cells = [f"{differ} of {count}" for _, count, differ in found["by_lead"]]
+        rows.append([name, share, str(found["answers_with_one"]), plain(max(found["leads"], default=None)), *cells])
+    return columns([*header, "largest lead", *(f"from {edge}" for edge in edges)], rows)
+
+
 def memory(record: Record) -> str:
     """Tokens per forward and per second by workload, beside the head with n-gram lookup."""
     rows = [
@@ -170,7 +182,7 @@ def drawing(record: Record) -> str:
 FORMS: dict[str, Callable[[Record], str]] = {
     "fresh": fresh, "deviations": deviations, "ladder": ladder, "sweep": sweep_tables, "run": run, "losses": losses,
     "acceptance": acceptance, "drawing": drawing, "memory": memory, "kinds": kinds, "training": training,
-    "tuned": tuned,
+    "tuned": tuned, "ties": ties,
 }  # fmt: skip
 
 
