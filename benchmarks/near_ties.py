@@ -55,9 +55,8 @@ def compare(plain: Tensor, verified: Tensor, fp32: Tensor) -> dict[str, list[flo
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the shares of positions that differ, their leads, and both by lead."""
-    load = {"drafter": "none", "tree": None}
-    decoder = FuzzyDecoder.from_pretrained(args.target, dtype=torch.bfloat16, **load)
-    exact = FuzzyDecoder.from_pretrained(args.target, dtype=torch.float32, **load)
+    decoder = FuzzyDecoder.from_pretrained(args.target, "none", dtype=torch.bfloat16)
+    exact = FuzzyDecoder.from_pretrained(args.target, "none", dtype=torch.float32)
     encoder = Encoder.of(decoder, False)
     rows = [row for row in spread_rows([args.prompts], encoder) if len(encode_rows([row], encoder)[0]) <= LONGEST]
     prompts = encode_rows(rows[:: max(len(rows) // args.limit, 1)][: args.limit], encoder)
