@@ -117,6 +117,30 @@ def deviations(record: Record) -> str:
     return columns(header, rows)
 
 
+def tuned(record: Record) -> str:
+    """Rules beside exact on the sets that chose them."""
+    header = ["prompts", "right by `exact`", "rule", "× τ", "score, points", "lost, gained", "ended", "repeats"]
+    rows = []
+    for name, found in record["tuned"].items():
+        for rule, facts in found["rules"].items():
+            row = [f"{name}, {found['prompts']}", str(found["right_by_exact"]), f"`{rule}`", ratio(facts["tau"])]
+            row += [difference(facts["score"], 100, 1), f"{facts['lost']}, {facts['gained']}"]
+            rows.append([*row, *(difference(facts[key], 100, 1) for key in ("ended", "repeated_4grams"))])
+    return columns(header, rows)
+
+
+def ties(record: Record) -> str:
+    """Tokens that two ways to compute choose differently, by the nats that fp32's best token leads by."""
+    header = ["pair", f"differ, of {record['positions']} tokens", f"answers with one, of {record['prompts']}"]
+    edges = [f"{low:g} nats" for low, _, _ in next(iter(record["pairs"].values()))["by_lead"]]
+    rows = []
+    for name, found in record["pairs"].items():
+        share = "{mean:.1f} % ({low:.1f}–{high:.1f})".format(**{key: 100 * x for key, x in found["differ"].items()})
+        cells = [f"{differ} of {count}" for _, count, differ in found["by_lead"]]
+        rows.append([name, share, str(found["answers_with_one"]), plain(max(found["leads"], default=None)), *cells])
+    return columns([*header, "largest lead", *(f"from {edge}" for edge in edges)], rows)
+
+
 def memory(record: Record) -> str:
     """Tokens per forward and per second by workload, beside the head with n-gram lookup."""
     rows = [
@@ -158,6 +182,7 @@ def drawing(record: Record) -> str:
 FORMS: dict[str, Callable[[Record], str]] = {
     "fresh": fresh, "deviations": deviations, "ladder": ladder, "sweep": sweep_tables, "run": run, "losses": losses,
     "acceptance": acceptance, "drawing": drawing, "memory": memory, "kinds": kinds, "training": training,
+    "tuned": tuned, "ties": ties,
 }  # fmt: skip
 
 

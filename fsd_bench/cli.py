@@ -206,6 +206,7 @@ def _evidence_options(parser: argparse.ArgumentParser) -> None:
     """Add what sweep and calibrate share."""
     add(parser, "--prompts", metavar="FILE,...")
     add(parser, "--strict", "--limit", "--max-new-tokens", "--seed", "--score", "--raw")
+    add_counts(parser, ("--batch-size", 1, "prompts decoded together"))
     add_models(parser)
 
 

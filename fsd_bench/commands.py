@@ -195,7 +195,7 @@ def _sweep_options(args: argparse.Namespace) -> dict[str, Any]:
     from fsd_infer.decoder.models import model_options
 
     files = {"prompts": words(args.prompts), "rules": words(args.rules)}
-    return {**files, **model_options(args), **picked(args, "limit max_new_tokens seed score raw strict")}
+    return {**files, **model_options(args), **picked(args, "limit max_new_tokens batch_size seed score raw strict")}
 
 
 def _temperatures(text: str) -> list[float]:

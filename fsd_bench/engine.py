@@ -27,7 +27,7 @@ class EngineMethod(Method):
         drafter: drafter.
         beams: number of beams.
         beam_options: options of beam search.
-        traced: give answers a trace, for one prompt at a time.
+        traced: give answers a trace.
 
     Attributes:
         seeded: whether requests have a seed, so that answers repeat. Otherwise trees may follow the clock.
@@ -84,9 +84,10 @@ class EngineMethod(Method):
             )
         ]
         if self.traced:
-            record = generation.records[0]
-            spent: list[list[float]] = [[place, round(nats, 5)] for place, nats in enumerate(record.spent) if nats]
-            answers[0].trace = AnswerTimeline(rounds[0], "".join(str(int(source)) for source in record.sources), spent)
+            for answer, record, of_row in zip(answers, generation.records, rounds, strict=True):
+                spent: list[list[float]] = [[place, round(nats, 5)] for place, nats in enumerate(record.spent) if nats]
+                sources = "".join(str(int(source)) for source in record.sources)
+                answer.trace = AnswerTimeline(of_row, sources, spent)
         phases = {**stats.phases, "rest": max(seconds - stats.seconds, 0.0)}
         return TimedRun(seconds, stats.prefill_seconds, answers, phases)
 

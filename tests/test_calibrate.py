@@ -309,6 +309,29 @@ def test_every_setting_answers_every_prompt(toy: Toy, finished: Path) -> None:
         assert 0 < facts["random:0.5"]["gate_open_fraction"] < 1 and facts["random:0.5"]["divergence_spent"] > 0
 
 
+def test_prompts_decoded_together_are_answered_alike(toy: Toy, tmp_path: Path) -> None:
+    """At temperature 0 a batch changes no answer, nor what was measured of it; the last batch is smaller."""
+    same = {
+        "temperatures": [0.0],
+        "tree": TreeShape(3, 2, 6),
+        "rules": ["tilted:1:exact_ngram_size=0"],
+        "controls": False,
+    }
+    alone, together = (
+        read_sweep(sweep(swept(toy, **same, batch_size=size), tmp_path / f"{size}.jsonl")) for size in (1, 2)
+    )
+    assert [turn.prompts for turn in together.at[0].turns] == [[0, 1], [2, 3], [4]]
+    assert any(answer.divergence_spent for answer in together.at[0].answers(together.settings[1]))
+    for name in together.settings:
+        for one, other in zip(alone.at[0].answers(name), together.at[0].answers(name), strict=True):
+            assert one.log_likelihood == pytest.approx(other.log_likelihood, abs=1e-4)
+            for key in ("tokens", "score", "repeated_4grams", "target_forwards", "finish_reason"):
+                assert getattr(one, key) == getattr(other, key), key
+            assert one.trace is not None and other.trace is not None
+            assert (one.trace.rounds, one.trace.sources) == (other.trace.rounds, other.trace.sources)
+            assert one.trace.pieces == other.trace.pieces
+
+
 def test_a_sweep_goes_on_wherever_it_was_killed(toy: Toy, tmp_path: Path) -> None:
     """Lines are appended and synced one by one, so a kill leaves a beginning of the file, cut anywhere."""
     small = swept(toy, rules=["fuzzy:js:0.3", "random:0.5"], temperatures=[0.8], limit=3)

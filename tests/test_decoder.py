@@ -66,6 +66,17 @@ def test_text_prompts_stop_strings_and_defaults(decoder: FuzzyDecoder) -> None:
         decoder.generate("", max_new_tokens=4)
 
 
+def test_quality_works_at_once(decoder: FuzzyDecoder) -> None:
+    """The shipped head's own calibration names the rules; of other temperatures it says that it has none."""
+    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, seed=0)
+    question = "What is the capital of France?"
+    lossy, kept, exact = (decoder.generate(question, quality=quality, **options) for quality in (0.8, 0.9, 1.0))
+    assert [made.stats.rule["rule"] for made in (lossy, kept, exact)] == ["fly", "exact", "exact"]
+    assert lossy.stats.rule["lead"] == 5 and kept.sequences == exact.sequences
+    with pytest.raises(FsdError, match=r"nothing was calibrated for temperature 1 \(there is: 0\)"):
+        decoder.generate(question, quality=0.8, max_new_tokens=2, do_sample=True, temperature=1.0)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_path_of_a_prompt(count: int) -> None:
     """Calls from ``generate`` to the model's forward, for prompts, then for rounds."""

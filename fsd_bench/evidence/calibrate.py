@@ -347,7 +347,7 @@ def check(turns: Sequence[Comparison], name: str, promise: Promise, seed: int = 
         SPEED: found["ratios"]["speed"]["ratio"] >= promise.value,
     }[promise.kind] and all(rises[quality] <= most for quality, most in promise.bounds().items())
     return {
-        "prompts": len({turn.group for turn in turns}),
+        "prompts": len({at for turn in turns for at in turn.prompts}),
         "score_difference": score,
         "rises": rises,
         **{key: found["ratios"].get(key) for key in ("speed", "tau", "target_forwards", "answer_tokens")},

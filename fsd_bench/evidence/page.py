@@ -91,7 +91,7 @@ def render(sweep: Sweep) -> str:
             families.setdefault(sweep.head["families"][name], []).append(name)
         parts.append({
             "temperature": at.temperature,
-            "prompts": len({turn.group for turn in at.turns}),
+            "prompts": len({place for turn in at.turns for place in turn.prompts}),
             "rows": [[name, *(cell(facts[name]) for cell in COLUMNS.values())] for name in sweep.settings],
             "charts": [*_trade_offs(families, facts), *_lines(families, at), *_histograms(families, at)],
             "examples": _examples(sweep, at),
@@ -178,9 +178,10 @@ def _examples(sweep: Sweep, at: At) -> list[tuple[dict[str, Any], MeasuredAnswer
     """Return (prompt, exact's answer, the others by setting) of the prompts that are shown."""
     examples = []
     for turn in at.turns:
-        exact, *others = ((name, turn.runs[name].answers[0]) for name in sweep.settings)
-        if turn.repeat == 0 and exact[1].trace is not None and exact[1].trace.pieces is not None:
-            examples.append((sweep.head["prompts"][turn.group], exact[1], others))
+        for at_prompt, answers in zip(turn.prompts, zip(*(turn.runs[name].answers for name in sweep.settings))):
+            exact, *others = zip(sweep.settings, answers)
+            if turn.repeat == 0 and exact[1].trace is not None and exact[1].trace.pieces is not None:
+                examples.append((sweep.head["prompts"][at_prompt], exact[1], others))
     return examples
 
 

@@ -73,6 +73,7 @@ class SweepOptions(ModelOptions):
         temperatures: 0 is greedy.
         limit: most prompts of each file, evenly spread over it; None for all.
         max_new_tokens: new tokens per answer.
+        batch_size: prompts decoded together, as a server would.
         repeats: answers per prompt at temperatures above 0, each with its own seed.
         seed: seed of draws and of the bootstrap.
         score: kind of reference, see :mod:`fsd_bench.score`.
@@ -87,6 +88,7 @@ class SweepOptions(ModelOptions):
     temperatures: Sequence[float] = (0.0,)
     limit: int | None = None
     max_new_tokens: int = 128
+    batch_size: int = 1
     repeats: int = 1
     seed: int = 0
     score: str = AUTO

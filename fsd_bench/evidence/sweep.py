@@ -44,21 +44,26 @@ def sweep(options: SweepOptions, path: str | Path, *, progress: bool = False, ro
     references = read_references(rows, options.score)
     settings = options.settings()
     names = [setting.name for setting in settings]
-    jobs = in_turns(names, len(rows), {value: options.repeats if value else 1 for value in options.temperatures})
+    groups = groups_of(len(rows), options.batch_size)
+    jobs = in_turns(names, len(groups), {value: options.repeats if value else 1 for value in options.temperatures})
     facts = {
         "families": {setting.name: setting.family for setting in settings},
         "prompts": [_described(row, reference) for row, reference in zip(rows, references, strict=True)],
         "environment": environment(),
     }
     described = {**options.to_dict(), "rows_sha256": rows_digest(rows)}
-    file = RunFile(
-        writable(path, "the sweep's file"), "sweep", jsonable(described), dict.fromkeys(jobs, 1), jsonable(facts)
-    )
+    counts = {job: len(groups[job.group]) for job in jobs}
+    file = RunFile(writable(path, "the sweep's file"), "sweep", jsonable(described), counts, jsonable(facts))
     assert file.path is not None
     if len(file.runs) < len(jobs) or not file.described.keys() >= set(names):
         with file.kept():
             _run(options, rows, references, jobs, file, progress)
     return file.path
+
+
+def groups_of(prompts: int, size: int) -> list[list[int]]:
+    """Return the indices of the prompts that are decoded together."""
+    return [list(range(first, min(first + size, prompts))) for first in range(0, prompts, size)]
 
 
 def _described(row: PromptRow, reference: Reference | None) -> dict[str, Any]:
@@ -83,18 +88,21 @@ def _run(
     models.first_drafter = options.drafter
     decoder, settings = models.decoder, options.settings()
     prompts = encode_rows(rows, models.encoder(options.raw))
-    asked = RunSpec(lambda job, runs: [prompts[job.group]], options.max_new_tokens, options.seed)
+    groups = groups_of(len(rows), options.batch_size)
+    asked = RunSpec(lambda job, runs: [prompts[at] for at in groups[job.group]], options.max_new_tokens, options.seed)
 
     def start() -> list[EngineMethod]:
         return [EngineMethod(one.name, decoder, one.rule, models.load(None, one.tree), traced=True) for one in settings]
 
     def finish(job: Trial, run: TimedRun) -> None:
-        (answer,), prompt = run.answers, prompts[job.group]
-        measure(answer, decoder.tokenizer, prompt, rows[job.group], references[job.group])
-        if answer.tokens:
-            answer.log_likelihood = mean_log_likelihoods(decoder.target, [(prompt, answer.tokens)])[0]
-        if answer.trace is not None and answer.tokens is not None and job.group < options.examples:
-            answer.trace.pieces = token_pieces(decoder.tokenizer, answer.tokens)
+        for at, answer in zip(groups[job.group], run.answers, strict=True):
+            measure(answer, decoder.tokenizer, prompts[at], rows[at], references[at])
+            if answer.trace is not None and answer.tokens is not None and at < options.examples:
+                answer.trace.pieces = token_pieces(decoder.tokenizer, answer.tokens)
+        answered = [(prompts[at], one.tokens) for at, one in zip(groups[job.group], run.answers) if one.tokens]
+        scored = mean_log_likelihoods(decoder.target, answered)
+        for answer, log_likelihood in zip((one for one in run.answers if one.tokens), scored, strict=True):
+            answer.log_likelihood = log_likelihood
 
     session = Session([one.name for one in settings], start, jobs)
     run_jobs([session], asked, file, finish, title="sweep", progress=progress)
@@ -109,7 +117,7 @@ class At:
 
     def answers(self, name: str) -> list[MeasuredAnswer]:
         """Return a setting's answers."""
-        return [turn.runs[name].answers[0] for turn in self.turns]
+        return [answer for turn in self.turns for answer in turn.runs[name].answers]
 
 
 @dataclass
@@ -139,6 +147,6 @@ def read_sweep(path: str | Path) -> Sweep:
         runs = dict(read_run(line) for line in lines[1:] if "run" in line)
     except (TypeError, KeyError, ValueError) as error:
         raise FsdError(f"{path} is damaged ({error}): repeat the sweep, which measures the lost answers.") from error
-    groups = [[number] for number in range(len(head["prompts"]))]
+    groups = groups_of(len(head["prompts"]), settings.get("batch_size", 1))
     at = [At(value, turns_of(runs, groups, settings["rules"], value)) for value in settings["temperatures"]]
     return Sweep(head, at)

@@ -1,0 +1,111 @@
+"""Write the file that maps ``quality`` to rules for the built-in model's shipped head.
+
+    python -m benchmarks.shipped_quality
+
+It does what `fsd-bench calibrate` does, from runs that were measured before: those that count answers which the rule
+loses and gains beside exact. All runs are at temperature 0, on made instructions and even rows of IFEval. A quality has
+the rule if a loss of that share of exact's score is ruled out with the confidence, see
+:func:`fsd_bench.evidence.calibrate.loss_p_value`; otherwise it means exact. The rule was chosen on the first two sets,
+which flatters it there; so the odd rows of IFEval, which chose and calibrated nothing, verify it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.recorded import BUILT_IN
+from benchmarks.results_page import RESULTS
+from fsd_bench.evidence.calibrate import QUALITIES, SCORE, loss_p_value
+from fsd_infer.decoder.calibrated import Calibrated, write_calibrated
+from fsd_infer.targets.builtin import shipped_drafter
+from fsd_infer.targets.target import Target
+
+RULE, FORMER = "fly:window=3:exact_ngram_size=3:lead=5", "fly:window=3:novel=3:lead=5"
+STUDY, FRESH, ODD = "lead-study", "findings-made-late", "rules-ifeval-odd-lead"
+CONFIDENCE = 0.9
+
+
+def counted(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Return by set what the rule did beside exact: prompts, right_by_exact, lost, gained, and differences."""
+    sets = {}
+    for name, found in _read(results, STUDY)["tuned"].items():
+        facts = found["rules"][FORMER]
+        sets[f"{STUDY}, {name}"] = {key: found[key] for key in ("prompts", "right_by_exact")} | {
+            key: facts[key] for key in ("lost", "gained", "tau", "ended", "repeated_4grams")
+        }
+    facts = _read(results, FRESH)["temperatures"]["0"]
+    exact, own = facts["exact"]["means"]["score"], facts[RULE]
+    sets[FRESH] = {
+        "prompts": exact["prompts"],
+        "right_by_exact": round(exact["mean"] * exact["prompts"]),
+        **{key: own["flips"][key] for key in ("lost", "gained")},
+        "tau": own["ratios"]["tau"],
+        "ended": own["differences"]["finished_fraction"],
+        "repeated_4grams": own["differences"]["repeated_4grams"],
+    }
+    return sets
+
+
+def verified(results: Path = RESULTS) -> dict[str, Any]:
+    """Return the same of the odd rows of IFEval."""
+    record = _read(results, ODD)
+    less, flips = record["differences"]["exact"][FORMER], record["flips"]["exact"][FORMER]
+    score = less["score"]
+    return {
+        "record": ODD, "prompts": score["prompts"], "score_difference": score, "lost": flips["lost"],
+        "gained": flips["gained"], "tau": record["ratios"]["exact"][FORMER]["tau"],
+        "ended": less["finished_fraction"], "repeated_4grams": less["repeated_4grams"],
+    }  # fmt: skip
+
+
+def levels(sets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the highest quality that the rule certainly keeps, as :attr:`.Calibrated.levels`; [] for none."""
+    total = {key: sum(found[key] for found in sets.values()) for key in ("prompts", "right_by_exact", "lost", "gained")}
+    unchanged = total["prompts"] - total["lost"] - total["gained"]
+    losses = np.repeat([1.0, -1.0, 0.0], [total["lost"], total["gained"], unchanged])
+    score = total["right_by_exact"] / total["prompts"]
+    speed = sum(found["tau"]["ratio"] * found["prompts"] for found in sets.values()) / total["prompts"]
+    for quality in QUALITIES:
+        if loss_p_value(losses, (1 - quality) * score) <= 1 - CONFIDENCE:
+            return [{"quality": quality, "rule": RULE, "speed": round(speed, 3)}]
+    return []
+
+
+def setting(results: Path = RESULTS) -> Calibrated:
+    """Return what is written: exact for ``rule="calibrated"``, since no rule is certain to lose less than 1 point."""
+    sets = counted(results)
+    evidence = {
+        "confidence": CONFIDENCE,
+        "calibration": sets,
+        "verification": verified(results),
+        "speed": "ratio of tokens per forward; tree 6,2,12, 128 tokens, shipped head",
+    }
+    return Calibrated(0.0, "exact", None, {"kind": SCORE, "value": 0.01}, evidence, levels(sets))
+
+
+def _read(results: Path, name: str) -> Any:
+    return json.loads((results / f"{name}.json").read_text("utf-8"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the file beside the head and print its levels."""
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.shipped_quality", description=(__doc__ or "").split("\n\n")[0]
+    ).parse_args(argv)
+    directory, made = shipped_drafter(BUILT_IN), setting()
+    assert directory is not None, "the built-in model has a head"
+    print(write_calibrated(Path(directory), Target.from_pretrained(BUILT_IN), made))
+    for level in made.levels:
+        print(f"quality {level['quality']:g}: {level['rule']}, {level['speed']:.2f} times exact's tokens per forward")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
