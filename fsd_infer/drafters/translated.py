@@ -75,7 +75,8 @@ class TranslatedDrafter(LMDrafter):
 class OwnSession(LMSession):
     """A session whose texts are in the small LM's tokens. They follow the target's after each round, on the host.
 
-    ``lengths``, ``cached`` and ``text`` count the small LM's tokens.
+    ``lengths``, ``cached`` and ``text`` count the small LM's tokens. The host alone knows how many a round adds, and
+    may have to make a larger cache for them, so rounds are not recorded.
     """
 
     drafter: TranslatedDrafter
