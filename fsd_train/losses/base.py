@@ -144,11 +144,11 @@ class DraftBatch:
         own_head: the drafter's trained LM head over the draft vocabulary; None if it shares the target's.
         feature_scale: [H] divisor of the features in the head, or None.
         reference: [R, H] estimates of a frozen reference drafter on the same inputs, or None.
-        confidence: [R] logits of a confidence head, or None (:mod:`fsd_train.losses.confidence`).
         progress: completed share of the run, 0 to 1; 1 outside training, where schedules have ended.
         step: completed optimizer steps.
         compiled: whether functions of rows are compiled. Then every position has a row of each step, and the number of
             positions and of chains is one of few.
+        confidence: [R] logits of a confidence head, or None (:mod:`fsd_train.losses.confidence`).
     """
 
     estimates: Tensor
@@ -158,10 +158,10 @@ class DraftBatch:
     feature_scale: Tensor | None = None
     own_head: LMHead | None = None
     reference: Tensor | None = None
-    confidence: Tensor | None = None
     progress: float = 1.0
     step: float = math.inf
     compiled: bool = False
+    confidence: Tensor | None = None
 
     @property
     def weights(self) -> Tensor:
