@@ -56,14 +56,16 @@ def run(record: Record) -> str:
 
 
 def acceptance(record: Record) -> str:
-    """Methods of `fsd-bench run` whose times mean nothing: τ and its ratio to the baseline's."""
+    """Methods of `fsd-bench run` whose times mean nothing: τ, its ratio to the baseline's, likelihoods if measured."""
     baseline = list(record["ratios"])[-1]
+    likely = any(facts["log_likelihood_per_token"] is not None for facts in record["methods"].values())
     rows = []
     for name, facts in record["methods"].items():
         found = record["ratios"][baseline].get(name, {}).get("tau")
         nats = plain((facts["divergence_spent"] or 0) / facts["answer_tokens"], 3)
-        rows.append([f"`{name}`", plain(facts["tau"]), "1" if name == baseline else ratio(found), nats])
-    return columns(["method", "τ", f"× `{baseline}`", "nats per token"], rows)
+        row = [f"`{name}`", plain(facts["tau"]), "1" if name == baseline else ratio(found), nats]
+        rows.append([*row, *[plain(facts["log_likelihood_per_token"])] * likely])
+    return columns(["method", "τ", f"× `{baseline}`", "nats per token", *["log-likelihood per token"] * likely], rows)
 
 
 def fresh(record: Record) -> str:

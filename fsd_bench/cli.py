@@ -71,8 +71,8 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods", default="hf-generate,plain,exact,fuzzy:js:0.3",
         help="comma-separated: plain, any rule, a rule with its own drafter (exact@none, exact@DIR), hf-generate, "
-        "hf-lookup[:TOKENS], hf-assisted:DIR, hf-beams:W, beams:W[@DRAFTER], server:URL[#MODEL], command:PROGRAM; "
-        "NAME=METHOD renames one",
+        "hf-lookup[:TOKENS], hf-assisted:DIR[#DRAFTS], hf-beams:W, beams:W[@DRAFTER], server:URL[#MODEL], "
+        "command:PROGRAM; NAME=METHOD renames one",
     )  # fmt: skip
     parser.add_argument(
         "--isolate", type=positive, nargs="?", const=4, metavar="BLOCKS",

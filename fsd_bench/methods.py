@@ -10,7 +10,8 @@ A method is written as ``[label=]kind[:parameters]``. Tables and records call it
 ``exact@shipped@8x2x16``   with another tree, too: depth, width, nodes and perhaps ``x0.5``, below which drafting stops
 ``hf-generate``            transformers' ``generate``
 ``hf-lookup:8``            the same with prompt lookup of this many tokens (default: 8)
-``hf-assisted:DIR``        the same with an assistant model
+``hf-assisted:DIR``        the same with an assistant model, of any vocabulary; ``hf-assisted:DIR#4`` with four drafts a
+                           round, instead of as many as transformers chooses
 ``hf-beams:4``             the same with this many beams
 ``beams:4``                beams of this package, with the run's drafter; ``beams:4@none`` without
 ``beams:4:depth=6``        with ``BeamOptions``, separated by colons
@@ -54,7 +55,7 @@ __all__ = [
     "parse_methods",
 ]
 
-LOOKUP_TOKENS, MOST_BEAMS = 8, 64
+LOOKUP_TOKENS, MOST_BEAMS, MOST_DRAFTS = 8, 64, 64
 _LABEL = re.compile(r"([\w.+ -]+)=(.+)", re.DOTALL)
 _SHAPED = re.compile(r"(.+)@(\d+x\d+x\d+(?:x[\d.]+)?)", re.ASCII | re.DOTALL)
 
@@ -140,19 +141,29 @@ def _beam_search(spec: Spec, models: Models) -> Method:
     return EngineMethod(spec.name, models.decoder, parse_rule("exact"), drafter, *_beams(spec))
 
 
-def _check_assisted(spec: Spec) -> None:
-    if not spec.argument:
+def _assistant(spec: Spec) -> tuple[str, dict[str, Any]]:
+    """Return the directory, and the fields of the assistant's generation config that fix the number of drafts."""
+    directory, _, drafts = spec.argument.partition("#")
+    if not directory:
         raise FsdError(f"method {spec.text!r}: name the assistant model, e.g. hf-assisted:DIRECTORY.")
+    if directory == spec.argument:
+        return directory, {}
+    if not 1 <= (read_int(drafts) or 0) <= MOST_DRAFTS:
+        raise FsdError(f"method {spec.text!r}: give 1 to {MOST_DRAFTS} drafts, e.g. hf-assisted:DIRECTORY#4.")
+    fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    return directory, {"num_assistant_tokens": int(drafts), **fixed}
 
 
 def _assisted(spec: Spec, models: Models) -> Method:
     model, tokenizer = models.reference
-    assistant, own = load_target(spec.argument, dtype=models.options.dtype, device=models.options.device)
+    directory, fixed = _assistant(spec)
+    assistant, own = load_target(directory, dtype=models.options.dtype, device=models.options.device)
+    assistant.generation_config.update(**fixed)
     speculation: dict[str, Any] = {"assistant_model": assistant}
     # transformers translates between vocabularies if it has both tokenizers
     if tokenizer is not None and own is not None and tokenizer.get_vocab() != own.get_vocab():
         speculation.update(tokenizer=tokenizer, assistant_tokenizer=own)
-    return GenerateMethod(spec.name, model, speculation, {"assistant_model": spec.argument})
+    return GenerateMethod(spec.name, model, speculation, {"assistant_model": directory, **fixed})
 
 
 def _server(spec: Spec) -> tuple[Server, str | None]:
@@ -176,7 +187,7 @@ for _name, _kind in {
     "hf-lookup": _generate("prompt_lookup_num_tokens", 1, 1024, LOOKUP_TOKENS),
     "hf-beams": _generate("num_beams", 2, MOST_BEAMS),
     "beams": MethodKind(_beam_search, _beams, takes_drafter=True),
-    "hf-assisted": MethodKind(_assisted, _check_assisted),
+    "hf-assisted": MethodKind(_assisted, _assistant),
     "server": MethodKind(lambda spec, models: ServerMethod(spec.name, *_server(spec)), _server),
     "command": MethodKind(lambda spec, models: ProcessMethod(spec.name, _words(spec)), _words, own_process=True),
 }.items():

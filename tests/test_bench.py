@@ -163,7 +163,9 @@ def test_a_method_is_read_from_its_text() -> None:
 WRONG = {
     "exat": "unknown method 'exat'", "exact@": "name the drafter after '@'", "plain@none": "plain takes no drafter",
     "hf-generate:3": "takes no parameters", "hf-lookup:x": "give a number from 1 to 1024, e.g. hf-lookup:8",
-    "hf-assisted": "name the assistant model", "beams:1@none": "give a number from 2 to 64, e.g. beams:4",
+    "hf-assisted": "name the assistant model", "hf-assisted:#3": "name the assistant model",
+    "hf-assisted:a#b": "give 1 to 64 drafts, e.g. hf-assisted:DIRECTORY#4",
+    "beams:1@none": "give a number from 2 to 64, e.g. beams:4",
     "beams:4:depth=x@none": "is not a number that depth can be", "fuzzy:js:-1@none": "threshold",
     "server:localhost:8000": "give its address", "server:http://h:port": "give its address",
     "server:ftp://h": "give its address", "a=": "unknown method 'a='", "a=b=plain": "unknown method 'b=plain'",
@@ -179,15 +181,18 @@ def test_wrong_methods_are_refused_before_anything_is_loaded(text: str) -> None:
 
 def test_drafters_of_their_own_and_an_assistant(toy: Toy) -> None:
     methods = ["exact", "none=exact@none", f"again=exact@{toy.drafter}", f"assisted=hf-assisted:{toy.drafter}", "plain"]
+    methods.append(f"two=hf-assisted:{toy.drafter}#2")
     record = toy_run(toy, methods, limit=2, baselines=["none", "exact"], tree=TreeShape(5, 6, 16))
     facts = record["methods"]
-    assert list(facts) == ["exact", "none", "again", "assisted", "plain"]
+    assert list(facts) == ["exact", "none", "again", "assisted", "plain", "two"]
     assert {made["identical_to_baseline"] for made in facts.values()} == {1.0}
     assert facts["none"]["tau"] == facts["plain"]["tau"] == 1.0 and facts["none"]["drafter"]["name"] == "none"
     assert facts["exact"]["tau"] == facts["again"]["tau"] > 1.2
     assert facts["assisted"]["tau"] > 1.0 and facts["assisted"]["assistant_model"] == str(toy.drafter)
+    assert 1.0 < facts["two"]["tau"] <= 3.0 and facts["two"]["tau"] != facts["assisted"]["tau"]
+    assert facts["two"]["num_assistant_tokens"] == 2
     assert record["baseline"] == "none" and list(record["ratios"]) == ["none", "exact"]
-    assert set(record["ratios"]["exact"]) == {"none", "again", "assisted", "plain"}
+    assert set(record["ratios"]["exact"]) == {"none", "again", "assisted", "plain", "two"}
 
 
 def test_server_gets_the_same_tokens_and_is_measured_alike(toy: Toy, greedy: Behaviour) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import BlockDrafter, DraftRequest
 from fsd_infer.drafters.loading import load_drafter
 from fsd_train.cli import main as cli
+from fsd_train.losses.base import LossOutput
+from fsd_train.losses.confidence import with_confidence
 from fsd_train.models import BlockModule, BlockOptions
 from fsd_train.models.block import plan_blocks
 from tests import train_toys
@@ -24,23 +27,26 @@ from tests.train_toys import VOCAB, answers_of, batch_of, in_bf16, logged, ready
 from tests.train_toys import options as module_options
 
 BLOCK = 4
+KINDS = [("vanilla", False), ("gated", True), ("rnn", True), ("none", True)]  # of a Markov head; whether one is sure
 
 
-def make(toys: Path, **given: Any) -> BlockModule:
+def make(toys: Path, markov: Any = "vanilla", confidence: bool = False, **given: Any) -> BlockModule:
     chosen = module_options(**{"lr": 5e-3, "warmup_steps": 2, "loss": "kl_pq", **given})
-    options = BlockOptions(rank=8, layers=[0, 1], mask_token_id=3)
+    options = BlockOptions(rank=8, layers=[0, 1], mask_token_id=3, markov=markov, confidence=confidence)
     return BlockModule(str(toys / "target"), options, block_size=BLOCK, blocks=24, **chosen)
 
 
-def whole(toys: Path) -> BlockModule:
-    module = ready(make(toys))
+def whole(toys: Path, *kind: Any) -> BlockModule:
+    module = ready(make(toys, *kind))
     module.target.capture_layers([0, 1])
     return module
 
 
-def test_blocks_of_a_batch_are_those_of_decoding(toys: Path) -> None:
-    module = whole(toys).eval()
-    torch.nn.init.normal_(module.head.markov_head.markov_w2.weight)
+@pytest.mark.parametrize(("markov", "confidence"), KINDS)
+def test_blocks_of_a_batch_are_those_of_decoding(toys: Path, markov: str, confidence: bool) -> None:
+    module = whole(toys, markov, confidence).eval()
+    for table in module.tables[2:]:
+        torch.nn.init.normal_(table)
     batch, target = batch_of(toys), module.target
     drafts = module.draft(batch, BLOCK)
     plan = plan_blocks(batch["loss_mask"][0], BLOCK, 24, 0.8, module._draws())
@@ -56,9 +62,14 @@ def test_blocks_of_a_batch_are_those_of_decoding(toys: Path) -> None:
         known = text[: root - begin + 1]
         with torch.no_grad():
             session.extend(known[None, 1:], target.features(known[None])[:, :-1], torch.tensor([len(known) - 1]))
-            session.draft(known[-1:])
-            wanted, state = session._step(slot, text[None, -1:], session._state)
+            state = session._begin(known[-1:])
+            for at in range(slot + 1):
+                session._survival = torch.zeros(1, 1) if confidence else None
+                wanted, state = session._step(at, text[None, root - begin + at :][:, :1], state)
         torch.testing.assert_close(logits[row], wanted[0, 0], rtol=1e-4, atol=1e-4)
+        if drafts.confidence is not None:
+            sure = torch.nn.functional.logsigmoid(drafts.confidence[row])
+            torch.testing.assert_close(session._survival[0, 0], sure, rtol=1e-4, atol=1e-4)
         compared += 1
     assert compared > 24 and (drafts.rows.step == plan.source % BLOCK).all()
     assert (drafts.rows.chains >= 0).all() and drafts.rows.chains.shape[0] == BLOCK
@@ -66,17 +77,43 @@ def test_blocks_of_a_batch_are_those_of_decoding(toys: Path) -> None:
     assert drafts.features.shape[0] == len(drafts.rows.position) == int(drafts.rows.feature.max()) + 1
 
 
-@pytest.mark.parametrize("vocabulary", [None, 40])
-def test_a_fit_learns_and_its_export_decodes_exactly(toys: Path, tmp_path: Path, vocabulary: int | None) -> None:
-    module = make(toys, draft_vocab_size=vocabulary)
+def test_confidence_learns_the_chance_of_acceptance(toys: Path) -> None:
+    """Σ min(p, q) of each row; and it teaches the rest of the head, but the chances have no gradient of their own."""
+    module = whole(toys, "gated", True)
+    drafts = module.draft(batch_of(toys), BLOCK)
+    p = drafts.head(drafts.features).softmax(-1)[drafts.rows.feature]
+    chances = torch.minimum(p, drafts.draft_head(drafts.estimates).softmax(-1)).sum(-1).detach()
+    assert drafts.confidence is not None
+    sure = drafts.confidence.sigmoid()
+    each = -(chances * sure.log() + (1 - chances) * (1 - sure).log())
+    wanted = (each * drafts.weights).sum() / drafts.rows.total
+    out = with_confidence(drafts, LossOutput(torch.zeros(())))
+    torch.testing.assert_close(out.loss, wanted, rtol=1e-4, atol=1e-5)
+    out.loss.backward()
+    assert module.head.confidence_head["proj"].weight.grad.abs().sum() > 0
+    assert module.head.lm_head is not None and module.head.lm_head.weight.grad is None
+    same = LossOutput(torch.ones(()))
+    assert with_confidence(replace(drafts, confidence=None), same) is same
+
+
+@pytest.mark.parametrize(("vocabulary", "kind"), [(None, KINDS[0]), *((40, kind) for kind in KINDS)])
+def test_a_fit_learns_and_its_export_decodes_exactly(
+    toys: Path, tmp_path: Path, vocabulary: int | None, kind: tuple[str, bool]
+) -> None:
+    module = make(toys, *kind, draft_vocab_size=vocabulary)
     run = train_toys.trainer(tmp_path, 30, every=30, limit_val_batches=0)
     run.fit(module, answers_of(toys, batch_tokens=400))
     losses = logged(tmp_path, "loss")
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    if kind[1]:
+        gaps = logged(tmp_path, "confidence_gap")
+        assert sum(gaps[-5:]) < 0.8 * sum(gaps[:5])
     place = module.export(tmp_path / "head")
     target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
-    drafter = load_drafter(str(place), target, TreeShape(3, 2, 6))
-    assert isinstance(drafter, BlockDrafter) and drafter.head.config.depth == BLOCK
+    drafter = load_drafter(str(place), target, TreeShape(3, 2, 6, 0.3))
+    assert isinstance(drafter, BlockDrafter)
+    found, wanted = drafter.head.config, module.head.config
+    assert (found.depth, found.correction, found.confidence) == (BLOCK, wanted.correction, wanted.confidence)
     for name, value in module.head.state_dict().items():
         if name != "draft_ids":
             torch.testing.assert_close(drafter.head.state_dict()[name], in_bf16(value))

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,25 @@ from typing import Any
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from fsd_core.errors import FsdError, ModelLoadError
-from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_core.tensors import to_device
+from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape, parse_rule
 from fsd_infer.cli.main import main
 from fsd_infer.decoder.seen import encode_seen, shows_images
+from fsd_infer.device.cache import SlotCache
+from fsd_infer.engine import Request, decode
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.targets.kinds import auto_class
 from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.prefixes import PrefixCache
+from fsd_infer.targets.sight import Sight, read_seen
 from tests.families import drafter_of, reference
-from tests.seeing_toys import IMAGE, PROCESSORS, SEEING, an_image, save_seeing, seeing_decoder
+from tests.seeing_toys import IMAGE, PROCESSORS, SEEING, an_image, save_seeing, seeing_decoder, seeing_model
+from tests.sim_graphs import SimRecorder
+from tests.simulated_device import SIM, SimulatedDevice
 
 LIMITS: dict[str, Any] = dict(max_new_tokens=12, do_sample=False)
 PROMPTS = [[5, 60, 7, 41, 99], [17, 250, 33, 8, 120, 44, 61, 3, 90, 14, 15, 16], [200, 31, 12, 77, 140, 9, 10]]
@@ -163,6 +171,54 @@ def test_lossy_rules_and_several_answers(family: str) -> None:
     assert lossy.stats.divergence_spent > 0
     drawn = dict(max_new_tokens=6, do_sample=True, num_return_sequences=2, seed=3)
     assert decoder.generate(SHOWN[0], **drawn).sequences == decoder.generate(SHOWN[0], **drawn).sequences
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    with SimulatedDevice() as found:
+        yield found
+
+
+def read_on_the_host(twin: Target) -> Any:
+    """What reads a prompt with images for the simulated device, where the families' own code would wait: a CPU."""
+
+    def read(target: Target, cache: SlotCache, tokens: Any, sight: Sight) -> tuple[Tensor, Tensor]:
+        ids, count = tokens.value, tokens.shape[1]
+        own, written = twin.new_cache(1, count), list[Any]()
+        own.read, own.offsets, update = torch.tensor([count]), torch.zeros(1, dtype=torch.long), own.update
+        own.update = lambda *given, **options: (written.append(given[:3]), update(*given, **options))[1]  # type: ignore
+        twin.captured_layers = target.captured_layers
+        made = read_seen(twin, own, ids, sight)
+        cache.set_write_slots(torch.arange(count, device=SIM)[None], 0, count)
+        for keys, values, layer in written:
+            cache.update(to_device(keys, SIM), to_device(values, SIM), layer)
+        assert cache.offsets is not None and int(own.offsets) < 0, "the images move no later position"
+        cache.offsets.copy_(to_device(own.offsets, SIM))
+        return to_device(made[0], SIM), to_device(made[1], SIM)
+
+    return read
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["fused", "lookup"])
+def test_recorded_rounds_after_images_answer_as_generate(
+    family: str, kind: str, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With M-RoPE, whose offsets differ by row. A second request, in another order, takes the first one's tensors."""
+    decoder = decoder_of(family)
+    monkeypatch.setattr("fsd_infer.request.prompts.read_seen", read_on_the_host(Target(seeing_model(family))))
+    asked = [[encoded(decoder, messages) for messages in shown] for shown in (SHOWN, SHOWN[::-1])]
+    expected = [expected_of(decoder, messages) for messages in SHOWN]
+    target = Target(seeing_model(family).to(SIM), decoder.tokenizer)
+    drafter, recorder = drafter_of(kind, target, TreeShape(2, 3, 7)), SimRecorder(device)
+    for model in (target, drafter):
+        model.use_graphs(recorder)
+    for pairs, answers in zip(asked, (expected, expected[::-1]), strict=True):
+        prompts, sights = zip(*pairs, strict=True)
+        request = Request(list(prompts), LIMITS["max_new_tokens"], True, sights=sights)
+        assert decode(target, drafter, parse_rule("exact"), request).sequences == answers
+        assert target.recorded.refused is None
+    assert recorder.replayed > 0
 
 
 AUDIO = ["qwen2_audio", "voxtral", "granite_speech"]

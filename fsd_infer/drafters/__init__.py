@@ -13,6 +13,7 @@ from fsd_infer.drafters.mlp_speculator import MLPSpeculatorDrafter
 from fsd_infer.drafters.mtp import MtpDrafter
 from fsd_infer.drafters.p_eagle import ParallelEagleDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
+from fsd_infer.drafters.text import TextDrafter
 from fsd_infer.drafters.translated import TranslatedDrafter
 from fsd_infer.trees.shape import TreeShape
 
@@ -35,6 +36,7 @@ __all__ = [
     "NoDrafter",
     "ParallelEagleDrafter",
     "RecycleDrafter",
+    "TextDrafter",
     "TranslatedDrafter",
     "TreeShape",
 ]

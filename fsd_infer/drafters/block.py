@@ -151,7 +151,7 @@ class BlockSession(StepSession):
         head, shape = self.drafter.head, (*tokens.shape, -1)
         slot = self._block[:, depth, None].expand(shape)
         if self._survival is not None:
-            self._survival = self._survival + head.confidence(slot, tokens)
+            self._survival = self._survival + torch.nn.functional.logsigmoid(head.confidence(slot, tokens))
         embeds = self.drafter.model.embed(tokens) if head.config.correction == "domino" else None
         logits = self._base[:, depth, None].expand(shape)
         return head.corrected(depth, logits, slot, tokens, state, embeds)

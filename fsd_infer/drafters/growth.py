@@ -51,10 +51,11 @@ class TreeDrafter(Drafter):
     Attributes:
         by_default: whether the shape is the default.
         largest: by device, the largest shape within which trees are chosen round by round.
+        grows: whether they can be chosen so.
     """
 
     target: Target
-    samples = True
+    samples = grows = True
     largest: Mapping[str, TreeShape] = LARGEST
 
     def __init__(self, target: Target, model: CachedModel, vocabulary: int, shape: TreeShape | None) -> None:

@@ -18,7 +18,7 @@ from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.drafters.mtp import drafts_by_default
-from fsd_infer.drafters.translated import lm_drafter
+from fsd_infer.drafters.text import lm_drafter
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import AUTO, TreeShape, default_shape, of_device, parse_tree
@@ -34,6 +34,7 @@ NAMES = {
     "mtp": "The MTP layer of the target's own checkpoint; its default.",
     "self:layers=...": "The target with some of its layers, such as self:layers=0-9,20-29.",
     "self:bits=...": "The target with rounded weights, such as self:bits=3.",
+    "text:X": "The small LM X of any vocabulary by its text alone, as chosen where hardly a token is shared.",
     "X+memory, X+lookup, X+recycle": "X, any other, with one of these merged into its trees. lookup+recycle is the "
     "default of targets without a head.",
     "a directory or owner/model": "A draft head in any known format, or a small causal LM.",
@@ -47,7 +48,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         drafter: a Drafter, which is returned unchanged; one of :data:`NAMES`, where X in "X+lookup" is any other, so
             also "shipped+memory+recycle"; or None: "shipped", or "mtp", or "lookup+recycle", the first that there is. A
             head may have any known format (:mod:`fsd_infer.heads.formats`). A small LM may have another vocabulary
-            (:class:`.TranslatedDrafter`), and may be the directory of a peft adapter for one.
+            (:class:`.TranslatedDrafter`, :class:`.TextDrafter`), and may be the directory of a peft adapter for one.
         target: the model to draft for.
         tree: shape of the trees of a head or small LM, also as text such as "5,6,16"; or "auto", which chooses them
             round by round (:mod:`fsd_infer.trees.policy`). None: "auto" on a CPU, a shape elsewhere. "lookup" and
@@ -58,7 +59,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         UnknownNameError: a name that stands for nothing.
         ModelLoadError: a model or head that cannot be loaded.
         CheckpointError: a damaged file, or a head for another target.
-        VocabularyMismatchError: a small LM whose vocabulary has hardly a token of the target's.
+        VocabularyMismatchError: a small LM of another vocabulary, where a model has no tokenizer.
     """
     tree = parse_tree(tree)
     if isinstance(drafter, Drafter):
@@ -67,7 +68,8 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
         name = _default(target) if drafter is None else usable_name(drafter, "drafter")
         made = _load(name, target, None if isinstance(tree, str) else tree)
         chosen = tree == AUTO or tree is None and target.device.type == "cpu"
-    return choose_trees(made, target) if chosen and main_of(made) is not None else made
+    asked = tree == AUTO and isinstance(_innermost(made), TreeDrafter)
+    return choose_trees(made, target) if asked or chosen and main_of(made) is not None else made
 
 
 def _default(target: Target) -> str:
@@ -78,9 +80,16 @@ def _default(target: Target) -> str:
 
 def main_of(drafter: Drafter) -> TreeDrafter | FreeDrafter | None:
     """Return the drafter whose trees ``tree="auto"`` can choose: the main part of a graft, or None."""
+    main = _innermost(drafter)
+    if isinstance(main, FreeDrafter):
+        return main
+    return main if isinstance(main, TreeDrafter) and main.grows else None
+
+
+def _innermost(drafter: Drafter) -> Drafter:
     while isinstance(drafter, GraftedDrafter):
         drafter = drafter.main
-    return drafter if isinstance(drafter, (TreeDrafter, FreeDrafter)) else None
+    return drafter
 
 
 def choose_trees(drafter: Drafter, target: Target) -> Drafter:

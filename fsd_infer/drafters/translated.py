@@ -12,7 +12,6 @@ drafted. The reading changes q alone, so it needs no exact round trip of texts.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,33 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_core.errors import VocabularyMismatchError
 from fsd_core.tensors import padded, to_device
 from fsd_infer.drafters.base import DraftRequest
-from fsd_infer.drafters.lm import LMDrafter, LMSession, check_same_vocabulary
+from fsd_infer.drafters.lm import LMDrafter, LMSession
 from fsd_infer.drafters.translation import Translation
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.shape import TreeShape
 
 STRETCH = 1.25  # the drafter's tokens per token of the target, for which room is made at first
-
-
-def lm_drafter(model: Target, target: Target, shape: TreeShape | None = None) -> LMDrafter:
-    """Return a drafter for a small LM of any vocabulary; of another one, after a line that says how much is shared.
-
-    Raises:
-        VocabularyMismatchError: the vocabularies hardly meet, or differ without tokenizers.
-        ModelLoadError: see :class:`LMDrafter`.
-    """
-    try:
-        check_same_vocabulary(model, target)
-    except VocabularyMismatchError:
-        if model.tokenizer is None or target.tokenizer is None:
-            raise
-        made = TranslatedDrafter(model, target, shape)
-        print(f"[{model.name}] {made.overlap}", file=sys.stderr, flush=True)
-        return made
-    return LMDrafter(model, target, shape)
 
 
 class TranslatedDrafter(LMDrafter):
@@ -65,9 +44,8 @@ class TranslatedDrafter(LMDrafter):
     drafts_beams = False  # a node of the target's tokens may be several of the small LM's
 
     def _fit(self, model: Target, target: Target) -> int:
-        if model.tokenizer is None or target.tokenizer is None:
-            raise VocabularyMismatchError("translating between two vocabularies needs the tokenizers of both models.")
         self.translation = Translation(model, target)
+        self.translation.check_overlap()
         return len(self.translation.ids)
 
     @property
@@ -94,10 +72,11 @@ class TranslatedDrafter(LMDrafter):
         return {**super().describe(), "draft_vocab_size": self.vocabulary}
 
 
-class TranslatedSession(LMSession):
+class OwnSession(LMSession):
     """A session whose texts are in the small LM's tokens. They follow the target's after each round, on the host.
 
-    ``lengths``, ``cached`` and ``text`` count the small LM's tokens.
+    ``lengths``, ``cached`` and ``text`` count the small LM's tokens. The host alone knows how many a round adds, and
+    may have to make a larger cache for them, so rounds are not recorded.
     """
 
     drafter: TranslatedDrafter
@@ -118,18 +97,24 @@ class TranslatedSession(LMSession):
     def append(self, rows: Sequence[Sequence[int]]) -> None:
         translation = self.drafter.translation
         if self._firsts is None:
-            own = [[new for token in row for new in translation.spell(token)] for row in rows]
+            own = [self._read_more(number, row) for number, row in enumerate(rows)]
         else:
             texts = [
                 [first, *row] for first, row in zip(self._firsts, rows, strict=True)
             ]  # prompts and an answer's token
             own, self._firsts = [translation.read(text[:-1]) + translation.spell(text[-1]) for text in texts], None
+        self._take(own)
+
+    def _read_more(self, number: int, tokens: Sequence[int]) -> list[int]:
+        """Return the small LM's tokens that tokens of the target's add to a row's text."""
+        return [new for token in tokens for new in self.drafter.translation.spell(token)]
+
+    def _take(self, own: list[list[int]]) -> None:
+        """Append the small LM's tokens to the texts, perhaps none to any: it may be unable to spell what was said."""
         new = [len(row) for row in own]
-        if not any(new):
-            return
         self._grow_to(max(self._counts) + max(new))
         self._counts = [before + more for before, more in zip(self._counts, new, strict=True)]
-        tokens, counts = to_device(padded(own), self.device), to_device(torch.tensor(new), self.device)
+        tokens, counts = to_device(padded(own).long(), self.device), to_device(torch.tensor(new), self.device)
         super().extend(tokens, tokens, counts)  # small LMs read no features
 
     def _grow_to(self, longest: int) -> None:
@@ -147,6 +132,10 @@ class TranslatedSession(LMSession):
     def select(self, rows: Tensor) -> None:
         super().select(rows)
         self._counts = [self._counts[row] for row in rows.tolist()]
+
+
+class TranslatedSession(OwnSession):
+    """A session whose distributions are over the shared tokens, and whose trees are of the target's."""
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         logits, _ = super()._read_roots()

@@ -54,6 +54,56 @@ class Vocabulary:
             start = end or start + 1
         return found
 
+    def bytes_of(self, tokens: Sequence[int]) -> bytes:
+        """Return the bytes of tokens that are not special."""
+        return b"".join(self.raw.get(token, b"") for token in tokens)
+
+    def split(self, raw: bytes) -> list[int]:
+        """Return the tokens of these bytes as the tokenizer splits them, the bytes of broken characters spelled.
+
+        The tokenizer may begin a text with a space of its own. The bytes returned then have it, too.
+        """
+        whole, rest = _whole_characters(raw)
+        found = self.tokenizer(whole.decode(), add_special_tokens=False, verbose=False).input_ids if whole else []
+        if not self.bytes_of(found).endswith(whole):  # the tokenizer changes such texts
+            found = self.spell(whole)
+        return [token for token in found if token in self.raw] + self.spell(rest)
+
+    def after(self, before: Sequence[int], raw: bytes) -> list[int]:
+        """Return tokens of these bytes after fixed tokens, as the tokenizer splits both; of a token across, the rest.
+
+        Args:
+            before: tokens that are not special, from the beginning of a character on.
+            raw: the bytes after them.
+        """
+        found, left = list[int](), len(raw)
+        for token in reversed(self.split(self.bytes_of(before) + raw)):
+            size = len(self.raw[token])
+            if size > left:
+                break
+            found, left = [token, *found], left - size
+        return self.spell(raw[:left]) + found
+
+    def again(self, before: Sequence[int], raw: bytes) -> tuple[int, list[int]]:
+        """Return how many of the tokens ``before`` stay when these bytes follow, and the tokens after those.
+
+        What precedes the first border between tokens that both ways of splitting have stays, and so do equal tokens
+        after it. Arguments as of :meth:`after`.
+        """
+        tokens = self.split(self.bytes_of(before) + raw)
+        borders, left = dict[int, int](), 0  # number of tokens after a border, by the bytes after it
+        for count, token in enumerate(reversed(tokens), 1):
+            left += len(self.raw[token])
+            borders[left] = count
+        for kept in range(len(before) + 1):
+            border = borders.get(len(self.bytes_of(before[kept:])) + len(raw))
+            if border is not None:
+                more = tokens[len(tokens) - border :]
+                while kept < len(before) and before[kept] == more[0]:
+                    kept, more = kept + 1, more[1:]
+                return kept, more
+        return len(before), self.spell(raw)
+
 
 class Translation:
     """Two vocabularies as one: which tokens are shared, and how each reads what the other says.
@@ -68,29 +118,38 @@ class Translation:
         known: [V] the small LM's id of each of the target's tokens; of those that are not shared an arbitrary one.
 
     Raises:
-        VocabularyMismatchError: hardly any token is shared.
+        VocabularyMismatchError: a model without a tokenizer.
     """
 
     def __init__(self, model: Target, target: Target) -> None:
+        if model.tokenizer is None or target.tokenizer is None:
+            raise VocabularyMismatchError("translating between two vocabularies needs the tokenizers of both models.")
+        self.names = model.name, target.name
         ours, theirs = (Vocabulary(each.tokenizer, each.vocab_size) for each in (model, target))
         self.ours, self.theirs = ours, theirs
         pairs = {theirs.first[raw]: token for raw, token in ours.first.items() if raw in theirs.first}
         self._special = _special_pairs(ours, theirs)
         pairs |= self._special
-        least = math.ceil(LEAST_SHARED * len(theirs.raw))
-        if len(pairs) < least:
-            raise VocabularyMismatchError(
-                f"drafter {model.name} and target {target.name} share only {len(pairs)} of {len(theirs.raw)} tokens by "
-                f"their bytes, and a drafter of another vocabulary needs {least} ({LEAST_SHARED:.0%}). Use a small "
-                'model of a nearer vocabulary, "lookup+recycle", or train a draft head for this target with fsd-train.'
-            )
         shared = sorted(pairs)
-        self.ids, self.own = (torch.tensor(each).to(model.device) for each in (shared, [pairs[t] for t in shared]))
+        self.ids, self.own = (
+            torch.tensor(each, dtype=torch.long).to(model.device) for each in (shared, [pairs[t] for t in shared])
+        )
         self.known = torch.zeros(target.vocab_size, dtype=torch.long, device=model.device)
         self.known[self.ids] = self.own
         place = {theirs.raw[token]: number for number, token in enumerate(shared) if token in theirs.raw}
         self._twins = [part.to(model.device) for part in _twins(ours, place)]
         self._spelled: dict[int, list[int]] = {}
+
+    def check_overlap(self) -> None:
+        """Raise VocabularyMismatchError if hardly any token is shared."""
+        least = math.ceil(LEAST_SHARED * len(self.theirs.raw))
+        if len(self.ids) < least:
+            raise VocabularyMismatchError(
+                f"drafter {self.names[0]} and target {self.names[1]} share only {len(self.ids)} of "
+                f"{len(self.theirs.raw)} tokens by their bytes, and a drafter of another vocabulary needs {least} "
+                f'({LEAST_SHARED:.0%}). Let it draft text ("text:{self.names[0]}"), use a small model of a nearer '
+                'vocabulary or "lookup+recycle", or train a draft head for this target with fsd-train.'
+            )
 
     def restrict(self, logits: Tensor) -> Tensor:
         """Return ln q, up to a constant, of the shared tokens [..., I] in fp32, from the small LM's logits [..., W]."""
@@ -122,7 +181,24 @@ class Translation:
             else:
                 text = theirs.decode([token for token in run if token < len(theirs)])
                 found += ours(text, add_special_tokens=False, verbose=False).input_ids
-        return found or [int(self.own[0])]
+        return found or [min(self.ours.raw)]
+
+    def special(self, token: int) -> int | None:
+        """Return the small LM's token for a special one of the target's; None if there is none."""
+        return self._special.get(token)
+
+    def special_of(self, own: int) -> int | None:
+        """Return the target's token for a special one of the small LM's; None if there is none."""
+        return next((token for token, other in self._special.items() if other == own), None)
+
+
+def _whole_characters(raw: bytes) -> tuple[bytes, bytes]:
+    """Return the bytes up to the first that begins no character, and the others."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        return raw[: error.start], raw[error.start :]
+    return raw, b""
 
 
 def _special_pairs(ours: Vocabulary, theirs: Vocabulary) -> dict[int, int]:

@@ -92,7 +92,12 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def forward(self, tokens: Tensor, slot: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bias [..., Vd] and the next state [..., r].
+        """Return the bias [..., Vd] and the next state [..., r]; arguments as of :meth:`read`."""
+        known, state = self.read(tokens, slot, state)
+        return self.markov_w2(known), state
+
+    def read(self, tokens: Tensor, slot: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return g(W1[previous token]) and the next state, [..., r] each.
 
         Args:
             tokens: [...] previous tokens.
@@ -106,7 +111,7 @@ class MarkovHead(nn.Module):
             gate, new, out = self.joint_proj(torch.cat([state, known, slot], -1)).chunk(3, -1)
             gate = torch.sigmoid(gate)
             state, known = gate * state + (1 - gate) * torch.tanh(new), torch.tanh(out)
-        return self.markov_w2(known), state
+        return known, state
 
 
 class BlockHead(nn.Module):
@@ -230,11 +235,15 @@ class BlockHead(nn.Module):
         return (1 - update) * new + update * state
 
     def confidence(self, slot: Tensor, tokens: Tensor) -> Tensor:
-        """Return the log chance [B, E] that the draft after each node is accepted, of ``slot`` and ``tokens``."""
+        """Return the logit [B, E], fp32, of the chance that the draft after each node is accepted.
+
+        Arguments as of :meth:`corrected`.
+        """
         read = slot
         if self.config.confidence == "state+token":
             read = torch.cat([slot, self.markov_head.markov_w1(tokens)], -1)
-        return nn.functional.logsigmoid(self.confidence_head["proj"](read)[..., 0].float())
+        made: Tensor = self.confidence_head["proj"](read)
+        return made[..., 0].float()
 
 
 def _heads(x: Tensor, width: int) -> Tensor:

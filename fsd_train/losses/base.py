@@ -148,6 +148,7 @@ class DraftBatch:
         step: completed optimizer steps.
         compiled: whether functions of rows are compiled. Then every position has a row of each step, and the number of
             positions and of chains is one of few.
+        confidence: [R] logits of a confidence head, or None (:mod:`fsd_train.losses.confidence`).
     """
 
     estimates: Tensor
@@ -160,6 +161,7 @@ class DraftBatch:
     progress: float = 1.0
     step: float = math.inf
     compiled: bool = False
+    confidence: Tensor | None = None
 
     @property
     def weights(self) -> Tensor:

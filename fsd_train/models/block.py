@@ -1,9 +1,9 @@
-"""The training of a DSpark block head (arXiv 2607.05147) as a LightningModule.
+"""The training of a DSpark or DFlash block head (arXiv 2607.05147, 2602.06036) as a LightningModule.
 
 Blocks with random roots run side by side. Each sees the target's features before its root and its own slots. Slot k
-estimates the token k + 1 places after the root. Its Markov head reads the true token before (teacher forcing). So slot
-k of a block is step k of a chain in :mod:`fsd_train.models.unroll`, and any loss applies. The bias W2·W1[token] is one
-product with the LM head: [z ; W1[token]] with [U ; W2].
+estimates the token k + 1 places after the root. Its Markov head reads the true token before (teacher forcing), or all
+of them if it is recurrent. So slot k of a block is step k of a chain in :mod:`fsd_train.models.unroll`, and any loss
+applies. The bias W2·g(W1[token]) is one product with the LM head: [z ; g(W1[token])] with [U ; W2].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -45,14 +45,18 @@ class BlockOptions:
     Attributes:
         num_layers: of the head.
         layers: the target's layers that it reads, from 0 (default: ``num_layers`` of them, evenly spread).
+        markov: the Markov head, "none" for a DFlash head without one.
         rank: of the Markov head.
+        confidence: whether a confidence head is trained beside it, by which decoding ends blocks early.
         intermediate_size: width of the MLP (default: the target's).
         mask_token_id: the token that stands for those to estimate (default: the vocabulary's last).
     """
 
     num_layers: PositiveInt = 2
     layers: list[NonNegativeInt] = field(default_factory=list)
+    markov: Literal["vanilla", "gated", "rnn", "none"] = "vanilla"
     rank: PositiveInt = 64
+    confidence: bool = False
     intermediate_size: PositiveInt | None = None
     mask_token_id: NonNegativeInt | None = None
 
@@ -68,10 +72,13 @@ class BlockOptions:
         if self.intermediate_size is not None:
             layer["intermediate_size"] = self.intermediate_size
         mask = target.vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
+        plain = self.markov == "none"
+        sure = None if not self.confidence else "state" if plain else "state+token"
         return BlockConfig(
             layer, self.num_layers, tuple(self.read_layers(target)), target.hidden_size, target.vocab_size, block_size,
             mask, fills_in=False, windows=(None,) * self.num_layers, causal=(False,) * self.num_layers,
-            draft_vocab_size=vocabulary, correction="vanilla", rank=self.rank,
+            draft_vocab_size=vocabulary, correction=None if plain else self.markov,
+            rank=0 if plain else self.rank, confidence=sure,
         )  # fmt: skip
 
 
@@ -79,7 +86,7 @@ DEFAULT_BLOCK = BlockOptions()
 
 
 class BlockModule(DistillationModule):
-    """Trains a DSpark head with a vanilla Markov head on the features of a frozen target.
+    """Trains a DSpark head on the features of a frozen target, or a DFlash head that estimates the next tokens.
 
     Args:
         target: built-in name, directory or hub id.
@@ -138,8 +145,9 @@ class BlockModule(DistillationModule):
         final: Any = self.target.final_norm
         if getattr(final, "weight", None) is not None:
             head.norm.get_parameter("weight").copy_(final.weight)
-        head.markov_head.markov_w1.weight.normal_(std=0.02)
-        head.markov_head.markov_w2.weight.zero_()
+        if head.config.correction is not None:
+            head.markov_head.markov_w1.weight.normal_(std=0.02)
+            head.markov_head.markov_w2.weight.zero_()
 
     def new_head(self) -> BlockHead:
         made = BlockHead(self.head.config)
@@ -149,8 +157,10 @@ class BlockModule(DistillationModule):
     @property
     def tables(self) -> list[Tensor]:
         assert self.head.lm_head is not None
-        markov = self.head.markov_head
-        return [self.head.lm_head.weight, markov.markov_w1.weight, markov.markov_w2.weight]
+        found: list[Tensor] = [self.head.lm_head.weight]
+        if self.head.config.correction is not None:
+            found += [self.head.markov_head.markov_w1.weight, self.head.markov_head.markov_w2.weight]
+        return found
 
     def _load_target(self) -> Target:
         target, store = super()._load_target(), self._feature_store
@@ -178,19 +188,36 @@ class BlockModule(DistillationModule):
         text, rows = self._text(batch), plan.rows.to(self.device)
         raw = self._features(batch, text)
         states, before = self._blocks(batch["input_ids"][0], raw, text, to_device(plan.roots, self.device))
-        known = self.head.markov_head.markov_w1(before)
-        estimates = torch.cat([states, known.to(states.dtype)], -1).flatten(0, 1)
-        markov, lm_head = self.head.markov_head, self.head.lm_head
-        assert lm_head is not None
-        table = torch.cat([lm_head.weight, markov.markov_w2.weight], 1).to(self.target.dtype)
+        estimates, table = self._corrected(states, before)
+        source = to_device(plan.source, self.device)
         final = raw[0, :, : self.target.hidden_size]
+        sure = self.head.confidence(states, before) if self.head.config.confidence is not None else None
         return DraftBatch(
-            estimates=estimates.index_select(0, to_device(plan.source, self.device)),  # [R, H + r]
+            estimates=estimates.flatten(0, 1).index_select(0, source),  # [R, H + r]
             features=final.index_select(0, rows.position + 1).to(estimates.dtype),  # [N, H]
             rows=rows,
             head=self.lm_head(),
-            own_head=LMHead(table, ids=self.head.draft_ids),
+            own_head=LMHead(table.to(self.target.dtype), ids=self.head.draft_ids),
+            confidence=None if sure is None else sure.flatten().index_select(0, source),
         )
+
+    def _corrected(self, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the LM head reads [N, K, H + r], and its weight [Vd, H + r].
+
+        Args:
+            states: [N, K, H] of blocks.
+            before: [N, K] the token before each estimate.
+        """
+        lm_head, config = self.head.lm_head, self.head.config
+        assert lm_head is not None
+        if config.correction is None:
+            return states, lm_head.weight
+        markov, known = self.head.markov_head, list[Tensor]()
+        state = states.new_zeros(len(states), self.head.state_size)
+        for tokens, slot in zip(before.unbind(1), states.unbind(1), strict=True):
+            read, state = markov.read(tokens, slot, state)
+            known.append(read.to(states.dtype))
+        return torch.cat([states, torch.stack(known, 1)], -1), torch.cat([lm_head.weight, markov.markov_w2.weight], 1)
 
     def _draws(self) -> torch.Generator:
         """Return a generator of the roots: in validation the same each time."""
@@ -234,8 +261,9 @@ class BlockModule(DistillationModule):
     # checkpoints ---------------------------------------------------------------------------------------------------
 
     def export(self, directory: str | Path, extra: dict[str, Any] | None = None) -> Path:
-        """Write the head as speculators' DSpark, with its own LM head and without a copy of the embeddings."""
+        """Write the head as speculators' DSpark or DFlash, with its LM head and without a copy of the embeddings."""
         place, head, config = Path(directory), self.head, self.head.config
+        name, classes = ("dflash", "DFlashSpeculator") if config.correction is None else ("dspark", "DSparkSpeculator")
         state = {name: value.detach().cpu() for name, value in head.state_dict().items() if name != "draft_ids"}
         tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
         if head.draft_ids is not None:
@@ -243,7 +271,7 @@ class BlockModule(DistillationModule):
             tensors["d2t"] = ids - torch.arange(len(ids))
             tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
         described = {
-            "speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"],
+            "speculators_model_type": name, "architectures": [classes],
             "transformer_layer_config": {
                 **config.layer, "num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size,
                 "layer_types": ["full_attention"] * config.num_layers,
@@ -251,9 +279,10 @@ class BlockModule(DistillationModule):
             "draft_vocab_size": config.draft_vocab_size, "block_size": config.block_size, "sample_from_anchor": True,
             "mask_token_id": config.mask_token_id, "target_hidden_size": config.target_size,
             "aux_hidden_state_layer_ids": [number + 1 for number in config.layers], "markov_rank": config.rank,
-            "markov_head_type": "vanilla", "enable_confidence_head": False, "confidence_head_with_markov": False,
+            "markov_head_type": config.correction, "enable_confidence_head": config.confidence is not None,
+            "confidence_head_with_markov": config.confidence == "state+token",
             "speculators_config": {
-                "algorithm": "dspark", "default_proposal_method": "greedy",
+                "algorithm": name, "default_proposal_method": "greedy",
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.depth}],
                 "verifier": {"name_or_path": self.target_name, "architectures": []},
             },

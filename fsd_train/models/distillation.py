@@ -24,6 +24,7 @@ from fsd_train.data.recording import FeatureWriter
 from fsd_train.data.serving import warn_of_differences
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
 from fsd_train.losses.base import Rows
+from fsd_train.losses.confidence import with_confidence
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
 from fsd_train.models.compiled import CompiledLayers
 from fsd_train.models.optim import WarmupCosine
@@ -295,6 +296,7 @@ class DistillationModule(RunModule, ABC):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         drafts = self.draft(batch, self.unroll_steps)
         out = self.loss(replace(drafts, progress=self.progress, step=self.global_step))
+        out = with_confidence(drafts, out)
         self._log_step(out, drafts.rows)
         return out.loss
 

@@ -1,0 +1,194 @@
+"""Draft text with a small LM whose vocabulary has hardly a token of the target's (SLEM, arXiv 2502.05202).
+
+The small LM writes a few of its own tokens. The target's tokenizer splits their text after the target's last tokens,
+and the result is offered as a chain. It is a function of the context and has no q, as what a table drafts. So every
+rule keeps its law at every temperature, whatever the tokenizers make of the text.
+
+What the small LM reads is split anew by its own tokenizer where new text changes the last tokens, as "He" and "llo".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fsd_core.errors import VocabularyMismatchError
+from fsd_infer.drafters.base import DRAFTERS, DraftRequest
+from fsd_infer.drafters.lm import LMDrafter, check_same_vocabulary, load_lm
+from fsd_infer.drafters.translated import OwnSession, TranslatedDrafter
+from fsd_infer.drafters.translation import Translation, Vocabulary
+from fsd_infer.targets.target import Target
+from fsd_infer.tree import DraftTree, Draws, Nodes
+from fsd_infer.trees.shape import TreeShape
+
+PREFIX = "text:"
+WINDOW = 24  # the last tokens of a text, which are split together with new text
+
+
+def lm_drafter(model: Target, target: Target, shape: TreeShape | None = None) -> LMDrafter:
+    """Return a drafter for a small LM of any vocabulary; of another one, after a line that says how it drafts.
+
+    Raises:
+        VocabularyMismatchError: the vocabularies differ, and a model has no tokenizer.
+        ModelLoadError: see :class:`LMDrafter`.
+    """
+    try:
+        check_same_vocabulary(model, target)
+    except VocabularyMismatchError:
+        if model.tokenizer is None or target.tokenizer is None:
+            raise
+        try:
+            made = TranslatedDrafter(model, target, shape)
+        except VocabularyMismatchError:
+            made = TextDrafter(model, target, shape)
+        print(f"[{model.name}] {made.overlap}", file=sys.stderr, flush=True)
+        return made
+    return LMDrafter(model, target, shape)
+
+
+@DRAFTERS.register("text")
+class TextDrafter(TranslatedDrafter):
+    """A small LM whose text the target's tokenizer splits. Its chains have a fixed length and no q.
+
+    Args:
+        model: as of :class:`TranslatedDrafter`.
+        target: as of :class:`TranslatedDrafter`.
+        shape: its depth is the length of a chain, at most, in tokens of either model.
+
+    Raises:
+        VocabularyMismatchError: a model without a tokenizer.
+        ModelLoadError: the small LM has recurrent layers.
+    """
+
+    name = "text"
+    samples = grows = False
+
+    @classmethod
+    def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> LMDrafter | None:
+        if not str(name).startswith(PREFIX):
+            return None
+        source = str(name).removeprefix(PREFIX)
+        made = cls(load_lm(source, target), target, tree)
+        made.directory = Path(source) if os.path.isdir(source) else None
+        return made
+
+    def _fit(self, model: Target, target: Target) -> int:
+        self.translation = Translation(model, target)
+        return model.vocab_size
+
+    def _within(self, shape: TreeShape) -> TreeShape:
+        return TreeShape.chain(min(shape.depth, shape.max_nodes - 1), shape.stop_below)
+
+    @property
+    def overlap(self) -> str:
+        shared, theirs = len(self.translation.ids), len(self.translation.theirs.raw)
+        return f"another vocabulary: drafts text, as it has only {shared:,} of {self.target.name}'s {theirs:,} tokens"
+
+    def fitted(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def start(self, first_tokens: Tensor, request: DraftRequest) -> TextSession:
+        return TextSession(self, first_tokens, replace(request, draws=Draws.NONE))
+
+    def describe(self) -> dict[str, Any]:
+        return super(TranslatedDrafter, self).describe()
+
+
+class TextSession(OwnSession):
+    """A session that keeps the last tokens of each text, in both vocabularies, to split new text after them."""
+
+    drafter: TextDrafter
+
+    def __init__(self, drafter: TextDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
+        super().__init__(drafter, first_tokens, request)
+        self._tails: list[list[int]] = [[] for _ in range(request.batch)]  # of the target's tokens
+        self._own: list[list[int]] = [[] for _ in range(request.batch)]  # of the small LM's
+
+    def append(self, rows: Sequence[Sequence[int]]) -> None:
+        firsts = [[] for _ in rows] if self._firsts is None else [[first] for first in self._firsts]
+        for tail, first, row in zip(self._tails, firsts, rows, strict=True):
+            tail[:] = [*tail, *first, *row][-WINDOW:]
+        super().append(rows)
+
+    def _take(self, own: list[list[int]]) -> None:
+        super()._take(own)
+        for tail, row in zip(self._own, own, strict=True):
+            tail[:] = [*tail, *row][-WINDOW:]
+
+    def _read_more(self, number: int, tokens: Sequence[int]) -> list[int]:
+        translation, new = self.drafter.translation, list[int]()
+        for special, run in groupby(tokens, key=translation.special):
+            if special is not None:
+                new += [special for _ in run]
+                continue
+            raw = b"".join(translation.ours.bytes_of(translation.spell(token)) for token in run)
+            window = _window([*self._own[number], *new], translation.ours)
+            kept, more = translation.ours.again(window, raw) if raw else (len(window), [])
+            dropped = len(window) - kept
+            in_text = max(0, dropped - len(new))
+            self._drop(number, in_text)
+            new = [*new[: len(new) - dropped + in_text], *more]
+        return new
+
+    def _drop(self, number: int, count: int) -> None:
+        """Take back the last tokens of a row's text, which the next ones replace."""
+        if count:
+            del self._own[number][-count:]
+            self._counts[number] -= count
+            self.lengths[number] -= count
+            self.cached[number].clamp_(max=self.lengths[number])
+            self._expanded[number].clear()
+
+    def draft(self, roots: Tensor) -> DraftTree:
+        tree = super().draft(roots)
+        chains = zip(tree.tokens.tolist(), tree.scores.tolist(), self._tails, roots.tolist(), strict=True)
+        rows = [self._chain(root, tail, tokens[1:], scores[1:]) for tokens, scores, tail, root in chains]
+        depth = self.drafter.max_depth
+        return DraftTree.of_lists(rows, self.drafter.target.vocab_size, self.request.device, depth)
+
+    def _chain(self, root: int, tail: list[int], drafted: list[int], scores: list[float]) -> Nodes:
+        """Return the chain of the target's tokens for the text of the small LM's, each with its last byte's score."""
+        translation, found, raw = self.drafter.translation, list[tuple[int, float]](), b""
+        ends = list[tuple[int, float]]()  # of the bytes of each drafted token, with its score
+        final: int | None = None
+        for token, score in zip(drafted, scores, strict=True):
+            if score == -inf:
+                break
+            if token not in translation.ours.raw:
+                final = translation.special_of(token)
+                break
+            raw += translation.ours.raw[token]
+            ends.append((len(raw), score))
+        at = 0
+        for token in translation.theirs.after(_window(tail, translation.theirs), raw):
+            at += len(translation.theirs.raw[token])
+            found.append((token, next(score for end, score in ends if end >= at)))
+        if final is not None:
+            found.append((final, scores[len(ends)]))
+        found = found[: self.drafter.max_depth]
+        return [root, *(token for token, _ in found)], [0, *range(len(found))], [0.0, *(score for _, score in found)]
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        kept = rows.tolist()
+        self._tails, self._own = [self._tails[row] for row in kept], [self._own[row] for row in kept]
+
+
+def _window(tokens: Sequence[int], vocabulary: Vocabulary) -> list[int]:
+    """Return the last tokens after the last special one, from the beginning of a character on."""
+    window = list[int]()
+    for token in reversed(tokens[-WINDOW:]):
+        if token not in vocabulary.raw:
+            break
+        window = [token, *window]
+    while window and 0x80 <= vocabulary.raw[window[0]][0] < 0xC0:
+        window = window[1:]
+    return window

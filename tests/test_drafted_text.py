@@ -1,0 +1,195 @@
+"""Small LMs that draft text for a target of another vocabulary: how texts are split, the law, and when they do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats as scipy_stats
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from fsd_core.errors import FsdError, VocabularyMismatchError
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import TextDrafter, TranslatedDrafter
+from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.drafters.text import TextSession
+from fsd_infer.drafters.translation import Vocabulary
+from tests import families
+from tests.families import noisy_model, reference, tiny_model
+from tests.test_translated import model_of, prompts_of
+from tests.text_toys import relabelled, tiny_tokenizer
+
+
+def vocabulary(name: str) -> Vocabulary:
+    target = model_of(name)
+    return Vocabulary(target.tokenizer, target.vocab_size)
+
+
+def names_of(words: Vocabulary, tokens: list[int]) -> list[str]:
+    return list(words.tokenizer.convert_ids_to_tokens(tokens))
+
+
+def test_new_text_is_split_after_fixed_tokens() -> None:
+    """As the tokenizer splits both, also where one token would reach across, and in the middle of a character."""
+    for name in ("bytes", "pieces"):
+        words = vocabulary(name)
+        tokenized = words.tokenizer("the cat is there é", add_special_tokens=False).input_ids
+        for at in range(1, len(tokenized)):
+            raw = words.bytes_of(tokenized[at:])
+            if words.bytes_of(tokenized[:at])[-1] < 0x80:  # the end of a character
+                assert words.after(tokenized[:at], raw) == tokenized[at:]
+    assert names_of(words, words.after(words.spell(b" t"), b"he cat")) == ["h", "e", "▁cat"], "no ▁the"
+    assert words.after([], b"\xff") == words.spell(b"\xff"), "bytes that are no text"
+    assert words.after(words.spell(b" t"), b"") == []
+
+
+def test_last_tokens_are_split_anew() -> None:
+    """Where new text changes them, as far back as needed and no further."""
+    words = vocabulary("pieces")
+    before = [*words.tokenizer("at cat", add_special_tokens=False).input_ids, *words.spell(b" t")]
+    kept, more = words.again(before, b"he")
+    assert names_of(words, before) == ["▁", "at", "▁cat", "▁", "t"]
+    assert kept == 3 and names_of(words, more) == ["▁the"]
+    assert words.again(before, b" ") == (5, words.spell(b" ")), "nothing changes"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "depth"), [("letters", "bytes", 4), ("pieces", "letters", 7), ("bytes", "pieces", 5)]
+)
+def test_answers_are_those_of_generate(ours: str, theirs: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ragged batches; and what is drafted is the small LM's own text after all of its tokens, read anew."""
+    target, small = model_of(theirs), model_of(ours)
+    drafter = TextDrafter(small, target, TreeShape.chain(depth))
+    seen = families.recorded_drafts(
+        TextSession, lambda at: [row[:count].tolist() for row, count in zip(at.text, at.lengths)], monkeypatch
+    )
+    prompts = prompts_of(target)
+    out = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=24, do_sample=False)
+    assert out.sequences == reference(target.model, prompts)
+    translation, checked = drafter.translation, 0
+    for texts, tree in seen[::4]:
+        for row, text in enumerate(texts):
+            raw = b""
+            for _ in range(depth):
+                token = int(small.model(torch.tensor([text])).logits[0, -1].argmax())
+                if token not in translation.ours.raw:
+                    break
+                text, raw = [*text, token], raw + translation.ours.raw[token]
+            drafted = [
+                int(tree.tokens[row, node]) for node in range(1, tree.tokens.shape[1]) if tree.is_draft[row, node]
+            ]
+            found = b"".join(translation.theirs.raw.get(token, b"") for token in drafted)
+            assert found == raw[: len(found)] and (len(drafted) == depth or len(found) == len(raw))
+            checked += bool(drafted)
+    assert checked > 4
+
+
+def test_what_the_small_lm_reads_is_split_as_its_tokenizer_would() -> None:
+    """Also when the target emits letter by letter, so that its last tokens change again and again."""
+    target, small = model_of("letters"), model_of("pieces")
+    drafter = TextDrafter(small, target, TreeShape.chain(3))
+    words, written = target.tokenizer, "the cat is at the cat"
+    tokens = words(written, add_special_tokens=False).input_ids
+    request = families.DraftRequest(batch=1, slots=4, longest=64)
+    session = drafter.start(torch.tensor([tokens[0]]), request)
+    session.append([tokens[1:4]])
+    for token in tokens[4:]:
+        session.append([[token]])
+        session.draft(torch.tensor([token]))  # reads the text
+    own = small.tokenizer(written).input_ids
+    assert session.text[0, : session.lengths[0]].tolist() == own
+    fresh = small.model(torch.tensor([own])).logits[0, -1]
+    session.cached -= 1  # the last token is read again
+    again, _ = session._read_roots()
+    torch.testing.assert_close(again[0, 0], fresh, atol=2e-3, rtol=1e-3)
+
+
+def three_words() -> Target:
+    """A target that says a, b, " the" and a special token, which does not end its texts."""
+    theirs = tiny_tokenizer()
+    names = theirs.get_vocab()
+    order = [names[name] for name in ("a", "b", "Ġthe", "<|end|>")]
+    order += sorted(set(names.values()) - set(order))
+    model = tiny_model("llama", vocab_size=4, scale=2.0)
+    return Target(model, relabelled(theirs, order))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_sampled_law(temperature: float) -> None:
+    """Of whole answers, by enumeration."""
+    target, small = three_words(), model_of("letters")
+    drafter = TextDrafter(small, target, TreeShape.chain(3))
+    allowed = torch.full((small.vocab_size,), -torch.inf)
+    allowed[small.tokenizer.convert_tokens_to_ids(["a", "b", "▁", "t", "h", "e"])] = 0.0
+    drafter.fitted = lambda logits: logits + allowed  # type: ignore[method-assign]
+    prompt, longest, count = [0, 1, 2, 0], 4, 3000
+    law: dict[tuple[int, ...], float] = {}
+    texts = [((), 1.0)]
+    while texts:
+        text, chance = texts.pop()
+        if len(text) == longest:
+            law[text] = chance
+            continue
+        p = (target.model(torch.tensor([[*prompt, *text]])).logits[0, -1] / temperature).softmax(-1).tolist()
+        texts += [((*text, token), chance * p[token]) for token in range(4)]
+    out = FuzzyDecoder(target, drafter).generate(
+        [prompt] * count, max_new_tokens=longest, temperature=temperature, seed=4
+    )
+    assert out.stats.tau > 1.1, "drafts are accepted"
+    found = Counter(map(tuple, out.sequences))
+    assert found.keys() <= law.keys() and abs(sum(law.values()) - 1) < 1e-5
+    often = [text for text in law if law[text] * count >= 5]
+    seen, wanted = np.array([found[text] for text in often]), np.array([law[text] * count for text in often])
+    table = np.append(seen, count - seen.sum()), np.append(wanted, count - wanted.sum())
+    assert scipy_stats.chisquare(*table).pvalue > 1e-4
+
+
+def few_letters() -> Any:
+    """A tokenizer of ten letters and the end of a text."""
+    names = ["<unk>", "</s>", "▁", *"abcdehist"]
+    tokenizer = Tokenizer(models.BPE(vocab={name: n for n, name in enumerate(names)}, merges=[], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Replace("▁", " ")
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("kind", [TextDrafter, TranslatedDrafter])
+def test_a_small_lm_that_cannot_spell_the_text(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of which it reads nothing at all."""
+    monkeypatch.setattr("fsd_infer.drafters.translation.LEAST_SHARED", 0.01)
+    target, words = model_of("pieces"), few_letters()
+    drafter = kind(Target(noisy_model("llama", vocab_size=len(words)), words), target, TreeShape(3, 2, 6))
+    silent = [token for token in range(target.vocab_size) if not drafter.translation.spell(token)]
+    assert len(silent) > target.vocab_size // 2
+    prompts = prompts_of(target)
+    made = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=16, do_sample=False).sequences
+    assert made == reference(target.model, prompts, max_new_tokens=16)
+    assert set(silent) & {token for row in made for token in row}
+
+
+def test_how_it_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where hardly a token is shared, with one line, and by name; with other drafters, beams and requests' trees."""
+    target, words = model_of("pieces"), few_letters()
+    noisy_model("llama", vocab_size=len(words)).save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    drafter = load_drafter(str(tmp_path), target)
+    assert isinstance(drafter, TextDrafter) and drafter.bounds is None
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "another vocabulary" in line]
+    assert "drafts text, as it has only 12 of pieces's" in line and str(tmp_path) in line
+    prompts = prompts_of(target)
+    for name in (str(tmp_path), f"text:{tmp_path}", f"{tmp_path}+lookup"):
+        decoder = FuzzyDecoder(target, load_drafter(name, target, TreeShape(4, 3, 9)))
+        made = decoder.generate(prompts, max_new_tokens=12, do_sample=False, tree=None if "+" in name else "3,2,6")
+        assert made.sequences == reference(target.model, prompts, max_new_tokens=12)
+    with pytest.warns(UserWarning, match="drafts below one text only"):
+        FuzzyDecoder(target, drafter).generate(prompts[:1], max_new_tokens=4, num_beams=2, do_sample=False)
+    with pytest.raises(FsdError, match="no trees to choose"):
+        load_drafter(str(tmp_path), target, "auto")
+    with pytest.raises(VocabularyMismatchError, match="tokenizers of both"):
+        TextDrafter(Target(model_of("letters").model), target)
