@@ -48,6 +48,7 @@ class DraftRequest:
         tilt: nats that the rule's law gives for an accepted draft, on average; 0 for laws that favour no draft.
             :mod:`fsd_infer.trees.visits` chooses trees by it.
         shape: of the first trees, if shapes are chosen round by round; None: always the drafter's own.
+        menu: the shapes among which they are chosen by forecasts, see :mod:`fsd_infer.trees.menu`.
         clock: returns the seconds that drafters time their work by; None: they time nothing.
         keys: [B] owner of each text. Texts may draft from each other if they share a key that is not empty. None: all
             texts have one owner.
@@ -61,6 +62,7 @@ class DraftRequest:
     device: torch.device = torch.device("cpu")
     tilt: float = 0.0
     shape: TreeShape | None = None
+    menu: Sequence[TreeShape] = ()
     clock: Callable[[], float] | None = None
     keys: Sequence[str] | None = None
     draws: Draws = Draws.NONE
@@ -199,6 +201,10 @@ class DraftSession(ABC):
             part.learn(facts[: part.fact_count], verdict)
             facts = facts[part.fact_count :]
 
+    def forecasts(self) -> list[list[float]]:
+        """Return what :meth:`learn` was last told of :attr:`.DraftTree.forecast`, [B][S + 1]; empty: nobody asks."""
+        return next((found for part in self.parts if (found := part.forecasts())), [])
+
     @property
     def remembers(self) -> bool:
         """Whether other texts than the rows' own are remembered."""
@@ -243,6 +249,7 @@ class Drafter(ABC):
         directory: of its files; None if it has none.
         bounds: the largest shape within which a :mod:`policy <fsd_infer.trees.policy>` chooses the shape of its trees
             round by round; None: the shape is its own and fixed.
+        menu: the shapes within it among which a policy chooses where rounds are recorded.
         relative_cost: of its model's forward, in the target's; None: that of a head, 0: it has no model.
     """
 
@@ -250,6 +257,7 @@ class Drafter(ABC):
     target: Target | None = None
     directory: Path | None = None
     bounds: TreeShape | None = None
+    menu: Sequence[TreeShape] = ()
     relative_cost: float | None = None
 
     @classmethod

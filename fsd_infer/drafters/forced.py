@@ -33,7 +33,8 @@ class ForcedDrafter(Drafter):
 
     def __init__(self, main: Drafter, forced: Callable[[int, list[int]], list[int]], vocab_size: int) -> None:
         self.main, self.forced, self.vocab_size = main, forced, vocab_size
-        self.name, self.target, self.directory, self.bounds = main.name, main.target, main.directory, main.bounds
+        self.name, self.target, self.directory = main.name, main.target, main.directory
+        self.bounds, self.menu = main.bounds, main.menu
 
     @property
     def parts(self) -> Sequence[Drafter]:
@@ -105,11 +106,11 @@ class ForcedSession(DraftSession):
 
     @property
     def is_fixed(self) -> bool:
-        return self.shape is None and self.main.is_fixed
+        return (self.shape is None or self.shape.prices is None) and self.main.is_fixed
 
     @property
     def form(self) -> Hashable:
-        return self._alone, any(self._chains), self.main.form
+        return self._alone, any(self._chains), self.shape, self.main.form
 
     def prepared(self) -> list[Tensor]:
         return [DraftTree.packed_lists(self._forced(), 1 + MOST), *super().prepared()]
@@ -145,7 +146,7 @@ class ForcedSession(DraftSession):
         kept = likeliest(union.scores, union.parents, drafter.max_depth, 0.0, most, union.held)
         if self.growth is not None:
             self.growth.is_choice = False
-        return kept_of(union, main, kept)
+        return replace(kept_of(union, main, kept), forecast=None)  # what is forced says nothing of the drafter
 
     def _forced(self) -> list[Nodes]:
         """Ask the grammar what it forces; return chains of it."""

@@ -13,7 +13,8 @@ A model whose forward reads values on the host cannot be recorded; a warning tel
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -27,10 +28,12 @@ from fsd_infer.engine.round import Look, RoundTensors, advance, decode_round, se
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
+from fsd_infer.trees.menu import MenuPolicy
 
 log = logging.getLogger(__name__)
 MOST = 64  # states that are kept, and recordings of each
 BUCKETS = (1, 2, 4, 8, 16)  # rows of recordings
+TIMED = 3  # rounds by which a shape is timed
 
 
 def bucket(count: int) -> int:
@@ -76,10 +79,15 @@ class Recording:
 
 @dataclass
 class Slot:
-    """The state of one plan and its recordings, by what fixes their shapes."""
+    """The state of one plan and its recordings, by what fixes their shapes.
+
+    Attributes:
+        seconds: of a round by shape of the menu; empty: not timed yet.
+    """
 
     state: DecodeState
     recordings: dict[Hashable, Recording] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
 
 
 class Recorded:
@@ -143,10 +151,16 @@ class Recorded:
 
     def run(self, state: DecodeState) -> RoundTensors:
         """Run a round: replay its recording, or record it first."""
-        slot, session, tree = self.current, state.session, None
-        given: Sequence[Tensor]
+        slot = self.current
+        if isinstance(state.policy, MenuPolicy) and slot is not None and slot.state is state:
+            self._time(state, state.policy, slot)
         if slot is None or slot.state is not state or self.refused:
             return decode_round(state)
+        return self._run(state, slot)
+
+    def _run(self, state: DecodeState, slot: Slot) -> RoundTensors:
+        session, tree = state.session, None
+        given: Sequence[Tensor]
         if session.is_fixed:
             given = session.prepared()
             form = session.form
@@ -228,24 +242,51 @@ class Recorded:
             made.append(run(*inputs))
             return tuple(made[-1].outputs)
 
-        changed = [*state.tensors(), *state.cache.recurrent.tensors, *state.session.tensors()]
-        before, drawn, lap = [x.clone() for x in changed], self.generator.get_state(), state.lap
         phases: list[str] = []
-        state.lap = phases.append
+        with self._unchanged(state, phases.append):
+            try:
+                _, replay = self.recorder(noted, self.generator)
+                parts.append(Part(inputs, made[-1], replay, phases[len(phases) // 2 :]))
+                return True
+            except Exception as error:  # torch raises many types for operations that cannot be recorded
+                self.refused = str(error).strip().partition("\n")[0]
+                self.forget()
+                log.warning("a round cannot be recorded as a CUDA graph, so none is: %s", self.refused)
+                return False
+
+    @contextmanager
+    def _unchanged(self, state: DecodeState, lap: Callable[[str], None]) -> Iterator[None]:
+        """Undo what rounds within do to the state. ``lap``: is told of their phases."""
+        changed = [*state.tensors(), *state.cache.recurrent.tensors, *state.session.tensors()]
+        before, drawn, own = [x.clone() for x in changed], self.generator.get_state(), state.lap
+        state.lap = lap
         try:
-            _, replay = self.recorder(noted, self.generator)
-            parts.append(Part(inputs, made[-1], replay, phases[len(phases) // 2 :]))
-            return True
-        except Exception as error:  # torch raises many types for operations that cannot be recorded
-            self.refused = str(error).strip().partition("\n")[0]
-            self.forget()
-            log.warning("a round cannot be recorded as a CUDA graph, so none is: %s", self.refused)
-            return False
+            yield
         finally:
-            state.lap = lap
+            state.lap = own
             for x, value in zip(changed, before, strict=True):
                 x.copy_(value)
             self.generator.set_state(drawn)
+
+    def _time(self, state: DecodeState, policy: MenuPolicy, slot: Slot) -> None:
+        """Record and time a round of every shape of a menu, at the first round of its slot."""
+        if policy.timed:
+            return
+        for shape in policy.menu[len(slot.seconds) :]:
+            state.session.shape = shape
+            with self._unchanged(state, lambda phase: None):
+                for _ in range(2):  # what the host looks at is recorded at the second round
+                    self._run(state, slot)
+                state.roots.tolist()  # waits
+                began = policy.clock()
+                for _ in range(TIMED):
+                    self._run(state, slot)
+                state.roots.tolist()
+                slot.seconds.append((policy.clock() - began) / TIMED)
+            if self.refused:
+                return
+        policy.time(slot.seconds)
+        state.session.shape = policy.choose(len(state.numbers))
 
 
 @dataclass

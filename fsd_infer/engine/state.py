@@ -14,6 +14,7 @@ from fsd_infer.drafters.base import DraftSession
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.rules import Rule, Texts
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.policy import TreePolicy
 
 
@@ -62,7 +63,7 @@ class DecodeState:
     history: Callable[[], list[Tensor | None]]
     most_nodes: int
     live: Tensor | None = None
-    policy: TreePolicy | None = None
+    policy: TreePolicy | MenuPolicy | None = None
     lap: Callable[[str], None] = field(default=lambda phase: None)
 
     @property
@@ -118,6 +119,7 @@ class DecodeState:
         for x, value in zip(old, new, strict=True):
             x.copy_(value)
         self.numbers, self.history, self.processors = fresh.numbers, fresh.history, fresh.processors
+        self.policy, self.session.shape = fresh.policy, fresh.session.shape
         return self
 
     def select(self, rows: Sequence[int]) -> None:
