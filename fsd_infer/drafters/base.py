@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from fsd_core.registry import Registry
 from fsd_infer.device.cuda_graphs import Recorder
@@ -233,6 +235,27 @@ class DraftSession(ABC):
         """
         for part in self.parts:
             part.finish(row, prompt, answer)
+
+    def folded(self, rows: Tensor) -> Self:
+        """Return a session of these rows [B'] in memory for so many. This one is to be restarted before its next use.
+
+        ``rows`` is on the CPU and ascends.
+        """
+        made = self._apart()
+        made.select(rows)
+        made._move()
+        return made
+
+    def _apart(self) -> Self:
+        """Return a copy that :meth:`select` changes alone, as far as :meth:`restart` does not reset it."""
+        made = copy(self)
+        made.parts = [part._apart() for part in self.parts]
+        return made
+
+    def _move(self) -> None:
+        """Move keys and values to memory for as many rows as there are."""
+        for part in self.parts:
+            part._move()
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""

@@ -79,13 +79,16 @@ class ForcedSession(DraftSession):
 
     def __init__(self, drafter: ForcedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.device, self.shape = drafter, request.device, request.shape
-        self.main = drafter.main.start(first_tokens, request)
-        self.parts = [self.main]
+        self.parts = [drafter.main.start(first_tokens, request)]
         self.rows = list(range(request.batch))
         self.answers: list[list[int]] = [[] for _ in self.rows]
         self.ends = first_tokens.tolist()  # the last token of each text
         self.finished: set[int] = set()  # of rows that stay in the batch
         self._chains: list[list[int]] = []
+
+    @property
+    def main(self) -> DraftSession:
+        return self.parts[0]
 
     def append(self, rows: Sequence[Sequence[int]]) -> None:
         super().append(rows)
@@ -121,7 +124,7 @@ class ForcedSession(DraftSession):
 
     def restart(self, fresh: ForcedSession) -> None:
         super().restart(fresh)
-        vars(self).update({**vars(fresh), "main": self.main, "parts": self.parts})
+        vars(self).update({**vars(fresh), "parts": self.parts})
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, vocab_size, self.growth = self.drafter, self.drafter.vocab_size, None

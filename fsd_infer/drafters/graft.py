@@ -114,10 +114,17 @@ class GraftedSession(DraftSession):
     def __init__(self, drafter: GraftedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.tilt, self.shape = drafter, request.tilt, request.shape
         self.clock = request.clock or (lambda: 0.0)
-        self.main = drafter.main.start(first_tokens, request)
         # the side's nodes are chosen here
-        self.side = drafter.side.start(first_tokens, replace(request, shape=None, menu=(), draws=Draws.NONE))
-        self.parts = [self.main, self.side]
+        side = drafter.side.start(first_tokens, replace(request, shape=None, menu=(), draws=Draws.NONE))
+        self.parts = [drafter.main.start(first_tokens, request), side]
+
+    @property
+    def main(self) -> DraftSession:
+        return self.parts[0]
+
+    @property
+    def side(self) -> DraftSession:
+        return self.parts[1]
 
     @property
     def is_fixed(self) -> bool:

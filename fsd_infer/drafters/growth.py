@@ -169,6 +169,15 @@ class TreeSession(DraftSession):
         self.cache.select(rows)
         self.lengths = self.lengths[to_device(rows, self.device)]
 
+    def _apart(self) -> Self:
+        made = super()._apart()
+        made.cache = self.cache.apart()
+        return made
+
+    def _move(self) -> None:
+        rows, slots = len(self.lengths), self.drafter.slots(self.request.slots)
+        self.cache = self.cache.moved(lambda: self.drafter.model.new_cache(rows, slots))
+
     def draft(self, roots: Tensor) -> DraftTree:
         depth = self._depth()
         self.growth = None if self.prices is None else Growth(self.shape, len(self.lengths))

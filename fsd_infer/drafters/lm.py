@@ -156,7 +156,7 @@ class LMSession(CachedSession):
         return [self.lengths, self.text, self.cached]
 
     def restart(self, fresh: LMSession) -> None:
-        self._behind = 1
+        self._behind = fresh._behind
 
     def _keep_expanded(self, tokens: Tensor, counts: Tensor) -> None:
         """Move keys and values of the expanded nodes on the path of the new tokens [B, K] to their final slots."""

@@ -77,6 +77,11 @@ class Books:
                 found[place] = torch.tensor(text[:-1], dtype=torch.long)  # also of a text without tokens
         return found
 
+    def going(self) -> list[int]:
+        """Return the places of rows whose answers go on."""
+        ended = set(self.finished(self.state.numbers))
+        return [place for place in range(len(self.state.numbers)) if place not in ended]
+
     def finished(self, numbers: Sequence[int]) -> list[int]:
         """Return the places of rows whose answers have ended."""
         return [place for place, number in enumerate(numbers) if self.records[number].finish_reason is not None]

@@ -202,21 +202,20 @@ class MenuUpdate(Callback):
         self._shapes: deque[TreeShape] = deque()  # of the rounds that were launched, until they are read
 
     def on_start(self, state: DecodeState) -> None:
-        self.session = state.session
+        self.state = state
 
     def on_phase(self, phase: str) -> None:
-        if phase == "start":
-            assert self.session.shape is not None
-            self._shapes.append(self.session.shape)
+        if phase == "start" and self.state.session.shape is not None:
+            self._shapes.append(self.state.session.shape)
 
     def on_round(self, report: RoundReport) -> None:
         going = [row for row in report.rows if row not in report.ended]
         shape = self._shapes.popleft() if report.phase == "round" else None
         if going and shape is not None:
-            forecasts, accepted = self.session.forecasts(), report.verdict.accepted.tolist()
+            forecasts, accepted = self.state.session.forecasts(), report.verdict.accepted.tolist()
             self.policy.update(shape, [forecasts[row] for row in going], [accepted[row] for row in going])
         if going:
-            self.session.shape = self.policy.choose(len(going))
+            self.state.session.shape = self.policy.choose(len(going))
 
 
 class Prefixes(Callback):

@@ -2,7 +2,7 @@
 
 A recording fixes shapes and addresses. So the state of a request outlives it, and a later request of the same plan
 takes its place in the same tensors. A batch fills a bucket of 1, 2, 4, 8 or 16 rows, of which those that it lacks, and
-those that have finished, are masked.
+those that have finished, are masked. When the rest fits a smaller bucket that is recorded, it moves there.
 
 What a drafter finds on the host it gives to the recording before the launch (:meth:`.DraftSession.prepared`). Where the
 host looks at the tree, with logits processors that read texts or rules that charge for remembered ones, the round is
@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.engine.report import columns_of
 from fsd_infer.engine.round import Look, RoundTensors, advance, decode_round, settle, verify
 from fsd_infer.engine.state import DecodeState
+from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
 from fsd_infer.trees.menu import MenuPolicy
@@ -77,15 +79,27 @@ class Recording:
     asked: tuple[Hashable, ...] = ()
 
 
+class Plan(NamedTuple):
+    """What fixes the rounds of a request, besides their shapes."""
+
+    drafter: Hashable
+    rules: tuple[Rule, ...]
+    capacity: int
+    processors: Hashable
+    tilt: float
+
+
 @dataclass
 class Slot:
     """The state of one plan and its recordings, by what fixes their shapes.
 
     Attributes:
+        plan: as of :meth:`Recorded.placed`.
         seconds: of a round by shape of the menu; empty: not timed yet.
     """
 
     state: DecodeState
+    plan: Plan
     recordings: dict[Hashable, Recording] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
@@ -132,7 +146,7 @@ class Recorded:
             self.generator.set_state(generator.get_state())
         return self.generator
 
-    def placed(self, state: DecodeState, count: int, plan: Hashable) -> DecodeState:
+    def placed(self, state: DecodeState, count: int, plan: Plan) -> DecodeState:
         """Return the state that takes a new request's place: that of an earlier request of the same plan, if any.
 
         Args:
@@ -142,12 +156,39 @@ class Recorded:
         """
         rows = len(state.rules)
         state.live = to_device(torch.arange(rows) < count, self.device)
-        key = plan, rows, state.greedy, state.measures, state.budget is None
-        self.current = self.slots.pop(key, None) or Slot(state)
+        key = _key(state, plan)
+        self.current = self.slots.pop(key, None) or Slot(state, plan)
         self.slots[key] = self.current  # the last one used
         while len(self.slots) > MOST:
             del self.slots[next(iter(self.slots))]
         return state if self.current.state is state else self.current.state.restart(state)
+
+    def can_fold(self, state: DecodeState, live: int) -> bool:
+        """Whether the rest of a batch, ``live`` rows, fits a smaller bucket whose rounds are recorded."""
+        slot, rows = self.current, bucket(live)
+        if slot is None or slot.state is not state or not state.session.is_fixed:
+            return False
+        if not live or rows >= len(state.rules):
+            return False
+        return (
+            len(set(state.rules)) == 1 and _key(state, slot.plan._replace(rules=slot.plan.rules[:rows])) in self.slots
+        )
+
+    def fold(self, state: DecodeState, live: Sequence[int]) -> None:
+        """Move the rows that go on to the smaller bucket, in place. Nothing may be on its way to the host."""
+        before, rows = self.current, bucket(len(live))
+        assert before is not None
+        others = [row for row in range(len(state.numbers)) if row not in live]  # which finished
+        kept = sorted([*live, *others[: rows - len(live)]])
+        lap, before.state = state.lap, copy(state)
+        before.state.forget()
+        made = self.placed(state.folded(kept), rows, before.plan._replace(rules=before.plan.rules[:rows]))
+        assert self.current is not None and made.live is not None
+        made.live.copy_(to_device(torch.tensor([row in live for row in kept]), self.device))
+        vars(state).update({**vars(made), "lap": lap})
+        self.current.state = state
+        if isinstance(state.policy, MenuPolicy):
+            state.policy.timed = False  # for so few rows
 
     def run(self, state: DecodeState) -> RoundTensors:
         """Run a round: replay its recording, or record it first."""
@@ -287,6 +328,11 @@ class Recorded:
                 return
         policy.time(slot.seconds)
         state.session.shape = policy.choose(len(state.numbers))
+
+
+def _key(state: DecodeState, plan: Plan) -> Hashable:
+    """Return what fixes all rounds of a request: requests of one key share recordings."""
+    return plan, state.greedy, state.measures, state.budget is None
 
 
 @dataclass

@@ -11,7 +11,7 @@ from fsd_core.tensors import padded, to_device
 from fsd_infer.device.memory import check_caches, free_bytes
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.engine.books import Books
-from fsd_infer.engine.capture import Recorded, bucket
+from fsd_infer.engine.capture import Plan, Recorded, bucket
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import Look, RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
@@ -95,7 +95,8 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         policy=policy,
     )
     if recorded is not None:
-        state = recorded.placed(state, count, (drafter.plan, tuple(rules), capacity, processors.signature, tilt))
+        plan = Plan(drafter.plan, tuple(rules), capacity, processors.signature, tilt)
+        state = recorded.placed(state, count, plan)
     books.begin(state, drafter, cache_bytes)
     return books
 
