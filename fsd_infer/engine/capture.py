@@ -318,14 +318,14 @@ class Recorded:
             with self._unchanged(state, lambda phase: None):
                 for _ in range(2):  # what the host looks at is recorded at the second round
                     self._run(state, slot)
+                    if self.refused:
+                        return
                 state.roots.tolist()  # waits
                 began = policy.clock()
                 for _ in range(TIMED):
                     self._run(state, slot)
                 state.roots.tolist()
                 slot.seconds.append((policy.clock() - began) / TIMED)
-            if self.refused:
-                return
         policy.time(slot.seconds)
         state.session.shape = policy.choose(len(state.numbers))
 
