@@ -11,7 +11,7 @@ limit          bytes that a forward and a draft step read, over the bandwidth of
 kernels        attention, top-k and the small launches of a layer alone, over short and long texts
 forwards       the target's forward over 1 to 60 nodes, as one CUDA graph of :class:`.CudaStack`
 plain          decoding without a drafter, with graphs, without graphs, and with torch's kernels alone
-rounds         `exact` with trees of several shapes; the draft, the target and the rule by phase
+rounds         `exact` with trees of several shapes, and chosen among recorded ones; draft, target and rule by phase
 rules          `tilted`, `fuzzy` and sampling beside `exact`
 lag            `plain` and `exact`, whose reports the host reads a round late, and before it launches the next round
 batch          1 to 16 rows
@@ -46,6 +46,7 @@ from fsd_core.tables import table
 from fsd_infer import FuzzyDecoder, TreeShape
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters import EagleDrafter, NoDrafter
+from fsd_infer.drafters.loading import choose_trees
 from fsd_infer.engine.callback import Callback
 from fsd_infer.heads.head import EagleConfig, EagleHead
 
@@ -232,6 +233,8 @@ def rounds(place: Place) -> Rows:
     for tree in TREES:
         decoder.drafter = decoder.load_drafter(drafter_of(place, decoder, tree))
         found[",".join(map(str, tree))] = decoded(place, decoder)
+    decoder.drafter = choose_trees(decoder.load_drafter(drafter_of(place, decoder, TREES[-1])), decoder.target)
+    found["auto, of drafts that are wrong"] = decoded(place, decoder)
     return found
 
 

@@ -53,6 +53,7 @@ class DraftTree:
             from the row of ``q_scores``, verified or not; -1: none. None if no node was drawn, or all were.
         proposers: [B, N] index of the drafter part that proposed each node, the first of several; None if there is one
             part.
+        forecast: [B, S + 1] as of :func:`fsd_infer.trees.menu.forecast`; None: nobody asks.
         levels: at least the depth of the deepest node, as far as the host knows; None: not known.
     """
 
@@ -66,6 +67,7 @@ class DraftTree:
     proposers: Tensor | None = None
     drawn: Tensor | None = None
     fixed: Tensor | None = None
+    forecast: Tensor | None = None
     levels: int | None = None
 
     @property

@@ -36,7 +36,7 @@ class TableSession(TreeSession):
 
     def __init__(self, toy: GrownToy, contexts: Tensor, generator: torch.Generator) -> None:
         batch, shape = len(contexts), toy.shape_for(len(contexts))
-        self.toy, self.root, self.shape, self.width = toy, contexts, shape, shape.width
+        self.toy, self.root, self.shape = toy, contexts, shape
         self.drafter = SimpleNamespace(vocabulary=V)  # type: ignore[assignment]
         self.device, self.tilt, self.lengths = torch.device("cpu"), 0.0, torch.zeros(batch, dtype=torch.long)
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
@@ -86,7 +86,7 @@ class GrownToy(Toy):
     meddles: bool = False
 
     def shape_for(self, batch: int) -> TreeShape:
-        memory, law = TreeMemory("cpu", PRIORS["cpu"]), LawKind(0.0, "exact")
+        memory, law = TreeMemory(PRIORS["cpu"]), LawKind(0.0, "exact")
         return TreePolicy(memory, batch, law, self.shape, learns=False).choose(batch) if self.auto else self.shape
 
     def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:

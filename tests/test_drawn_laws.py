@@ -85,8 +85,8 @@ class Session(TreeSession):
     """Grows one tree from a table of logits, with draws that are given."""
 
     def __init__(self, toy: Grown, q: Tensor) -> None:
-        self.toy, self.q, self.shape = toy, q, toy.shape
-        self.width = min(toy.shape.width, q.shape[1])
+        self.toy, self.q = toy, q
+        self.shape = replace(toy.shape, width=min(toy.shape.width, q.shape[1]))
         self.drafter = SimpleNamespace(vocabulary=q.shape[1])  # type: ignore[assignment]
         self.device, self.tilt, self.lengths = torch.device("cpu"), 0.0, torch.zeros(1, dtype=torch.long)
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]

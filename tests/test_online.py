@@ -163,7 +163,7 @@ TROUBLES: dict[str, Callable[[int, float], float]] = {
 @pytest.mark.parametrize("sure", [0.3, 0.9])
 def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float], sure: float, trouble: str) -> None:
     machine = Machine(forward, 6e-4, TROUBLES[trouble])
-    choice = policy_of(TreeMemory("cpu", PRIORS["cpu"], machine))
+    choice = policy_of(TreeMemory(PRIORS["cpu"], machine))
     speed(choice, machine, sure, 100)  # the first answers
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
 
@@ -174,7 +174,7 @@ def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float]
 def test_a_machine_unlike_the_assumed_one_is_found_out(of_node: float, of_draft: float, sure: float) -> None:
     """Where drafts lose time, the first eight answers take hardly longer than without: what was assumed hid it."""
     machine = Machine(lambda nodes: 5e-3 * (1 + of_node * (nodes - 1)), 2e-3 * of_draft, reading=3e-3 * of_draft)
-    memory, tokens = TreeMemory("cpu", PRIORS["blocks on tiles"], machine), 0
+    memory, tokens = TreeMemory(PRIORS["blocks on tiles"], machine), 0
     for number in range(8):
         text, choice = Text(sure, number, sibling=0.15), policy_of(memory)
         tokens += sum(round_of(text, machine, choice) for _ in range(60))
@@ -185,7 +185,7 @@ def test_a_machine_unlike_the_assumed_one_is_found_out(of_node: float, of_draft:
 def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, ...]) -> None:
     """Drafts that cost more than they bring pause, and come back within the first rounds of a text where they pay."""
     machine = Machine(blocks_machine, 7.5e-4, reading=8e-4)
-    memory = TreeMemory("cpu", PRIORS["blocks"], machine)
+    memory = TreeMemory(PRIORS["blocks"], machine)
     speeds: dict[float, list[float]] = {kind: [] for kind in kinds}
     for number in range(60):
         kind, start = kinds[number % len(kinds)], machine.spent
@@ -202,7 +202,7 @@ def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, .
 
 @pytest.mark.parametrize(("copy", "drafts"), [((0.9,), True), ((0.98,) * 12, False)])
 def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple[float, ...], drafts: bool) -> None:
-    choice = policy_of(TreeMemory("cpu", PRIORS["cpu"], lambda: 0.0))
+    choice = policy_of(TreeMemory(PRIORS["cpu"], lambda: 0.0))
     choice.known.trials = 12
     shape, scores = choice.choose(1), [0.0, *accumulate(map(math.log, copy))]
     assert shape.prices is not None
@@ -224,7 +224,7 @@ SIDES = [(0.5, 0.0, 0.25), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0), (2.0, 0.2, 0.25)]
 @pytest.mark.parametrize(("side_ms", "right", "share"), SIDES)
 def test_a_grafted_drafter_is_asked_where_its_drafts_pay(side_ms: float, right: float, share: float) -> None:
     """Rounds of 5 ms: 0.5 ms for nothing do not pay, nor 2 ms for a fifth of a token. It is asked again for a copy."""
-    choice, asked = policy_of(TreeMemory("cpu", PRIORS["blocks"])), list[bool]()
+    choice, asked = policy_of(TreeMemory(PRIORS["blocks"])), list[bool]()
     drafts = tree_of(([0, 1], [0, 0], [0.0, math.log(0.5)]), vocab=2)
     drafts = replace(drafts, proposers=torch.ones_like(drafts.tokens))
 
@@ -302,16 +302,19 @@ def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
     assert decoder.generate(tiny_prompts((7,)), **options).sequences == first
 
 
+@pytest.mark.parametrize("by_menu", [False, True])
 @pytest.mark.parametrize("rule", ["exact", "exact:block=true"])
-def test_the_law_stays_the_targets_whatever_the_clock_says(rule: str) -> None:
+def test_the_law_stays_the_targets_whatever_the_clock_says(rule: str, by_menu: bool) -> None:
     """Test the third token of sampled answers against enumeration over a vocabulary of eight.
 
-    The size of a small LM's tree, and the length of its chain, depend on a clock, on earlier acceptances and on draws.
+    The size of a small LM's tree, and the length of its chain, depend on a clock, on earlier acceptances and on draws,
+    or by a menu on forecasts.
     """
     target, prompt = Target(tiny_model("llama", scale=2.0, vocab_size=8)), [1, 2, 3, 4, 5, 6, 7]
     small = LMDrafter(Target(tiny_model("llama", seed=3, scale=2.0, vocab_size=8)), target)
     drafter = choose_trees(small, target)
     adversary_of(drafter, target)
+    drafter.menu = small.shapes if by_menu else ()  # as on a device
     options: dict[str, Any] = {"rule": rule, "max_new_tokens": 3, "do_sample": True, "temperature": 0.7, "top_k": 0}
     seen, nodes = torch.zeros(8, dtype=torch.float64), set[int]()
     for seed in range(20):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 3  # of a request, by which its rounds are recorded: those with a look of the host at the second
 _OPTIONS: dict[str, Any] = {"rule": "exact", "do_sample": False, "seed": 0, "eos_token_id": None}  # none ends early
+ANGLES = "the host chooses the target's rotary angles, token by token"
 Size = tuple[int, int]  # rows, and tokens of the longest text with its answer
 
 
@@ -56,7 +57,7 @@ def record_rounds(decoder: FuzzyDecoder, sizes: Sequence[Size], **options: Any) 
     named = ", ".join(f"{rows}x{tokens}" for rows, tokens in sizes)
     seconds, recorded = time.perf_counter() - start, target.recorded
     if recorded is None or recorded.refused is not None:
-        return f"nothing was recorded: {'a tree that is chosen each round' if recorded is None else recorded.refused}"
+        return f"nothing was recorded: {ANGLES if recorded is None else recorded.refused}"
     held = target.held_bytes + decoder.drafter.held_bytes
     memory = f"{held / 2**20:.0f} MiB of keys and values"
     return f"recorded {recorded.graphs} graphs for {named} tokens in {seconds:.1f} s, with {memory}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from itertools import accumulate
 from math import prod
@@ -304,6 +304,26 @@ class SlotCache(Cache):
         for layer in self.layers:
             if isinstance(layer, _SlotLayer) and layer.is_initialized:
                 layer.lazy_initialization(layer.keys[: self.batch], layer.values[: self.batch])
+
+    def apart(self) -> SlotCache:
+        """Return a cache of the same rows in the same memory, which :meth:`select` changes alone."""
+        made = SlotCache(self.config, self.batch, self.capacity, self._memory, self._rows)
+        made._pools, made.recurrent.states = dict(self._pools), dict(self.recurrent.states)
+        made.read, made.offsets = self.read, self.offsets
+        return made
+
+    def moved(self, into: Callable[[], SlotCache]) -> SlotCache:
+        """Return an empty cache of as many rows, which may lie in the same memory, with all that this one holds."""
+        pools = {key: pool.clone() for key, pool in self._pools.items()}
+        states = {name: state.clone() for name, state in self.recurrent.states.items()}
+        made = into()
+        for (kind, heads, width, dtype), pool in pools.items():
+            like = torch.empty(self.batch, heads, 0, width, dtype=dtype, device=pool.device)
+            made._pool(kind, like).copy_(pool)
+        for name, state in states.items():
+            made.recurrent.place(name, state).copy_(state)
+        made.read, made.offsets = self.read, self.offsets
+        return made
 
     @property
     def nbytes(self) -> int:

@@ -145,7 +145,7 @@ class RecurrentStates:
     def restore(self, states: dict[Any, Tensor]) -> None:
         """Write the result of :meth:`saved` to the only row."""
         for (_, name), state in states.items():
-            self._place(name, state[None])[0] = state
+            self.place(name, state[None])[0] = state
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -158,14 +158,14 @@ class RecurrentStates:
         return sum(state.nbytes for name, state in self.memory.items() if name[0] == "recurrent")
 
     def _state(self, name: Hashable, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        return self.states[name] if name in self.states else self._place(name, recurrence.initial(inputs))
+        return self.states[name] if name in self.states else self.place(name, recurrence.initial(inputs))
 
-    def _place(self, name: Hashable, like: Tensor) -> Tensor:
+    def place(self, name: Hashable, like: Tensor) -> Tensor:
         """Return the tensor [B, ...] of a state, which is zero if it is new."""
         if name not in self.states:
             if self.parent is not None:
                 whole, row = self.parent
-                self.states[name] = whole._place(name, like)[row : row + 1]
+                self.states[name] = whole.place(name, like)[row : row + 1]
             else:
                 key = "recurrent", name
                 if key not in self.memory:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from fsd_core.registry import Registry
 from fsd_infer.device.cuda_graphs import Recorder
@@ -48,6 +50,7 @@ class DraftRequest:
         tilt: nats that the rule's law gives for an accepted draft, on average; 0 for laws that favour no draft.
             :mod:`fsd_infer.trees.visits` chooses trees by it.
         shape: of the first trees, if shapes are chosen round by round; None: always the drafter's own.
+        menu: the shapes among which they are chosen by forecasts, see :mod:`fsd_infer.trees.menu`.
         clock: returns the seconds that drafters time their work by; None: they time nothing.
         keys: [B] owner of each text. Texts may draft from each other if they share a key that is not empty. None: all
             texts have one owner.
@@ -61,6 +64,7 @@ class DraftRequest:
     device: torch.device = torch.device("cpu")
     tilt: float = 0.0
     shape: TreeShape | None = None
+    menu: Sequence[TreeShape] = ()
     clock: Callable[[], float] | None = None
     keys: Sequence[str] | None = None
     draws: Draws = Draws.NONE
@@ -199,6 +203,10 @@ class DraftSession(ABC):
             part.learn(facts[: part.fact_count], verdict)
             facts = facts[part.fact_count :]
 
+    def forecasts(self) -> list[list[float]]:
+        """Return what :meth:`learn` was last told of :attr:`.DraftTree.forecast`, [B][S + 1]; empty: nobody asks."""
+        return next((found for part in self.parts if (found := part.forecasts())), [])
+
     @property
     def remembers(self) -> bool:
         """Whether other texts than the rows' own are remembered."""
@@ -228,6 +236,27 @@ class DraftSession(ABC):
         for part in self.parts:
             part.finish(row, prompt, answer)
 
+    def folded(self, rows: Tensor) -> Self:
+        """Return a session of these rows [B'] in memory for so many. This one is to be restarted before its next use.
+
+        ``rows`` is on the CPU and ascends.
+        """
+        made = self._apart()
+        made.select(rows)
+        made._move()
+        return made
+
+    def _apart(self) -> Self:
+        """Return a copy that :meth:`select` changes alone, as far as :meth:`restart` does not reset it."""
+        made = copy(self)
+        made.parts = [part._apart() for part in self.parts]
+        return made
+
+    def _move(self) -> None:
+        """Move keys and values to memory for as many rows as there are."""
+        for part in self.parts:
+            part._move()
+
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
         for part in self.parts:
@@ -243,6 +272,7 @@ class Drafter(ABC):
         directory: of its files; None if it has none.
         bounds: the largest shape within which a :mod:`policy <fsd_infer.trees.policy>` chooses the shape of its trees
             round by round; None: the shape is its own and fixed.
+        menu: the shapes within it among which a policy chooses where rounds are recorded.
         relative_cost: of its model's forward, in the target's; None: that of a head, 0: it has no model.
     """
 
@@ -250,6 +280,7 @@ class Drafter(ABC):
     target: Target | None = None
     directory: Path | None = None
     bounds: TreeShape | None = None
+    menu: Sequence[TreeShape] = ()
     relative_cost: float | None = None
 
     @classmethod

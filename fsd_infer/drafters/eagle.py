@@ -288,7 +288,7 @@ class EagleSession(CachedSession):
         return [self.lengths, self.last]
 
     def restart(self, fresh: EagleSession) -> None:
-        self._begun, self.vocabulary = False, fresh.vocabulary
+        self._begun, self.vocabulary = fresh._begun, fresh.vocabulary
 
     def append(self, rows: Sequence[Sequence[int]]) -> None:
         if self.vocabulary is not None:

@@ -33,7 +33,8 @@ class ForcedDrafter(Drafter):
 
     def __init__(self, main: Drafter, forced: Callable[[int, list[int]], list[int]], vocab_size: int) -> None:
         self.main, self.forced, self.vocab_size = main, forced, vocab_size
-        self.name, self.target, self.directory, self.bounds = main.name, main.target, main.directory, main.bounds
+        self.name, self.target, self.directory = main.name, main.target, main.directory
+        self.bounds, self.menu = main.bounds, main.menu
 
     @property
     def parts(self) -> Sequence[Drafter]:
@@ -78,13 +79,16 @@ class ForcedSession(DraftSession):
 
     def __init__(self, drafter: ForcedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.device, self.shape = drafter, request.device, request.shape
-        self.main = drafter.main.start(first_tokens, request)
-        self.parts = [self.main]
+        self.parts = [drafter.main.start(first_tokens, request)]
         self.rows = list(range(request.batch))
         self.answers: list[list[int]] = [[] for _ in self.rows]
         self.ends = first_tokens.tolist()  # the last token of each text
         self.finished: set[int] = set()  # of rows that stay in the batch
         self._chains: list[list[int]] = []
+
+    @property
+    def main(self) -> DraftSession:
+        return self.parts[0]
 
     def append(self, rows: Sequence[Sequence[int]]) -> None:
         super().append(rows)
@@ -105,11 +109,11 @@ class ForcedSession(DraftSession):
 
     @property
     def is_fixed(self) -> bool:
-        return self.shape is None and self.main.is_fixed
+        return (self.shape is None or self.shape.prices is None) and self.main.is_fixed
 
     @property
     def form(self) -> Hashable:
-        return self._alone, any(self._chains), self.main.form
+        return self._alone, any(self._chains), self.shape, self.main.form
 
     def prepared(self) -> list[Tensor]:
         return [DraftTree.packed_lists(self._forced(), 1 + MOST), *super().prepared()]
@@ -120,7 +124,7 @@ class ForcedSession(DraftSession):
 
     def restart(self, fresh: ForcedSession) -> None:
         super().restart(fresh)
-        vars(self).update({**vars(fresh), "main": self.main, "parts": self.parts})
+        vars(self).update({**vars(fresh), "parts": self.parts})
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, vocab_size, self.growth = self.drafter, self.drafter.vocab_size, None
@@ -145,7 +149,7 @@ class ForcedSession(DraftSession):
         kept = likeliest(union.scores, union.parents, drafter.max_depth, 0.0, most, union.held)
         if self.growth is not None:
             self.growth.is_choice = False
-        return kept_of(union, main, kept)
+        return replace(kept_of(union, main, kept), forecast=None)  # what is forced says nothing of the drafter
 
     def _forced(self) -> list[Nodes]:
         """Ask the grammar what it forces; return chains of it."""

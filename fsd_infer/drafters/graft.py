@@ -79,7 +79,7 @@ class GraftedDrafter(Drafter):
 
     @property
     def plan(self) -> Hashable:
-        return type(self), self.main.plan, self.side.plan, self.nodes
+        return type(self), self.main.plan, self.side.plan, self.nodes, self.menu
 
     @property
     def proposers(self) -> tuple[str, ...]:
@@ -114,20 +114,31 @@ class GraftedSession(DraftSession):
     def __init__(self, drafter: GraftedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.tilt, self.shape = drafter, request.tilt, request.shape
         self.clock = request.clock or (lambda: 0.0)
-        self.main = drafter.main.start(first_tokens, request)
         # the side's nodes are chosen here
-        self.side = drafter.side.start(first_tokens, replace(request, shape=None, draws=Draws.NONE))
-        self.parts = [self.main, self.side]
+        side = drafter.side.start(first_tokens, replace(request, shape=None, menu=(), draws=Draws.NONE))
+        self.parts = [drafter.main.start(first_tokens, request), side]
+
+    @property
+    def main(self) -> DraftSession:
+        return self.parts[0]
+
+    @property
+    def side(self) -> DraftSession:
+        return self.parts[1]
 
     @property
     def is_fixed(self) -> bool:
-        return self.shape is None and self.main.is_fixed and self.side.is_fixed
+        return (self.shape is None or self.shape.prices is None) and self.main.is_fixed and self.side.is_fixed
+
+    @property
+    def form(self) -> Hashable:
+        return self.shape, super().form
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, shape, clock = self.drafter, self.shape, self.clock
-        if shape is not None and shape.prices is not None:
+        if shape is not None:
             self.main.shape = shape
-            if not shape.prices.asks_side:
+            if shape.prices is not None and not shape.prices.asks_side:
                 return self._main(roots)
         began = clock()
         side = self.side.draft(roots)
@@ -145,7 +156,8 @@ class GraftedSession(DraftSession):
         if self.growth is not None:
             self.growth.side_seconds += clock() - began
             return kept_of(union, main, self.growth.choose(union))
-        nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes, union.held)
+        most = drafter.nodes if shape is None else shape.nodes
+        nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, most, union.held)
         nodes = nodes[:, : 1 + functional.upper_bound(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return kept_of(union, main, nodes)
 

@@ -31,9 +31,10 @@ from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.growing import Growth
+from fsd_infer.trees.menu import Masks, forecast
 from fsd_infer.trees.prices import Prices
-from fsd_infer.trees.shape import LARGEST, TreeShape, default_shape
-from fsd_infer.trees.visits import likeliest, tilted
+from fsd_infer.trees.shape import LARGEST, MENU, NO_TREE, TreeShape, default_shape
+from fsd_infer.trees.visits import likeliest, tilted, visit_scores
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
@@ -52,11 +53,13 @@ class TreeDrafter(Drafter):
         by_default: whether the shape is the default.
         largest: by device, the largest shape within which trees are chosen round by round.
         grows: whether they can be chosen so.
+        all_shapes: among which they are chosen where rounds are recorded.
     """
 
     target: Target
     samples = grows = True
     largest: Mapping[str, TreeShape] = LARGEST
+    all_shapes: Sequence[TreeShape] = MENU
 
     def __init__(self, target: Target, model: CachedModel, vocabulary: int, shape: TreeShape | None) -> None:
         self.target, self.model, self.vocabulary = target, model, vocabulary
@@ -72,8 +75,13 @@ class TreeDrafter(Drafter):
         """Return this drafter with another fixed shape. Both share their weights."""
         made = copy(self)
         made.shape = self._within(shape)
-        made.by_default, made.bounds = False, None
+        made.by_default, made.bounds, made.menu = False, None, ()
         return made
+
+    @property
+    def shapes(self) -> tuple[TreeShape, ...]:
+        """Those of :attr:`all_shapes` that the model can draft, none twice."""
+        return tuple(dict.fromkeys(one if one == NO_TREE else self._within(one) for one in self.all_shapes))
 
     def for_law(self, tilt: float) -> Drafter:
         return self.reshaped(default_shape(self.target.device, tilt)) if self.by_default and tilt else self
@@ -88,7 +96,7 @@ class TreeDrafter(Drafter):
 
     @property
     def plan(self) -> Hashable:
-        return type(self), self.model, self.shape, self.bounds
+        return type(self), self.model, self.shape, self.menu
 
     def slots(self, longest: int) -> int:
         """Return the cache slots per row for texts of up to ``longest`` tokens and the nodes expanded after them."""
@@ -119,8 +127,7 @@ class TreeSession(DraftSession):
     Attributes:
         device: of the drafter's model.
         lengths: [B] slots of each row's text, the root's included.
-        width: children of an expanded node.
-        shape: of the next tree: the drafter's own, or one with prices within it.
+        shape: of the next tree: the drafter's own, or one within it, which may have prices.
     """
 
     shape: TreeShape
@@ -131,7 +138,8 @@ class TreeSession(DraftSession):
         self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.slots))
         self.tilt, self.request = request.tilt, request
         self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
-        self.width = 1 if request.draws is Draws.CHAIN else drafter.shape.width
+        self._forecasts: list[list[float]] = []
+        self._masks: dict[tuple[int, int], Masks] = {}  # by depth and width of the tree
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
         if request.draws is Draws.TREE and (self.prices is not None or self.device.type == "cpu"):  # else recorded
@@ -146,6 +154,11 @@ class TreeSession(DraftSession):
         return self.shape.prices
 
     @property
+    def width(self) -> int:
+        """Children of an expanded node."""
+        return 1 if self.request.draws is Draws.CHAIN else self.shape.width
+
+    @property
     def on_host(self) -> bool:
         return self.prices is not None
 
@@ -156,6 +169,15 @@ class TreeSession(DraftSession):
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
         self.lengths = self.lengths[to_device(rows, self.device)]
+
+    def _apart(self) -> Self:
+        made = super()._apart()
+        made.cache = self.cache.apart()
+        return made
+
+    def _move(self) -> None:
+        rows, slots = len(self.lengths), self.drafter.slots(self.request.slots)
+        self.cache = self.cache.moved(lambda: self.drafter.model.new_cache(rows, slots))
 
     def draft(self, roots: Tensor) -> DraftTree:
         depth = self._depth()
@@ -180,19 +202,22 @@ class TreeSession(DraftSession):
 
     @property
     def fact_count(self) -> int:
-        return 0 if self._shares is None else 1
+        return (self._shares is not None) + bool(self.request.menu)
 
     def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
-        return [] if self._shares is None else [accepted_drafts(tree, verdict.path, verdict.accepted)]
+        made = [] if self._shares is None else [accepted_drafts(tree, verdict.path, verdict.accepted)]
+        if self.request.menu and tree.forecast is None:
+            return [*made, torch.full((len(logits), len(self.request.menu) + 1), math.nan, device=logits.device)]
+        return made if tree.forecast is None else [*made, tree.forecast]
 
     def learn(self, facts: Sequence[Tensor], verdict: Verdict) -> None:
         if self._shares is not None:
             self._shares.learn(facts[0].sum(0).tolist())
+        if self.request.menu:
+            self._forecasts = facts[-1].tolist()
 
-    @property
-    def _by_depth(self) -> bool:
-        """Whether the host reads every depth's scores to choose which nodes to expand."""
-        return self.prices is not None and (self.prices.by_depth or self.request.draws is Draws.CHAIN)
+    def forecasts(self) -> list[list[float]]:
+        return self._forecasts
 
     @abstractmethod
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
@@ -222,7 +247,7 @@ class TreeSession(DraftSession):
         """
         if self._drawing is None:
             return *functional.topk_logprobs(logits, self.width), None
-        reach = scores if self.growth is None or not self._by_depth else self.growth.reach(scores)
+        reach = scores if self.growth is None else self.growth.reach(scores)
         return self._drawing.propose(logits, reach, sees, self.width)
 
     def _grow(self, roots: Tensor, logits: Tensor, ids: Tensor | None, depth: int) -> DraftTree:
@@ -296,7 +321,7 @@ class TreeSession(DraftSession):
         Returns:
             [B, E'] places among a row's E · w candidates; None if drafting stops.
         """
-        if self.growth is not None and self._by_depth:
+        if self.growth is not None:
             return self.growth.expand(log_q, drawn)
         best = sums.topk(self.width, dim=-1).indices
         if self.shape.stop_below:
@@ -307,12 +332,12 @@ class TreeSession(DraftSession):
                 self._stopped = ~goes_on if self._stopped is None else self._stopped | ~goes_on
             elif not goes_on:
                 return None
-        if self.growth is not None:
-            self.growth.count_depth(best.shape[1])
         return best
 
     def _kept(self, tree: DraftTree) -> DraftTree:
         """Return the tree of the candidates to verify: of a drawn chain all, or the law would shift."""
+        if self.request.menu:
+            tree.forecast = self._forecast(tree)
         if self.request.draws is Draws.CHAIN:
             if self.growth is not None:
                 self.growth.note(tree)
@@ -321,6 +346,14 @@ class TreeSession(DraftSession):
             return tree.keep(self.growth.choose(tree))
         nodes = self.shape.max_nodes
         return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.tilt, nodes, tree.held))
+
+    def _forecast(self, tree: DraftTree) -> Tensor:
+        """Return :func:`.menu.forecast` from all candidates of a tree."""
+        assert tree.levels is not None
+        key = tree.levels, self.width
+        if key not in self._masks:  # at first: a recording cannot copy them to the device
+            self._masks[key] = Masks(*key, self.request.menu, self.device)
+        return forecast(visit_scores(tree.scores, tree.parents, tree.levels, self.tilt), self._masks[key])
 
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
         """Run the model on nodes [B, E]. Their keys follow those of the text and of earlier depths."""

@@ -23,7 +23,7 @@ from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
-from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape
+from fsd_infer.trees.shape import LARGEST_OF_LM, MENU, TreeShape
 
 
 @cache
@@ -66,6 +66,7 @@ class LMDrafter(TreeDrafter):
     model: Target
     drafts_beams = True
     largest = LARGEST_OF_LM
+    all_shapes = MENU[1:]  # a recorded round reads the text in any case
 
     def __init__(self, model: Target, target: Target, shape: TreeShape | None = None) -> None:
         vocabulary = self._fit(model, target)
@@ -155,7 +156,7 @@ class LMSession(CachedSession):
         return [self.lengths, self.text, self.cached]
 
     def restart(self, fresh: LMSession) -> None:
-        self._behind = 1
+        self._behind = fresh._behind
 
     def _keep_expanded(self, tokens: Tensor, counts: Tensor) -> None:
         """Move keys and values of the expanded nodes on the path of the new tokens [B, K] to their final slots."""
@@ -177,7 +178,11 @@ class LMSession(CachedSession):
 
     def _depth(self) -> int:
         self._reaches = self._reach()
-        return int(self._reaches.max()) if self.device.type == "cpu" else self.drafter.max_depth
+        return int(self._reaches.max()) if self.device.type == "cpu" else self._most_depth
+
+    @property
+    def _most_depth(self) -> int:
+        return min(self.shape.depth, self.drafter.max_depth)
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         self._positions = []
@@ -191,7 +196,7 @@ class LMSession(CachedSession):
 
     def _reach(self) -> Tensor:
         """Return the depth to which each row can be drafted within the small LM's context: [B]."""
-        model, depth = self.drafter.model, self.drafter.max_depth
+        model, depth = self.drafter.model, self._most_depth
         limit, longest = model.max_positions, self.text.shape[1]
         if self.device.type == "cpu":
             longest = int(self.lengths.max())

@@ -105,6 +105,8 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
     main = main_of(drafter)
     if main is None:
         raise FsdError(f"drafter {drafter.name!r} has no trees to choose. Leave --tree {AUTO} out, or name a drafter.")
+    if isinstance(main, FreeDrafter) and target.device.type != "cpu":
+        return drafter  # whose trees end where its tables do
     largest = of_device(main.largest, target.device)
     if isinstance(main, FreeDrafter):
         main.nodes = max(main.nodes, largest.nodes)
@@ -117,6 +119,8 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
             part.side.nodes = max(part.side.nodes, min(part.side.most_chosen, largest.nodes))
         part.nodes, part = largest.nodes, part.main
     drafter.bounds = replace(largest, nodes=drafter.max_nodes)
+    if isinstance(main, TreeDrafter) and target.device.type != "cpu":
+        drafter.menu = main.shapes
     return drafter
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.callback import Callback
-from fsd_infer.engine.callbacks import PhaseTimer, Prefixes, Recorder, Stopping, TreeUpdate
+from fsd_infer.engine.callbacks import MenuUpdate, PhaseTimer, Prefixes, Recorder, Stopping, TreeUpdate
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.state import DecodeState
@@ -17,6 +17,7 @@ from fsd_infer.engine.stats import GenerationStats, Outcome, RowRecord, describe
 from fsd_infer.rules import Rule
 from fsd_infer.targets.prefixes import PrefixSession
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.shape import AUTO
 
 
@@ -54,7 +55,9 @@ class Books:
         self.state, self.drafter, self.cache_bytes = state, drafter, cache_bytes
         self.rules: list[Rule] = state.rules[: len(state.numbers)]
         self.callbacks += self.request.callbacks  # which may end rows, before the tree's choice counts those that go on
-        self.callbacks += [] if state.policy is None else [TreeUpdate(state.policy)]
+        if state.policy is not None:
+            policy = state.policy
+            self.callbacks.append(MenuUpdate(policy) if isinstance(policy, MenuPolicy) else TreeUpdate(policy))
         state.lap = self.on_phase
         waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
         waits = waits or state.looks or state.session.on_host
@@ -73,6 +76,11 @@ class Books:
                 text = [*self.request.texts[number], *self.records[number].tokens]
                 found[place] = torch.tensor(text[:-1], dtype=torch.long)  # also of a text without tokens
         return found
+
+    def going(self) -> list[int]:
+        """Return the places of rows whose answers go on."""
+        ended = set(self.finished(self.state.numbers))
+        return [place for place in range(len(self.state.numbers)) if place not in ended]
 
     def finished(self, numbers: Sequence[int]) -> list[int]:
         """Return the places of rows whose answers have ended."""

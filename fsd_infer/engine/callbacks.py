@@ -2,11 +2,12 @@
 
 :class:`Stopping` ends answers, :class:`PhaseTimer` times the phases, :class:`Recorder` keeps the records,
 :class:`Prefixes` keeps texts, a caller's callbacks follow, :class:`Streaming` among them, and then :class:`TreeUpdate`
-teaches the choice of trees.
+or :class:`MenuUpdate` teaches the choice of trees.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +21,9 @@ from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.request import Request, Round
 from fsd_infer.engine.stats import RowRecord
 from fsd_infer.targets.prefixes import PrefixSession
+from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.policy import TreePolicy, TreeReport
+from fsd_infer.trees.shape import TreeShape
 
 if TYPE_CHECKING:
     from fsd_infer.engine.state import DecodeState
@@ -184,6 +187,35 @@ class TreeUpdate(Callback):
             return None
         start, draft, target, end = *self._marks, self.policy.clock()
         return draft - start, target - draft, end - target if whole else None
+
+
+class MenuUpdate(Callback):
+    """Tells a policy of forecasts what rounds accepted, and asks it for the shape of the next trees.
+
+    Where the host lags behind, that is the round after the next one.
+    """
+
+    reads_tensors = False
+
+    def __init__(self, policy: MenuPolicy) -> None:
+        self.policy = policy
+        self._shapes: deque[TreeShape] = deque()  # of the rounds that were launched, until they are read
+
+    def on_start(self, state: DecodeState) -> None:
+        self.state = state
+
+    def on_phase(self, phase: str) -> None:
+        if phase == "start" and self.state.session.shape is not None:
+            self._shapes.append(self.state.session.shape)
+
+    def on_round(self, report: RoundReport) -> None:
+        going = [row for row in report.rows if row not in report.ended]
+        shape = self._shapes.popleft() if report.phase == "round" else None
+        if going and shape is not None:
+            forecasts, accepted = self.state.session.forecasts(), report.verdict.accepted.tolist()
+            self.policy.update(shape, [forecasts[row] for row in going], [accepted[row] for row in going])
+        if going:
+            self.state.session.shape = self.policy.choose(len(going))
 
 
 class Prefixes(Callback):

@@ -2,7 +2,7 @@
 
 A recording fixes shapes and addresses. So the state of a request outlives it, and a later request of the same plan
 takes its place in the same tensors. A batch fills a bucket of 1, 2, 4, 8 or 16 rows, of which those that it lacks, and
-those that have finished, are masked.
+those that have finished, are masked. When the rest fits a smaller bucket that is recorded, it moves there.
 
 What a drafter finds on the host it gives to the recording before the launch (:meth:`.DraftSession.prepared`). Where the
 host looks at the tree, with logits processors that read texts or rules that charge for remembered ones, the round is
@@ -13,9 +13,11 @@ A model whose forward reads values on the host cannot be recorded; a warning tel
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +27,15 @@ from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.engine.report import columns_of
 from fsd_infer.engine.round import Look, RoundTensors, advance, decode_round, settle, verify
 from fsd_infer.engine.state import DecodeState
+from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree
+from fsd_infer.trees.menu import MenuPolicy
 
 log = logging.getLogger(__name__)
 MOST = 64  # states that are kept, and recordings of each
 BUCKETS = (1, 2, 4, 8, 16)  # rows of recordings
+TIMED = 3  # rounds by which a shape is timed
 
 
 def bucket(count: int) -> int:
@@ -74,12 +79,29 @@ class Recording:
     asked: tuple[Hashable, ...] = ()
 
 
+class Plan(NamedTuple):
+    """What fixes the rounds of a request, besides their shapes."""
+
+    drafter: Hashable
+    rules: tuple[Rule, ...]
+    capacity: int
+    processors: Hashable
+    tilt: float
+
+
 @dataclass
 class Slot:
-    """The state of one plan and its recordings, by what fixes their shapes."""
+    """The state of one plan and its recordings, by what fixes their shapes.
+
+    Attributes:
+        plan: as of :meth:`Recorded.placed`.
+        seconds: of a round by shape of the menu; empty: not timed yet.
+    """
 
     state: DecodeState
+    plan: Plan
     recordings: dict[Hashable, Recording] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
 
 
 class Recorded:
@@ -124,7 +146,7 @@ class Recorded:
             self.generator.set_state(generator.get_state())
         return self.generator
 
-    def placed(self, state: DecodeState, count: int, plan: Hashable) -> DecodeState:
+    def placed(self, state: DecodeState, count: int, plan: Plan) -> DecodeState:
         """Return the state that takes a new request's place: that of an earlier request of the same plan, if any.
 
         Args:
@@ -134,19 +156,52 @@ class Recorded:
         """
         rows = len(state.rules)
         state.live = to_device(torch.arange(rows) < count, self.device)
-        key = plan, rows, state.greedy, state.measures, state.budget is None
-        self.current = self.slots.pop(key, None) or Slot(state)
+        key = _key(state, plan)
+        self.current = self.slots.pop(key, None) or Slot(state, plan)
         self.slots[key] = self.current  # the last one used
         while len(self.slots) > MOST:
             del self.slots[next(iter(self.slots))]
         return state if self.current.state is state else self.current.state.restart(state)
 
+    def can_fold(self, state: DecodeState, live: int) -> bool:
+        """Whether the rest of a batch, ``live`` rows, fits a smaller bucket whose rounds are recorded."""
+        slot, rows = self.current, bucket(live)
+        if slot is None or slot.state is not state or not state.session.is_fixed:
+            return False
+        if not live or rows >= len(state.rules):
+            return False
+        return (
+            len(set(state.rules)) == 1 and _key(state, slot.plan._replace(rules=slot.plan.rules[:rows])) in self.slots
+        )
+
+    def fold(self, state: DecodeState, live: Sequence[int]) -> None:
+        """Move the rows that go on to the smaller bucket, in place. Nothing may be on its way to the host."""
+        before, rows = self.current, bucket(len(live))
+        assert before is not None
+        others = [row for row in range(len(state.numbers)) if row not in live]  # which finished
+        kept = sorted([*live, *others[: rows - len(live)]])
+        lap, before.state = state.lap, copy(state)
+        before.state.forget()
+        made = self.placed(state.folded(kept), rows, before.plan._replace(rules=before.plan.rules[:rows]))
+        assert self.current is not None and made.live is not None
+        made.live.copy_(to_device(torch.tensor([row in live for row in kept]), self.device))
+        vars(state).update({**vars(made), "lap": lap})
+        self.current.state = state
+        if isinstance(state.policy, MenuPolicy):
+            state.policy.timed = False  # for so few rows
+
     def run(self, state: DecodeState) -> RoundTensors:
         """Run a round: replay its recording, or record it first."""
-        slot, session, tree = self.current, state.session, None
-        given: Sequence[Tensor]
+        slot = self.current
+        if isinstance(state.policy, MenuPolicy) and slot is not None and slot.state is state:
+            self._time(state, state.policy, slot)
         if slot is None or slot.state is not state or self.refused:
             return decode_round(state)
+        return self._run(state, slot)
+
+    def _run(self, state: DecodeState, slot: Slot) -> RoundTensors:
+        session, tree = state.session, None
+        given: Sequence[Tensor]
         if session.is_fixed:
             given = session.prepared()
             form = session.form
@@ -228,24 +283,56 @@ class Recorded:
             made.append(run(*inputs))
             return tuple(made[-1].outputs)
 
-        changed = [*state.tensors(), *state.cache.recurrent.tensors, *state.session.tensors()]
-        before, drawn, lap = [x.clone() for x in changed], self.generator.get_state(), state.lap
         phases: list[str] = []
-        state.lap = phases.append
+        with self._unchanged(state, phases.append):
+            try:
+                _, replay = self.recorder(noted, self.generator)
+                parts.append(Part(inputs, made[-1], replay, phases[len(phases) // 2 :]))
+                return True
+            except Exception as error:  # torch raises many types for operations that cannot be recorded
+                self.refused = str(error).strip().partition("\n")[0]
+                self.forget()
+                log.warning("a round cannot be recorded as a CUDA graph, so none is: %s", self.refused)
+                return False
+
+    @contextmanager
+    def _unchanged(self, state: DecodeState, lap: Callable[[str], None]) -> Iterator[None]:
+        """Undo what rounds within do to the state. ``lap``: is told of their phases."""
+        changed = [*state.tensors(), *state.cache.recurrent.tensors, *state.session.tensors()]
+        before, drawn, own = [x.clone() for x in changed], self.generator.get_state(), state.lap
+        state.lap = lap
         try:
-            _, replay = self.recorder(noted, self.generator)
-            parts.append(Part(inputs, made[-1], replay, phases[len(phases) // 2 :]))
-            return True
-        except Exception as error:  # torch raises many types for operations that cannot be recorded
-            self.refused = str(error).strip().partition("\n")[0]
-            self.forget()
-            log.warning("a round cannot be recorded as a CUDA graph, so none is: %s", self.refused)
-            return False
+            yield
         finally:
-            state.lap = lap
+            state.lap = own
             for x, value in zip(changed, before, strict=True):
                 x.copy_(value)
             self.generator.set_state(drawn)
+
+    def _time(self, state: DecodeState, policy: MenuPolicy, slot: Slot) -> None:
+        """Record and time a round of every shape of a menu, at the first round of its slot."""
+        if policy.timed:
+            return
+        for shape in policy.menu[len(slot.seconds) :]:
+            state.session.shape = shape
+            with self._unchanged(state, lambda phase: None):
+                for _ in range(2):  # what the host looks at is recorded at the second round
+                    self._run(state, slot)
+                    if self.refused:
+                        return
+                state.roots.tolist()  # waits
+                began = policy.clock()
+                for _ in range(TIMED):
+                    self._run(state, slot)
+                state.roots.tolist()
+                slot.seconds.append((policy.clock() - began) / TIMED)
+        policy.time(slot.seconds)
+        state.session.shape = policy.choose(len(state.numbers))
+
+
+def _key(state: DecodeState, plan: Plan) -> Hashable:
+    """Return what fixes all rounds of a request: requests of one key share recordings."""
+    return plan, state.greedy, state.measures, state.budget is None
 
 
 @dataclass

@@ -49,6 +49,12 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
                     reading, behind = behind, reading
                 if reading is not None:
                     report(books, reading)
+                if recorded is not None and recorded.can_fold(state, len(books.going())):
+                    if behind is not None:
+                        report(books, behind)
+                    behind = None
+                    if live := books.going():
+                        recorded.fold(state, live)
             return books.outcome()
         finally:
             state.forget()  # recordings keep the state, but need not keep the request

@@ -11,7 +11,7 @@ from fsd_core.tensors import padded, to_device
 from fsd_infer.device.memory import check_caches, free_bytes
 from fsd_infer.drafters.base import Drafter, DraftRequest
 from fsd_infer.engine.books import Books
-from fsd_infer.engine.capture import Recorded, bucket
+from fsd_infer.engine.capture import Plan, Recorded, bucket
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import Look, RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
@@ -23,6 +23,7 @@ from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.estimates import LawKind
+from fsd_infer.trees.menu import MenuPolicy, menu_of
 from fsd_infer.trees.policy import TreePolicy, memory_of
 
 COLD = 0.5  # a temperature below which drawn nodes gain nothing over likely tokens, and take time
@@ -64,7 +65,11 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     policy = _policy(target, drafter, rules, request, tilt, draws)
     drafted = DraftRequest(
         rows, reach, request.greedy, processors.of_drafts if processors else None, generator, device, tilt,
-        None if policy is None else policy.choose(count), None if policy is None else policy.clock, keys, draws=draws,
+        None if policy is None else policy.choose(count),
+        menu=policy.menu if isinstance(policy, MenuPolicy) else (),
+        clock=policy.clock if isinstance(policy, TreePolicy) else None,
+        keys=keys,
+        draws=draws,
         seeded=request.generator is not None,
         longest=longest,
         temperature=temperature,
@@ -90,14 +95,15 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         policy=policy,
     )
     if recorded is not None:
-        state = recorded.placed(state, count, (drafter.plan, tuple(rules), capacity, processors.signature, tilt))
+        plan = Plan(drafter.plan, tuple(rules), capacity, processors.signature, tilt)
+        state = recorded.placed(state, count, plan)
     books.begin(state, drafter, cache_bytes)
     return books
 
 
 def _recorded(target: Target, drafter: Drafter) -> Recorded | None:
     """Return what records the request's rounds; None if they run eagerly."""
-    if drafter.bounds is not None:
+    if drafter.bounds is not None and not drafter.menu:
         return None
     return None if _changes_angles(drafter) else Recorded.of(target)
 
@@ -123,13 +129,16 @@ def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws
 
 def _policy(
     target: Target, drafter: Drafter, rules: Sequence[Rule], request: Request, tilt: float, draws: Draws
-) -> TreePolicy | None:
+) -> TreePolicy | MenuPolicy | None:
     """Return what chooses the shape of each round's trees; None for a drafter of fixed shape."""
     if drafter.bounds is None:
         return None
     names = {rule.name for rule in rules}
     law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN)
     learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
+    if drafter.menu:
+        menu = menu_of(drafter.menu, chains=law.sampled)
+        return MenuPolicy(memory_of(drafter, target), len(rules), law, menu, learns=learns)
     return TreePolicy(memory_of(drafter, target), len(rules), law, drafter.bounds, learns=learns)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from fsd_infer.drafters.base import DraftSession
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.rules import Rule, Texts
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.policy import TreePolicy
 
 
@@ -62,7 +64,7 @@ class DecodeState:
     history: Callable[[], list[Tensor | None]]
     most_nodes: int
     live: Tensor | None = None
-    policy: TreePolicy | None = None
+    policy: TreePolicy | MenuPolicy | None = None
     lap: Callable[[str], None] = field(default=lambda phase: None)
 
     @property
@@ -118,15 +120,30 @@ class DecodeState:
         for x, value in zip(old, new, strict=True):
             x.copy_(value)
         self.numbers, self.history, self.processors = fresh.numbers, fresh.history, fresh.processors
+        self.policy, self.session.shape = fresh.policy, fresh.session.shape
+        if self.cache.offsets is not None and fresh.cache.offsets is not None:
+            self.cache.offsets.copy_(fresh.cache.offsets)
         return self
+
+    def folded(self, rows: Sequence[int]) -> DecodeState:
+        """Return the state of these rows in memory for so many. This one is to be restarted before its next use."""
+        made, index = copy(self), torch.tensor(rows)
+        made.texts, made.cache, made.session = copy(self.texts), self.cache.apart(), self.session.folded(index)
+        made._select(rows)
+        made.cache.select(index)
+        made.cache = made.cache.moved(lambda: self.target.new_cache(len(rows), self.cache.capacity))
+        return made
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in ascending order."""
+        self._select(rows)
         index = torch.tensor(rows)
-        kept = to_device(index, self.device)
+        self.cache.select(index)
+        self.session.select(index)
+
+    def _select(self, rows: Sequence[int]) -> None:
+        kept = to_device(torch.tensor(rows), self.device)
         self.rules, self.numbers = [self.rules[row] for row in rows], [self.numbers[row] for row in rows]
         self.lengths, self.roots, self.kl_excess = self.lengths[kept], self.roots[kept], self.kl_excess[kept]
         self.ends, self.budget = self.ends[kept], None if self.budget is None else self.budget[kept]
         self.texts.select(kept)
-        self.cache.select(index)
-        self.session.select(index)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fsd_infer.trees.costs import Costs, Prior
 from fsd_infer.trees.prices import Calibration, Kind
+from fsd_infer.trees.shape import TreeShape
 
 TEXT_MEMORY, BIN_MEMORY = 40, 200  # drafts
 DEPTH_MEMORY, LONG_MEMORY = 40, 50  # rounds
@@ -149,6 +150,8 @@ class Knowledge:
         draft_cost: of a round that drafts.
         trials: rounds of the trial phase so far.
         pause: of drafting.
+        usual, ratios: drafts that are expected of a row, and accepted ones per expected one, by shape
+            (:mod:`fsd_infer.trees.menu`).
         side: whether grafted drafters pay.
     """
 
@@ -160,22 +163,20 @@ class Knowledge:
         self.gain = Rate(1.0, 1.0, DEPTH_MEMORY)
         self.draft_cost = Rate(costs.drafting(2, 2 * batch), 1.0, DEPTH_MEMORY)
         self.trials, self.pause, self.side = 0, Pause(), SideWorth(costs, batch)
+        self.usual: dict[TreeShape, Rate] = {}
+        self.ratios: dict[TreeShape, Rate] = {}
 
 
 class TreeMemory:
     """What a drafter's requests have learned about rounds.
 
     Args:
-        device: type of the device, such as "cpu".
         prior: assumed costs of a round.
         clock: returns seconds.
-
-    Attributes:
-        by_depth: as in :class:`.Prices`.
     """
 
-    def __init__(self, device: str, prior: Prior, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.prior, self.clock, self.by_depth = prior, clock, device == "cpu"
+    def __init__(self, prior: Prior, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.prior, self.clock = prior, clock
         self._costs: dict[int, Costs] = {}
         self._known: dict[tuple[int, LawKind], Knowledge] = {}
 

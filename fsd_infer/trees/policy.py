@@ -1,4 +1,4 @@
-"""Choose the draft tree of every round: ``tree="auto"``.
+"""Choose the draft tree of every round on a CPU: ``tree="auto"``.
 
 A policy is asked for a shape before each round and told of the round after it. Drafters see the shape alone. A shape of
 ``auto`` carries prices (:mod:`fsd_infer.trees.prices`), by which the drafter grows its tree, and which follow from what
@@ -128,7 +128,7 @@ class TreePolicy:
         if rows != self.rows:
             self._begin(rows)
         known, rate = self.known, self.rate.value
-        costs, by_depth = known.costs, self.memory.by_depth
+        costs = known.costs
         is_trial = self._in_trials and known.trials % 2 == 0
         if self._in_trials:  # every other round drafts, and the others show what a plain round costs
             most_loss = math.inf if is_trial else -math.inf if self.learns else 0.0
@@ -141,10 +141,10 @@ class TreePolicy:
         prices = Prices(
             known.curve, slopes, depth=rate * of_depth, expansion=rate * of_node,
             accept=known.accept_rate.value, reach=known.reach_ratio.value,
-            drafting=rate * (costs.reading + known.draft_cost.value) if by_depth else -1.0,
-            gain=self.gain.value if by_depth else 0.0, most_loss=most_loss,
+            drafting=rate * (costs.reading + known.draft_cost.value),
+            gain=self.gain.value, most_loss=most_loss,
             least_chance=min(max(slopes[typical], UNLIKELY), MOST_LEAST), fewest=1 + is_trial,
-            missed=(1.0,) * rows, by_depth=by_depth, waits=known.pause.rounds > 0,
+            missed=(1.0,) * rows, waits=known.pause.rounds > 0,
             asks_side=not self.learns or known.side.asks(rate),
         )  # fmt: skip
         return replace(self.largest, prices=prices)
@@ -212,5 +212,5 @@ def memory_of(drafter: Drafter, target: Target) -> TreeMemory:
     """Return what a drafter's requests have learned; it is kept as long as the drafter."""
     drafter = drafter.learner
     if drafter not in _MEMORIES:
-        _MEMORIES[drafter] = TreeMemory(target.device.type, prior_for(target, drafter.relative_cost))
+        _MEMORIES[drafter] = TreeMemory(prior_for(target, drafter.relative_cost))
     return _MEMORIES[drafter]

@@ -118,8 +118,6 @@ class Prices:
         fewest: nodes of a tree if the model drafts, whatever they are worth, the root included.
         missed: share of each row's tokens that other drafters' trees of this round miss.
         covered: net gain of the best of these trees.
-        by_depth: whether the host reads the scores of every depth to choose the next one. Elsewhere than on a CPU each
-            read would sync with the device.
         asks_side: whether grafted drafters are asked: they may cost more than their drafts gain.
         waits: whether the last round had no drafts. The next one rarely has any either, so texts may stay unread.
     """
@@ -137,7 +135,6 @@ class Prices:
     missed: tuple[float, ...]
     fewest: int = 1
     covered: float = 0.0
-    by_depth: bool = True
     asks_side: bool = True
     waits: bool = False
 
@@ -156,8 +153,6 @@ class Prices:
         A root is worth expanding where that tree is likely to be wrong or to end early. Accepted drafts have accepted
         children with chance a, so (1 - a)·a^(d - 1) of a head's tokens have depth d.
         """
-        if not self.by_depth:
-            return self
         chances: list[float] = []
         missed = list(self.missed)
         for row, (scores, parents) in enumerate(zip(*lists(tree.scores, tree.parents), strict=True)):

@@ -111,6 +111,15 @@ class TreeShape:
         return min(self.nodes, 1 + self.candidates)
 
 
+class _NoTree(TreeShape):
+    """The root alone, which no user asks for by its sizes."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+NO_TREE = _NoTree(depth=0, width=1, nodes=1)  # a round without drafts
+
 # Every verified node costs time on a CPU, and hardly any on a GPU.
 DEFAULT_SHAPES = {"cpu": TreeShape(depth=5, width=6, nodes=16), "cuda": TreeShape(depth=6, width=10, nodes=60)}
 # A law that favours drafts gains from depth, not from width.
@@ -125,8 +134,14 @@ LITTLE_TILT_SHAPES = {**TILTED_SHAPES, "cpu": TreeShape(depth=6, width=4, nodes=
 
 # Trees chosen round by round stay within these. A small LM stays accurate at larger depths than a head, and each of its
 # depths costs more.
-LARGEST = {"cpu": TreeShape(depth=12, width=6, nodes=48), "cuda": TreeShape(depth=6, width=8, nodes=64)}
+LARGEST = {"cpu": TreeShape(depth=12, width=6, nodes=48), "cuda": TreeShape(depth=8, width=8, nodes=60)}
 LARGEST_OF_LM = {**LARGEST, "cpu": TreeShape(depth=16, width=4, nodes=24)}
+
+# Where rounds are recorded they are chosen among these. A depth costs more than its width or its nodes.
+MENU = (
+    NO_TREE, TreeShape(1, 6, 7), TreeShape(2, 6, 16), TreeShape(3, 2, 7), TreeShape(3, 8, 32), TreeShape(5, 2, 12),
+    TreeShape(5, 8, 48), TreeShape(8, 8, 60),
+)  # fmt: skip
 
 
 def parse_tree(tree: TreeShape | str | None) -> TreeShape | str | None:

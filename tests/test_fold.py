@@ -1,0 +1,88 @@
+"""Recorded batches that fold: rows that go on move to a smaller bucket once enough others have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fsd_infer.engine import Outcome, Request, decode
+from fsd_infer.engine.callback import Callback
+from fsd_infer.engine.state import DecodeState
+from fsd_infer.rules import parse_rule
+from tests.simulated_device import SIM, SimulatedDevice
+from tests.test_capture import READS, recording
+from tests.test_device_waits import CPU, drafter, target
+
+TEXTS = [[7, 8], [1, 2, 3, 1, 2, 3, 4], [9, 9, 2], [4, 5, 6], [5], [6, 1, 6, 1]]
+LENGTHS = [3, 30, 7, 18, 3, 5]  # of the answers
+GROWING = ["guided reduced"]  # whose vocabulary and chains have further shapes
+KINDS = ["none", "eagle", "eagle3-own", "lm", "lookup", "memory", "recycle", "eagle+lookup", "guided reduced", "own"]
+
+CASES = [(kind, "exact") for kind in [*KINDS, "eagle, penalty"]]
+CASES += [(kind, "tilted:1") for kind in ("none", "eagle", "eagle3-own", "lm", "lookup", "recycle", "eagle+lookup")]
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    with SimulatedDevice() as opened:
+        yield opened
+
+
+class Ragged(Callback):
+    """Ends each answer at a length of its own, and notes how many rows each round has."""
+
+    reads_tensors = False
+
+    def __init__(self) -> None:
+        self.tokens = [0] * len(TEXTS)
+        self.rows: list[int] = []
+
+    def on_start(self, state: DecodeState) -> None:
+        self.state = state
+
+    def on_token(self, row: int, token: int) -> str | None:
+        self.tokens[row] += 1
+        return "length" if self.tokens[row] == LENGTHS[row] else None
+
+    def on_phase(self, phase: str) -> None:
+        if phase == "start":
+            self.rows.append(len(self.state.rules))
+
+
+def run(kind: str, rule: str, where: torch.device, seed: int | None, count: int = len(TEXTS)) -> tuple[Outcome, Ragged]:
+    kind, _, option = kind.partition(", ")
+    ragged = Ragged()
+    generator = None if seed is None else torch.Generator(device=where).manual_seed(seed)
+    request = Request(TEXTS[:count], 60, seed is None, READS.get(option), generator=generator, callbacks=[ragged])  # type: ignore[arg-type]
+    return decode(target(where), drafter(kind, where), parse_rule(rule), request), ragged
+
+
+@pytest.mark.parametrize(("kind", "rule"), CASES)
+def test_a_ragged_batch_moves_to_smaller_buckets_and_answers_as_a_cpu_does(
+    kind: str, rule: str, device: SimulatedDevice
+) -> None:
+    wanted = run(kind, rule, CPU, None)[0]
+    with recording(kind, device) as recorder:
+        whole, ragged = run(kind, rule, SIM, None)
+        assert whole.sequences == wanted.sequences and set(ragged.rows) == {8}, "no smaller bucket is recorded"
+        for count in (1, 2, 3):
+            run(kind, rule, SIM, None, count)
+        made = len(recorder.graphs)
+        folded, ragged = run(kind, rule, SIM, None)
+        assert folded.sequences == wanted.sequences
+        assert [row.finish_reason for row in folded.stats.rows] == [row.finish_reason for row in wanted.stats.rows]
+        assert sorted(ragged.rows, reverse=True) == ragged.rows and set(ragged.rows) <= {8, 4, 2, 1}
+        assert (ragged.rows[-1] < 8) is (kind != "own"), "a drafter that knows nothing of recordings stays"
+        again, _ = run(kind, rule, SIM, None)
+        assert again.sequences == wanted.sequences
+        assert len(recorder.graphs) - made <= 2 or kind in GROWING
+
+
+def test_sampled_texts_of_a_folded_batch_come_again(device: SimulatedDevice) -> None:
+    with recording("eagle", device):
+        for count in (1, 2, 3):
+            run("eagle", "exact", SIM, 0, count)
+        texts = [run("eagle", "exact", SIM, 5) for _ in range(2)]
+    assert texts[0][0].sequences == texts[1][0].sequences and {1, 8} <= set(texts[0][1].rows)
