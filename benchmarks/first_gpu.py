@@ -159,7 +159,7 @@ class Sizes:
         answers: options of `fsd-train regenerate`; none where answers are at hand.
         minutes: training time, in two steps. The recipe is in the run's directory.
         padded: options of `benchmarks.padded`.
-        laws: options of pytest.
+        distributions: options of pytest.
         can_record: whether decoding can do without CUDA graphs.
     """
 
@@ -170,7 +170,7 @@ class Sizes:
     answers: list[str]
     minutes: float
     padded: list[str]
-    laws: list[str]
+    distributions: list[str]
     can_record: bool = True
 
 
@@ -190,7 +190,7 @@ def full(args: argparse.Namespace, directory: Path) -> Sizes:
         [], ["--prompts", "data/spec_bench_dev.jsonl", "--limit", "24", "--every", "10"], [],
         ["--target", args.tinyllama],
         ["--prompts", *asked, "--max-new-tokens", "256", "--batch-size", "128", "--limit", "3000"],
-        10, ["--target", args.tinyllama, "--weights", "8.03e9"], ["-m", "gpu", "-k", "law"],
+        10, ["--target", args.tinyllama, "--weights", "8.03e9"], ["-m", "gpu", "-k", "distribution"],
     )  # fmt: skip
 
 
@@ -212,7 +212,9 @@ def toys(directory: Path) -> Sizes:
     return Sizes(
         ["--shape", str(toy.target), "--device", "cpu", "--prompt", "8", "--new", "6"],
         ["--prompts", str(toy.prompts), *small], toy.models, ["--target", str(toy.target), "--dtype", "fp32"], [], 0.1,
-        ["--target", str(toy.target), "--weights", "1e6"], ["tests/test_engine.py", "-k", "law and top_k and cpu"],
+        ["--target", str(toy.target), "--weights", "1e6"],
+        
+        ["tests/test_engine.py", "-k", "distribution and top_k and cpu"],
         can_record=False,
     )  # fmt: skip
 
@@ -237,8 +239,8 @@ def steps_of(sizes: Sizes, directory: Path) -> list[Step]:
     padded = ["--target", f"{directory}/padded", *sizes.tinyllama[2:]]
     return [
         *_rounds(sizes, directory),
-        tests("device-tests", "the tests that need a GPU", "-m", "gpu", "-k", "not law and not strategies"),
-        tests("laws", "sampled answers have the target's law", *sizes.laws),
+        tests("device-tests", "the tests that need a GPU", "-m", "gpu", "-k", "not distribution and not strategies"),
+        tests("distributions", "sampled answers have the target's distribution", *sizes.distributions),
         measured("built-in", "built-in model: generate, plain, exact and lossy", *bench, *sizes.built_in),
         measured("built-in-eager", "the same without CUDA graphs", *bench, *sizes.built_in, *eager),
         *_training(sizes, directory),

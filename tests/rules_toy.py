@@ -199,12 +199,12 @@ ALARM = 1e-6  # the most that a statistical check raises a false alarm with, ove
 ROWS = 2_000
 
 
-def p_value(codes: np.ndarray, law: np.ndarray) -> float:
-    """Chi-square test of sequence codes against their law; 0 if something impossible was seen."""
-    seen = np.bincount(codes, minlength=len(law)).astype(float)
-    if seen[law <= 0].any():
+def p_value(codes: np.ndarray, distribution: np.ndarray) -> float:
+    """Chi-square test of sequence codes against their distribution; 0 if something impossible was seen."""
+    seen = np.bincount(codes, minlength=len(distribution)).astype(float)
+    if seen[distribution <= 0].any():
         return 0.0
-    expected = law * len(codes)
+    expected = distribution * len(codes)
     rare = expected < 10
     observed = np.append(seen[~rare], seen[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())

@@ -171,8 +171,9 @@ def sampling(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize(("name", "stop"), [*product(SAMPLED_REQUESTS, [None, 0.0]), ("penalty", 0.03)])
-def test_sampled_law_equals_generate(name: str, stop: float | None, device: str) -> None:
-    """The tokens' laws given the prompt, ours against ``generate``: two-sample chi-square tests with fixed seeds.
+def test_sampled_distribution_equals_generate(name: str, stop: float | None, device: str) -> None:
+    """The tokens' distributions given the prompt, ours against ``generate``: two-sample chi-square tests with fixed
+    seeds.
 
     stop: of a small LM's chains. At 0.03 they end after one draft or after two, so flat are these models. None: trees.
     """

@@ -1,4 +1,6 @@
-"""The drafter `memory`: what a store and a corpus find and forget, whose texts are seen, and that laws stay."""
+"""The drafter `memory`: what a store and a corpus find and forget, whose texts are seen, and that distributions
+stay.
+"""
 
 from __future__ import annotations
 

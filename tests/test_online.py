@@ -1,4 +1,4 @@
-"""Trees chosen while decoding: what is learned, under clocks that lie, and that no law changes."""
+"""Trees chosen while decoding: what is learned, under clocks that lie, and that no distribution changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter
 from fsd_infer.drafters import Drafter, GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.trees.costs import PRIORS, Prior
-from fsd_infer.trees.estimates import Curve, LawKind, TreeMemory
+from fsd_infer.trees.estimates import Curve, RuleProfile, TreeMemory
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.policy import TRIALS, TreePolicy, TreeReport, memory_of
 from fsd_infer.trees.prices import KNOTS, Kind
@@ -87,7 +87,7 @@ class Text:
 
 
 def policy_of(memory: TreeMemory) -> TreePolicy:
-    return TreePolicy(memory, 1, LawKind(), TreeShape(12, 2, 48))
+    return TreePolicy(memory, 1, RuleProfile(), TreeShape(12, 2, 48))
 
 
 def round_of(text: Text, machine: Machine, choice: TreePolicy | TreeShape) -> int:
@@ -303,7 +303,7 @@ def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["exact", "exact:block=true"])
-def test_the_law_stays_the_targets_whatever_the_clock_says(rule: str) -> None:
+def test_the_distribution_stays_the_targets_whatever_the_clock_says(rule: str) -> None:
     """Test the third token of sampled answers against enumeration over a vocabulary of eight.
 
     The size of a small LM's tree, and the length of its chain, depend on a clock, on earlier acceptances and on draws.
@@ -324,9 +324,9 @@ def test_the_law_stays_the_targets_whatever_the_clock_says(rule: str) -> None:
     texts = torch.cartesian_prod(torch.arange(8), torch.arange(8))
     with torch.inference_mode():
         logits = target.model(torch.cat([torch.tensor([prompt]).expand(64, -1), texts], 1)).logits[:, 6:].double()
-    law = (logits / 0.7).softmax(-1)
-    chances = law[:, 0].gather(1, texts[:, :1]) * law[:, 1].gather(1, texts[:, 1:])
-    assert chisquare(seen, seen.sum() * (chances * law[:, 2]).sum(0)).pvalue > 1e-6
+    distribution = (logits / 0.7).softmax(-1)
+    chances = distribution[:, 0].gather(1, texts[:, :1]) * distribution[:, 1].gather(1, texts[:, 1:])
+    assert chisquare(seen, seen.sum() * (chances * distribution[:, 2]).sum(0)).pvalue > 1e-6
 
 
 # names ----------------------------------------------------------------------------------------------------------------

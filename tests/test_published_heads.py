@@ -1,4 +1,6 @@
-"""Heads that other programs publish: every layout is read, estimates what its home says, and decodes by the laws."""
+"""Heads that other programs publish: every layout is read, estimates what its home says, and decodes by the
+distributions.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from tests.published_mtp import MTP, mtp_target
 from tests.rules_toy import ALARM, DEPTH, LENGTH, ROWS, Toy, V, child_of, p_value, simulate
 from tests.sim_graphs import SimRecorder
 from tests.simulated_device import SIM, SimulatedDevice
-from tests.test_drawing import target_law
+from tests.test_drawing import target_distribution
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 0], [2, 0, 3], [3, 1]]
 FAST = {"dspark of SpecForge", "dspark of DeepSpec, rnn", "p-eagle", "hydra", "mtp of mimo, three layers"}
@@ -281,7 +283,7 @@ def test_recorded_rounds_answer_as_eager_ones(root: Path, name: str) -> None:
         assert len(recorder.graphs) == 2 and recorder.replayed > 4
 
 
-# laws ----------------------------------------------------------------------------------------------------------------
+# distributions --------------------------------------------------------------------------------------------------------
 
 SHAPES = {name: (TreeShape(3, 3, 8) if place % 2 else TreeShape.chain(3)) for place, name in enumerate(LAYOUTS)}
 SHAPES |= {"dspark of SpecForge": TreeShape(3, 1, 4, 0.41)}  # its confidence head cuts
@@ -321,21 +323,21 @@ class HeadToy(Toy):
 
 
 @pytest.mark.parametrize("name", MOSTLY_SLOW)
-def test_sampled_answers_have_the_targets_law(root: Path, name: str) -> None:
+def test_sampled_answers_have_the_targets_distribution(root: Path, name: str) -> None:
     toy = HeadToy(table(name), table(name), drafter=load(root, name, SHAPES[name]))
     tree, _ = toy.draft(torch.zeros(64, dtype=torch.long), torch.Generator().manual_seed(1))
     assert tree.drawn is not None and tree.drawn.any(), "nodes are drawn"
-    assert p_value(simulate(toy, parse_rule("exact"), ROWS, seed=3).codes, target_law(toy)) > ALARM
+    assert p_value(simulate(toy, parse_rule("exact"), ROWS, seed=3).codes, target_distribution(toy)) > ALARM
 
 
 LOSSY = [pytest.param(name, marks=[] if name in ("dflash of speculators", "mtp of mimo") else SLOW) for name in LAYOUTS]
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_lossy_rule_has_its_law(root: Path, name: str) -> None:
+def test_a_lossy_rule_has_its_distribution(root: Path, name: str) -> None:
     """The open gate chooses among two drafts, by the target's chances. The token after them is the target's own."""
     toy = HeadToy(table(name), table(name), drafter=load(root, name, TreeShape(1, 2, 3)), draws=Draws.NONE)
-    made, law = layout(name), []
+    made, distribution = layout(name), []
     for text in itertools.product(range(V), repeat=LENGTH):
         chance = 1.0
         for place, token in enumerate(text):
@@ -345,10 +347,10 @@ def test_a_lossy_rule_has_its_law(root: Path, name: str) -> None:
                 q = over_all(made.estimate(States.of(target(name).model, known), known, []), made.ids)
                 p = p * torch.zeros_like(p).index_fill(0, q.topk(2).indices, 1.0)
             chance *= float(p[token] / p.sum())
-        law.append(chance)
+        distribution.append(chance)
     codes = simulate(toy, parse_rule("fuzzy:js:inf"), ROWS, seed=3).codes
-    assert p_value(codes, np.array(law)) > ALARM
-    assert p_value(codes, target_law(toy)) < ALARM
+    assert p_value(codes, np.array(distribution)) > ALARM
+    assert p_value(codes, target_distribution(toy)) < ALARM
 
 
 def code_of(text: tuple[int, ...]) -> int:
@@ -377,8 +379,8 @@ def test_the_table_marks_what_is_tested(repo_root: Path) -> None:
     answers = layouts_of(test_greedy_answers_are_the_targets_own)
     columns = {
         "loads": layouts_of(test_every_node_has_the_estimate_of_a_plain_computation),
-        "chain": answers, "tree": answers, "law": layouts_of(test_sampled_answers_have_the_targets_law),
-        "lossy": layouts_of(test_a_lossy_rule_has_its_law), "batch": answers,
+        "chain": answers, "tree": answers, "sampled": layouts_of(test_sampled_answers_have_the_targets_distribution),
+        "lossy": layouts_of(test_a_lossy_rule_has_its_distribution), "batch": answers,
         "captured": layouts_of(test_recorded_rounds_answer_as_eager_ones), "trained": trained, "exported": exported,
     }  # fmt: skip
     assert all(done <= set(LAYOUTS) for done in columns.values())

@@ -20,7 +20,7 @@ from fsd_infer.rules import (
     Evidence,
     Exact,
     Fuzzy,
-    Law,
+    OutputDistribution,
     RandomGate,
     Rule,
     Texts,
@@ -144,12 +144,12 @@ def test_former_names_of_parameters(former: str, now: str, monkeypatch: pytest.M
     assert len(said) == 1
 
 
-def test_former_names_of_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_former_names_of_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsd_core.former._said", set())
     evidence = Evidence(tree_round(0, greedy=True))
-    with pytest.warns(FutureWarning, match=r"Evidence\.regret|Law\.lifted") as said:
-        made = Law.lifted(evidence, evidence.regret)
-    assert made == Law.biased(evidence, evidence.logprob_gap) and len(said) == 2
+    with pytest.warns(FutureWarning, match=r"Evidence\.regret|OutputDistribution\.lifted") as said:
+        made = OutputDistribution.lifted(evidence, evidence.regret)
+    assert made == OutputDistribution.biased(evidence, evidence.logprob_gap) and len(said) == 2
 
 
 KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy

@@ -1,4 +1,4 @@
-"""The draft tree: its paths, parts of it, and which candidates of a model, under which law, become one."""
+"""The draft tree: its paths, parts of it, and which candidates of a model, under which distribution, become one."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def by_enumeration(steps: list[float], parents: list[int], tilt: float) -> list[
 
 
 @pytest.mark.parametrize("tilt", [0.0, 0.3, 1.0, 2.5])
-def test_visits_are_those_of_the_tilted_law(tilt: float) -> None:
-    """The law r ∝ q·e^(v·tilt) by one backward pass is, over whole walks, q times e^(tilt · drafts)."""
+def test_visits_are_those_of_the_tilted_distribution(tilt: float) -> None:
+    """The distribution r ∝ q·e^(v·tilt) by one backward pass is, over whole walks, q times e^(tilt · drafts)."""
     scores = [math.log(math.prod(STEPS[node] for node in path_of(PARENTS, end))) for end in range(len(STEPS))]
     found = visit_scores(torch.tensor([scores], dtype=torch.double), torch.tensor([PARENTS]), 4, tilt)
     assert found.exp()[0].tolist() == pytest.approx(by_enumeration(STEPS, PARENTS, tilt))

@@ -1,4 +1,6 @@
-"""vLLM's processor without vLLM: edited logits against the laws of the same rules, over rows as vLLM lays them out."""
+"""vLLM's processor without vLLM: edited logits against the distributions of the same rules, over rows as vLLM lays them
+out.
+"""
 
 from __future__ import annotations
 
@@ -100,12 +102,12 @@ def any_version(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def law_of(rule: str, temperature: float, text: list[int], drafts: list[int], logits: Tensor) -> Tensor:
+def distribution_of(rule: str, temperature: float, text: list[int], drafts: list[int], logits: Tensor) -> Tensor:
     """[n, V] by the rule on one request's chain; at temperature 0 its choice, one-hot."""
     parsed, round = parse_rule(rule), text_round(text, drafts, logits / (temperature or 1.0), temperature == 0)
     if temperature:
         evidence = Evidence(round)
-        return parsed.charged_law(evidence).log_probs(evidence)[0].exp()
+        return parsed.restricted_output(evidence).log_probs(evidence)[0].exp()
     verdict, found = parsed(round), logits.argmax(-1)
     found[: verdict.accepted[0] + 1] = verdict.tokens[0, : verdict.accepted[0] + 1]
     return torch.nn.functional.one_hot(found, V)
@@ -127,7 +129,7 @@ def requests(seed: int) -> list[tuple[Params, str, list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_edited_logits_are_the_laws(seed: int) -> None:
+def test_edited_logits_are_the_distributions(seed: int) -> None:
     """Every rule at temperatures 0, 0.7 and 1 in one batch, in an order of rows that is not that of the slots."""
     server, asked, generator = Server(), requests(seed), torch.Generator().manual_seed(seed)
     for slot, (params, _, text, drafts) in enumerate(asked):
@@ -141,7 +143,7 @@ def test_edited_logits_are_the_laws(seed: int) -> None:
     changed = 0
     for slot, own, after in zip(order, logits.split(counts), edited.split(counts), strict=True):
         params, rule, text, drafts = asked[slot]
-        wanted = law_of(rule, params.temperature, text, drafts, own)
+        wanted = distribution_of(rule, params.temperature, text, drafts, own)
         if params.temperature:
             torch.testing.assert_close((after / params.temperature).double().softmax(-1), wanted, atol=1e-5, rtol=1e-4)
         else:

@@ -125,7 +125,7 @@ def verdict_of(rule: Rule, round: Verification) -> Verdict:
     budget = INF if rule.budget is None else rule.budget
     evidence, left = Evidence(round), round.budget_left
     left = torch.full([len(rows)], budget, dtype=torch.float64) if left is None else left
-    return walk(evidence, [(rule.charged_law(evidence), rows)], left)
+    return walk(evidence, [(rule.restricted_output(evidence), rows)], left)
 
 
 def assert_same(a: Verdict, b: Verdict) -> None:

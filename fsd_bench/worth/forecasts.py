@@ -63,7 +63,7 @@ class Shaped:
     Attributes:
         tau: tokens per target forward.
         nats: nats per token, as rules count them.
-        lossy: share of tokens that only another law than the target's lets through.
+        lossy: share of tokens that only another distribution than the target's lets through.
         depth, nodes: mean depth and size of the trees, the root counted.
         seconds: seconds per round, by this run's clock.
     """

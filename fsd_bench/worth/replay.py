@@ -21,7 +21,7 @@ from fsd_infer.trees.visits import likeliest, tilted
 
 Cell = tuple[Rule, TreeShape]
 Part = tuple[Rule, tuple[int, ...]]  # a rule, and the nodes of the whole tree that it walks on
-# node that emits the token, token, nats, whether only another law lets it through, whether it is a draft
+# node that emits the token, token, nats, whether only another distribution lets it through, whether it is a draft
 Emitted = tuple[int, int, float, bool, bool]
 
 
@@ -76,7 +76,9 @@ class RecordedRound:
             return kept[: self._believed(kept, shape.stop_below, tilt) + 1]
         if len(kept) > shape.nodes:
             part = self.tree.keep(torch.tensor([kept], device=self.scores.device))
-            held = 0 if part.held is None else int(part.held[0].sum())  # drawn nodes stay, or the law would shift
+            held = (
+                0 if part.held is None else int(part.held[0].sum())
+            )  # drawn nodes stay, or the distribution would shift
             nodes = max(shape.nodes, held + 1)
             best = likeliest(part.scores, part.parents, shape.depth, tilt, nodes, part.held)
             kept = sorted(kept[place] for place in best[0].tolist())
@@ -95,7 +97,7 @@ class RecordedRound:
 
     def walked(self, rule: Rule, nodes: Sequence[int]) -> tuple[int, ...]:
         """Return the nodes to walk on for a verdict on ``nodes``."""
-        settled = self.tree.drawn is None  # else a context's law depends on whether there are draws below it
+        settled = self.tree.drawn is None  # else a context's distribution depends on whether there are draws below it
         if self.is_chain and settled and not looks_ahead(rule, self.tree.sampled and not self.greedy):
             return tuple(range(len(self.parents)))  # drafts that were cut away change no verdict on those before them
         return tuple(nodes)
@@ -159,7 +161,9 @@ def looks_ahead(rule: Rule, sampled: bool) -> bool:
 
 @dataclass
 class Tally:
-    """Sums over the replayed rounds of one rule on one shape: rounds, tokens, nats, tokens of another law, trees."""
+    """Sums over the replayed rounds of one rule on one shape: rounds, tokens, nats, tokens of another distribution,
+    trees.
+    """
 
     rounds: int = 0
     tokens: int = 0
@@ -200,11 +204,13 @@ class Replay:
             tally.nodes += len(cuts[cell])
 
     def steps(self, seen: RecordedRound, nodes: Sequence[int], emitted: Sequence[Emitted]) -> list[tuple[float, bool]]:
-        """Return (nats, whether only another law lets it through) of each token that the round emits on ``nodes``."""
+        """Return (nats, whether only another distribution lets it through) of each token that the round emits on
+        ``nodes``.
+        """
         kept, steps = set(nodes), list[tuple[float, bool]]()
         for node, token, nats, lossy, drafted in emitted:
             leaf = kept.isdisjoint(seen.children.get(node, ()))
-            if leaf:  # the tree may have been cut here, and then the law is p
+            if leaf:  # the tree may have been cut here, and then the distribution is p
                 token, nats, lossy = seen.drawn[node], 0.0, False
             steps.append((nats, lossy))
             if leaf or not drafted or token in self.eos or len(steps) == seen.room:

@@ -336,7 +336,7 @@ def _say_what_is_left_out(target: Target) -> None:
     if left_out := shaping(getattr(target.model, "generation_config", None)):
         names = ", ".join(f"{name}={value!r:.60}" for name, value in left_out.items())
         log.warning(
-            "the generation config of %s sets %s. Answers follow the target's own law without these, unless a "
+            "the generation config of %s sets %s. Answers follow the target's own distribution without these, unless a "
             "request names them.", target.name, names,
         )  # fmt: skip
 

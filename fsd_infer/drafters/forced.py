@@ -22,8 +22,8 @@ ALONE = 2  # with this many forced tokens in every row the main drafter does not
 class ForcedDrafter(Drafter):
     """A drafter whose tree holds the tokens that a guide forces after the text, as a chain with probability 1.
 
-    A forced chain is a function of the text, and the rule verifies it like any other draft. So every law stays as it
-    is. A round with a long chain does not call the main drafter; a shorter chain becomes part of the main tree.
+    A forced chain is a function of the text, and the rule verifies it like any other draft. So every distribution stays
+    as it is. A round with a long chain does not call the main drafter; a shorter chain becomes part of the main tree.
 
     Args:
         main: drafts where nothing is forced.
@@ -59,8 +59,8 @@ class ForcedDrafter(Drafter):
     def max_depth(self) -> int:
         return max(self.main.max_depth, MOST)
 
-    def for_law(self, tilt: float) -> Drafter:
-        main = self.main.for_law(tilt)
+    def for_bonus(self, tilt: float) -> Drafter:
+        main = self.main.for_bonus(tilt)
         return self if main is self.main else ForcedDrafter(main, self.forced, self.vocab_size)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> ForcedSession:

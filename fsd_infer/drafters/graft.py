@@ -40,12 +40,12 @@ class GraftedDrafter(Drafter):
     are scaled down if they add up to more than 1. A node's score is the sum of the log chances on its path. The nodes
     with the likeliest visits are kept (:mod:`fsd_infer.trees.visits`). They form a tree.
 
-    **Rules.** Under the exact rule the law is p, as on any deterministic tree. Nodes that only ``side`` proposes have
-    no q, so gates stay closed there. A node of ``main`` keeps its q if its likeliest child under ``main`` is kept. The
-    law of `fuzzy` at an open gate is p(· | C), where C holds all kept children. Grafted children raise p(C), so the law
-    comes closer to p and spends less. Without the likeliest child, C could be a grafted token that both models find
-    unlikely. A gate that opens because the models agree would force that token. So the node loses its q, and its gate
-    stays closed.
+    **Rules.** Under the exact rule the distribution is p, as on any deterministic tree. Nodes that only ``side``
+    proposes have no q, so gates stay closed there. A node of ``main`` keeps its q if its likeliest child under ``main``
+    is kept. The distribution of `fuzzy` at an open gate is p(· | C), where C holds all kept children. Grafted children
+    raise p(C), so the distribution comes closer to p and spends less. Without the likeliest child, C could be a grafted
+    token that both models find unlikely. A gate that opens because the models agree would force that token. So the node
+    loses its q, and its gate stays closed.
 
     **Sampled chains.** The exact test of a sampled draft allows no second child. So a small LM at temperatures above 0
     drafts alone.
@@ -96,8 +96,8 @@ class GraftedDrafter(Drafter):
     def start(self, first_tokens: Tensor, request: DraftRequest) -> GraftedSession:
         return GraftedSession(self, first_tokens, request)
 
-    def for_law(self, tilt: float) -> Drafter:
-        main = self.main.for_law(tilt)
+    def for_bonus(self, tilt: float) -> Drafter:
+        main = self.main.for_bonus(tilt)
         if main is self.main:
             return self
         more = max(self.nodes - self.main.max_nodes, 0)  # nodes reserved for the side

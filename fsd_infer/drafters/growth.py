@@ -2,11 +2,11 @@
 
 Each depth expands the ``width`` nodes with the highest cumulative log q and gives each ``width`` children. At the end
 the ``nodes`` candidates that a walk visits most likely are kept. Under the exact rule these have the highest cumulative
-log q. :mod:`fsd_infer.trees.visits` computes them under a law that favours drafts. A child's score never exceeds its
-parent's, so the kept nodes form a connected tree.
+log q. :mod:`fsd_infer.trees.visits` computes them under a distribution that favours drafts. A child's score never
+exceeds its parent's, so the kept nodes form a connected tree.
 
 Drafting may stop before the last depth (``TreeShape.stop_below``). This decision and the tree are functions of the
-context, so no rule's law changes.
+context, so no rule's distribution changes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TreeDrafter(Drafter):
         target: the model to draft for.
         model: the model that grows the trees.
         vocabulary: number of entries of the drafter's distributions.
-        shape: tree options (default: :func:`default_shape` of the device and the law).
+        shape: tree options (default: :func:`default_shape` of the device and the distribution).
 
     Attributes:
         by_default: whether the shape is the default.
@@ -60,7 +60,7 @@ class TreeDrafter(Drafter):
     def __init__(self, target: Target, model: CachedModel, vocabulary: int, shape: TreeShape | None) -> None:
         self.target, self.model, self.vocabulary = target, model, vocabulary
         self.by_default = shape is None
-        self.shares: dict[Hashable, Shares] = {}  # by law and temperature
+        self.shares: dict[Hashable, Shares] = {}  # by distribution and temperature
         self.shape = self._within(shape or default_shape(target.device))
 
     def _within(self, shape: TreeShape) -> TreeShape:
@@ -74,7 +74,7 @@ class TreeDrafter(Drafter):
         made.by_default, made.bounds = False, None
         return made
 
-    def for_law(self, tilt: float) -> Drafter:
+    def for_bonus(self, tilt: float) -> Drafter:
         return self.reshaped(default_shape(self.target.device, tilt)) if self.by_default and tilt else self
 
     @property
@@ -309,7 +309,7 @@ class TreeSession(DraftSession):
         return best
 
     def _kept(self, tree: DraftTree) -> DraftTree:
-        """Return the tree of the candidates to verify: of a drawn chain all, or the law would shift."""
+        """Return the tree of the candidates to verify: of a drawn chain all, or the distribution would shift."""
         if self.request.draws is Draws.CHAIN:
             if self.growth is not None:
                 self.growth.note(tree)

@@ -47,7 +47,7 @@ class LMDrafter(TreeDrafter):
 
     A chain is as deep as the tree would be. It ends earlier where the small LM's probability of the whole chain falls
     below ``stop_below``, or where ``tree="auto"`` ends it. Both depend on the past and the drafts so far only, so no
-    rule's law changes (:mod:`fsd_infer.trees.policy`).
+    rule's distribution changes (:mod:`fsd_infer.trees.policy`).
 
     Drafting ends where the small LM's context ends, with one warning. In a batch it goes on while any row is within the
     context. The nodes of longer rows then have no q, so gates stay closed there.

@@ -142,8 +142,8 @@ class MemoryDrafter(FreeDrafter):
     """A drafter of tokens that followed the text's end earlier: in the text, the batch's other texts, or a store.
 
     The occurrences with the longest matches vote for the next token and for those after it. Other continuations become
-    branches. A tree depends on earlier texts alone, so the exact rule's law is the target's. Its nodes have no q: gates
-    stay closed there, and rules that emit from q emit from p. The drafter needs no model and no training.
+    branches. A tree depends on earlier texts alone, so the exact rule's distribution is the target's. Its nodes have no
+    q: gates stay closed there, and rules that emit from q emit from p. The drafter needs no model and no training.
 
     A request with a seed neither reads nor fills the store of earlier requests, so its answer is reproducible. A text
     drafts from texts with its own key only, and with an empty key from itself only.

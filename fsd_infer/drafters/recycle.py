@@ -110,8 +110,8 @@ class RecycleDrafter(FreeDrafter):
     And the tree is no fixed template: it holds the nodes with the best chances, learned from how often candidates of
     similar probability were accepted.
 
-    A tree depends on earlier text only, so under the exact rule the law is p. Its nodes have no q, so gates stay
-    closed, as in lookup. The host reads the candidates, so a round syncs with the device once more.
+    A tree depends on earlier text only, so under the exact rule the distribution is p. Its nodes have no q, so gates
+    stay closed, as in lookup. The host reads the candidates, so a round syncs with the device once more.
 
     Args:
         vocab_size: V of the target.

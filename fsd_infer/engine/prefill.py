@@ -22,7 +22,7 @@ from fsd_infer.rules.base import nats_of
 from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
 from fsd_infer.tree import DraftTree, Draws
-from fsd_infer.trees.estimates import LawKind
+from fsd_infer.trees.estimates import RuleProfile
 from fsd_infer.trees.policy import TreePolicy, memory_of
 
 COLD = 0.5  # a temperature below which drawn nodes gain nothing over likely tokens, and take time
@@ -39,7 +39,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     processors, books = TreeProcessors(request.processors, count), Books(target, request, limits)
     markers, marks = markers_of(rules, target.tokenizer), ends_of(rules, target.tokenizer, device)
     tilt = sum(rule.tilt(request.greedy) for rule in rules) / count
-    drafter = drafter.for_law(tilt)
+    drafter = drafter.for_bonus(tilt)
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
     capacity = longest + drafter.max_nodes
     # the drafter pads rows to the one that emitted most: its texts exceed the longest by up to a tree's depth
@@ -128,9 +128,9 @@ def _policy(
     if drafter.bounds is None:
         return None
     names = {rule.name for rule in rules}
-    law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN)
+    profile = RuleProfile(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN)
     learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
-    return TreePolicy(memory_of(drafter, target), len(rules), law, drafter.bounds, learns=learns)
+    return TreePolicy(memory_of(drafter, target), len(rules), profile, drafter.bounds, learns=learns)
 
 
 def read_again(state: DecodeState, books: Books) -> None:

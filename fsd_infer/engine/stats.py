@@ -13,7 +13,7 @@ from fsd_infer.trees.policy import TreeStats
 
 
 class Share(TypedDict):
-    """Part of an answer: its tokens, how many of them only a lossy law emits, and the nats spent."""
+    """Part of an answer: its tokens, how many of them only a lossy distribution emits, and the nats spent."""
 
     tokens: int
     lossy: int
@@ -31,7 +31,7 @@ class RowStats:
             token excluded. With beams, search steps instead of tokens. NaN without a verifying forward.
         gate_open_fraction: share of tokens emitted at a context with an open gate.
         gate_accepted_fraction: share of tokens that only an open gate accepts.
-        divergence_spent: sum of nats (temperature > 0: KL of the law to the target; 0: greedy gap).
+        divergence_spent: sum of nats (temperature > 0: KL of the distribution to the target; 0: greedy gap).
         finish_reason: "stop" (EOS or a stopping criterion) or "length".
         copied_4grams: share of the answer's 4-grams that occur in its prompt; None for fewer than 4 tokens.
         repeated_4grams: share of the answer's 4-grams that occurred earlier in it; None for fewer than 4 tokens.

@@ -3,9 +3,9 @@
     vllm serve MODEL --speculative-config '{…}' --logits-processors fsd_infer.integrations.vllm:FuzzyRules
     curl … -d '{…, "vllm_xargs": {"rule": "tilted:2"}}'
 
-vLLM drafts greedily and accepts a draft with its probability under the logits. So a rule with the law r ∝ p·e^bias on a
-chain edits one logit per drafted position: + T·bias at temperature T, + bias at temperature 0. The edits run on the
-device, for all rows at once, with the rule objects of :mod:`fsd_infer.rules`. See docs/serving.md.
+vLLM drafts greedily and accepts a draft with its probability under the logits. So a rule with the distribution r ∝
+p·e^bias on a chain edits one logit per drafted position: + T·bias at temperature T, + bias at temperature 0. The edits
+run on the device, for all rows at once, with the rule objects of :mod:`fsd_infer.rules`. See docs/serving.md.
 
 Environment of the server:
     FSD_VLLM_RULE: rule of requests without one (default: exact).
@@ -128,8 +128,8 @@ class FuzzyRules(_Processor):
         req_states: vLLM's slots of requests.
 
     Raises:
-        ValueError: vLLM samples drafts, or does not verify them by its standard test, so the law would be another. Or
-            vLLM's interface has changed.
+        ValueError: vLLM samples drafts, or does not verify them by its standard test, so the distribution would be
+            another. Or vLLM's interface has changed.
     """
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:

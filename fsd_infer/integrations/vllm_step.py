@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsd_infer.rules import Evidence, Rule, Texts, Verification
 from fsd_infer.rules._walk import affordable
-from fsd_infer.rules.laws import biased
+from fsd_infer.rules.distributions import biased
 from fsd_infer.rules.texts import Markers
 from fsd_infer.tree import DraftTree
 
@@ -130,17 +130,17 @@ class Chains(Evidence):
         super().__init__(round)
 
     def biased(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the bias of the draft after each node and the law's cost there, in nats, [B, N] each.
+        """Return the bias of the draft after each node and the distribution's cost there, in nats, [B, N] each.
 
         Both are 0 outside ``mine`` [B, N] bool, and where the remaining ``left`` [B] nats do not pay.
         """
-        law = rule.charged_law(self)
-        if law.logit_bias is None:
+        output = rule.restricted_output(self)
+        if output.logit_bias is None:
             nothing = torch.zeros_like(self.logprob_gap)
             return nothing, nothing
-        holds = mine if law.gate is None else mine & law.gate(self.whole).view_as(mine)
-        odds = biased(self, law.logit_bias, law.applies & holds)
+        holds = mine if output.gate is None else mine & output.gate(self.whole).view_as(mine)
+        odds = biased(self, output.logit_bias, output.applies & holds)
         cost = odds.cost.masked_fill(~odds.applies, 0.0)
         pays = odds.applies if left is None else odds.applies & affordable(self, cost, left)
-        allowed = torch.where(self.logprob_gap < math.inf, law.logit_bias, 0.0)  # never favour forbidden tokens
+        allowed = torch.where(self.logprob_gap < math.inf, output.logit_bias, 0.0)  # never favour forbidden tokens
         return allowed.clamp_min(0.0).roll(-1, 1).masked_fill(~pays, 0.0), cost.masked_fill(~pays, 0.0)

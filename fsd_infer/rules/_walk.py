@@ -1,11 +1,11 @@
 """The walk: which path of each tree is accepted, which token follows it, and the cost.
 
 The walk is one computation over all nodes of all rows. Every draft has a probability of following its parent, under the
-target's law and under the rule's. One uniform number per context picks one of its children or none. The nodes whose
-ancestors were all picked form the path. So only one token per row, the last, is drawn from the vocabulary.
+target's distribution and under the rule's. One uniform number per context picks one of its children or none. The nodes
+whose ancestors were all picked form the path. So only one token per row, the last, is drawn from the vocabulary.
 
-Dense laws and gates need work over the vocabulary. They are evaluated at all contexts at once: to learn first which
-ones the walk reaches would take a transfer. Nothing is read on the host: the verdict is tensors of fixed shapes.
+Dense distributions and gates need work over the vocabulary. They are evaluated at all contexts at once: to learn first
+which ones the walk reaches would take a transfer. Nothing is read on the host: the verdict is tensors of fixed shapes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fsd_core import functional
 from fsd_core.divergence import divergence
 from fsd_core.tensors import wide
 from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.distributions import OutputDistribution, biased
 from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import Law, biased
 from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
 
 
-def walk(evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor | None) -> Verdict:
+def walk(evidence: Evidence, outputs: Sequence[tuple[OutputDistribution, list[int]]], left: Tensor | None) -> Verdict:
     """Walk one round, without a sync. :attr:`Verdict.faults` tells what is wrong with it.
 
     Args:
         evidence: of the round.
-        laws: of all rows, each with its rows.
+        outputs: the rules' distributions of all rows, each with its rows.
         left: [B] nats that each row may spend, on the device of the tree; None: any number.
     """
-    return _Walk(evidence, laws, left).verdict()
+    return _Walk(evidence, outputs, left).verdict()
 
 
 def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:
@@ -50,21 +50,23 @@ class _Walk:
     """The state of a walk, [B, N] each.
 
     Attributes:
-        closed: probability of each draft under the target's law.
-        open: probability of each draft under the rule's law.
-        cost: nats of the rule's law at each context; None if all rules have the target's law.
-        applies: contexts with a law other than the target's.
-        opened: at temperature 0, the token of a dense law.
-        dense: above temperature 0, contexts with their laws r, [·, V] or lumped.
-        slot: the row of ``dense``, of all together, with the context's law; -1 if there is none.
+        closed: probability of each draft under the target's distribution.
+        open: probability of each draft under the rule's distribution.
+        cost: nats of the rule's distribution at each context; None if all rules have the target's distribution.
+        applies: contexts with a distribution other than the target's.
+        opened: at temperature 0, the token of a dense distribution.
+        dense: above temperature 0, contexts with their distributions r, [·, V] or lumped.
+        slot: the row of ``dense``, of all together, with the context's distribution; -1 if there is none.
     """
 
-    def __init__(self, evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor | None) -> None:
+    def __init__(
+        self, evidence: Evidence, outputs: Sequence[tuple[OutputDistribution, list[int]]], left: Tensor | None
+    ) -> None:
         self.evidence, self.tree, self.device = evidence, evidence.tree, evidence.nodes.device
-        self.reads_q = evidence.sampled or any(law.gate or law.log_r for law, _ in laws)
+        self.reads_q = evidence.sampled or any(output.gate or output.log_r for output, _ in outputs)
         self.unfit = evidence.unfit(self.reads_q)
         self.left = left
-        self.laws: list[tuple[Law, Tensor | bool]] = []
+        self.outputs: list[tuple[OutputDistribution, Tensor | bool]] = []
         self.dense: list[tuple[Contexts, Tensor]] = []
         self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
@@ -72,11 +74,11 @@ class _Walk:
         self.closed = self.open = evidence.chance
         self.applies = torch.zeros_like(evidence.tree.is_draft)
         self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
-        self.laws = [self._add(law, rows) for law, rows in laws]
+        self.outputs = [self._add(output, rows) for output, rows in outputs]
 
-    def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor | bool]:
-        """Add a law, and return it with its rows: [B, 1] bool, or True for all."""
-        applies, index = law.applies, row_index(tuple(rows), self.device)
+    def _add(self, output: OutputDistribution, rows: list[int]) -> tuple[OutputDistribution, Tensor | bool]:
+        """Add a distribution, and return it with its rows: [B, 1] bool, or True for all."""
+        applies, index = output.applies, row_index(tuple(rows), self.device)
         mine: Tensor | bool = len(rows) == len(applies)
         if not mine:
             mine = torch.zeros_like(applies[:, :1]).index_fill_(0, index, True)
@@ -84,37 +86,37 @@ class _Walk:
         def put(new: Tensor, old: Tensor) -> Tensor:
             return new if mine is True else torch.where(mine, new, old)
 
-        if law.test is not None:
-            self.closed = put(law.test.chance.to(self.closed.dtype), self.closed)
-        if law.is_target:
-            return law, mine
+        if output.test is not None:
+            self.closed = put(output.test.chance.to(self.closed.dtype), self.closed)
+        if output.is_target:
+            return output, mine
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
-        if law.logit_bias is not None:
-            where = law.dense_at(self.evidence) if law.log_r is not None else None
-            applies, chance, cost, _ = biased(self.evidence, law.logit_bias, law.applies)
-            applies = applies if where is None else torch.where(where, law.applies, applies)
+        if output.logit_bias is not None:
+            where = output.dense_at(self.evidence) if output.log_r is not None else None
+            applies, chance, cost, _ = biased(self.evidence, output.logit_bias, output.applies)
+            applies = applies if where is None else torch.where(where, output.applies, applies)
             self.open, self.cost = put(chance, self.open), put(cost, self.cost)
         self.applies = put(applies, self.applies)
-        if law.gate is not None or law.log_r is not None:
-            self._evaluate(law, self.evidence.whole if mine is True else self.evidence.all_of(index))
-        return law, mine
+        if output.gate is not None or output.log_r is not None:
+            self._evaluate(output, self.evidence.whole if mine is True else self.evidence.all_of(index))
+        return output, mine
 
-    def _evaluate(self, law: Law, at: Contexts) -> None:
-        """Evaluate a law's gate and dense law at these contexts."""
+    def _evaluate(self, output: OutputDistribution, at: Contexts) -> None:
+        """Evaluate a distribution's gate and dense distribution at these contexts."""
         evidence = self.evidence
-        if law.gate is not None:
-            self.applies = self.applies.index_put((at.rows, at.nodes), at.of(self.applies) & law.gate(at))
-        if law.log_r is None:
+        if output.gate is not None:
+            self.applies = self.applies.index_put((at.rows, at.nodes), at.of(self.applies) & output.gate(at))
+        if output.log_r is None:
             return
-        holds = law.dense_at(evidence)
+        holds = output.dense_at(evidence)
         wanted = at.of(self.applies if holds is None else self.applies & holds)
         if self.device.type == "cpu":  # elsewhere the number of such contexts is not known without a sync
             at = at.those(wanted)
         if not len(at.rows):
             return
-        at = at.lumped() if law.lumpable else at
-        log_r, where = law.log_r(at), (at.rows, at.nodes)
+        at = at.lumped() if output.lumpable else at
+        log_r, where = output.log_r(at), (at.rows, at.nodes)
         slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(len(log_r), device=self.device))
         slot = slot if holds is None else slot.masked_fill(~holds, -1)
         above = evidence.above(slot)
@@ -148,7 +150,9 @@ class _Walk:
         return self._gathered(reached, pays, exact)
 
     def _taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [B, N] bool: contexts under the rule's law, drafts picked, drafts that exact decoding picks, too."""
+        """Return [B, N] bool: contexts under the rule's distribution, drafts picked, drafts that exact decoding picks,
+        too.
+        """
         evidence, pays, chance = self.evidence, self.applies, self.closed
         if self.left is not None and self.cost is not None:
             pays = pays & affordable(evidence, self.cost.masked_fill(~pays, 0.0), self.left)
@@ -187,8 +191,8 @@ class _Walk:
             is_open = pays.gather(1, path) & ~beyond
             spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
             dense = torch.zeros_like(last)
-            for law, mine in self.laws if not evidence.sampled else []:
-                dense = dense | mine if law.log_r is not None else dense
+            for output, mine in self.outputs if not evidence.sampled else []:
+                dense = dense | mine if output.log_r is not None else dense
             sources = sources.masked_fill(
                 torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(TokenOrigin.GATE)
             )
@@ -200,8 +204,8 @@ class _Walk:
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
         evidence, tree, faults = self.evidence, self.tree, dict(self.unfit)
-        in_chains = tree.drawn is None or any(law.test is not None for law, _ in self.laws)
-        if evidence.sampled and self.laws and in_chains:
+        in_chains = tree.drawn is None or any(output.test is not None for output, _ in self.outputs)
+        if evidence.sampled and self.outputs and in_chains:
             faults[FORKS] = (tree.child.sum(-1) > 1).any(1, keepdim=True)
         return faults
 
@@ -220,18 +224,18 @@ class _Walk:
         """Return the weights [B, V] of the token after a path that ends at ``end`` [B, 1], above temperature 0."""
         evidence, tree, is_open = self.evidence, self.tree, pays.gather(1, end)
         at = Contexts(evidence, torch.arange(len(end), device=self.device), end[:, 0])
-        law, slot = at.p, self.slot.gather(1, end) if self.dense else end
+        r, slot = at.p, self.slot.gather(1, end) if self.dense else end
         for contexts, dense in self.dense:
             here = is_open & (slot >= 0) & (slot < len(dense))
-            law = torch.where(here, contexts.whole(dense, slot[:, 0].clamp(0, len(dense) - 1), at.p), law)
+            r = torch.where(here, contexts.whole(dense, slot[:, 0].clamp(0, len(dense) - 1), at.p), r)
             slot = slot - len(dense)
-        weights = law
+        weights = r
         if evidence.sampled:
             draws = at.of(evidence.draws)[:, None]
-            weights = torch.where(draws, (law - at.proposal).clamp_min(0.0), law)
-            for own, mine in self.laws:
+            weights = torch.where(draws, (r - at.proposal).clamp_min(0.0), r)
+            for own, mine in self.outputs:
                 if own.test is not None:
-                    rest = law if own.test.rest is None else own.test.rest(at)
+                    rest = r if own.test.rest is None else own.test.rest(at)
                     weights = torch.where(~is_open & draws & mine, rest, weights)
         refused = evidence.is_drawn if evidence.is_chain else tree.is_draft
         drafted = torch.where(refused & (tree.parents == end), 0.0, math.inf)

@@ -1,4 +1,6 @@
-"""The base classes of rules: a name, parameters, and a law. And rules as text, for command lines and records."""
+"""The base classes of rules: a name, parameters, and a distribution. And rules as text, for command lines and
+records.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from fsd_core.errors import FsdError
 from fsd_core.registry import Registry
 from fsd_core.tensors import at_nodes, to_device, wide
 from fsd_infer.rules._walk import walk
+from fsd_infer.rules.distributions import OutputDistribution
 from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import current, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import Verdict, Verification, row_index
@@ -25,7 +27,8 @@ from fsd_infer.tree import Draws
 
 
 class Rule:
-    """An acceptance rule. Subclasses are frozen dataclasses whose fields are the parameters; they define :meth:`law`.
+    """An acceptance rule. Subclasses are frozen dataclasses whose fields are the parameters; they define
+    :meth:`output`.
 
     Attributes:
         name: the name of the class in :data:`RULES`.
@@ -58,16 +61,18 @@ class Rule:
 
     @property
     def settled(self) -> int:
-        """How many tokens an answer has before a law may differ from p."""
+        """How many tokens an answer has before a distribution may differ from p."""
         return getattr(self, "settle", None) or 0
 
     @property
     def leading(self) -> int:
-        """How many tokens a sentence has before a law may differ from p."""
+        """How many tokens a sentence has before a distribution may differ from p."""
         return getattr(self, "lead", None) or 0
 
     def lossy_at(self, evidence: Evidence) -> Tensor | None:
-        """[B, N] bool; contexts outside of which the rule decodes exactly, whatever its law; None for no such bound."""
+        """[B, N] bool; contexts outside of which the rule decodes exactly, whatever its distribution; None for no such
+        bound.
+        """
         return None
 
     @property
@@ -75,8 +80,8 @@ class Rule:
         """The budget; inf for no limit."""
         return math.inf if self.budget is None else self.budget
 
-    def law(self, evidence: Evidence) -> Law:
-        """Return the law: a function of the text, the tree and ``evidence.coin`` alone."""
+    def output(self, evidence: Evidence) -> OutputDistribution:
+        """Return the distribution: a function of the text, the tree and ``evidence.coin`` alone."""
         raise NotImplementedError
 
     def check_greedy(self, evidence: Evidence) -> None:
@@ -84,9 +89,9 @@ class Rule:
         if not evidence.greedy:
             raise FsdError(f"rule {self.name!r} compares drafts with the target's choices: it needs temperature 0.")
 
-    def charged_law(self, evidence: Evidence) -> Law:
-        """Return :meth:`law` with the parameters that all rules share applied."""
-        return self.law(evidence)
+    def restricted_output(self, evidence: Evidence) -> OutputDistribution:
+        """Return :meth:`output` with the parameters that all rules share applied."""
+        return self.output(evidence)
 
     def __call__(self, round: Verification) -> Verdict:
         """Return the verdict on a round with this rule for every row; see :func:`apply_rules`."""
@@ -98,7 +103,8 @@ class Rule:
         return Draws.TREE if getattr(self, "draw", True) else Draws.NONE
 
     def tilt(self, greedy: bool) -> float:
-        """Return roughly how many nats the law pays for an accepted draft; 0 for p. Only tree shapes depend on it.
+        """Return roughly how many nats the distribution pays for an accepted draft; 0 for p. Only tree shapes depend on
+        it.
 
         Args:
             greedy: at temperature 0.
@@ -128,7 +134,7 @@ MOST_TOKENS = 64  # of an n-gram
 
 @dataclass(frozen=True)
 class LossyRule(Rule):
-    """A rule whose law differs from the target's.
+    """A rule whose distribution differs from the target's.
 
     Args:
         budget: nats that a request may spend; None for no limit. A context that costs more than the remaining budget
@@ -140,7 +146,7 @@ class LossyRule(Rule):
         lead: emit the first tokens of each sentence and line, as many as this, from p: they decide what is said, and
             whether the answer ends; later ones mostly how it is said.
         draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). More drafts for
-            fewer nats; but on a CPU the dense laws that this takes cost more time than they win.
+            fewer nats; but on a CPU the dense distributions that this takes cost more time than they win.
     """
 
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
@@ -155,11 +161,11 @@ class LossyRule(Rule):
         if self.only_in is not None:
             markers(self.only_in)
 
-    def charged_law(self, evidence: Evidence) -> Law:
-        law = self.law(evidence)
-        law = law.without_copies(evidence, self.exact_ngram_size) if self.exact_ngram_size else law
+    def restricted_output(self, evidence: Evidence) -> OutputDistribution:
+        output = self.output(evidence)
+        output = output.without_copies(evidence, self.exact_ngram_size) if self.exact_ngram_size else output
         where = self.lossy_at(evidence)
-        return law if where is None else law.where(where)
+        return output if where is None else output.where(where)
 
     def lossy_at(self, evidence: Evidence) -> Tensor | None:
         bounds = []
@@ -208,7 +214,7 @@ def judged(rules: Sequence[Rule], round: Verification) -> Verdict:
         rows.setdefault(rule, []).append(row)
     evidence, left = Evidence(round), round.budget_left
     left = nats_of(rules, evidence.nodes.device) if left is None else left
-    verdict = walk(evidence, [(rule.charged_law(evidence), of_rule) for rule, of_rule in rows.items()], left)
+    verdict = walk(evidence, [(rule.restricted_output(evidence), of_rule) for rule, of_rule in rows.items()], left)
     if round.room is not None:
         verdict.cut(round.room)
     verdict.allowed = _allowed(rows, evidence, verdict)

@@ -1,4 +1,4 @@
-"""Distributions over the vocabulary [R, V] at R contexts of a round, for gates and dense laws."""
+"""Distributions over the vocabulary [R, V] at R contexts of a round, for gates and dense distributions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Contexts:
-    """Distributions over the vocabulary at R contexts, the argument of gates and dense laws; computed on first use.
+    """Distributions over the vocabulary at R contexts, the argument of gates and dense distributions; computed on first
+    use.
 
     Context r is node ``nodes[r]`` of the tree of batch row ``rows[r]``, [R] each.
     """
@@ -120,13 +121,13 @@ class Contexts:
             return self
         return LumpedContexts(evidence, self.rows, self.nodes)
 
-    def of_drafts(self, law: Tensor, slot: Tensor) -> Tensor:
-        """Return the probability [B, N] of each draft's token under row ``slot`` [B, N] of a law [R, V]."""
-        return law.flatten()[slot * law.shape[1] + self.evidence.tree.tokens]
+    def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
+        """Return the probability [B, N] of each draft's token under row ``slot`` [B, N] of r [R, V]."""
+        return r.flatten()[slot * r.shape[1] + self.evidence.tree.tokens]
 
-    def whole(self, law: Tensor, slot: Tensor, p: Tensor) -> Tensor:
-        """Return rows ``slot`` [B] of a law [R, V] over all tokens: [B, V]. p: [B, V] of the target there."""
-        return law[slot]
+    def whole(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
+        """Return rows ``slot`` [B] of r [R, V] over all tokens: [B, V]. p: [B, V] of the target there."""
+        return r[slot]
 
     def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
         """[R] D(p, q), infinite where no q is known; see :meth:`Evidence.divergence`."""
@@ -152,8 +153,9 @@ class Contexts:
 class LumpedContexts(Contexts):
     """Contexts over the drafter's vocabulary, [R, Vd + 1]; the last column stands for all other tokens together.
 
-    A law that is linear in p where q is 0 gives all these tokens the same multiple of p. So the sums of a law, its cost
-    and its drafts' probabilities are those over the whole vocabulary. A reduced vocabulary has a sixth of the tokens.
+    A distribution that is linear in p where q is 0 gives all these tokens the same multiple of p. So the sums of a
+    distribution, its cost and its drafts' probabilities are those over the whole vocabulary. A reduced vocabulary has a
+    sixth of the tokens.
     """
 
     @property
@@ -203,12 +205,12 @@ class LumpedContexts(Contexts):
         width, texts = len(self._ids) + 1, evidence.texts
         return known_tokens(texts, evidence.tree, self.rows, self.nodes, n, width, evidence.places)
 
-    def of_drafts(self, law: Tensor, slot: Tensor) -> Tensor:
-        entries, width = self.evidence.entries, law.shape[1]
-        own = law.flatten()[slot * width + torch.where(entries < 0, width - 1, entries)]
-        share = (law[:, -1] / self.p[:, -1].clamp_min(1e-30))[slot]
+    def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
+        entries, width = self.evidence.entries, r.shape[1]
+        own = r.flatten()[slot * width + torch.where(entries < 0, width - 1, entries)]
+        share = (r[:, -1] / self.p[:, -1].clamp_min(1e-30))[slot]
         return torch.where(entries < 0, share * self.evidence.log_p.exp(), own)
 
-    def whole(self, law: Tensor, slot: Tensor, p: Tensor) -> Tensor:
-        share = law[:, -1] / self.p[:, -1].clamp_min(1e-30)
-        return (share[slot, None] * p).index_copy(1, self._ids, law[slot, :-1])
+    def whole(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
+        share = r[:, -1] / self.p[:, -1].clamp_min(1e-30)
+        return (share[slot, None] * p).index_copy(1, self._ids, r[slot, :-1])

@@ -31,7 +31,8 @@ class Evidence:
     Attributes:
         tree: the drafts.
         greedy: temperature 0.
-        sampled: whether drafts were drawn from q. Then the law of a context must be decided before the draws below it.
+        sampled: whether drafts were drawn from q. Then the distribution of a context must be decided before the draws
+            below it.
         is_chain: whether all of them were, so that they form a chain.
     """
 
@@ -183,7 +184,7 @@ class Evidence:
 
     @cached_property
     def chance(self) -> Tensor:
-        """Probability that each draft is emitted (a drawn one: passes) under the law p. At temperature 0 bool."""
+        """Probability that each draft is emitted (a drawn one: passes) under p. At temperature 0 bool."""
         if self.greedy:
             return (self.tree.tokens == self.above(self.likeliest)) & self.tree.is_draft
         p = self.log_p.to(wide(self.log_p.device)).exp()
@@ -196,24 +197,24 @@ class Evidence:
             tv = functional.divergence_rows(self.round.scores, tree.q_scores, divergence("tv"), tree.draft_ids, index)
         return self.tested(p, self.log_p, tv)
 
-    def tested(self, law: Tensor, log_law: Tensor, residual: Tensor) -> Tensor:
-        """Probability that each draft is emitted (a drawn one: passes) under any law r, above temperature 0.
+    def tested(self, r: Tensor, log_r: Tensor, residual: Tensor) -> Tensor:
+        """Probability that each draft is emitted (a drawn one: passes) under any distribution r, above temperature 0.
 
         A drawn draft y is tested first and passes with probability min(1, r(y)/q(y)), with q the distribution that it
         was drawn from. Otherwise the token is drawn from (r - q)+ and may be another child (arXiv:2502.18779).
 
         Args:
-            law: [B, N] r of each draft.
-            log_law: [B, N] its logarithm.
+            r: [B, N] of each draft.
+            log_r: [B, N] its logarithm.
             residual: [B, N] Σ (r - q)+ of each context with a drawn child and others.
         """
-        passes = (log_law - self.log_q).clamp_max(0.0).to(law.dtype).exp().masked_fill(~self.is_drawn, 0.0)
+        passes = (log_r - self.log_q).clamp_max(0.0).to(r.dtype).exp().masked_fill(~self.is_drawn, 0.0)
         if self.is_chain:
             return passes
         fails = 1.0 - self.above(self.total(passes))
-        rest = (law - self.log_q.to(law.dtype).exp()).clamp_min(0.0)
-        rest = rest / self.above(residual).to(law.dtype).clamp_min(1e-30)
-        fixed = torch.where(self.above(self.draws), fails * rest, law).clamp_max(1.0)
+        rest = (r - self.log_q.to(r.dtype).exp()).clamp_min(0.0)
+        rest = rest / self.above(residual).to(r.dtype).clamp_min(1e-30)
+        fixed = torch.where(self.above(self.draws), fails * rest, r).clamp_max(1.0)
         return torch.where(self.is_drawn, passes, fixed)
 
     def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:

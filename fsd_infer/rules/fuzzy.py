@@ -14,8 +14,8 @@ from torch import Tensor
 from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_infer.rules.base import RULES, LossyRule
+from fsd_infer.rules.distributions import AcceptanceTest, AtContexts, OutputDistribution
 from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import AcceptanceTest, AtContexts, Law
 from fsd_infer.rules.parameters import parameter
 
 
@@ -47,7 +47,7 @@ class DivergenceGate(LossyRule):
         check_gate(self.name, "threshold", self.divergence, self.threshold)
 
     def gate(self, evidence: Evidence) -> Tensor | AtContexts:
-        """Return where the gate is open, for :meth:`Law.where`."""
+        """Return where the gate is open, for :meth:`OutputDistribution.where`."""
         return divergence_gate(evidence, self.divergence, self.threshold, self.gate_on == "processed")
 
     def cutoff(self, evidence: Evidence) -> Tensor | float:
@@ -64,12 +64,14 @@ class Fuzzy(DivergenceGate):
     """The "or" rule: accept a draft if the exact rule accepts it or the gate is open. Exact at threshold = 0.
 
     On a deterministic tree draw y ~ p. If the gate is open and y is no child, draw y ~ p restricted to the children C.
-    The law is then p(. | C), at the cost -ln p(C). A sampled draft is accepted where the gate is open, so the law is q
-    there. A token that the processed target forbids is never emitted.
+    The distribution is then p(. | C), at the cost -ln p(C). A sampled draft is accepted where the gate is open, so the
+    distribution is q there. A token that the processed target forbids is never emitted.
     """
 
-    def law(self, evidence: Evidence) -> Law:
-        return Law.passing(evidence, self.cutoff(evidence)).where(evidence.has_q).where(self.gate(evidence))
+    def output(self, evidence: Evidence) -> OutputDistribution:
+        return (
+            OutputDistribution.passing(evidence, self.cutoff(evidence)).where(evidence.has_q).where(self.gate(evidence))
+        )
 
 
 @RULES.register("fuzzy-strict")
@@ -82,10 +84,10 @@ class FuzzyStrict(DivergenceGate):
     them. With ``min_p``, a y ~ q below it is replaced by y ~ p.
     """
 
-    def law(self, evidence: Evidence) -> Law:
-        law = Law.trusting(evidence, self.cutoff(evidence)).where(self.gate(evidence))
+    def output(self, evidence: Evidence) -> OutputDistribution:
+        output = OutputDistribution.trusting(evidence, self.cutoff(evidence)).where(self.gate(evidence))
         # on a chain a closed gate draws y ~ p regardless of the draft, and accepts the draft if y is equal to it
-        return replace(law, test=AcceptanceTest(evidence.log_p.exp())) if evidence.is_chain else law
+        return replace(output, test=AcceptanceTest(evidence.log_p.exp())) if evidence.is_chain else output
 
 
 @RULES.register("random")
@@ -99,8 +101,8 @@ class RandomGate(LossyRule):
 
     rate: float = parameter(low=0, high=1)
 
-    def law(self, evidence: Evidence) -> Law:
-        return Law.passing(evidence, -math.inf).where(evidence.has_q & (evidence.coin < self.rate))
+    def output(self, evidence: Evidence) -> OutputDistribution:
+        return OutputDistribution.passing(evidence, -math.inf).where(evidence.has_q & (evidence.coin < self.rate))
 
 
 @RULES.register("draft-only")
@@ -111,8 +113,8 @@ class DraftOnly(LossyRule):
     Args:
     """
 
-    def law(self, evidence: Evidence) -> Law:
-        return Law.trusting(evidence, -math.inf)
+    def output(self, evidence: Evidence) -> OutputDistribution:
+        return OutputDistribution.trusting(evidence, -math.inf)
 
 
 def check_gate(rule: str, parameter: str, measure: str, threshold: float | None) -> None:

@@ -1,7 +1,7 @@
-"""The optimal lossy rule: of all laws with the same cost, the one that accepts most drafts.
+"""The optimal lossy rule: of all distributions with the same cost, the one that accepts most drafts.
 
 A nat of divergence is worth ``kl_coef`` accepted drafts. p is known at every node before a token is emitted. Hence the
-law that maximises E[accepted drafts] - kl_coef · KL(law || p) from a node on has a closed form, which
+distribution that maximises E[accepted drafts] - kl_coef · KL(distribution || p) from a node on has a closed form, which
 docs/optimal-rule.md derives.
 """
 
@@ -19,9 +19,9 @@ from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
 from fsd_infer.rules.base import MOST_TOKENS, RULES, LossyRule
 from fsd_infer.rules.contexts import Contexts
+from fsd_infer.rules.distributions import OutputDistribution
 from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate
-from fsd_infer.rules.laws import Law
 from fsd_infer.rules.parameters import parameter
 
 LEAST_KL_COEF = 1e-3
@@ -31,7 +31,7 @@ RARE = (
     100.0  # min_p of an adaptive coefficient: the samples that it matches take such a token this many times less often
 )
 LIKELY = 16  # the samples to match are of this many tokens; fewer tokens allow less, never more
-GREEDY_SHARPNESS = 2.0  # greedy acceptance resembles draws from a law whose tilt is this many times larger
+GREEDY_SHARPNESS = 2.0  # greedy acceptance resembles draws from a distribution whose tilt is this many times larger
 
 
 @RULES.register("tilted")
@@ -135,13 +135,13 @@ class Tilted(LossyRule):
     def kl_target(self, scores: Tensor, greedy: bool) -> Tensor | None:
         return None if self.match_temperature is None else sampling_cost(scores, self.match_temperature, greedy)
 
-    def law(self, evidence: Evidence) -> Law:
+    def output(self, evidence: Evidence) -> OutputDistribution:
         if self.kl_coef == math.inf:
-            return Law.target(evidence)
-        law = Law.biased(evidence, lambda: self._logit_bias(evidence), self._gain)
+            return OutputDistribution.target(evidence)
+        output = OutputDistribution.biased(evidence, lambda: self._logit_bias(evidence), self._gain)
         if self.gate is None:
-            return law
-        return law.where(evidence.has_q).where(divergence_gate(evidence, self.divergence, self.gate))
+            return output
+        return output.where(evidence.has_q).where(divergence_gate(evidence, self.divergence, self.gate))
 
     def _logit_bias(self, evidence: Evidence) -> Tensor:
         """[B, N] v(c)/λ of each draft."""

@@ -276,7 +276,7 @@ class CompletionRequest(RequestFields):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Arguments of ``generate`` that shape the law, without those that change nothing."""
+        """Arguments of ``generate`` that shape the distribution, without those that change nothing."""
         always = ("repetition_penalty", "no_repeat_ngram_size")
         drawn = ("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff") if self.temperature else ()
         asked = self.model_dump(include={*always, *drawn}, exclude_defaults=True)

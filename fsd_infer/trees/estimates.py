@@ -65,11 +65,11 @@ class Curve(Calibration):
             self._text_ratios[kind], self._ratios[place] = self._text[kind].value, self._seen[place].value
 
 
-class LawKind(NamedTuple):
+class RuleProfile(NamedTuple):
     """How the drafts of a request are verified.
 
     Attributes:
-        tilt: nats that the law gives for an accepted draft, as in :class:`DraftRequest`.
+        tilt: nats that the distribution gives for an accepted draft, as in :class:`DraftRequest`.
         name: of the rule, or "several". Requests with the same name and tilt share what they learn.
         sampled: whether the drafts are a chain sampled from q.
     """
@@ -136,7 +136,7 @@ class SideWorth:
 
 
 class Knowledge:
-    """Estimates for one law and one batch size.
+    """Estimates for one profile and one batch size.
 
     Attributes:
         costs: of rounds.
@@ -152,8 +152,8 @@ class Knowledge:
         side: whether grafted drafters pay.
     """
 
-    def __init__(self, costs: Costs, batch: int, law: LawKind) -> None:
-        self.costs, self.curve = costs, Curve(law.tilt, law.sampled)
+    def __init__(self, costs: Costs, batch: int, profile: RuleProfile) -> None:
+        self.costs, self.curve = costs, Curve(profile.tilt, profile.sampled)
         self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
         self.reach_ratio = Rate(1.0, 1.0, DEPTH_MEMORY)
         self.accept_rate = Rate(0.6, 1.0, DEPTH_MEMORY)
@@ -177,13 +177,15 @@ class TreeMemory:
     def __init__(self, device: str, prior: Prior, clock: Callable[[], float] = time.perf_counter) -> None:
         self.prior, self.clock, self.by_depth = prior, clock, device == "cpu"
         self._costs: dict[int, Costs] = {}
-        self._known: dict[tuple[int, LawKind], Knowledge] = {}
+        self._known: dict[tuple[int, RuleProfile], Knowledge] = {}
 
-    def knowledge(self, batch: int, law: LawKind) -> Knowledge:
-        """Return the estimates of earlier requests with a similar batch and law. The caller updates them in place."""
+    def knowledge(self, batch: int, profile: RuleProfile) -> Knowledge:
+        """Return the estimates of earlier requests with a similar batch and profile. The caller updates them in
+        place.
+        """
         size = batch.bit_length()
         costs = self._costs.setdefault(size, Costs(self.prior))
-        key = size, law._replace(tilt=round(4 * min(law.tilt, 4.0)))
+        key = size, profile._replace(tilt=round(4 * min(profile.tilt, 4.0)))
         if key not in self._known:
-            self._known[key] = Knowledge(costs, batch, law)
+            self._known[key] = Knowledge(costs, batch, profile)
         return self._known[key]

@@ -141,7 +141,7 @@ class Growth:
         return torch.tensor(kept, device=tree.parents.device)
 
     def note(self, tree: DraftTree) -> None:
-        """Note a sampled chain, which is verified as it is. Dropping a node would shift the law."""
+        """Note a sampled chain, which is verified as it is. Dropping a node would shift the distribution."""
         found = self._steps_of(tree)
         self.steps, self.expected = [steps for steps, _ in found], sum(sum(chances[1:]) for _, chances in found)
 

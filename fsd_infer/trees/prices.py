@@ -6,7 +6,7 @@ A round drafts L depths, expands E nodes and verifies N nodes. In forwards over 
 
 It emits 1 + Σ P(n) tokens in expectation, summed over its drafts n. The chance P(n) that n is accepted is the product
 of g(q) over the steps to n. Here q is the drafter's probability of a step, and g is a :class:`Calibration` that
-includes the tilt of a law that favours drafts. Every round maximises
+includes the tilt of a distribution that favours drafts. Every round maximises
 
     tokens - rate · cost,    rate = tokens per unit of cost so far.
 
@@ -56,10 +56,10 @@ class Calibration:
 
         g(q) = r · q·e^t / (1 + q·(e^t - 1))
 
-    Here t is the law's tilt, or 0 for all but the likeliest sibling. The ratio r is accepted drafts over expected ones.
-    It is a product of two ratios. One is of drafts of similar q, the same depth class (1, or more), the same rank class
-    (first sibling, or not) and the same kind. The other is of the text's last drafts of the same kind: a text that a
-    head drafts well may hold no copies, and the other way round.
+    Here t is the distribution's tilt, or 0 for all but the likeliest sibling. The ratio r is accepted drafts over
+    expected ones. It is a product of two ratios. One is of drafts of similar q, the same depth class (1, or more), the
+    same rank class (first sibling, or not) and the same kind. The other is of the text's last drafts of the same kind:
+    a text that a head drafts well may hold no copies, and the other way round.
 
     Under the exact test a draft sampled from q is accepted with probability min(1, p/q), however small q is. So where
     drafts are sampled, (1 + q)/2 replaces q.

@@ -31,7 +31,7 @@ def visit_scores(scores: Tensor, parents: Tensor, depth: int, tilt: float) -> Te
         scores: [B, N] cumulative log q, the root first and parents before children; -inf at padding.
         parents: [B, N] node numbers.
         depth: at least that of the deepest node.
-        tilt: t, nats that the law gives for an accepted draft, at least 0. 0 returns ``scores``.
+        tilt: t, nats that the distribution gives for an accepted draft, at least 0. 0 returns ``scores``.
     """
     if not tilt:
         return scores

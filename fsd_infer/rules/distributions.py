@@ -1,4 +1,4 @@
-"""Laws: the distributions r from which rules emit the next token.
+"""Distributions: the distributions r from which rules emit the next token.
 
 A rule returns r. The walk (:mod:`fsd_infer.rules._walk`) draws from it, charges its cost, and enforces budgets. The
 cost is KL(r || p) in nats, with p the processed target. At temperature 0 the KL of one-hot distributions is 0 or
@@ -23,14 +23,14 @@ from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.evidence import Evidence
 
 AtContexts = Callable[[Contexts], Tensor]
-_STEPS = 24  # of the search for the constant of a clipped law
-CLOSE = 1e-6  # error of a law's sum at which the search ends; the law is then normalised
-_NEAR = 3e-5  # the same of a clipped law, whose gain is flat at the best sum
+_STEPS = 24  # of the search for the constant of a clipped distribution
+CLOSE = 1e-6  # error of a distribution's sum at which the search ends; the distribution is then normalised
+_NEAR = 3e-5  # the same of a clipped distribution, whose gain is flat at the best sum
 ROUNDING = 1e-5  # error of ln p: a token whose own ln p is the cutoff must pass
 
 
 class AcceptanceTest(NamedTuple):
-    """A test of sampled drafts under the law p, in place of the chance min(1, p/q).
+    """A test of sampled drafts under p, in place of the chance min(1, p/q).
 
     Attributes:
         chance: [B, N] that each draft is accepted.
@@ -42,15 +42,15 @@ class AcceptanceTest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Law:
-    """The law at each context of a round. Use one of the class methods to construct it.
+class OutputDistribution:
+    """The distribution at each context of a round. Use one of the class methods to construct it.
 
     Attributes:
-        applies: [B, N] bool; elsewhere, and where the remaining budget does not pay, the law is p.
+        applies: [B, N] bool; elsewhere, and where the remaining budget does not pay, the distribution is p.
         logit_bias: [B, N] nats added to each draft's ln p, see :meth:`biased`.
         log_r: see :meth:`dense`. Where there is a bias, too, it holds at contexts with drawn nodes below them.
         gate: contexts -> [R] bool, a further condition.
-        test: of sampled drafts where the law is p.
+        test: of sampled drafts where the distribution is p.
         lumpable: whether ``log_r`` is linear in p where q is 0, so that one column may stand for all such tokens, see
             :class:`.LumpedContexts`.
     """
@@ -68,14 +68,14 @@ class Law:
         return self.logit_bias is None and self.log_r is None
 
     @classmethod
-    def target(cls, evidence: Evidence, test: AcceptanceTest | None = None) -> Law:
-        """Return the law r = p, which costs nothing."""
+    def target(cls, evidence: Evidence, test: AcceptanceTest | None = None) -> OutputDistribution:
+        """Return the distribution r = p, which costs nothing."""
         return cls(torch.zeros_like(evidence.tree.is_draft), test=test)
 
     @classmethod
     def biased(
         cls, evidence: Evidence, logit_bias: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0
-    ) -> Law:
+    ) -> OutputDistribution:
         """Return r(y) ∝ p(y)·e^bias(y), with bias 0 for tokens that are not drafted; greedy: argmax ln p + bias.
 
         Args:
@@ -84,8 +84,8 @@ class Law:
                 to the children with ``inf``. ``-inf`` keeps r(y) = p(y), and the other tokens share the remaining mass.
                 At temperature 0 such a y is emitted if it is the likeliest.
             gain: bias of each token as a draft where drafts are drawn: contexts -> a tensor of the shape of their p, or
-                a number. There the law must not depend on what was drawn. So drafts are tested against r = clip(q, p/Z,
-                p·e^gain/Z), and fixed candidates have r = p·e^gain/Z.
+                a number. There the distribution must not depend on what was drawn. So drafts are tested against r =
+                clip(q, p/Z, p·e^gain/Z), and fixed candidates have r = p·e^gain/Z.
         """
         fixed_tree = None if evidence.is_chain else logit_bias() if callable(logit_bias) else logit_bias
         if not evidence.sampled:
@@ -98,22 +98,24 @@ class Law:
         return cls.drawn(evidence, fixed_tree, log_r)
 
     @classmethod
-    def lifted(cls, evidence: Evidence, lift: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0) -> Law:
+    def lifted(
+        cls, evidence: Evidence, lift: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0
+    ) -> OutputDistribution:
         """Return :meth:`biased`, which had this name."""
-        say("Law.lifted", "it is now Law.biased")
+        say("OutputDistribution.lifted", "it is now OutputDistribution.biased")
         return cls.biased(evidence, lift, gain)
 
     @classmethod
-    def drawn(cls, evidence: Evidence, logit_bias: Tensor | None, log_r: AtContexts) -> Law:
-        """Return a dense law at contexts with drawn nodes below them, a biased one at the others of a tree."""
+    def drawn(cls, evidence: Evidence, logit_bias: Tensor | None, log_r: AtContexts) -> OutputDistribution:
+        """Return a dense distribution at contexts with drawn nodes below them, a biased one at the others of a tree."""
         applies = evidence.has_q
         if logit_bias is not None:
             applies = torch.where(evidence.unsettled, applies, evidence.tree.inner)
         return cls(applies, logit_bias, log_r, lumpable=True)
 
     @classmethod
-    def dense(cls, evidence: Evidence, log_r: AtContexts) -> Law:
-        """Return the law r at contexts with a known q.
+    def dense(cls, evidence: Evidence, log_r: AtContexts) -> OutputDistribution:
+        """Return the distribution r at contexts with a known q.
 
         A sampled draft x is accepted with probability min(1, r(x)/q(x)), else y is drawn from (r - q)+.
 
@@ -126,8 +128,8 @@ class Law:
     @classmethod
     def passing(
         cls, evidence: Evidence, cutoff: Tensor | float, chance: Callable[[Tensor], Tensor] | None = None
-    ) -> Law:
-        """Return the exact law, except that a draft passes if its ln p is finite and at least ``cutoff``.
+    ) -> OutputDistribution:
+        """Return the exact distribution, except that a draft passes if its ln p is finite and at least ``cutoff``.
 
         On a tree p is restricted to the children that pass. On a sampled chain r = q for tokens that pass and min(p, q)
         for others; the missing mass is drawn from (p - q)+. See :func:`passed` for both at once.
@@ -160,13 +162,13 @@ class Law:
             passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
             return passed(at.p, at.proposal, at.fixed, passes, chance or (lambda p: p)).log()
 
-        law = cls.drawn(evidence, logit_bias, log_r)
+        output = cls.drawn(evidence, logit_bias, log_r)
         if chance is not None:
-            return law
-        return law.where(~evidence.unsettled | (evidence.log_p_max >= cutoff - ROUNDING))
+            return output
+        return output.where(~evidence.unsettled | (evidence.log_p_max >= cutoff - ROUNDING))
 
     @classmethod
-    def trusting(cls, evidence: Evidence, cutoff: Tensor | float) -> Law:
+    def trusting(cls, evidence: Evidence, cutoff: Tensor | float) -> OutputDistribution:
         """Return r = q + η·p for tokens with ln p of at least ``cutoff`` [B, N], and η·p for others.
 
         η is the mass that q gives to the other tokens. At temperature 0 the drafter's token is emitted if its ln p
@@ -187,8 +189,8 @@ class Law:
 
         return cls(evidence.has_q, log_r=log_r, lumpable=True)
 
-    def where(self, holds: Tensor | AtContexts) -> Law:
-        """Return the law restricted to contexts where ``holds``, with p elsewhere.
+    def where(self, holds: Tensor | AtContexts) -> OutputDistribution:
+        """Return the distribution restricted to contexts where ``holds``, with p elsewhere.
 
         Args:
             holds: [B, N] bool; or contexts -> [R] bool, for conditions that need work over the vocabulary.
@@ -198,10 +200,10 @@ class Law:
         first = self.gate
         return replace(self, gate=holds if first is None else lambda at: first(at) & holds(at))
 
-    def without_copies(self, evidence: Evidence, n: int) -> Law:
-        """Return the law with an exact test of tokens that complete a known n-gram.
+    def without_copies(self, evidence: Evidence, n: int) -> OutputDistribution:
+        """Return the distribution with an exact test of tokens that complete a known n-gram.
 
-        Such drafts get the bias -inf. A dense law gives such a y at most p(y); the excess is drawn from p.
+        Such drafts get the bias -inf. A dense distribution gives such a y at most p(y); the excess is drawn from p.
         """
         dense = self.log_r
         logit_bias = None if self.logit_bias is None else self.logit_bias.masked_fill(evidence.known(n), -math.inf)
@@ -219,7 +221,7 @@ class Law:
         return replace(self, logit_bias=logit_bias, log_r=log_r)
 
     def dense_at(self, evidence: Evidence) -> Tensor | None:
-        """[B, N] bool; contexts where :attr:`log_r` is the law, if there is one; None: all that have a q."""
+        """[B, N] bool; contexts where :attr:`log_r` is the distribution, if there is one; None: all that have a q."""
         return None if self.logit_bias is None else evidence.unsettled
 
     def log_probs(self, evidence: Evidence) -> Tensor:
@@ -227,18 +229,18 @@ class Law:
         at, applies, tree = evidence.whole, self.applies, evidence.tree
         if self.gate is not None:
             applies = applies & self.gate(at).view_as(applies)
-        log_law = log_p = at.log_p.unflatten(0, applies.shape).double()
+        log_r = log_p = at.log_p.unflatten(0, applies.shape).double()
         where = self.dense_at(evidence)
         if self.logit_bias is not None:
             of_biased, chance, _, others = biased(evidence, self.logit_bias, applies)
             applies = of_biased if where is None else torch.where(where, applies, of_biased)
-            log_law = log_p + others[..., None]
+            log_r = log_p + others[..., None]
             rows, drafts = evidence.tree.is_draft.nonzero(as_tuple=True)
-            log_law[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
+            log_r[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
         if self.log_r is not None:
             dense = self.log_r(at).log_softmax(-1).view_as(log_p).double()
-            log_law = dense if where is None else torch.where(where[..., None], dense, log_law)
-        return torch.where(applies[..., None], log_law, log_p)
+            log_r = dense if where is None else torch.where(where[..., None], dense, log_r)
+        return torch.where(applies[..., None], log_r, log_p)
 
 
 def _limit(at: Contexts, cutoff: Tensor | float) -> Tensor | float:
@@ -247,7 +249,7 @@ def _limit(at: Contexts, cutoff: Tensor | float) -> Tensor | float:
 
 
 class Odds(NamedTuple):
-    """A biased law in numbers, [B, N] each.
+    """A biased distribution in numbers, [B, N] each.
 
     Attributes:
         applies: contexts where it differs from p.
@@ -263,7 +265,7 @@ class Odds(NamedTuple):
 
 
 def biased(evidence: Evidence, logit_bias: Tensor, applies: Tensor) -> Odds:
-    """Compute the law r ∝ p·e^bias at contexts with ``applies``, see :meth:`Law.biased`.
+    """Compute the distribution r ∝ p·e^bias at contexts with ``applies``, see :meth:`OutputDistribution.biased`.
 
     Works with logarithms in the device's widest type: p(C) and e^-bias may underflow at a low temperature.
     """
@@ -295,7 +297,7 @@ def biased(evidence: Evidence, logit_bias: Tensor, applies: Tensor) -> Odds:
 
 
 def passed(p: Tensor, q: Tensor, fixed: Tensor, passes: Tensor, chance: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the law r [R, V] of :meth:`Law.passing` at contexts with a drawn child, or above one.
+    """Return r [R, V] of :meth:`OutputDistribution.passing` at contexts with a drawn child, or above one.
 
     If fixed candidates pass, r is :func:`least_divergent` of all that always accept: p restricted to them if no child
     was drawn. Otherwise a drawn draft that passes is accepted, and another one with probability min(1, chance(p)/q).
@@ -319,7 +321,7 @@ def passed(p: Tensor, q: Tensor, fixed: Tensor, passes: Tensor, chance: Callable
 
 
 def least_divergent(p: Tensor, q: Tensor, fixed: Tensor) -> Tensor:
-    """Return the law r [R, V] with the least KL(r || p) of all that always accept a draft: r <= q outside ``fixed``.
+    """Return r [R, V] with the least KL(r || p) of all that always accept a draft: r <= q outside ``fixed``.
 
     r = a·p on the fixed candidates and min(q, a·p) elsewhere; a makes it sum to 1. Where q is 0, r is p restricted to
     the candidates. Each step finds the a for the tokens that q did not bound so far. a only grows, so bounds stay.
@@ -355,7 +357,7 @@ def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
     low, high = -gain.amax(-1, keepdim=True), torch.zeros_like(gain[:, :1])  # ln(1/Z) lies between
     log_a = high
     for _ in range(_STEPS):
-        law, total, slope = _clip(log_p, log_q, gain, log_a)
+        log_r, total, slope = _clip(log_p, log_q, gain, log_a)
         found = (total - 1).abs() < _NEAR
         if _all_on_cpu(found):
             break
@@ -364,8 +366,8 @@ def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
         inside = (newton >= low) & (newton <= high)
         log_a = torch.where(found, log_a, torch.where(inside, newton, (low + high) / 2))
     else:
-        law, total, _ = _clip(log_p, log_q, gain, log_a)
-    return law - total.log()
+        log_r, total, _ = _clip(log_p, log_q, gain, log_a)
+    return log_r - total.log()
 
 
 def _all_on_cpu(found: Tensor) -> bool:
@@ -376,6 +378,6 @@ def _all_on_cpu(found: Tensor) -> bool:
 def _clip(log_p: Tensor, log_q: Tensor, gain: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """ln of clip(q, a·p, a·p·e^gain) [R, V], its sum [R, 1], and the part of the sum proportional to a."""
     least = log_p + log_a
-    law = log_q.clamp(least, least + gain)
-    r = law.exp()
-    return law, r.sum(-1, keepdim=True), r.masked_fill(law == log_q, 0.0).sum(-1, keepdim=True)
+    log_r = log_q.clamp(least, least + gain)
+    r = log_r.exp()
+    return log_r, r.sum(-1, keepdim=True), r.masked_fill(log_r == log_q, 0.0).sum(-1, keepdim=True)

@@ -21,7 +21,7 @@ from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
 from fsd_infer.rules._walk import _Walk
-from fsd_infer.rules.laws import clipped, least_divergent, passed
+from fsd_infer.rules.distributions import clipped, least_divergent, passed
 from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.visits import likeliest
@@ -175,17 +175,19 @@ def round_of(toy: Grown) -> tuple[Verification, Tensor, Tensor]:
 
 
 def emissions(rule: str, toy: Grown) -> tuple[Evidence, Tensor, Tensor, Tensor, Tensor]:
-    """Evidence, the law that a rule states [B, N, V], its cost [B, N], and what its walk does at each node: [B, N, V]
-    chances to emit each token, and [B, N] to get there."""
+    """Evidence, the distribution that a rule states [B, N, V], its cost [B, N], and what its walk does at each node:
+    [B, N, V] chances to emit each token, and [B, N] to get there."""
     round, _, _ = round_of(toy)
     evidence, parsed = Evidence(round), parse_rule(rule)
-    law = parsed.charged_law(evidence)
+    distribution = parsed.restricted_output(evidence)
     rows = list(range(len(round.tree.tokens)))
     budget = None if parsed.budget is None else torch.full((len(rows),), parsed.budget, dtype=torch.double)
-    walk = _Walk(evidence, [(law, rows)], budget)
+    walk = _Walk(evidence, [(distribution, rows)], budget)
     pays, _, _ = walk._taken()
     tree = evidence.tree
-    stated = torch.where(pays[..., None], law.log_probs(evidence), evidence.whole.log_p.view_as(round.logits).double())
+    stated = torch.where(
+        pays[..., None], distribution.log_probs(evidence), evidence.whole.log_p.view_as(round.logits).double()
+    )
     chance = torch.where(evidence.above(pays), walk.open, walk.closed).double().masked_fill(~tree.is_draft, 0.0)
     emits = torch.zeros_like(stated)
     for node in range(tree.tokens.shape[1]):
@@ -226,25 +228,25 @@ TOYS = {
 
 @pytest.mark.parametrize("name", TOYS)
 def test_no_draw_shifts_what_a_context_emits(name: str) -> None:
-    """Averaged over the draws, each context that is reached emits by the law that the rule states there.
+    """Averaged over the draws, each context that is reached emits by the distribution that the rule states there.
 
-    The contexts of all trees are grouped by their text and their law. A law that depended on a draw below the context,
-    or a test with another q than the draw's, would make the average differ.
+    The contexts of all trees are grouped by their text and their distribution. A distribution that depended on a draw
+    below the context, or a test with another q than the draw's, would make the average differ.
     """
     toy = TOYS[name]
     round, probability, where = round_of(toy)
     assert abs(float(probability.sum()) - 1) < 1e-5 and round.tree.drawn is not None
     assert len(probability) > 1, "several trees may be drawn"
     for rule in RULES:
-        evidence, law, cost, emits, reach = emissions(rule, toy)
-        assert torch.allclose(law.sum(-1), torch.ones(()).double(), atol=1e-5)
-        p = evidence.whole.p.view_as(law).double()
-        kl = torch.where(law > 0, law * (law / p).log(), 0.0).sum(-1)
+        evidence, distribution, cost, emits, reach = emissions(rule, toy)
+        assert torch.allclose(distribution.sum(-1), torch.ones(()).double(), atol=1e-5)
+        p = evidence.whole.p.view_as(distribution).double()
+        kl = torch.where(distribution > 0, distribution * (distribution / p).log(), 0.0).sum(-1)
         inner = evidence.tree.inner
         torch.testing.assert_close(cost[inner], kl[inner].clamp_min(0.0), atol=2e-5, rtol=1e-4, msg=f"{name} {rule}")
         seen: dict[Any, list[Any]] = defaultdict(lambda: [0.0, 0.0, None])
         for row, node in inner.nonzero().tolist():
-            r, weight = law[row, node].numpy(), float(probability[row] * reach[row, node])
+            r, weight = distribution[row, node].numpy(), float(probability[row] * reach[row, node])
             group = seen[int(where[row, node]), tuple(np.round(r, 4))]
             group[0] += weight
             group[1] += weight * emits[row, node].numpy()
@@ -271,7 +273,7 @@ def best_of(objective: Any, start: np.ndarray, limits: list[tuple[float, float]]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_laws_of_a_node_with_a_drawn_child_are_the_best(seed: int) -> None:
+def test_the_distributions_of_a_node_with_a_drawn_child_are_the_best(seed: int) -> None:
     """`tilted` accepts most for its nats, an open gate of `fuzzy` spends least of all that always accept."""
     p, q, fixed = node_of(seed)
     as_tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x))[None]  # noqa: E731
@@ -296,8 +298,8 @@ def test_the_laws_of_a_node_with_a_drawn_child_are_the_best(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_law_of_both_kinds_is_that_of_either(seed: int) -> None:
-    """Without a drawn child :func:`passed` is the law of a tree, without fixed candidates that of a chain."""
+def test_a_distribution_of_both_kinds_is_that_of_either(seed: int) -> None:
+    """Without a drawn child :func:`passed` is the distribution of a tree, without fixed candidates that of a chain."""
     generator = torch.Generator().manual_seed(seed)
     p, q = (torch.randn(2, 1, 6, generator=generator).double() * 1.5).softmax(-1)
     none, passes, fixed = torch.zeros_like(p), p >= 0.25, torch.arange(6)[None] < 2
