@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from fsd_infer import FuzzyDecoder
-from fsd_infer.rules import RULES, Evidence, LossyRule, OutputDistribution, parameter
+from fsd_infer.rules import RULES, LossyRule, OutputDistribution, RuleInputs, parameter
 
 
 @RULES.register("near-best")
@@ -14,8 +14,8 @@ class NearBest(LossyRule):
 
     share: float = parameter(0.5, above=0)
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
-        return OutputDistribution.passing(evidence, evidence.log_p_max + math.log(self.share))
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        return OutputDistribution.passing(inputs, inputs.log_p_max + math.log(self.share))
 
 
 decoder = FuzzyDecoder.from_pretrained("smollm2-135m")

@@ -19,7 +19,7 @@ from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.graft import kept_of, union_of
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.rules import Evidence, Exact, parse_rule
+from fsd_infer.rules import Exact, RuleInputs, parse_rule
 from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.costs import PRIORS
 from fsd_infer.trees.estimates import RuleProfile, TreeMemory
@@ -176,7 +176,7 @@ def test_acceptance_is_that_of_the_mixed_scheme(width: int) -> None:
     wanted = p[fixed].sum() + np.minimum(p, rest / rest.sum()).sum()
     rows = torch.zeros(ROWS, dtype=torch.long)
     round = toy.round(rows, torch.Generator().manual_seed(5))
-    chance = Evidence(round).chance.masked_fill(~round.tree.is_draft, 0.0).sum(1)
+    chance = RuleInputs(round).chance.masked_fill(~round.tree.is_draft, 0.0).sum(1)
     assert abs(float(chance.mean()) - wanted) < 5 * float(chance.std()) / ROWS**0.5 + 1e-6
     assert wanted > p[order[:width]].sum() or width == V
 
@@ -188,7 +188,7 @@ def test_what_is_learned_is_the_share_of_drafts_that_is_accepted(seed: int) -> N
     toy = replace(toy, q=toy.q * 1.5)
     contexts = torch.randint(0, 21, (ROWS,), generator=torch.Generator().manual_seed(seed))
     round = toy.round(contexts, torch.Generator().manual_seed(seed))
-    verdict, tree, chance = Exact()(round), round.tree, Evidence(round).chance
+    verdict, tree, chance = Exact()(round), round.tree, RuleInputs(round).chance
     sums = accepted_drafts(tree, verdict.path, verdict.accepted).double().sum(0).view(2, 2, 2)
     shares, step = Shares(), (tree.scores - tree.scores.gather(1, tree.parents)).exp()
     for _ in range(30):

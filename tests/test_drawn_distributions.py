@@ -19,7 +19,7 @@ from torch import Tensor
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
+from fsd_infer.rules import RuleInputs, Texts, Verification, parse_rule
 from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.distributions import clipped, least_divergent, passed
 from fsd_infer.tree import DraftTree, Draws
@@ -174,25 +174,25 @@ def round_of(toy: Grown) -> tuple[Verification, Tensor, Tensor]:
     return round, torch.tensor(chances, dtype=torch.double), where
 
 
-def emissions(rule: str, toy: Grown) -> tuple[Evidence, Tensor, Tensor, Tensor, Tensor]:
-    """Evidence, the distribution that a rule states [B, N, V], its cost [B, N], and what its walk does at each node:
+def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor, Tensor]:
+    """RuleInputs, the distribution that a rule states [B, N, V], its cost [B, N], and what its walk does at each node:
     [B, N, V] chances to emit each token, and [B, N] to get there."""
     round, _, _ = round_of(toy)
-    evidence, parsed = Evidence(round), parse_rule(rule)
-    distribution = parsed.restricted_output(evidence)
+    inputs, parsed = RuleInputs(round), parse_rule(rule)
+    distribution = parsed.restricted_output(inputs)
     rows = list(range(len(round.tree.tokens)))
     budget = None if parsed.budget is None else torch.full((len(rows),), parsed.budget, dtype=torch.double)
-    walk = _Walk(evidence, [(distribution, rows)], budget)
+    walk = _Walk(inputs, [(distribution, rows)], budget)
     pays, _, _ = walk._taken()
-    tree = evidence.tree
+    tree = inputs.tree
     stated = torch.where(
-        pays[..., None], distribution.log_probs(evidence), evidence.whole.log_p.view_as(round.logits).double()
+        pays[..., None], distribution.log_probs(inputs), inputs.whole.log_p.view_as(round.logits).double()
     )
-    chance = torch.where(evidence.above(pays), walk.open, walk.closed).double().masked_fill(~tree.is_draft, 0.0)
+    chance = torch.where(inputs.above(pays), walk.open, walk.closed).double().masked_fill(~tree.is_draft, 0.0)
     emits = torch.zeros_like(stated)
     for node in range(tree.tokens.shape[1]):
         weights = walk._weights(torch.full_like(tree.parents[:, :1], node), pays).double()
-        left = (1.0 - evidence.total(chance)[:, node, None]).clamp_min(0.0)
+        left = (1.0 - inputs.total(chance)[:, node, None]).clamp_min(0.0)
         emits[:, node] = left * weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
     batch, drafts = tree.is_draft.nonzero(as_tuple=True)
     emits.index_put_((batch, tree.parents[batch, drafts], tree.tokens[batch, drafts]), chance[batch, drafts], True)
@@ -200,7 +200,7 @@ def emissions(rule: str, toy: Grown) -> tuple[Evidence, Tensor, Tensor, Tensor, 
     for node in range(1, tree.tokens.shape[1]):
         reach[:, node] = reach.gather(1, tree.parents[:, node : node + 1])[:, 0] * chance[:, node]
     cost = torch.zeros_like(chance) if walk.cost is None else walk.cost.masked_fill(~pays, 0.0)
-    return evidence, stated.exp(), cost, emits, reach
+    return inputs, stated.exp(), cost, emits, reach
 
 
 def shape(*sizes: Any) -> TreeShape:
@@ -238,11 +238,11 @@ def test_no_draw_shifts_what_a_context_emits(name: str) -> None:
     assert abs(float(probability.sum()) - 1) < 1e-5 and round.tree.drawn is not None
     assert len(probability) > 1, "several trees may be drawn"
     for rule in RULES:
-        evidence, distribution, cost, emits, reach = emissions(rule, toy)
+        inputs, distribution, cost, emits, reach = emissions(rule, toy)
         assert torch.allclose(distribution.sum(-1), torch.ones(()).double(), atol=1e-5)
-        p = evidence.whole.p.view_as(distribution).double()
+        p = inputs.whole.p.view_as(distribution).double()
         kl = torch.where(distribution > 0, distribution * (distribution / p).log(), 0.0).sum(-1)
-        inner = evidence.tree.inner
+        inner = inputs.tree.inner
         torch.testing.assert_close(cost[inner], kl[inner].clamp_min(0.0), atol=2e-5, rtol=1e-4, msg=f"{name} {rule}")
         seen: dict[Any, list[Any]] = defaultdict(lambda: [0.0, 0.0, None])
         for row, node in inner.nonzero().tolist():

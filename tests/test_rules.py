@@ -17,12 +17,12 @@ from fsd_core import functional
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.functional import draw
 from fsd_infer.rules import (
-    Evidence,
     Exact,
     Fuzzy,
     OutputDistribution,
     RandomGate,
     Rule,
+    RuleInputs,
     Texts,
     Tilted,
     TokenOrigin,
@@ -146,10 +146,10 @@ def test_former_names_of_parameters(former: str, now: str, monkeypatch: pytest.M
 
 def test_former_names_of_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsd_core.former._said", set())
-    evidence = Evidence(tree_round(0, greedy=True))
-    with pytest.warns(FutureWarning, match=r"Evidence\.regret|OutputDistribution\.lifted") as said:
-        made = OutputDistribution.lifted(evidence, evidence.regret)
-    assert made == OutputDistribution.biased(evidence, evidence.logprob_gap) and len(said) == 2
+    inputs = RuleInputs(tree_round(0, greedy=True))
+    with pytest.warns(FutureWarning, match=r"RuleInputs\.regret|OutputDistribution\.lifted") as said:
+        made = OutputDistribution.lifted(inputs, inputs.regret)
+    assert made == OutputDistribution.biased(inputs, inputs.logprob_gap) and len(said) == 2
 
 
 KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy

@@ -15,7 +15,7 @@ import torch
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError
-from fsd_infer.rules import Asd, Evidence, Exact, Fly, Verification, parse_rule
+from fsd_infer.rules import Asd, Exact, Fly, RuleInputs, Verification, parse_rule
 from fsd_infer.tree import DraftTree
 from tests.rules_enumeration import RULES, check_distribution
 from tests.rules_toy import TOYS, Toy, V
@@ -161,8 +161,8 @@ def inner_contexts(toy: Toy, greedy: bool = False):  # type: ignore[no-untyped-d
 @pytest.mark.parametrize("spec", REFERENCES)
 def test_the_distribution_at_a_node_is_the_papers_formula(spec: str, toy: str) -> None:
     round, inner = inner_contexts(TOYS[toy])
-    evidence = Evidence(round)
-    distributions = parse_rule(spec).output(evidence).log_probs(evidence).exp().flatten(0, 1).numpy()
+    inputs = RuleInputs(round)
+    distributions = parse_rule(spec).output(inputs).log_probs(inputs).exp().flatten(0, 1).numpy()
     changed = 0
     for index, p, q, children in inner:
         wanted = REFERENCES[spec](p, q, None if TOYS[toy].sampled else children)
@@ -305,11 +305,11 @@ def test_block_verification_has_the_targets_distribution_and_accepts_more(toy: s
     models = TOYS[toy]
     round, contexts, weight = every_draft(models, length)
     rows = len(weight)
-    evidence = Evidence(round)
-    test = Exact(block=True).output(evidence).test
+    inputs = RuleInputs(round)
+    test = Exact(block=True).output(inputs).test
     assert test is not None and test.rest is not None
     chance = test.chance.double()[:, 1:].numpy()
-    rest = test.rest(evidence.whole).double().view(rows, length + 1, V).numpy()
+    rest = test.rest(inputs.whole).double().view(rows, length + 1, V).numpy()
     rest[rest.sum(-1) == 0] = 1  # only where the draft is accepted
     p = softmax(models.scores(models.p).double().numpy(), axis=-1)
 

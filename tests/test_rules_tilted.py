@@ -17,7 +17,7 @@ from scipy.optimize import minimize
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.rules import Evidence, Exact, Rule, Texts, Verification, apply_rules, parse_rule
+from fsd_infer.rules import Exact, Rule, RuleInputs, Texts, Verification, apply_rules, parse_rule
 from fsd_infer.rules.distributions import clipped
 from fsd_infer.rules.texts import known, known_tokens
 from fsd_infer.rules.tilted import FIRST_PRICE, LEAST_KL_COEF, Tilted, sampling_cost
@@ -34,8 +34,8 @@ def plain(kl_coef: float, **options: Any) -> Tilted:
 
 def distribution_table(rule: Rule, round: Verification) -> np.ndarray:
     """[B, N, V] what the rule emits from at every node."""
-    evidence = Evidence(round)
-    return rule.restricted_output(evidence).log_probs(evidence).exp().numpy()
+    inputs = RuleInputs(round)
+    return rule.restricted_output(inputs).log_probs(inputs).exp().numpy()
 
 
 def children_of(tree: DraftTree, row: int, node: int) -> dict[int, int]:
@@ -204,7 +204,7 @@ def test_numbers_hold_from_a_kl_coef_of_a_thousandth(kl_coef: str, scale: float)
     for seed in range(4):
         base = tree_round(seed, nodes=12, mask=seed % 2 == 1)
         round = replace(base, scores=base.scores * scale)
-        logit_bias = plain(float(kl_coef)).output(Evidence(round)).logit_bias
+        logit_bias = plain(float(kl_coef)).output(RuleInputs(round)).logit_bias
         assert logit_bias is not None and not logit_bias.isnan().any()
         exact = mpmath.mpf(kl_coef)
         for row in range(2):

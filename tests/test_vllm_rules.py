@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsd_infer.integrations import vllm
 from fsd_infer.integrations.vllm import FuzzyRules, RuleRequest
-from fsd_infer.rules import Evidence, parse_rule
+from fsd_infer.rules import RuleInputs, parse_rule
 from fsd_infer.rules.tilted import FIRST_PRICE
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.tree_rounds import text_round
@@ -106,8 +106,8 @@ def distribution_of(rule: str, temperature: float, text: list[int], drafts: list
     """[n, V] by the rule on one request's chain; at temperature 0 its choice, one-hot."""
     parsed, round = parse_rule(rule), text_round(text, drafts, logits / (temperature or 1.0), temperature == 0)
     if temperature:
-        evidence = Evidence(round)
-        return parsed.restricted_output(evidence).log_probs(evidence)[0].exp()
+        inputs = RuleInputs(round)
+        return parsed.restricted_output(inputs).log_probs(inputs)[0].exp()
     verdict, found = parsed(round), logits.argmax(-1)
     found[: verdict.accepted[0] + 1] = verdict.tokens[0, : verdict.accepted[0] + 1]
     return torch.nn.functional.one_hot(found, V)

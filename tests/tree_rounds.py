@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.functional import path_sums
-from fsd_infer.rules import Evidence, Rule, Texts, Verdict, Verification
+from fsd_infer.rules import Rule, RuleInputs, Texts, Verdict, Verification
 from fsd_infer.rules._walk import walk
 from fsd_infer.tree import DraftTree, Nodes
 
@@ -123,9 +123,9 @@ def verdict_of(rule: Rule, round: Verification) -> Verdict:
     """What the rule says."""
     rows = list(range(round.tree.tokens.shape[0]))
     budget = INF if rule.budget is None else rule.budget
-    evidence, left = Evidence(round), round.budget_left
+    inputs, left = RuleInputs(round), round.budget_left
     left = torch.full([len(rows)], budget, dtype=torch.float64) if left is None else left
-    return walk(evidence, [(rule.restricted_output(evidence), rows)], left)
+    return walk(inputs, [(rule.restricted_output(inputs), rows)], left)
 
 
 def assert_same(a: Verdict, b: Verdict) -> None:

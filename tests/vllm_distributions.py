@@ -31,7 +31,7 @@ from benchmarks.workplace import shown_command
 from fsd_core.files import write_json
 from fsd_infer import Target
 from fsd_infer.environment import environment
-from fsd_infer.rules import Evidence, parse_rule
+from fsd_infer.rules import RuleInputs, parse_rule
 from fsd_infer.rules.distributions import biased
 from tests.head_toys import make_target
 from tests.tree_rounds import text_round
@@ -195,13 +195,13 @@ def enumerated(toy: Toy, case: Case, lossy: bool = True) -> tuple[dict[tuple[int
 
 def _contexts(rule: Any, text: list[int], drafts: list[int], scores: Tensor) -> list[tuple[Tensor, Tensor, float]]:
     """(distribution, p, nats that the distribution costs) at each position of the chain."""
-    evidence = Evidence(text_round(text, drafts, scores, False))
-    distribution, p = rule.restricted_output(evidence), scores.double().softmax(-1)
+    inputs = RuleInputs(text_round(text, drafts, scores, False))
+    distribution, p = rule.restricted_output(inputs), scores.double().softmax(-1)
     if distribution.logit_bias is None:
         return [(row, row, 0.0) for row in p]
     odds, distributions = (
-        biased(evidence, distribution.logit_bias, distribution.applies),
-        distribution.log_probs(evidence)[0].exp(),
+        biased(inputs, distribution.logit_bias, distribution.applies),
+        distribution.log_probs(inputs)[0].exp(),
     )
     costs = odds.cost.masked_fill(~odds.applies, 0.0)[0].tolist()
     return list(zip(distributions, p, costs))

@@ -215,15 +215,15 @@ class FuzzyRules(_Processor):
             if asked.greedy not in chains:  # rows edited so far belong to other requests
                 scores = step.scores(logits, None if asked.greedy else temperature)
                 chains[asked.greedy] = Chains(step, scores, asked.greedy, self.kl_excess[step.slot])
-            evidence, here = chains[asked.greedy], (kind == number)[:, None].expand(step.shape)
+            inputs, here = chains[asked.greedy], (kind == number)[:, None].expand(step.shape)
             mine = step.drafted & here
-            target = asked.rule.kl_target(evidence.round.scores, asked.greedy)
+            target = asked.rule.kl_target(inputs.round.scores, asked.greedy)
             if target is not None:
-                where = asked.rule.lossy_at(evidence)
+                where = asked.rule.lossy_at(inputs)
                 here = here if where is None else here & where
                 self.allowed[step.slot] += target.float().masked_fill(~here, 0.0)
             left = None if asked.rule.budget is None else self.left[step.slot]
-            logit_bias, cost = evidence.biased(asked.rule, mine, left)
+            logit_bias, cost = inputs.biased(asked.rule, mine, left)
             self.cost[step.slot] += cost.float()
             edit = logit_bias.clamp_max(CERTAIN)
             step.add(logits, edit if asked.greedy else edit * temperature[:, None])

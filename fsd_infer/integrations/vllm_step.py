@@ -1,4 +1,4 @@
-"""A step of vLLM's model runner V2 as a rule's evidence: a chain of drafts per request.
+"""A step of vLLM's model runner V2 as a rule's inputs: a chain of drafts per request.
 
 Shapes: R rows of logits, one per position to verify; B requests of the step; N, one more than the most drafts of a
 request. A request is a :class:`DraftTree` of N nodes with its last token as root.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.rules import Evidence, Rule, Texts, Verification
+from fsd_infer.rules import Rule, RuleInputs, Texts, Verification
 from fsd_infer.rules._walk import affordable
 from fsd_infer.rules.distributions import biased
 from fsd_infer.rules.texts import Markers
@@ -106,8 +106,8 @@ class SchedulerStep:
         logits.scatter_add_(1, draft[rows][:, None], edit[rows][:, None].to(logits.dtype))
 
 
-class Chains(Evidence):
-    """The step's drafts as evidence.
+class Chains(RuleInputs):
+    """The step's drafts as inputs.
 
     Args:
         step: the drafts.

@@ -8,16 +8,16 @@ A rule is an object, ``Fuzzy("js", threshold=0.3)``, or text on command lines an
     cactus:0.1               cascade-token:0.3        ensemble:0.7  fly:6:0.3     typical:exact_ngram_size=4
     asd:budget=4             mars:0.5
 
-To write a rule, subclass :class:`LossyRule` and return a :class:`OutputDistribution` of a round's :class:`Evidence`;
+To write a rule, subclass :class:`LossyRule` and return a :class:`OutputDistribution` of a round's :class:`RuleInputs`;
 see docs/internals.md.
 """
 
 from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules, rule_text
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
-from fsd_infer.rules.evidence import Evidence
 from fsd_infer.rules.exact import Exact
 from fsd_infer.rules.fuzzy import DraftOnly, Fuzzy, FuzzyStrict, RandomGate
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.published import (
     Asd,
@@ -44,7 +44,7 @@ __all__ = [
     "DraftOnly",
     "Emission",
     "Ensemble",
-    "Evidence",
+    "RuleInputs",
     "Exact",
     "Fly",
     "Fuzzy",

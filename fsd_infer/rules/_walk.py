@@ -21,28 +21,28 @@ from fsd_core.divergence import divergence
 from fsd_core.tensors import wide
 from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.distributions import OutputDistribution, biased
-from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
 
 
-def walk(evidence: Evidence, outputs: Sequence[tuple[OutputDistribution, list[int]]], left: Tensor | None) -> Verdict:
+def walk(inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[int]]], left: Tensor | None) -> Verdict:
     """Walk one round, without a sync. :attr:`Verdict.faults` tells what is wrong with it.
 
     Args:
-        evidence: of the round.
+        inputs: of the round.
         outputs: the rules' distributions of all rows, each with its rows.
         left: [B] nats that each row may spend, on the device of the tree; None: any number.
     """
-    return _Walk(evidence, outputs, left).verdict()
+    return _Walk(inputs, outputs, left).verdict()
 
 
-def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:
+def affordable(inputs: RuleInputs, cost: Tensor, left: Tensor) -> Tensor:
     """[B, N] bool; contexts whose ``cost`` [B, N] the budget ``left`` [B] pays after the costs of their ancestors."""
-    depths = evidence.tree.depths
+    depths = inputs.tree.depths
     budget = left = left.to(cost.dtype)[:, None].expand_as(cost)
-    for _ in range(evidence.tree.max_depth):
+    for _ in range(inputs.tree.max_depth):
         spent = cost.masked_fill((cost > budget) | cost.isinf(), 0.0)  # an infinite budget pays infinite costs
-        budget = torch.where(depths > 0, evidence.above(budget - spent), left)
+        budget = torch.where(depths > 0, inputs.above(budget - spent), left)
     return cost <= budget
 
 
@@ -60,20 +60,20 @@ class _Walk:
     """
 
     def __init__(
-        self, evidence: Evidence, outputs: Sequence[tuple[OutputDistribution, list[int]]], left: Tensor | None
+        self, inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[int]]], left: Tensor | None
     ) -> None:
-        self.evidence, self.tree, self.device = evidence, evidence.tree, evidence.nodes.device
-        self.reads_q = evidence.sampled or any(output.gate or output.log_r for output, _ in outputs)
-        self.unfit = evidence.unfit(self.reads_q)
+        self.inputs, self.tree, self.device = inputs, inputs.tree, inputs.nodes.device
+        self.reads_q = inputs.sampled or any(output.gate or output.log_r for output, _ in outputs)
+        self.unfit = inputs.unfit(self.reads_q)
         self.left = left
         self.outputs: list[tuple[OutputDistribution, Tensor | bool]] = []
         self.dense: list[tuple[Contexts, Tensor]] = []
         self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
-        self.closed = self.open = evidence.chance
-        self.applies = torch.zeros_like(evidence.tree.is_draft)
-        self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
+        self.closed = self.open = inputs.chance
+        self.applies = torch.zeros_like(inputs.tree.is_draft)
+        self.opened, self.slot = inputs.likeliest, torch.full_like(self.tree.parents, -1)
         self.outputs = [self._add(output, rows) for output, rows in outputs]
 
     def _add(self, output: OutputDistribution, rows: list[int]) -> tuple[OutputDistribution, Tensor | bool]:
@@ -93,23 +93,23 @@ class _Walk:
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
-            where = output.dense_at(self.evidence) if output.log_r is not None else None
-            applies, chance, cost, _ = biased(self.evidence, output.logit_bias, output.applies)
+            where = output.dense_at(self.inputs) if output.log_r is not None else None
+            applies, chance, cost, _ = biased(self.inputs, output.logit_bias, output.applies)
             applies = applies if where is None else torch.where(where, output.applies, applies)
             self.open, self.cost = put(chance, self.open), put(cost, self.cost)
         self.applies = put(applies, self.applies)
         if output.gate is not None or output.log_r is not None:
-            self._evaluate(output, self.evidence.whole if mine is True else self.evidence.all_of(index))
+            self._evaluate(output, self.inputs.whole if mine is True else self.inputs.all_of(index))
         return output, mine
 
     def _evaluate(self, output: OutputDistribution, at: Contexts) -> None:
         """Evaluate a distribution's gate and dense distribution at these contexts."""
-        evidence = self.evidence
+        inputs = self.inputs
         if output.gate is not None:
             self.applies = self.applies.index_put((at.rows, at.nodes), at.of(self.applies) & output.gate(at))
         if output.log_r is None:
             return
-        holds = output.dense_at(evidence)
+        holds = output.dense_at(inputs)
         wanted = at.of(self.applies if holds is None else self.applies & holds)
         if self.device.type == "cpu":  # elsewhere the number of such contexts is not known without a sync
             at = at.those(wanted)
@@ -119,23 +119,23 @@ class _Walk:
         log_r, where = output.log_r(at), (at.rows, at.nodes)
         slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(len(log_r), device=self.device))
         slot = slot if holds is None else slot.masked_fill(~holds, -1)
-        above = evidence.above(slot)
-        if evidence.greedy:
+        above = inputs.above(slot)
+        if inputs.greedy:
             token = log_r.argmax(-1)
-            pair = at.scores.gather(1, torch.stack([at.of(evidence.likeliest), token], 1))
+            pair = at.scores.gather(1, torch.stack([at.of(inputs.likeliest), token], 1))
             cost = (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
             self.opened = self.opened.index_put(where, token)
-            chance = self.tree.tokens == evidence.above(self.opened)
+            chance = self.tree.tokens == inputs.above(self.opened)
         else:
             r, cost = log_r.softmax(-1), functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
             chance = at.of_drafts(r, above.clamp_min(0)).to(self.open.dtype)
-            if evidence.sampled:
+            if inputs.sampled:
                 residual = (r - at.proposal).clamp_min(0.0).sum(-1)
                 of_context = torch.zeros_like(chance).index_put(where, residual.to(chance.dtype))
-                chance = evidence.tested(chance, chance.log(), of_context)
+                chance = inputs.tested(chance, chance.log(), of_context)
             self.slot = torch.where(slot >= 0, slot + sum(len(each) for _, each in self.dense), self.slot)
             self.dense.append((at, r))
-        self.open = torch.where((above >= 0) & evidence.tree.is_draft, chance, self.open)
+        self.open = torch.where((above >= 0) & inputs.tree.is_draft, chance, self.open)
         assert self.cost is not None
         cost = torch.zeros_like(self.cost).index_put(where, cost.to(self.cost.dtype))
         self.cost = torch.where(slot >= 0, cost, self.cost)
@@ -153,16 +153,16 @@ class _Walk:
         """Return [B, N] bool: contexts under the rule's distribution, drafts picked, drafts that exact decoding picks,
         too.
         """
-        evidence, pays, chance = self.evidence, self.applies, self.closed
+        inputs, pays, chance = self.inputs, self.applies, self.closed
         if self.left is not None and self.cost is not None:
-            pays = pays & affordable(evidence, self.cost.masked_fill(~pays, 0.0), self.left)
+            pays = pays & affordable(inputs, self.cost.masked_fill(~pays, 0.0), self.left)
         if self.open is not self.closed:
-            chance = torch.where(evidence.above(pays), self.open, self.closed)
-        if evidence.greedy:
+            chance = torch.where(inputs.above(pays), self.open, self.closed)
+        if inputs.greedy:
             return pays, chance.clone(), self.closed
         # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
-        place = evidence.above(evidence.uniform(0)).to(chance.dtype)
-        if not evidence.is_chain:
+        place = inputs.above(inputs.uniform(0)).to(chance.dtype)
+        if not inputs.is_chain:
             siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
             place = place - torch.where(siblings, chance[:, None], 0.0).sum(-1)
         return pays, (place >= 0) & (place < chance), place < self.closed
@@ -175,8 +175,8 @@ class _Walk:
 
     def _gathered(self, reached: Tensor, pays: Tensor, exact: Tensor) -> Verdict:
         """Gather the verdict along the path."""
-        tree, evidence, width = self.tree, self.evidence, self.tree.max_depth + 1
-        nodes, steps = evidence.nodes, evidence.nodes[:width]
+        tree, inputs, width = self.tree, self.inputs, self.tree.max_depth + 1
+        nodes, steps = inputs.nodes, inputs.nodes[:width]
         accepted, end = reached.sum(1, keepdim=True) - 1, (reached * nodes).amax(1, keepdim=True)
         # scatter by depth; unreached nodes write the end to the end's place
         places, ends = torch.where(reached, tree.depths, accepted), torch.where(reached, nodes, end)
@@ -191,52 +191,52 @@ class _Walk:
             is_open = pays.gather(1, path) & ~beyond
             spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
             dense = torch.zeros_like(last)
-            for output, mine in self.outputs if not evidence.sampled else []:
+            for output, mine in self.outputs if not inputs.sampled else []:
                 dense = dense | mine if output.log_r is not None else dense
             sources = sources.masked_fill(
                 torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(TokenOrigin.GATE)
             )
         first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
-        logprob_gap = evidence.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
+        logprob_gap = inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
         numbers = path, accepted[:, 0], tokens.masked_fill_(beyond, 0), sources
         return Verdict(*numbers, is_open, spent, first, logprob_gap, tree.proposers, faults=self._faults())
 
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
-        evidence, tree, faults = self.evidence, self.tree, dict(self.unfit)
+        inputs, tree, faults = self.inputs, self.tree, dict(self.unfit)
         in_chains = tree.drawn is None or any(output.test is not None for output, _ in self.outputs)
-        if evidence.sampled and self.outputs and in_chains:
+        if inputs.sampled and self.outputs and in_chains:
             faults[FORKS] = (tree.child.sum(-1) > 1).any(1, keepdim=True)
         return faults
 
     def _final(self, end: Tensor, pays: Tensor) -> Tensor:
         """Draw the token after the path, [B, 1]: none of the drafts at the path's end ``end`` [B, 1]."""
-        evidence = self.evidence
-        if evidence.greedy and self.cost is None:
-            return evidence.likeliest.gather(1, end)
-        if evidence.greedy:
-            return torch.where(pays.gather(1, end), self.opened.gather(1, end), evidence.likeliest.gather(1, end))
+        inputs = self.inputs
+        if inputs.greedy and self.cost is None:
+            return inputs.likeliest.gather(1, end)
+        if inputs.greedy:
+            return torch.where(pays.gather(1, end), self.opened.gather(1, end), inputs.likeliest.gather(1, end))
         weights = self._weights(end, pays)
-        token = functional.draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
-        return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # all weights round to 0
+        token = functional.draw(weights, inputs.uniform(1).gather(1, end)[:, 0])[:, None]
+        return torch.where(token < weights.shape[1], token, inputs.likeliest.gather(1, end))  # all weights round to 0
 
     def _weights(self, end: Tensor, pays: Tensor) -> Tensor:
         """Return the weights [B, V] of the token after a path that ends at ``end`` [B, 1], above temperature 0."""
-        evidence, tree, is_open = self.evidence, self.tree, pays.gather(1, end)
-        at = Contexts(evidence, torch.arange(len(end), device=self.device), end[:, 0])
+        inputs, tree, is_open = self.inputs, self.tree, pays.gather(1, end)
+        at = Contexts(inputs, torch.arange(len(end), device=self.device), end[:, 0])
         r, slot = at.p, self.slot.gather(1, end) if self.dense else end
         for contexts, dense in self.dense:
             here = is_open & (slot >= 0) & (slot < len(dense))
             r = torch.where(here, contexts.whole(dense, slot[:, 0].clamp(0, len(dense) - 1), at.p), r)
             slot = slot - len(dense)
         weights = r
-        if evidence.sampled:
-            draws = at.of(evidence.draws)[:, None]
+        if inputs.sampled:
+            draws = at.of(inputs.draws)[:, None]
             weights = torch.where(draws, (r - at.proposal).clamp_min(0.0), r)
             for own, mine in self.outputs:
                 if own.test is not None:
                     rest = r if own.test.rest is None else own.test.rest(at)
                     weights = torch.where(~is_open & draws & mine, rest, weights)
-        refused = evidence.is_drawn if evidence.is_chain else tree.is_draft
+        refused = inputs.is_drawn if inputs.is_chain else tree.is_draft
         drafted = torch.where(refused & (tree.parents == end), 0.0, math.inf)
         return weights.scatter_reduce(1, tree.tokens, drafted, "amin")

@@ -19,7 +19,7 @@ from fsd_core.registry import Registry
 from fsd_core.tensors import at_nodes, to_device, wide
 from fsd_infer.rules._walk import walk
 from fsd_infer.rules.distributions import OutputDistribution
-from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import current, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import Verdict, Verification, row_index
@@ -69,7 +69,7 @@ class Rule:
         """How many tokens a sentence has before a distribution may differ from p."""
         return getattr(self, "lead", None) or 0
 
-    def lossy_at(self, evidence: Evidence) -> Tensor | None:
+    def lossy_at(self, inputs: RuleInputs) -> Tensor | None:
         """[B, N] bool; contexts outside of which the rule decodes exactly, whatever its distribution; None for no such
         bound.
         """
@@ -80,18 +80,18 @@ class Rule:
         """The budget; inf for no limit."""
         return math.inf if self.budget is None else self.budget
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
-        """Return the distribution: a function of the text, the tree and ``evidence.coin`` alone."""
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        """Return the distribution: a function of the text, the tree and ``inputs.coin`` alone."""
         raise NotImplementedError
 
-    def check_greedy(self, evidence: Evidence) -> None:
+    def check_greedy(self, inputs: RuleInputs) -> None:
         """Raise FsdError above temperature 0, for rules with :attr:`greedy_only`."""
-        if not evidence.greedy:
+        if not inputs.greedy:
             raise FsdError(f"rule {self.name!r} compares drafts with the target's choices: it needs temperature 0.")
 
-    def restricted_output(self, evidence: Evidence) -> OutputDistribution:
+    def restricted_output(self, inputs: RuleInputs) -> OutputDistribution:
         """Return :meth:`output` with the parameters that all rules share applied."""
-        return self.output(evidence)
+        return self.output(inputs)
 
     def __call__(self, round: Verification) -> Verdict:
         """Return the verdict on a round with this rule for every row; see :func:`apply_rules`."""
@@ -161,20 +161,20 @@ class LossyRule(Rule):
         if self.only_in is not None:
             markers(self.only_in)
 
-    def restricted_output(self, evidence: Evidence) -> OutputDistribution:
-        output = self.output(evidence)
-        output = output.without_copies(evidence, self.exact_ngram_size) if self.exact_ngram_size else output
-        where = self.lossy_at(evidence)
+    def restricted_output(self, inputs: RuleInputs) -> OutputDistribution:
+        output = self.output(inputs)
+        output = output.without_copies(inputs, self.exact_ngram_size) if self.exact_ngram_size else output
+        where = self.lossy_at(inputs)
         return output if where is None else output.where(where)
 
-    def lossy_at(self, evidence: Evidence) -> Tensor | None:
+    def lossy_at(self, inputs: RuleInputs) -> Tensor | None:
         bounds = []
         if self.settled:
-            bounds.append(evidence.answered >= self.settled)
+            bounds.append(inputs.answered >= self.settled)
         if self.leading:
-            bounds.append(evidence.in_sentence >= self.leading)
+            bounds.append(inputs.in_sentence >= self.leading)
         if self.only_in is not None:
-            bounds.append(evidence.inside(self.only_in))
+            bounds.append(inputs.inside(self.only_in))
         return reduce(torch.logical_and, bounds) if bounds else None
 
 
@@ -212,12 +212,12 @@ def judged(rules: Sequence[Rule], round: Verification) -> Verdict:
     rows: dict[Rule, list[int]] = {}
     for row, rule in enumerate(rules):
         rows.setdefault(rule, []).append(row)
-    evidence, left = Evidence(round), round.budget_left
-    left = nats_of(rules, evidence.nodes.device) if left is None else left
-    verdict = walk(evidence, [(rule.restricted_output(evidence), of_rule) for rule, of_rule in rows.items()], left)
+    inputs, left = RuleInputs(round), round.budget_left
+    left = nats_of(rules, inputs.nodes.device) if left is None else left
+    verdict = walk(inputs, [(rule.restricted_output(inputs), of_rule) for rule, of_rule in rows.items()], left)
     if round.room is not None:
         verdict.cut(round.room)
-    verdict.allowed = _allowed(rows, evidence, verdict)
+    verdict.allowed = _allowed(rows, inputs, verdict)
     return verdict
 
 
@@ -227,21 +227,21 @@ def nats_of(rules: Sequence[Rule], device: torch.device) -> Tensor | None:
     return to_device(torch.tensor(budgets, dtype=wide(device)), device) if min(budgets) < math.inf else None
 
 
-def _allowed(rows: Mapping[Rule, Sequence[int]], evidence: Evidence, verdict: Verdict) -> Tensor | None:
+def _allowed(rows: Mapping[Rule, Sequence[int]], inputs: RuleInputs, verdict: Verdict) -> Tensor | None:
     """:attr:`Verdict.allowed`, without a sync."""
     learned = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).kl_target is not Rule.kl_target]
     allowed: Tensor | None = None
-    path, scores = verdict.path, evidence.round.scores
+    path, scores = verdict.path, inputs.round.scores
     for rule, of_rule in learned:
         mine = None if len(of_rule) == len(path) else row_index(tuple(of_rule), path.device)
         nodes, logits = (path, scores) if mine is None else (path[mine], scores[mine])
-        nats = rule.kl_target(at_nodes(logits, nodes), evidence.greedy)
+        nats = rule.kl_target(at_nodes(logits, nodes), inputs.greedy)
         if nats is not None:
             nats = nats if mine is None else nats.new_zeros(path.shape).index_copy(0, mine, nats)
-            where = rule.lossy_at(evidence)
+            where = rule.lossy_at(inputs)
             if where is not None:  # elsewhere nothing is spent, so nothing is allowed
                 nats = nats * where.gather(1, path)
-            emitted = evidence.nodes[: path.shape[1]] <= verdict.accepted[:, None]
+            emitted = inputs.nodes[: path.shape[1]] <= verdict.accepted[:, None]
             nats = (nats * emitted).sum(1)
             allowed = nats if allowed is None else allowed + nats
     return allowed

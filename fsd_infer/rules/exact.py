@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsd_infer.rules.base import RULES, Rule
 from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
-from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.tree import Draws
 
@@ -38,15 +38,15 @@ class Exact(Rule):
     def draws(self) -> Draws:
         return Draws.CHAIN if self.block else super().draws
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
-        if not (self.block and evidence.sampled):
-            return OutputDistribution.target(evidence)
-        weight, chance = _block(evidence)
-        test = AcceptanceTest(evidence.above(chance), lambda at: (at.of(weight)[:, None] * at.p - at.q).clamp_min(0.0))
-        return OutputDistribution.target(evidence, test)
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        if not (self.block and inputs.sampled):
+            return OutputDistribution.target(inputs)
+        weight, chance = _block(inputs)
+        test = AcceptanceTest(inputs.above(chance), lambda at: (at.of(weight)[:, None] * at.p - at.q).clamp_min(0.0))
+        return OutputDistribution.target(inputs, test)
 
 
-def _block(evidence: Evidence) -> tuple[Tensor, Tensor]:
+def _block(inputs: RuleInputs) -> tuple[Tensor, Tensor]:
     """Block verification of sampled chains; node i is the i-th draft.
 
     The accepted prefix is the longest one whose own test succeeds. The tests are independent. Let w(0) = 1 and
@@ -58,9 +58,9 @@ def _block(evidence: Evidence) -> tuple[Tensor, Tensor]:
         w: [B, N].
         chance: [B, N] that the draft below each node is accepted, given that the node is.
     """
-    batch, nodes = evidence.tree.tokens.shape
-    p, q = (values.view(batch, nodes, -1) for values in (evidence.whole.p, evidence.whole.q))
-    ratio, inner = (evidence.log_p - evidence.log_q).exp(), evidence.tree.inner
+    batch, nodes = inputs.tree.tokens.shape
+    p, q = (values.view(batch, nodes, -1) for values in (inputs.whole.p, inputs.whole.q))
+    ratio, inner = (inputs.log_p - inputs.log_q).exp(), inputs.tree.inner
     w = [torch.ones_like(ratio[:, 0])]
     for i in range(1, nodes):
         w.append((w[-1] * ratio[:, i]).clamp_max(1.0))

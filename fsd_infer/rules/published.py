@@ -15,7 +15,7 @@ from torch import Tensor
 from fsd_core.tensors import wide
 from fsd_infer.rules.base import RULES, LossyRule
 from fsd_infer.rules.distributions import OutputDistribution
-from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.tilted import best_path
 
@@ -35,10 +35,10 @@ class Lenient(LossyRule):
 
     lenience: float = parameter(above=0, high=1)
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.lenience == 1:
-            return OutputDistribution.target(evidence)
-        return OutputDistribution.passing(evidence, math.inf, lambda p: p / self.lenience)
+            return OutputDistribution.target(inputs)
+        return OutputDistribution.passing(inputs, math.inf, lambda p: p / self.lenience)
 
 
 @RULES.register("typical")
@@ -57,9 +57,9 @@ class Typical(LossyRule):
     epsilon: float = parameter(0.09, low=0, infinite=True)
     delta: float = parameter(0.3, low=0, infinite=True)
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         log_epsilon, log_delta = (math.log(x) if x > 0 else -math.inf for x in (self.epsilon, self.delta))
-        return OutputDistribution.passing(evidence, (log_delta - evidence.entropy).clamp_max(log_epsilon))
+        return OutputDistribution.passing(inputs, (log_delta - inputs.entropy).clamp_max(log_epsilon))
 
 
 @RULES.register("relaxed")
@@ -81,13 +81,13 @@ class Relaxed(LossyRule):
     delta: float = parameter(0.6, low=0, high=1)
     relative: bool = False
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.k == 0:
-            return OutputDistribution.target(evidence)
-        best = evidence.best(self.k)
+            return OutputDistribution.target(inputs)
+        best = inputs.best(self.k)
         p_max = best[..., 0].exp()
         near_best = (p_max * self.delta if self.relative else (p_max - self.delta).clamp_min(0.0)).log()
-        return OutputDistribution.passing(evidence, torch.maximum(best[..., -1], near_best))
+        return OutputDistribution.passing(inputs, torch.maximum(best[..., -1], near_best))
 
 
 @RULES.register("threshold")
@@ -107,11 +107,11 @@ class Threshold(LossyRule):
     single: float = parameter(1.0, low=0, high=1)
     acc: float = parameter(1.0, above=0, high=1)
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.single == self.acc == 1:
-            return OutputDistribution.target(evidence)
+            return OutputDistribution.target(inputs)
         cutoff = math.log(self.single) if 0 < self.single < 1 else math.inf if self.single else -math.inf
-        return OutputDistribution.passing(evidence, cutoff, lambda p: p / self.acc)
+        return OutputDistribution.passing(inputs, cutoff, lambda p: p / self.acc)
 
 
 @RULES.register("cascade-token")
@@ -130,11 +130,11 @@ class CascadeToken(LossyRule):
 
     alpha: float = parameter(0.3, high=1)
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.alpha < 0:
-            return OutputDistribution.target(evidence)
+            return OutputDistribution.target(inputs)
         return OutputDistribution.trusting(
-            evidence, evidence.log_p_max + math.log1p(-self.alpha) if self.alpha < 1 else -math.inf
+            inputs, inputs.log_p_max + math.log1p(-self.alpha) if self.alpha < 1 else -math.inf
         )
 
 
@@ -152,10 +152,10 @@ class Ensemble(LossyRule):
 
     weight: float = parameter(above=0, high=1)
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.weight == 1:
-            return OutputDistribution.target(evidence)
-        return OutputDistribution.dense(evidence, lambda at: (self.weight * at.p + (1 - self.weight) * at.q).log())
+            return OutputDistribution.target(inputs)
+        return OutputDistribution.dense(inputs, lambda at: (self.weight * at.p + (1 - self.weight) * at.q).log())
 
 
 @RULES.register("fly")
@@ -182,14 +182,14 @@ class Fly(LossyRule):
     window: int = parameter(6, low=1, high=1024)
     entropy: float = parameter(0.3, low=0, infinite=True)
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
-        self.check_greedy(evidence)
-        agrees = evidence.logprob_gap == 0
-        run = best_path(evidence.tree.ancestors, torch.ones_like(evidence.logprob_gap), agrees)
-        log_p = evidence.best(3)
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        self.check_greedy(inputs)
+        agrees = inputs.logprob_gap == 0
+        run = best_path(inputs.tree.ancestors, torch.ones_like(inputs.logprob_gap), agrees)
+        log_p = inputs.best(3)
         unsure = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1) >= self.entropy
         logit_bias = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
-        return OutputDistribution.biased(evidence, logit_bias).where(unsure & ~evidence.some(agrees))
+        return OutputDistribution.biased(inputs, logit_bias).where(unsure & ~inputs.some(agrees))
 
 
 @RULES.register("asd")
@@ -216,18 +216,18 @@ class Asd(LossyRule):
     mismatches: int = parameter(2, low=0, high=1024)
     budget: float | None = parameter(8.0, low=0, infinite=True, keyword=True)
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
-        self.check_greedy(evidence)
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        self.check_greedy(inputs)
         if 0 in (self.gap, self.mismatches, self.budget):  # equal logits have no gap, yet one of them is not argmax
-            return OutputDistribution.target(evidence)
-        tree, logprob_gap = evidence.tree, evidence.logprob_gap
+            return OutputDistribution.target(inputs)
+        tree, logprob_gap = inputs.tree, inputs.logprob_gap
         ones = torch.ones_like(logprob_gap)
-        mismatch = tree.is_draft & ~evidence.chance
+        mismatch = tree.is_draft & ~inputs.chance
         count = (tree.ancestors.to(ones.dtype) @ mismatch.to(ones.dtype)[..., None]).squeeze(-1)
         depth_below = best_path(tree.ancestors, ones, tree.is_draft)
-        passes = (logprob_gap <= self.gap * evidence.above(depth_below)) & (count <= self.mismatches)
+        passes = (logprob_gap <= self.gap * inputs.above(depth_below)) & (count <= self.mismatches)
         logit_bias = torch.zeros_like(logprob_gap).masked_fill(passes & mismatch, math.inf)
-        return OutputDistribution.biased(evidence, logit_bias).where(~evidence.some(evidence.chance))
+        return OutputDistribution.biased(inputs, logit_bias).where(~inputs.some(inputs.chance))
 
 
 @RULES.register("mars")
@@ -248,11 +248,11 @@ class Mars(LossyRule):
     )
     margin: float = parameter(1.0, low=0, infinite=True)
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.margin == 0:
-            return OutputDistribution.target(evidence)
-        first, second = evidence.best(2).unbind(-1)
-        return OutputDistribution.passing(evidence, second.masked_fill(first - second >= self.margin, math.inf))
+            return OutputDistribution.target(inputs)
+        first, second = inputs.best(2).unbind(-1)
+        return OutputDistribution.passing(inputs, second.masked_fill(first - second >= self.margin, math.inf))
 
 
 @RULES.register("cactus")
@@ -269,12 +269,12 @@ class Cactus(LossyRule):
 
     delta: float = parameter(low=0, high=1e6)
 
-    def output(self, evidence: Evidence) -> OutputDistribution:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.delta == 0:
-            return OutputDistribution.target(evidence)
-        if evidence.is_chain:  # the replacement of a rejected draft depends on the draft
-            return OutputDistribution.dense(evidence, lambda at: _averaged(at.p, at.q, self._raised(at.p)).log())
-        return OutputDistribution.passing(evidence, math.inf, self._raised)
+            return OutputDistribution.target(inputs)
+        if inputs.is_chain:  # the replacement of a rejected draft depends on the draft
+            return OutputDistribution.dense(inputs, lambda at: _averaged(at.p, at.q, self._raised(at.p)).log())
+        return OutputDistribution.passing(inputs, math.inf, self._raised)
 
     def _raised(self, p: Tensor) -> Tensor:
         return (p + (2 * self.delta * p * (1 - p)).clamp_min(0.0).sqrt()).clamp_max(1.0)

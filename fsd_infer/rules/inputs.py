@@ -18,7 +18,7 @@ from fsd_infer.rules.texts import Texts, in_sentence, inside, known
 from fsd_infer.rules.verification import Verification
 
 
-class Evidence:
+class RuleInputs:
     """All trees of a round. Quantities are [B, N] unless stated otherwise, and computed on first use.
 
     A node is two things: a *draft*, its token as a child of its parent, and a *context*, at which the next token is
@@ -119,7 +119,7 @@ class Evidence:
     @property
     def regret(self) -> Tensor:
         """:attr:`logprob_gap`, which had this name."""
-        say("Evidence.regret", "it is now Evidence.logprob_gap")
+        say("RuleInputs.regret", "it is now RuleInputs.logprob_gap")
         return self.logprob_gap
 
     @cached_property
