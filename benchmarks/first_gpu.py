@@ -213,7 +213,6 @@ def toys(directory: Path) -> Sizes:
         ["--shape", str(toy.target), "--device", "cpu", "--prompt", "8", "--new", "6"],
         ["--prompts", str(toy.prompts), *small], toy.models, ["--target", str(toy.target), "--dtype", "fp32"], [], 0.1,
         ["--target", str(toy.target), "--weights", "1e6"],
-        
         ["tests/test_engine.py", "-k", "distribution and top_k and cpu"],
         can_record=False,
     )  # fmt: skip

@@ -13,7 +13,6 @@ see docs/internals.md.
 """
 
 from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules, rule_text
-from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
 from fsd_infer.rules.exact import Exact
 from fsd_infer.rules.fuzzy import DraftOnly, Fuzzy, FuzzyStrict, RandomGate
@@ -34,13 +33,14 @@ from fsd_infer.rules.published import (
 from fsd_infer.rules.texts import Texts
 from fsd_infer.rules.tilted import Tilted
 from fsd_infer.rules.verification import Emission, TokenOrigin, Verdict, Verification
+from fsd_infer.rules.vocab_rows import VocabRows
 
 __all__ = [
     "RULES",
     "Asd",
     "Cactus",
     "CascadeToken",
-    "Contexts",
+    "VocabRows",
     "DraftOnly",
     "Emission",
     "Ensemble",

@@ -19,10 +19,10 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.divergence import divergence
 from fsd_core.tensors import wide
-from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.distributions import OutputDistribution, biased
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
+from fsd_infer.rules.vocab_rows import VocabRows
 
 
 def walk(inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[int]]], left: Tensor | None) -> Verdict:
@@ -67,7 +67,7 @@ class _Walk:
         self.unfit = inputs.unfit(self.reads_q)
         self.left = left
         self.outputs: list[tuple[OutputDistribution, Tensor | bool]] = []
-        self.dense: list[tuple[Contexts, Tensor]] = []
+        self.dense: list[tuple[VocabRows, Tensor]] = []
         self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
@@ -102,7 +102,7 @@ class _Walk:
             self._evaluate(output, self.inputs.whole if mine is True else self.inputs.all_of(index))
         return output, mine
 
-    def _evaluate(self, output: OutputDistribution, at: Contexts) -> None:
+    def _evaluate(self, output: OutputDistribution, at: VocabRows) -> None:
         """Evaluate a distribution's gate and dense distribution at these contexts."""
         inputs = self.inputs
         if output.gate is not None:
@@ -223,7 +223,7 @@ class _Walk:
     def _weights(self, end: Tensor, pays: Tensor) -> Tensor:
         """Return the weights [B, V] of the token after a path that ends at ``end`` [B, 1], above temperature 0."""
         inputs, tree, is_open = self.inputs, self.tree, pays.gather(1, end)
-        at = Contexts(inputs, torch.arange(len(end), device=self.device), end[:, 0])
+        at = VocabRows(inputs, torch.arange(len(end), device=self.device), end[:, 0])
         r, slot = at.p, self.slot.gather(1, end) if self.dense else end
         for contexts, dense in self.dense:
             here = is_open & (slot >= 0) & (slot < len(dense))

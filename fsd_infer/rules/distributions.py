@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fsd_core.former import say
 from fsd_core.tensors import wide
-from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.inputs import RuleInputs
+from fsd_infer.rules.vocab_rows import VocabRows
 
-AtContexts = Callable[[Contexts], Tensor]
+VocabFunction = Callable[[VocabRows], Tensor]
 _STEPS = 24  # of the search for the constant of a clipped distribution
 CLOSE = 1e-6  # error of a distribution's sum at which the search ends; the distribution is then normalised
 _NEAR = 3e-5  # the same of a clipped distribution, whose gain is flat at the best sum
@@ -38,7 +38,7 @@ class AcceptanceTest(NamedTuple):
     """
 
     chance: Tensor
-    rest: AtContexts | None = None
+    rest: VocabFunction | None = None
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class OutputDistribution:
         gate: contexts -> [R] bool, a further condition.
         test: of sampled drafts where the distribution is p.
         lumpable: whether ``log_r`` is linear in p where q is 0, so that one column may stand for all such tokens, see
-            :class:`.LumpedContexts`.
+            :class:`.LumpedVocabRows`.
     """
 
     applies: Tensor
     logit_bias: Tensor | None = None
-    log_r: AtContexts | None = None
-    gate: AtContexts | None = None
+    log_r: VocabFunction | None = None
+    gate: VocabFunction | None = None
     test: AcceptanceTest | None = None
     lumpable: bool = False
 
@@ -74,7 +74,7 @@ class OutputDistribution:
 
     @classmethod
     def biased(
-        cls, inputs: RuleInputs, logit_bias: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0
+        cls, inputs: RuleInputs, logit_bias: Tensor | Callable[[], Tensor], gain: VocabFunction | float = 1.0
     ) -> OutputDistribution:
         """Return r(y) ∝ p(y)·e^bias(y), with bias 0 for tokens that are not drafted; greedy: argmax ln p + bias.
 
@@ -91,7 +91,7 @@ class OutputDistribution:
         if not inputs.sampled:
             return cls(inputs.tree.inner, fixed_tree)
 
-        def log_r(at: Contexts) -> Tensor:
+        def log_r(at: VocabRows) -> Tensor:
             gains = gain(at) if callable(gain) else torch.full_like(at.log_p, gain)
             return clipped(at.log_p, at.proposal.log().masked_fill(at.fixed, math.inf), gains)
 
@@ -99,14 +99,14 @@ class OutputDistribution:
 
     @classmethod
     def lifted(
-        cls, inputs: RuleInputs, lift: Tensor | Callable[[], Tensor], gain: AtContexts | float = 1.0
+        cls, inputs: RuleInputs, lift: Tensor | Callable[[], Tensor], gain: VocabFunction | float = 1.0
     ) -> OutputDistribution:
         """Return :meth:`biased`, which had this name."""
         say("OutputDistribution.lifted", "it is now OutputDistribution.biased")
         return cls.biased(inputs, lift, gain)
 
     @classmethod
-    def drawn(cls, inputs: RuleInputs, logit_bias: Tensor | None, log_r: AtContexts) -> OutputDistribution:
+    def drawn(cls, inputs: RuleInputs, logit_bias: Tensor | None, log_r: VocabFunction) -> OutputDistribution:
         """Return a dense distribution at contexts with drawn nodes below them, a biased one at the others of a tree."""
         applies = inputs.has_q
         if logit_bias is not None:
@@ -114,7 +114,7 @@ class OutputDistribution:
         return cls(applies, logit_bias, log_r, lumpable=True)
 
     @classmethod
-    def dense(cls, inputs: RuleInputs, log_r: AtContexts) -> OutputDistribution:
+    def dense(cls, inputs: RuleInputs, log_r: VocabFunction) -> OutputDistribution:
         """Return the distribution r at contexts with a known q.
 
         A sampled draft x is accepted with probability min(1, r(x)/q(x)), else y is drawn from (r - q)+.
@@ -158,7 +158,7 @@ class OutputDistribution:
         if not inputs.sampled:
             return cls(inputs.tree.inner, logit_bias)
 
-        def log_r(at: Contexts) -> Tensor:
+        def log_r(at: VocabRows) -> Tensor:
             passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
             return passed(at.p, at.proposal, at.fixed, passes, chance or (lambda p: p)).log()
 
@@ -175,7 +175,7 @@ class OutputDistribution:
         reaches the cutoff, else the target's.
         """
 
-        def log_r(at: Contexts) -> Tensor:
+        def log_r(at: VocabRows) -> Tensor:
             if isinstance(cutoff, float) and cutoff == -math.inf:
                 return at.q_scores
             limit = _limit(at, cutoff)
@@ -189,7 +189,7 @@ class OutputDistribution:
 
         return cls(inputs.has_q, log_r=log_r, lumpable=True)
 
-    def where(self, holds: Tensor | AtContexts) -> OutputDistribution:
+    def where(self, holds: Tensor | VocabFunction) -> OutputDistribution:
         """Return the distribution restricted to contexts where ``holds``, with p elsewhere.
 
         Args:
@@ -210,7 +210,7 @@ class OutputDistribution:
         if dense is None:
             return replace(self, logit_bias=logit_bias)
 
-        def log_r(at: Contexts) -> Tensor:
+        def log_r(at: VocabRows) -> Tensor:
             known, log_r = at.known_tokens(n), dense(at)
             if inputs.greedy:
                 return torch.where(known.gather(1, log_r.argmax(-1, keepdim=True)), at.scores, log_r)
@@ -243,7 +243,7 @@ class OutputDistribution:
         return torch.where(applies[..., None], log_r, log_p)
 
 
-def _limit(at: Contexts, cutoff: Tensor | float) -> Tensor | float:
+def _limit(at: VocabRows, cutoff: Tensor | float) -> Tensor | float:
     """[R, 1] the least ln p that reaches a cutoff."""
     return at.of(cutoff - ROUNDING)[:, None] if isinstance(cutoff, Tensor) else cutoff
 

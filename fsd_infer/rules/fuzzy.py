@@ -14,7 +14,7 @@ from torch import Tensor
 from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.distributions import AcceptanceTest, AtContexts, OutputDistribution
+from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution, VocabFunction
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
 
@@ -46,7 +46,7 @@ class DivergenceGate(LossyRule):
         object.__setattr__(self, "divergence", divergence(self.divergence).name)
         check_gate(self.name, "threshold", self.divergence, self.threshold)
 
-    def gate(self, inputs: RuleInputs) -> Tensor | AtContexts:
+    def gate(self, inputs: RuleInputs) -> Tensor | VocabFunction:
         """Return where the gate is open, for :meth:`OutputDistribution.where`."""
         return divergence_gate(inputs, self.divergence, self.threshold, self.gate_on == "processed")
 
@@ -125,10 +125,12 @@ def check_gate(rule: str, parameter: str, measure: str, threshold: float | None)
         )
 
 
-def divergence_gate(inputs: RuleInputs, measure: str, threshold: float, processed: bool = False) -> Tensor | AtContexts:
+def divergence_gate(
+    inputs: RuleInputs, measure: str, threshold: float, processed: bool = False
+) -> Tensor | VocabFunction:
     """D(p, q) <= T where q is known. T = 0 never opens a gate; inf always does, even where D is infinite.
 
-    ``measure`` and ``processed`` are as in :meth:`Contexts.divergence`.
+    ``measure`` and ``processed`` are as in :meth:`VocabRows.divergence`.
     """
     if threshold == 0:
         return torch.zeros_like(inputs.has_q)

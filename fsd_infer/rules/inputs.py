@@ -13,9 +13,9 @@ from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError
 from fsd_core.former import say
 from fsd_core.tensors import wide
-from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.texts import Texts, in_sentence, inside, known
 from fsd_infer.rules.verification import Verification
+from fsd_infer.rules.vocab_rows import VocabRows
 
 
 class RuleInputs:
@@ -280,14 +280,14 @@ class RuleInputs:
         return inside(self.texts, self.tree, *self.texts.markers[phase])
 
     @cached_property
-    def whole(self) -> Contexts:
+    def whole(self) -> VocabRows:
         """All contexts in order, R = B·N."""
         return self.all_of(torch.arange(self.tree.tokens.shape[0], device=self.nodes.device), whole=True)
 
-    def all_of(self, rows: Tensor, whole: bool = False) -> Contexts:
+    def all_of(self, rows: Tensor, whole: bool = False) -> VocabRows:
         """All contexts of these rows, in order."""
         count = self.nodes.shape[0]
-        return Contexts(self, rows[:, None].expand(-1, count).flatten(), self.nodes.repeat(rows.shape[0]), whole)
+        return VocabRows(self, rows[:, None].expand(-1, count).flatten(), self.nodes.repeat(rows.shape[0]), whole)
 
     def unfit(self, reads_q: bool) -> dict[str, Tensor]:
         """Return by source, [B, N] bool, whether logits are NaN, +inf or all -inf; see :attr:`Verdict.faults`.

@@ -18,11 +18,11 @@ from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
 from fsd_infer.rules.base import MOST_TOKENS, RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
 from fsd_infer.rules.distributions import OutputDistribution
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
+from fsd_infer.rules.vocab_rows import VocabRows
 
 LEAST_KL_COEF = 1e-3
 KL_COEF, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
@@ -162,7 +162,7 @@ class Tilted(LossyRule):
             value = coef * log_mean_exp(tree.ancestors, log_p + 1 / coef, favoured, 1.0 - mass)
         return ((1 + value).clamp_min(0.0) / coef).masked_fill(~favoured, 0.0)
 
-    def _gain(self, at: Contexts) -> Tensor:
+    def _gain(self, at: VocabRows) -> Tensor:
         """[R, V] v/λ of each token as the draft of a sampled chain, which is worth 1 or 0."""
         gain = (1 / self.kl_coefs(at.inputs))[at.rows].float()
         favoured = at.log_p > -math.inf

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsd_infer.rules.inputs import RuleInputs
 
 
-class Contexts:
+class VocabRows:
     """Distributions over the vocabulary at R contexts, the argument of gates and dense distributions; computed on first
     use.
 
@@ -28,9 +28,9 @@ class Contexts:
         self._whole = whole  # all nodes of all rows in order, so views replace copies
         self._known: dict[int, Tensor] = {}
 
-    def those(self, wanted: Tensor) -> Contexts:
+    def those(self, wanted: Tensor) -> VocabRows:
         """The contexts that are ``wanted`` [R]; the same object for all of them. Syncs with the device."""
-        return self if bool(wanted.all()) else Contexts(self.inputs, self.rows[wanted], self.nodes[wanted])
+        return self if bool(wanted.all()) else VocabRows(self.inputs, self.rows[wanted], self.nodes[wanted])
 
     def of(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
@@ -114,12 +114,12 @@ class Contexts:
         ids = self.inputs.tree.draft_ids
         return entries if ids is None else ids[entries]
 
-    def lumped(self) -> Contexts:
+    def lumped(self) -> VocabRows:
         """Return these contexts with one column for all tokens that the drafter lacks, if it lacks any."""
         inputs = self.inputs
         if inputs.tree.draft_ids is None or inputs.greedy:
             return self
-        return LumpedContexts(inputs, self.rows, self.nodes)
+        return LumpedVocabRows(inputs, self.rows, self.nodes)
 
     def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
         """Return the probability [B, N] of each draft's token under row ``slot`` [B, N] of r [R, V]."""
@@ -150,7 +150,7 @@ class Contexts:
         return found
 
 
-class LumpedContexts(Contexts):
+class LumpedVocabRows(VocabRows):
     """Contexts over the drafter's vocabulary, [R, Vd + 1]; the last column stands for all other tokens together.
 
     A distribution that is linear in p where q is 0 gives all these tokens the same multiple of p. So the sums of a
@@ -164,10 +164,10 @@ class LumpedContexts(Contexts):
         assert ids is not None
         return ids
 
-    def those(self, wanted: Tensor) -> Contexts:
-        return self if bool(wanted.all()) else LumpedContexts(self.inputs, self.rows[wanted], self.nodes[wanted])
+    def those(self, wanted: Tensor) -> VocabRows:
+        return self if bool(wanted.all()) else LumpedVocabRows(self.inputs, self.rows[wanted], self.nodes[wanted])
 
-    def lumped(self) -> Contexts:
+    def lumped(self) -> VocabRows:
         return self
 
     @cached_property
