@@ -140,7 +140,7 @@ def estimate(args: argparse.Namespace) -> int:
     from fsd_bench.report import estimate_text
     from fsd_infer.heads.head import EagleHead
     from fsd_infer.heads.hub import find_head
-    from fsd_infer.trees.shape import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
+    from fsd_infer.trees.shape import BONUS_SHAPES, DEFAULT_SHAPES, TreeShape
 
     tree = None if args.tree is None else TreeShape.parse(args.tree)
     target = planned_target(args.target, read_changes(args.set))
@@ -161,7 +161,7 @@ def estimate(args: argparse.Namespace) -> int:
         vocabulary = min(args.draft_vocab, target.vocab_size)
         drafter = head_on_paper(target, planned_head(target, layout=args.layout, draft_vocab_size=vocabulary))
     planned = Planned(target, drafter, **request)
-    print(estimate_text(planned, tree or DEFAULT_SHAPES["cuda"], tree or TILTED_SHAPES["cuda"]))
+    print(estimate_text(planned, tree or DEFAULT_SHAPES["cuda"], tree or BONUS_SHAPES["cuda"]))
     return 0
 
 

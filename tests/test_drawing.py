@@ -38,7 +38,7 @@ class TableSession(TreeSession):
         batch, shape = len(contexts), toy.shape_for(len(contexts))
         self.toy, self.root, self.shape, self.width = toy, contexts, shape, shape.width
         self.drafter = SimpleNamespace(vocabulary=V)  # type: ignore[assignment]
-        self.device, self.tilt, self.lengths = torch.device("cpu"), 0.0, torch.zeros(batch, dtype=torch.long)
+        self.device, self.draft_bonus, self.lengths = torch.device("cpu"), 0.0, torch.zeros(batch, dtype=torch.long)
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
         self.request = DraftRequest(batch, 9, False, toy.scores, generator, draws=Draws.TREE)
         self._visits, self._drawing, self._where = torch.zeros(0), None, contexts[:, None]

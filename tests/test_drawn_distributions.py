@@ -88,7 +88,7 @@ class Session(TreeSession):
         self.toy, self.q, self.shape = toy, q, toy.shape
         self.width = min(toy.shape.width, q.shape[1])
         self.drafter = SimpleNamespace(vocabulary=q.shape[1])  # type: ignore[assignment]
-        self.device, self.tilt, self.lengths = torch.device("cpu"), 0.0, torch.zeros(1, dtype=torch.long)
+        self.device, self.draft_bonus, self.lengths = torch.device("cpu"), 0.0, torch.zeros(1, dtype=torch.long)
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
         self.request = DraftRequest(1, 9, False, toy.process, None, draws=Draws.TREE)
         self._visits, self._drawing = torch.zeros(0), None

@@ -17,7 +17,7 @@ from fsd_core.divergence import expand_draft
 from fsd_infer.rules import Asd, Exact, Fly, Rule, Texts, Tilted, TokenOrigin, Verdict, Verification, apply_rules
 from fsd_infer.tree import DraftTree
 from fsd_infer.trees.shape import TreeShape
-from fsd_infer.trees.visits import likeliest, tilted
+from fsd_infer.trees.visits import favoured, likeliest
 
 Cell = tuple[Rule, TreeShape]
 Part = tuple[Rule, tuple[int, ...]]  # a rule, and the nodes of the whole tree that it walks on
@@ -57,7 +57,7 @@ class RecordedRound:
 
     def __post_init__(self) -> None:
         self.tokens, self.parents = (x[0].tolist() for x in (self.tree.tokens, self.tree.parents))
-        self.children, self._tilted = {}, dict[float, list[float]]()
+        self.children, self._favoured = {}, dict[float, list[float]]()
         for node in range(1, len(self.parents)):
             self.children.setdefault(self.parents[node], []).append(node)
         self.depths = self.tree.depths[0].tolist()
@@ -69,29 +69,29 @@ class RecordedRound:
             chances = self.scores[0].float().softmax(-1).cpu()
             self.drawn = torch.multinomial(chances, 1, generator=self.generator)[:, 0].tolist()
 
-    def cut(self, shape: TreeShape, tilt: float) -> list[int]:
+    def cut(self, shape: TreeShape, draft_bonus: float) -> list[int]:
         """Return the nodes, ascending, that a tree of this shape would have."""
         kept = [node for node, depth in enumerate(self.depths) if depth <= shape.depth]
         if self.is_chain:
-            return kept[: self._believed(kept, shape.stop_below, tilt) + 1]
+            return kept[: self._believed(kept, shape.stop_below, draft_bonus) + 1]
         if len(kept) > shape.nodes:
             part = self.tree.keep(torch.tensor([kept], device=self.scores.device))
             held = (
                 0 if part.held is None else int(part.held[0].sum())
             )  # drawn nodes stay, or the distribution would shift
             nodes = max(shape.nodes, held + 1)
-            best = likeliest(part.scores, part.parents, shape.depth, tilt, nodes, part.held)
+            best = likeliest(part.scores, part.parents, shape.depth, draft_bonus, nodes, part.held)
             kept = sorted(kept[place] for place in best[0].tolist())
         return kept
 
-    def _believed(self, chain: Sequence[int], stop_below: float, tilt: float) -> int:
+    def _believed(self, chain: Sequence[int], stop_below: float, draft_bonus: float) -> int:
         """Return the number of drafts after which a chain stops."""
         if stop_below:
-            if tilt not in self._tilted:
+            if draft_bonus not in self._favoured:
                 steps = torch.tensor(self.log_q).diff()[:, None]
-                self._tilted[tilt] = tilted(steps, tilt)[:, 0].cumsum(0).tolist()
+                self._favoured[draft_bonus] = favoured(steps, draft_bonus)[:, 0].cumsum(0).tolist()
             for drafted in range(1, len(chain)):
-                if self._tilted[tilt][drafted - 1] < math.log(stop_below):
+                if self._favoured[draft_bonus][drafted - 1] < math.log(stop_below):
                     return drafted
         return len(chain) - 1
 
@@ -191,7 +191,7 @@ class Replay:
 
     def add(self, seen: RecordedRound) -> None:
         """Replay one round of exact decoding."""
-        cuts = {cell: seen.cut(cell[1], cell[0].tilt(seen.greedy)) for cell in self.tallies}
+        cuts = {cell: seen.cut(cell[1], cell[0].draft_bonus(seen.greedy)) for cell in self.tallies}
         parts = {cell: (cell[0], seen.walked(cell[0], nodes)) for cell, nodes in cuts.items()}
         walks = walk(seen, dict.fromkeys(parts.values()))
         for cell, tally in self.tallies.items():

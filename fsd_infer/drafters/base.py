@@ -45,8 +45,8 @@ class DraftRequest:
         temperature: of the request; 0 if it is greedy.
         seeded: whether the request has a generator of its own, so that its answer comes again.
         device: of the target. Trees are returned there.
-        tilt: nats that the rule's distribution gives for an accepted draft, on average; 0 for distributions that favour
-            no draft. :mod:`fsd_infer.trees.visits` chooses trees by it.
+        draft_bonus: nats that the rule's distribution gives for an accepted draft, on average; 0 for distributions that
+            favour no draft. :mod:`fsd_infer.trees.visits` chooses trees by it.
         shape: of the first trees, if shapes are chosen round by round; None: always the drafter's own.
         clock: returns the seconds that drafters time their work by; None: they time nothing.
         keys: [B] owner of each text. Texts may draft from each other if they share a key that is not empty. None: all
@@ -59,7 +59,7 @@ class DraftRequest:
     process: Callable[[Tensor], Tensor] | None = None
     generator: torch.Generator | None = None
     device: torch.device = torch.device("cpu")
-    tilt: float = 0.0
+    draft_bonus: float = 0.0
     shape: TreeShape | None = None
     clock: Callable[[], float] | None = None
     keys: Sequence[str] | None = None
@@ -326,11 +326,11 @@ class Drafter(ABC):
             request: see :class:`DraftRequest`.
         """
 
-    def for_bonus(self, tilt: float) -> Drafter:
+    def for_bonus(self, draft_bonus: float) -> Drafter:
         """Return the fastest form of this drafter for a request: itself, or one with other trees.
 
         Args:
-            tilt: of the distribution, in nats, as in :class:`DraftRequest`.
+            draft_bonus: of the distribution, in nats, as in :class:`DraftRequest`.
         """
         return self
 

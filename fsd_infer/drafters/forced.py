@@ -59,8 +59,8 @@ class ForcedDrafter(Drafter):
     def max_depth(self) -> int:
         return max(self.main.max_depth, MOST)
 
-    def for_bonus(self, tilt: float) -> Drafter:
-        main = self.main.for_bonus(tilt)
+    def for_bonus(self, draft_bonus: float) -> Drafter:
+        main = self.main.for_bonus(draft_bonus)
         return self if main is self.main else ForcedDrafter(main, self.forced, self.vocab_size)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> ForcedSession:

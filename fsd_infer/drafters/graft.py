@@ -96,8 +96,8 @@ class GraftedDrafter(Drafter):
     def start(self, first_tokens: Tensor, request: DraftRequest) -> GraftedSession:
         return GraftedSession(self, first_tokens, request)
 
-    def for_bonus(self, tilt: float) -> Drafter:
-        main = self.main.for_bonus(tilt)
+    def for_bonus(self, draft_bonus: float) -> Drafter:
+        main = self.main.for_bonus(draft_bonus)
         if main is self.main:
             return self
         more = max(self.nodes - self.main.max_nodes, 0)  # nodes reserved for the side
@@ -112,7 +112,7 @@ class GraftedSession(DraftSession):
     """A session of both drafters."""
 
     def __init__(self, drafter: GraftedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        self.drafter, self.tilt, self.shape = drafter, request.tilt, request.shape
+        self.drafter, self.draft_bonus, self.shape = drafter, request.draft_bonus, request.shape
         self.clock = request.clock or (lambda: 0.0)
         self.main = drafter.main.start(first_tokens, request)
         # the side's nodes are chosen here
@@ -145,7 +145,7 @@ class GraftedSession(DraftSession):
         if self.growth is not None:
             self.growth.side_seconds += clock() - began
             return kept_of(union, main, self.growth.choose(union))
-        nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, drafter.nodes, union.held)
+        nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.draft_bonus, drafter.nodes, union.held)
         nodes = nodes[:, : 1 + functional.upper_bound(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return kept_of(union, main, nodes)
 

@@ -33,7 +33,7 @@ from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import LARGEST, TreeShape, default_shape
-from fsd_infer.trees.visits import likeliest, tilted
+from fsd_infer.trees.visits import favoured, likeliest
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
@@ -74,8 +74,10 @@ class TreeDrafter(Drafter):
         made.by_default, made.bounds = False, None
         return made
 
-    def for_bonus(self, tilt: float) -> Drafter:
-        return self.reshaped(default_shape(self.target.device, tilt)) if self.by_default and tilt else self
+    def for_bonus(self, draft_bonus: float) -> Drafter:
+        if not (self.by_default and draft_bonus):
+            return self
+        return self.reshaped(default_shape(self.target.device, draft_bonus))
 
     @property
     def max_nodes(self) -> int:
@@ -128,13 +130,13 @@ class TreeSession(DraftSession):
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, request.shape or drafter.shape, drafter.model.device
         self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.slots))
-        self.tilt, self.request = request.tilt, request
+        self.draft_bonus, self.request = request.draft_bonus, request
         self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
         self.width = 1 if request.draws is Draws.CHAIN else drafter.shape.width
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
         if request.draws is Draws.TREE and (self.prices is not None or self.device.type == "cpu"):  # else recorded
-            key = round(10 * request.temperature), round(4 * min(request.tilt, 4.0))
+            key = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
             learns = not request.seeded if self.prices is None else request.clock is not None
             self._shares = drafter.shares.setdefault(key, Shares()) if learns else Shares()
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
@@ -297,7 +299,7 @@ class TreeSession(DraftSession):
             return self.growth.expand(log_q, drawn)
         best = sums.topk(self.width, dim=-1).indices
         if self.shape.stop_below:
-            steps = self._visits[..., None] + tilted(log_q, self.tilt)
+            steps = self._visits[..., None] + favoured(log_q, self.draft_bonus)
             self._visits = steps.flatten(1).gather(1, best)
             goes_on = self._visits.exp().sum(-1).max() >= self.shape.stop_below
             if goes_on.device.type != "cpu":  # the next candidates are padding where drafting stops
@@ -317,7 +319,7 @@ class TreeSession(DraftSession):
         if self.growth is not None:
             return tree.keep(self.growth.choose(tree))
         nodes = self.shape.max_nodes
-        return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.tilt, nodes, tree.held))
+        return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.draft_bonus, nodes, tree.held))
 
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
         """Run the model on nodes [B, E]. Their keys follow those of the text and of earlier depths."""

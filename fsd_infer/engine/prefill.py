@@ -38,8 +38,8 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     check_sights(target, request.sights)
     processors, books = TreeProcessors(request.processors, count), Books(target, request, limits)
     markers, marks = markers_of(rules, target.tokenizer), ends_of(rules, target.tokenizer, device)
-    tilt = sum(rule.tilt(request.greedy) for rule in rules) / count
-    drafter = drafter.for_bonus(tilt)
+    draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / count
+    drafter = drafter.for_bonus(draft_bonus)
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
     capacity = longest + drafter.max_nodes
     # the drafter pads rows to the one that emitted most: its texts exceed the longest by up to a tree's depth
@@ -61,9 +61,9 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     check_caches(cache_bytes, rows, capacity, device, request.max_cache_bytes, held)
     temperature = 0.0 if request.greedy else temperature_of(request.processors)
     draws = _draws(drafter, rules, temperature)
-    policy = _policy(target, drafter, rules, request, tilt, draws)
+    policy = _policy(target, drafter, rules, request, draft_bonus, draws)
     drafted = DraftRequest(
-        rows, reach, request.greedy, processors.of_drafts if processors else None, generator, device, tilt,
+        rows, reach, request.greedy, processors.of_drafts if processors else None, generator, device, draft_bonus,
         None if policy is None else policy.choose(count), None if policy is None else policy.clock, keys, draws=draws,
         seeded=request.generator is not None,
         longest=longest,
@@ -90,7 +90,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         policy=policy,
     )
     if recorded is not None:
-        state = recorded.placed(state, count, (drafter.plan, tuple(rules), capacity, processors.signature, tilt))
+        state = recorded.placed(state, count, (drafter.plan, tuple(rules), capacity, processors.signature, draft_bonus))
     books.begin(state, drafter, cache_bytes)
     return books
 
@@ -122,13 +122,15 @@ def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws
 
 
 def _policy(
-    target: Target, drafter: Drafter, rules: Sequence[Rule], request: Request, tilt: float, draws: Draws
+    target: Target, drafter: Drafter, rules: Sequence[Rule], request: Request, draft_bonus: float, draws: Draws
 ) -> TreePolicy | None:
     """Return what chooses the shape of each round's trees; None for a drafter of fixed shape."""
     if drafter.bounds is None:
         return None
     names = {rule.name for rule in rules}
-    profile = RuleProfile(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN)
+    profile = RuleProfile(
+        draft_bonus, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN
+    )
     learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
     return TreePolicy(memory_of(drafter, target), len(rules), profile, drafter.bounds, learns=learns)
 

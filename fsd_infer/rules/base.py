@@ -102,7 +102,7 @@ class Rule:
         """Which drafts should be drawn above temperature 0."""
         return Draws.TREE if getattr(self, "draw", True) else Draws.NONE
 
-    def tilt(self, greedy: bool) -> float:
+    def draft_bonus(self, greedy: bool) -> float:
         """Return roughly how many nats the distribution pays for an accepted draft; 0 for p. Only tree shapes depend on
         it.
 

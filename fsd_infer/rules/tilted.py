@@ -27,11 +27,10 @@ from fsd_infer.rules.vocab_rows import VocabRows
 LEAST_KL_COEF = 1e-3
 KL_COEF, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
 FIRST_PRICE = 2.0  # an adaptive KL coefficient before any spending
-RARE = (
-    100.0  # min_p of an adaptive coefficient: the samples that it matches take such a token this many times less often
-)
+# min_p of an adaptive coefficient: the samples that it matches take such a token this many times less often
+RARE = 100.0
 LIKELY = 16  # the samples to match are of this many tokens; fewer tokens allow less, never more
-GREEDY_SHARPNESS = 2.0  # greedy acceptance resembles draws from a distribution whose tilt is this many times larger
+GREEDY_SHARPNESS = 2.0  # greedy acceptance resembles draws from a distribution with so many times the draft bonus
 
 
 @RULES.register("tilted")
@@ -172,7 +171,7 @@ class Tilted(LossyRule):
             favoured &= ~at.known_tokens(self.exact_ngram_size)
         return torch.where(favoured, gain, 0.0)
 
-    def tilt(self, greedy: bool) -> float:
+    def draft_bonus(self, greedy: bool) -> float:
         return (GREEDY_SHARPNESS if greedy else 1.0) / self.first_kl_coef
 
     def describe(self) -> dict[str, object]:

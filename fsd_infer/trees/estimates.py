@@ -46,8 +46,8 @@ class Rate:
 class Curve(Calibration):
     """A calibration that learns. Both of its ratios have a weak prior of 1."""
 
-    def __init__(self, tilt: float = 0.0, sampled: bool = False) -> None:
-        super().__init__(tilt, sampled)
+    def __init__(self, draft_bonus: float = 0.0, sampled: bool = False) -> None:
+        super().__init__(draft_bonus, sampled)
         self._seen = [Rate(0.2, 0.2, BIN_MEMORY) for _ in self._ratios]
         self.begin_text()
 
@@ -69,12 +69,12 @@ class RuleProfile(NamedTuple):
     """How the drafts of a request are verified.
 
     Attributes:
-        tilt: nats that the distribution gives for an accepted draft, as in :class:`DraftRequest`.
-        name: of the rule, or "several". Requests with the same name and tilt share what they learn.
+        draft_bonus: nats that the distribution gives for an accepted draft, as in :class:`DraftRequest`.
+        name: of the rule, or "several". Requests with the same name and draft bonus share what they learn.
         sampled: whether the drafts are a chain sampled from q.
     """
 
-    tilt: float = 0.0
+    draft_bonus: float = 0.0
     name: str = ""
     sampled: bool = False
 
@@ -153,7 +153,7 @@ class Knowledge:
     """
 
     def __init__(self, costs: Costs, batch: int, profile: RuleProfile) -> None:
-        self.costs, self.curve = costs, Curve(profile.tilt, profile.sampled)
+        self.costs, self.curve = costs, Curve(profile.draft_bonus, profile.sampled)
         self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
         self.reach_ratio = Rate(1.0, 1.0, DEPTH_MEMORY)
         self.accept_rate = Rate(0.6, 1.0, DEPTH_MEMORY)
@@ -185,7 +185,7 @@ class TreeMemory:
         """
         size = batch.bit_length()
         costs = self._costs.setdefault(size, Costs(self.prior))
-        key = size, profile._replace(tilt=round(4 * min(profile.tilt, 4.0)))
+        key = size, profile._replace(draft_bonus=round(4 * min(profile.draft_bonus, 4.0)))
         if key not in self._known:
             self._known[key] = Knowledge(costs, batch, profile)
         return self._known[key]
