@@ -20,7 +20,7 @@ from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import Exact, Rule, RuleInputs, Texts, Verification, apply_rules, parse_rule
 from fsd_infer.rules.distributions import clipped
 from fsd_infer.rules.texts import known, known_tokens
-from fsd_infer.rules.tilted import FIRST_PRICE, LEAST_KL_COEF, Tilted, sampling_cost
+from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampling_cost
 from fsd_infer.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
 
@@ -307,7 +307,7 @@ def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool)
         round = any_round(shape, seed, greedy)
         kl_excess = torch.tensor(spent[: round.tree.tokens.shape[0]])
         made = apply_rules([learned] * len(kl_excess), replace(round, kl_excess=kl_excess))
-        coefs = [max(FIRST_PRICE + float(nats), LEAST_KL_COEF) for nats in kl_excess]
+        coefs = [max(INITIAL_KL_COEF + float(nats), LEAST_KL_COEF) for nats in kl_excess]
         fixed = [Tilted(kl_coef, learned.least_p, exact_ngram_size=0) for kl_coef in coefs]
         assert_same(made, apply_rules(fixed, round))
         different += int((made.spent != apply_rules([fixed[2]] * len(fixed), round).spent).any())
@@ -337,7 +337,9 @@ def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temper
             scores = logits.float() / (temperature or 1.0)
             allowed = float(sampling_cost(scores, t, temperature == 0).sum())
             depth = toy_decoder.drafter.max_depth
-            assert nats <= allowed + math.sqrt(FIRST_PRICE**2 + 2 * depth * count * (1 + depth / 8)) - FIRST_PRICE
+            assert (
+                nats <= allowed + math.sqrt(INITIAL_KL_COEF**2 + 2 * depth * count * (1 + depth / 8)) - INITIAL_KL_COEF
+            )
     # a sure target at next to no temperature allows nothing, and the kl_coef rises with all that is spent
     cool, warm = (sum(answer(f"tilted:match_temperature={t}:min_p=0:exact_ngram_size=0")[1]) for t in (1e-3, 3.0))
     assert cool < warm

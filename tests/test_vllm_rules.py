@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsd_infer.integrations import vllm
 from fsd_infer.integrations.vllm import FuzzyRules, RuleRequest
 from fsd_infer.rules import RuleInputs, parse_rule
-from fsd_infer.rules.tilted import FIRST_PRICE
+from fsd_infer.rules.tilted import INITIAL_KL_COEF
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.tree_rounds import text_round
 
@@ -249,7 +249,7 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
         server.grow(3, text, [])
         server.step(logits[:1], [3])  # accounts for the step before
         if verdict.allowed is not None:
-            kl_excess = (kl_excess + verdict.spent.sum(1) - verdict.allowed).clamp_min(-FIRST_PRICE)
+            kl_excess = (kl_excess + verdict.spent.sum(1) - verdict.allowed).clamp_min(-INITIAL_KL_COEF)
             torch.testing.assert_close(server.rules.kl_excess[3:4], kl_excess.float(), atol=1e-4, rtol=1e-4)
     assert float(spent) > (0 if rule.budget is None else 0.5 * rule.budget)
     server.add(3, asked, [1, 2], [3])

@@ -32,7 +32,7 @@ from fsd_core.tensors import to_device
 from fsd_infer.integrations.vllm_step import Chains, SchedulerStep
 from fsd_infer.rules import Exact, LossyRule, Rule, Tilted, parse_rule
 from fsd_infer.rules.texts import NOWHERE, markers, sentence_ends
-from fsd_infer.rules.tilted import FIRST_PRICE
+from fsd_infer.rules.tilted import INITIAL_KL_COEF
 
 TESTED = ("0.32",)  # of vLLM
 NEED_Q = ("fuzzy", "fuzzy-strict", "cascade-token", "ensemble", "draft-only", "random")
@@ -244,7 +244,7 @@ class FuzzyRules(_Processor):
         places = torch.arange(self.nodes, device=self.device)
         spent, allowed = (kept[slot].masked_fill(places >= emitted, 0.0).sum(1) for kept in (self.cost, self.allowed))
         self.left[slot] = (self.left[slot] - spent).clamp_min(0.0)
-        self.kl_excess[slot] = (self.kl_excess[slot] + spent - allowed).clamp_min(-FIRST_PRICE)
+        self.kl_excess[slot] = (self.kl_excess[slot] + spent - allowed).clamp_min(-INITIAL_KL_COEF)
         self.cost.index_fill_(0, slot, 0.0)
         self.allowed.index_fill_(0, slot, 0.0)
         self.seen[slot] = total

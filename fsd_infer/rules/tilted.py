@@ -26,7 +26,7 @@ from fsd_infer.rules.vocab_rows import VocabRows
 
 LEAST_KL_COEF = 1e-3
 KL_COEF, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
-FIRST_PRICE = 2.0  # an adaptive KL coefficient before any spending
+INITIAL_KL_COEF = 2.0  # an adaptive KL coefficient before any spending
 # min_p of an adaptive coefficient: the samples that it matches take such a token this many times less often
 RARE = 100.0
 LIKELY = 16  # the samples to match are of this many tokens; fewer tokens allow less, never more
@@ -121,7 +121,7 @@ class Tilted(LossyRule):
         """``kl_coef``, given or of a text's first round."""
         if self.kl_coef is not None:
             return self.kl_coef
-        return KL_COEF if self.match_temperature is None else FIRST_PRICE
+        return KL_COEF if self.match_temperature is None else INITIAL_KL_COEF
 
     def kl_coefs(self, inputs: RuleInputs) -> Tensor:
         """[B, 1] the current ``kl_coef`` of each row."""
