@@ -189,7 +189,8 @@ def decoded(place: Place, decoder: FuzzyDecoder, rule: str = "exact", batch: int
         times.append(1e3 * (stats.seconds - stats.prefill_seconds) / rounds)
         phases = {name: 1e3 * spent / rounds for name, spent in stats.phases.items()}
     return {
-        "ms": median(times), "tau": stats.tau, "phases_ms": phases, "prefill_ms": 1e3 * stats.prefill_seconds,
+        "ms": median(times), "tau": stats.acceptance_length, "phases_ms": phases,
+        "prefill_ms": 1e3 * stats.prefill_seconds,
         "first_s": first, "refused": getattr(decoder.target.recorded, "refused", None),
     }  # fmt: skip
 

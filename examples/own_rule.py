@@ -21,4 +21,5 @@ class NearBest(LossyRule):
 decoder = FuzzyDecoder.from_pretrained("smollm2-135m")
 for rule in ("exact", "near-best:0.5", "near-best:0.5:budget=1"):
     made = decoder.generate("Why is the sky blue?", rule=rule, max_new_tokens=32, do_sample=False)
-    print(f"{rule}: {made.stats.tau:.2f} tokens per target forward, {made.stats.divergence_spent:.2f} nats spent")
+    stats = made.stats
+    print(f"{rule}: {stats.acceptance_length:.2f} tokens per target forward, {stats.divergence_spent:.2f} nats spent")

@@ -132,7 +132,7 @@ def test_distribution_of_sampled_beams(options: BeamOptions | None, width: Any, 
     assert sum(distribution.values()) == pytest.approx(1.0)
     sampling: dict[str, Any] = dict(max_new_tokens=3, do_sample=True, top_k=0, temperature=1.0, num_beams=2)
     made = decoder.generate([[1, 2]] * ROWS, seed=3, beam_options=options, **sampling)
-    assert made.stats.tau > 1.2, "drafts are of use"
+    assert made.stats.acceptance_length > 1.2, "drafts are of use"
     found = Counter(map(tuple, made.sequences))
     assert set(found) <= set(distribution) and pearson(found, distribution) < 4
     another = distribution_of_beam_sampling(known, 1 if width is None else 2, 3)

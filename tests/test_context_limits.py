@@ -63,7 +63,7 @@ def test_answers_are_those_of_generate_across_the_length_at_which_angles_change(
             warnings.simplefilter("error")
             made = decoder.generate(prompts, max_new_tokens=26, do_sample=False)
             alone = decoder.generate([prompts[1]], max_new_tokens=26, do_sample=False)
-        assert made.sequences == right and (drafter.max_depth == 0 or made.stats.tau > 1)
+        assert made.sequences == right and (drafter.max_depth == 0 or made.stats.acceptance_length > 1)
         assert alone.sequences == [right[1]]
     target.prefixes = PrefixCache(10**7)
     ends = []
@@ -105,7 +105,7 @@ def test_sampled_answers_follow_generate_across_the_length_at_which_angles_chang
     found = Counter(map(tuple, made.sequences))
     counts = np.array(list(found.values()))
     distribution = distribution_of_generate(kind, prompt, list(found), 2)
-    assert distribution.min() > 0 and made.stats.tau > 1.2
+    assert distribution.min() > 0 and made.stats.acceptance_length > 1.2
     often = rows * distribution >= 5
     seen, wanted = counts[often], rows * distribution[often]  # the others, with those that were not seen, are one cell
     wanted, seen = np.append(wanted, rows - wanted.sum()), np.append(seen, rows - seen.sum())

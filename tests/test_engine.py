@@ -243,8 +243,10 @@ def test_log_likelihood_and_counts(model: Any, oracle: FuzzyDecoder) -> None:
     ids = torch.tensor([prompt + out.sequences[0]])
     log_p = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])
     assert row.mean_log_likelihood == pytest.approx(float(log_p.mean()), abs=1e-4)
-    assert row.tau == pytest.approx((row.new_tokens - 1) / row.target_forwards)
-    assert out.stats.tau == pytest.approx(row.tau)
+    assert row.acceptance_length == pytest.approx((row.new_tokens - 1) / row.target_forwards)
+    assert out.stats.acceptance_length == pytest.approx(row.acceptance_length)
+    with pytest.warns(FutureWarning, match="it is now acceptance_length"):
+        assert (out.stats.tau, row.tau) == (out.stats.acceptance_length, row.acceptance_length)
 
 
 def test_broken_logits_are_named() -> None:

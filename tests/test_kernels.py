@@ -249,7 +249,7 @@ def assert_exact_is_plain(expand: bool, kinds: set[int]) -> None:
     prompts = ["Why is the sky blue?", "Name ten rivers."]
     out = decoder.generate(prompts, max_new_tokens=16, do_sample=False)
     assert out.sequences == plain.generate(prompts, max_new_tokens=16, do_sample=False).sequences
-    assert out.stats.tau > 1.5
+    assert out.stats.acceptance_length > 1.5
 
 
 @in_each_set

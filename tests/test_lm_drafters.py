@@ -132,7 +132,7 @@ def test_parts_of_any_target_draft_for_it(family: str) -> None:
         drafter = made_of(target, name)
         out = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=12, do_sample=False)
         assert out.sequences == expected, name
-        taus[name] = out.stats.tau
+        taus[name] = out.stats.acceptance_length
         own = {id(parameter) for parameter in drafter.model.model.parameters()}
         shared = {id(parameter) for parameter in target.model.parameters()}
         assert own <= shared or "bits" in name, "nothing is copied"
@@ -157,7 +157,7 @@ def test_a_packed_target_drafts_as_before(monkeypatch: pytest.MonkeyPatch) -> No
     whole = decoder.load_drafter("self:layers=0-2", CHAIN)
     assert {id(p) for p in packed_products(whole.modules()[0])} == {id(p) for p in packed_products(target.model)}
     out = decoder.generate(prompts, drafter=whole, max_new_tokens=12, do_sample=False)
-    assert out.sequences == plain and out.stats.tau >= 2.5
+    assert out.sequences == plain and out.stats.acceptance_length >= 2.5
     rounded = decoder.load_drafter("self:layers=0,2:bits=3", CHAIN)
     assert isinstance(rounded, LMDrafter)
     assert decoder.generate(prompts, drafter=rounded, max_new_tokens=12, do_sample=False).sequences == plain

@@ -19,6 +19,7 @@ from fsd_core.functional import draw
 from fsd_infer.rules import (
     Exact,
     Fuzzy,
+    LossyRule,
     OutputDistribution,
     RandomGate,
     Rule,
@@ -150,6 +151,27 @@ def test_former_names_of_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(FutureWarning, match=r"RuleInputs\.regret|OutputDistribution\.lifted") as said:
         made = OutputDistribution.lifted(inputs, inputs.regret)
     assert made == OutputDistribution.biased(inputs, inputs.logprob_gap) and len(said) == 2
+
+
+def test_a_rule_written_with_former_names_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsd_core.former._said", set())
+    with pytest.warns(FutureWarning) as said:
+        from fsd_infer.rules import Evidence, Law  # type: ignore[attr-defined]
+
+        class Always(LossyRule):
+            def law(self, evidence: Evidence) -> Law:
+                return Law.passing(evidence, -math.inf)
+
+            def tilt(self, greedy: bool) -> float:
+                return 0.5
+
+    assert {str(each.message).split(" works")[0] for each in said} == {
+        "fsd_infer.rules.Evidence", "fsd_infer.rules.Law", "Always.law", "Always.tilt"
+    }  # fmt: skip
+    round = tree_round(0, greedy=True)
+    assert Always()(round).accepted.tolist() == parse_rule("fuzzy:js:inf")(round).accepted.tolist()
+    assert Always().draft_bonus(True) == 0.5
+    assert Law is OutputDistribution and Evidence is RuleInputs
 
 
 KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy

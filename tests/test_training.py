@@ -225,7 +225,7 @@ def test_decoded_tau_is_that_of_a_direct_run(toys: Path, tmp_path: Path) -> None
         made = decoder.generate(prompts_of(data, 3), rule, max_new_tokens=10, do_sample=False, seed=0)
         values = {name: callback.points[f"decoded_{name}/{rule}"] for name in ("tau", "gate_open", "spent", "length")}
         assert all(list(points) == [4, 6] for points in values.values())
-        assert values["tau"][6] == pytest.approx(made.stats.tau)
+        assert values["tau"][6] == pytest.approx(made.stats.acceptance_length)
         assert values["gate_open"][6] == pytest.approx(made.stats.gate_open_fraction)
         assert values["spent"][6] == pytest.approx(made.stats.divergence_spent / made.stats.new_tokens)
         assert values["length"][6] == pytest.approx(made.stats.new_tokens / 3)

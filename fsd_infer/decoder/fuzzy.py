@@ -65,7 +65,8 @@ class GenerateOutput(Outcome):
         """Return what a person looks for; ``stats`` and ``records`` have the rest."""
         shown = self.texts if any(self.texts) else self.sequences
         tokens, rate = self.stats.new_tokens, self.stats.tokens_per_second
-        return f"GenerateOutput({shown!r:.400}, {tokens} tokens, tau {self.stats.tau:.2f}, {rate:.1f} tok/s)"
+        tau = self.stats.acceptance_length
+        return f"GenerateOutput({shown!r:.400}, {tokens} tokens, tau {tau:.2f}, {rate:.1f} tok/s)"
 
 
 class FuzzyDecoder:

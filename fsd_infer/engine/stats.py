@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
+from fsd_core.former import say
 from fsd_infer.engine.drafts import Drafts
 from fsd_infer.engine.ngrams import copied_ngrams, kinds, repeated_ngrams
 from fsd_infer.rules import Emission, Rule, TokenOrigin
@@ -20,6 +22,12 @@ class Share(TypedDict):
     nats: float
 
 
+def _tau(stats: RowStats | GenerationStats) -> float:
+    """The acceptance length, by its former name."""
+    say("tau of statistics", "it is now acceptance_length")
+    return stats.acceptance_length
+
+
 @dataclass
 class RowStats:
     """One answer.
@@ -27,8 +35,8 @@ class RowStats:
     Attributes:
         new_tokens: answer length in tokens, an emitted EOS token included.
         target_forwards: verifying forwards of the target, without the prefill.
-        tau: acceptance length: tokens emitted per verifying forward, the target's own token included, the prefill's
-            token excluded. With beams, search steps instead of tokens. NaN without a verifying forward.
+        acceptance_length: tokens emitted per verifying forward, the target's own token included, the prefill's token
+            excluded. With beams, search steps instead of tokens. NaN without a verifying forward.
         gate_open_fraction: share of tokens emitted at a context with an open gate.
         gate_accepted_fraction: share of tokens that only an open gate accepts.
         divergence_spent: sum of nats (temperature > 0: KL of the distribution to the target; 0: greedy gap).
@@ -43,7 +51,7 @@ class RowStats:
 
     new_tokens: int
     target_forwards: int
-    tau: float
+    acceptance_length: float
     gate_open_fraction: float
     gate_accepted_fraction: float
     divergence_spent: float
@@ -57,6 +65,8 @@ class RowStats:
     drafts: Drafts = field(default_factory=Drafts)
     mean_log_likelihood: float | None = None
 
+    tau = property(_tau)
+
     @property
     def seconds(self) -> float:
         return self.prefill_seconds + self.decode_seconds
@@ -64,7 +74,7 @@ class RowStats:
     @property
     def tokens_per_second(self) -> float:
         """New tokens per second, prefill included."""
-        return self.new_tokens / self.seconds if self.seconds else float("nan")
+        return self.new_tokens / self.seconds if self.seconds else math.nan
 
 
 @dataclass
@@ -94,6 +104,8 @@ class GenerationStats:
     known: list[int] = field(default_factory=list)
     trees: TreeStats | None = None
 
+    tau = property(_tau)
+
     @property
     def new_tokens(self) -> int:
         return sum(row.new_tokens for row in self.rows)
@@ -108,15 +120,15 @@ class GenerationStats:
         return sum(row.target_forwards for row in self.rows)
 
     @property
-    def tau(self) -> float:
+    def acceptance_length(self) -> float:
         """Tokens emitted by verifying forwards per verifying forward, over all rows."""
         forwards = self.target_forwards
-        emitted = sum(row.tau * row.target_forwards for row in self.rows if row.target_forwards)
-        return emitted / forwards if forwards else float("nan")
+        emitted = sum(row.acceptance_length * row.target_forwards for row in self.rows if row.target_forwards)
+        return emitted / forwards if forwards else math.nan
 
     @property
     def tokens_per_second(self) -> float:
-        return self.new_tokens / self.seconds if self.seconds else float("nan")
+        return self.new_tokens / self.seconds if self.seconds else math.nan
 
     @property
     def divergence_spent(self) -> float:
@@ -148,9 +160,10 @@ class GenerationStats:
         return sum(getattr(row, name) * row.new_tokens for row in self.rows) / max(self.new_tokens, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        totals = ("new_tokens", "target_forwards", "tau", "tokens_per_second", "divergence_spent")
+        totals = ("new_tokens", "target_forwards", "acceptance_length", "tokens_per_second", "divergence_spent")
         fractions = ("gate_open_fraction", "gate_accepted_fraction", "copied_4grams", "repeated_4grams")
         record = {name: getattr(self, name) for name in (*totals, *fractions)}
+        record["tau"] = self.acceptance_length  # the key of records
         record.update(seconds=self.seconds, prefill_seconds=self.prefill_seconds, phases=self.phases)
         record.update(rule=self.rule, drafter=self.drafter, cache_bytes=self.cache_bytes)
         record["drafts"] = self.drafts.summary()
@@ -159,6 +172,7 @@ class GenerationStats:
         record["rows"] = [
             {
                 **asdict(row),
+                "tau": row.acceptance_length,
                 "drafts": row.drafts.summary(),
                 "seconds": row.seconds,
                 "tokens_per_second": row.tokens_per_second,
@@ -209,7 +223,7 @@ class RowRecord:
         return RowStats(
             new_tokens=count,
             target_forwards=forwards,
-            tau=((count if self.steps is None else self.steps) - 1) / forwards if forwards else float("nan"),
+            acceptance_length=((count if self.steps is None else self.steps) - 1) / forwards if forwards else math.nan,
             gate_open_fraction=_mean(self.gates) or 0.0,
             gate_accepted_fraction=_mean([source == TokenOrigin.GATE for source in self.sources]) or 0.0,
             divergence_spent=float(sum(self.spent)),

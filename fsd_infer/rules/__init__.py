@@ -12,6 +12,9 @@ To write a rule, subclass :class:`LossyRule` and return a :class:`OutputDistribu
 see docs/internals.md.
 """
 
+from typing import Any
+
+from fsd_core.former import say
 from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules, rule_text
 from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
 from fsd_infer.rules.exact import Exact
@@ -71,3 +74,12 @@ __all__ = [
     "parse_rules",
     "rule_text",
 ]
+
+_FORMER = {"Law": "OutputDistribution", "Evidence": "RuleInputs", "Contexts": "VocabRows"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    say(f"fsd_infer.rules.{name}", f"it is now {_FORMER[name]}")
+    return globals()[_FORMER[name]]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError
+from fsd_core.former import say
 from fsd_core.registry import Registry
 from fsd_core.tensors import at_nodes, to_device, wide
 from fsd_infer.rules._walk import walk
@@ -24,6 +25,8 @@ from fsd_infer.rules.parameters import current, parameter, parameters_of, reads_
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import Verdict, Verification, row_index
 from fsd_infer.tree import Draws
+
+_FORMER_METHODS = {"law": "output", "charged_law": "restricted_output", "tilt": "draft_bonus"}
 
 
 class Rule:
@@ -46,6 +49,13 @@ class Rule:
     only_in: str | None = None
     greedy_only: ClassVar[bool] = False
     measured: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for old, new in _FORMER_METHODS.items():
+            if old in vars(cls):
+                say(f"{cls.__name__}.{old}", f"call the method {new}")
+                setattr(cls, new, vars(cls)[old])
 
     def __post_init__(self) -> None:
         for name, checks in parameters_of(type(self)).items():

@@ -114,7 +114,7 @@ def measured(head: EagleHead, target: Target, args: argparse.Namespace) -> dict[
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     decoder = FuzzyDecoder(target, EagleDrafter(head, target, shape))
     asked: list[Any] = [row.messages for row in rows]
-    tau = decoder.generate(asked, **options).stats.tau
+    tau = decoder.generate(asked, **options).stats.acceptance_length
     if not tau >= LEAST_TAU:
         raise CheckpointError(
             f"{args.directory} has an acceptance length of {tau:.2f} with {target.name}, where 1 means no draft. "
