@@ -169,7 +169,7 @@ def walk_traversal(tree: Sampled, uniform: Callable[[], float]) -> tuple[int, Te
 WALKS = {"mixed": walk_mixed, "rsd": walk_rsd, "traversal": walk_traversal}
 
 
-class Probe:
+class SchemeProbe:
     """Measures the distributions at the root of each round, and lets the round go on.
 
     Args:
@@ -268,7 +268,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     nodes: dict[str, list[list[float]]] = defaultdict(list)
     trees: dict[str, list[list[float]]] = defaultdict(list)
     for number_, prompt in enumerate(prompts_of(args)):
-        probe = Probe(args.temperature, [int(width) for width in args.branches.split(",")], generator)
+        probe = SchemeProbe(args.temperature, [int(width) for width in args.branches.split(",")], generator)
         with patch("fsd_infer.engine.loop.decode_round", probe):
             decoder.generate(
                 prompt, temperature=args.temperature, seed=args.seed + number_, do_sample=True,

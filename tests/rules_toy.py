@@ -13,7 +13,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from fsd_infer.rules import Rule, Texts, Verification, parse_rule
+from fsd_infer.rules import Rule, TokenHistory, Verification, parse_rule
 from fsd_infer.tree import DraftTree
 from tests.tree_rounds import masked
 
@@ -123,7 +123,7 @@ class Toy:
             greedy=greedy,
             uniforms=torch.rand(*where.shape, 3, generator=generator),
             process_draft=self.process_draft if changed else None,
-            texts=Texts(tree.tokens[:, :1].tolist() if answers is None else answers, markers={"1..2": (1, 2)}),
+            texts=TokenHistory(tree.tokens[:, :1].tolist() if answers is None else answers, markers={"1..2": (1, 2)}),
         )
 
     def process_draft(self, tree: DraftTree) -> Tensor:

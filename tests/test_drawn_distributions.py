@@ -19,7 +19,7 @@ from torch import Tensor
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.rules import RuleInputs, Texts, Verification, parse_rule
+from fsd_infer.rules import RuleInputs, TokenHistory, Verification, parse_rule
 from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.distributions import clipped, least_divergent, passed
 from fsd_infer.tree import DraftTree, Draws
@@ -169,7 +169,7 @@ def round_of(toy: Grown) -> tuple[Verification, Tensor, Tensor]:
     logits = toy.logits[0][where]
     uniforms = torch.rand(*where.shape, 3, generator=torch.Generator().manual_seed(toy.seed))
     uniforms[..., 2] = uniforms[:1, :1, 2]  # the coins of gates are no draws of the tree
-    texts = Texts(tree.tokens[:, :1].tolist(), markers={})
+    texts = TokenHistory(tree.tokens[:, :1].tolist(), markers={})
     round = Verification(tree, logits, toy.process(logits), False, uniforms, None, toy.process_draft, texts)
     return round, torch.tensor(chances, dtype=torch.double), where
 

@@ -18,8 +18,8 @@ from scipy.stats import chisquare
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
 from fsd_infer.drafters import Drafter, GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
-from fsd_infer.trees.costs import PRIORS, Prior
-from fsd_infer.trees.estimates import Curve, RuleProfile, TreeMemory
+from fsd_infer.trees.costs import PRIORS, CostPrior
+from fsd_infer.trees.estimates import LearnedCalibration, RuleProfile, TreeMemory
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.policy import TRIALS, TreePolicy, TreeReport, memory_of
 from fsd_infer.trees.prices import KNOTS, Kind
@@ -211,7 +211,7 @@ def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple
 
 
 def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
-    curve = Curve()
+    curve = LearnedCalibration()
     of_head = curve.chance(-0.5, 1, True)
     for _ in range(40):
         curve.learn(-0.5, 1, True, Kind.GRAFTED, accepted=False)
@@ -261,7 +261,7 @@ class Adversary:
         return self.now
 
 
-CHEAP = Prior((1e-3,) * len(KNOTS), (1e-3, 1e-4), (1e-3, 1e-3))  # so that even what a toy drafts is worth it
+CHEAP = CostPrior((1e-3,) * len(KNOTS), (1e-3, 1e-4), (1e-3, 1e-3))  # so that even what a toy drafts is worth it
 
 
 def adversary_of(drafter: Drafter, target: Target) -> Adversary:

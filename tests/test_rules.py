@@ -24,8 +24,8 @@ from fsd_infer.rules import (
     RandomGate,
     Rule,
     RuleInputs,
-    Texts,
     Tilted,
+    TokenHistory,
     TokenOrigin,
     Verification,
     parse_rule,
@@ -191,7 +191,7 @@ def one_row(round: Verification, row: int) -> Verification:
         scores=logits if round.scores is round.logits else round.scores[rows],
         uniforms=None if round.uniforms is None else round.uniforms[rows],
         budget_left=None if round.budget_left is None else round.budget_left[rows],
-        texts=Texts(round.tree.tokens[rows, :1].tolist()),
+        texts=TokenHistory(round.tree.tokens[rows, :1].tolist()),
     )
 
 
@@ -276,7 +276,7 @@ def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) 
         partly = parse_rule(f"{spec}:settle=2")(round)
         assert torch.equal(partly.tokens[:, 0], exact.tokens[:, 0]) and not partly.gate_open[:, 0].any()
         assert depth < 2 or (partly.accepted >= exact.accepted).all()
-        longer = replace(round, texts=Texts([[1, *row] for row in round.tree.tokens[:, :1].tolist()]))
+        longer = replace(round, texts=TokenHistory([[1, *row] for row in round.tree.tokens[:, :1].tolist()]))
         assert_same(parse_rule(f"{spec}:settle=2")(longer), free)
 
 
@@ -290,7 +290,7 @@ def test_a_sentences_first_tokens_are_exact(spec: str, shape: str, greedy: bool)
         for ends, lead, expected in (([], 3, free), ([], 9, exact), (range(size), 1, exact), (range(size), 0, free)):
             marks = torch.zeros(size + 1, dtype=torch.bool)
             marks[list(ends)] = True
-            texts = Texts([[7, 7, 7]] * rows, ends=marks)  # three tokens before the root's choice
+            texts = TokenHistory([[7, 7, 7]] * rows, ends=marks)  # three tokens before the root's choice
             lossy = parse_rule(f"{spec}:lead={lead}")
             assert_same(lossy(replace(round, texts=texts)), expected)
 
@@ -303,10 +303,10 @@ def test_tokens_of_a_sentence_are_counted_over_text_and_path() -> None:
     assert sentence_ends({}).tolist() == [True]  # nothing is known: exact everywhere
     parents, tokens = torch.tensor([[0, 0, 0, 1, 3]] * 3), torch.tensor([[2, 0, 2, 1, 6]] * 3)
     tree = DraftTree(tokens, parents, torch.empty(3, 0, 8), torch.full((3, 5), -1), torch.zeros(3, 5))
-    texts = Texts([[0, 1, 0, 2], [0, 2], [1]], [[1], [6], [6]], ends=ends)
+    texts = TokenHistory([[0, 1, 0, 2], [0, 2], [1]], [[1], [6], [6]], ends=ends)
     assert in_sentence(texts, tree).tolist() == [[2, 3, 3, 0, 1], [3, 4, 4, 0, 1], [0, 1, 1, 0, 1]]
     with pytest.raises(FsdError, match="no ends of sentences"):
-        in_sentence(Texts([[0]] * 3), tree)
+        in_sentence(TokenHistory([[0]] * 3), tree)
 
 
 def test_a_look_ahead_stops_where_a_sentence_begins() -> None:
@@ -316,7 +316,7 @@ def test_a_look_ahead_stops_where_a_sentence_begins() -> None:
     logits[0, [0, 2], [1, 3]] = torch.tensor([-2.0, -0.1])  # 1 - 2.3 + 1 + 1 - 0.4 > 0, but not without the last
     tree = DraftTree.chain(torch.tensor([[0, 1, 2, 3]]), torch.empty(1, 0, 5), scores=torch.zeros(1, 4))
     ends = torch.tensor([False, False, True, False, False, False])
-    round = Verification(tree, logits, logits, True, texts=Texts([[0] * 9], ends=ends))
+    round = Verification(tree, logits, logits, True, texts=TokenHistory([[0] * 9], ends=ends))
     assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3")(round).accepted.tolist() == [3]
     assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3:lead=1")(round).accepted.tolist() == [0]
 

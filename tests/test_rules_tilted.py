@@ -17,7 +17,7 @@ from scipy.optimize import minimize
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.rules import Exact, Rule, RuleInputs, Texts, Verification, apply_rules, parse_rule
+from fsd_infer.rules import Exact, Rule, RuleInputs, TokenHistory, Verification, apply_rules, parse_rule
 from fsd_infer.rules.distributions import clipped
 from fsd_infer.rules.texts import known, known_tokens
 from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampling_cost
@@ -118,9 +118,9 @@ def test_at_temperature_0_it_takes_the_best_way_down(kl_coef: float, options: st
     for seed in range(12):
         round = tree_round(seed, greedy=True, mask=seed % 3 == 0)
         answers = [[int(t) % 12 for t in range(row, row + 9)] + [int(round.tree.tokens[row, 0])] for row in range(6)]
-        verdict = verdict_of(rule, replace(round, texts=Texts(answers)))
+        verdict = verdict_of(rule, replace(round, texts=TokenHistory(answers)))
         again = (
-            known(Texts(answers), round.tree, rule.exact_ngram_size)
+            known(TokenHistory(answers), round.tree, rule.exact_ngram_size)
             if rule.exact_ngram_size
             else torch.zeros(6, 9).bool()
         )
@@ -226,7 +226,7 @@ def naive_repeats(text: list[int], n: int) -> bool:
 def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     answers: list[list[int]] = [[], [1], [1, 2], [0, 1] * 6, [], []]
-    grown = Texts(answers, width=200)
+    grown = TokenHistory(answers, width=200)
     found = 0
     for seed in range(12):
         round = tree_round(seed, vocab=4, nodes=9)
@@ -269,8 +269,8 @@ def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_i
     round = chain_round(0, length=3, vocab=6, greedy=greedy)
     round = replace(round, tree=replace(round.tree, q_scores=None))
     roots = round.tree.tokens[:, :1].tolist()
-    copied = Texts(roots, [[*tokens, *tokens] for tokens in round.tree.tokens.tolist()])
-    repeated = Texts([[*tokens, *tokens, *root] for tokens, root in zip(round.tree.tokens.tolist(), roots)])
+    copied = TokenHistory(roots, [[*tokens, *tokens] for tokens in round.tree.tokens.tolist()])
+    repeated = TokenHistory([[*tokens, *tokens, *root] for tokens, root in zip(round.tree.tokens.tolist(), roots)])
     with pytest.raises(FsdError, match="reads prompt and answer; pass texts"):
         parse_rule(f"{spec}:exact_ngram_size=2")(replace(round, texts=None))
     for texts in (copied, repeated):

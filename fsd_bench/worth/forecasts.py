@@ -17,7 +17,7 @@ from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
-from fsd_infer.engine.drafts import Drafts
+from fsd_infer.engine.drafts import FirstChoiceStats
 from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
 from fsd_infer.tree import Draws
 
@@ -110,7 +110,7 @@ class Forecast:
 
     Attributes:
         rows: exact first, then from the cheapest rule per token to the dearest.
-        drafts: of the drafter's first choices, see :meth:`.Drafts.summary`.
+        drafts: of the drafter's first choices, see :meth:`.FirstChoiceStats.summary`.
         yardsticks: by temperature, nats per token that the target's own samples spend, counted as at temperature 0.
         decoded: shape of the run with exact.
         tau, rounds: measured τ of that run, and its number of rounds.
@@ -228,7 +228,7 @@ def forecast(
         "apply_chat_template": chat,
         **decoding(temperature, max_new_tokens),
     }
-    drafts, emitted, rounds, rest, length = Drafts(), 0, 0, 0.0, 0
+    drafts, emitted, rounds, rest, length = FirstChoiceStats(), 0, 0, 0.0, 0
     jobs = [(rule, number) for rule in replays for number in range(len(prompts))]
     for rule, number in tqdm(jobs, desc="worth", unit="answer", disable=not progress):
         watch.seen, prompt = replays[rule].add, prompts[number]

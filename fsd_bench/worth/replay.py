@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.divergence import expand_draft
-from fsd_infer.rules import Asd, Exact, Fly, Rule, Texts, Tilted, TokenOrigin, Verdict, Verification, apply_rules
+from fsd_infer.rules import Asd, Exact, Fly, Rule, Tilted, TokenHistory, TokenOrigin, Verdict, Verification, apply_rules
 from fsd_infer.tree import DraftTree
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.visits import favoured, likeliest
@@ -37,7 +37,7 @@ class RecordedRound:
         answered: tokens of the answer so far, the root included.
         room: tokens that the answer may still have.
         generator: of the replay's draws.
-        ends: of sentences, see :class:`fsd_infer.rules.texts.Texts`.
+        ends: of sentences, see :class:`fsd_infer.rules.texts.TokenHistory`.
         children: of each node.
         drawn: a draw from p at every node.
     """
@@ -126,7 +126,7 @@ class RecordedRound:
         ends = self.ends
         if ends is not None:
             ends = ends[torch.tensor([*number, len(ends) - 1], device=ends.device).clamp_max(len(ends) - 1)]
-        texts = Texts([answer] * len(parts), [prompt] * len(parts), narrow.device, ends=ends)
+        texts = TokenHistory([answer] * len(parts), [prompt] * len(parts), narrow.device, ends=ends)
         return Verification(tree, scores, scores, True, texts=texts), kept
 
     def part(self, nodes: Sequence[int]) -> Verification:
@@ -139,7 +139,7 @@ class RecordedRound:
         return Verification(
             self.tree.keep(index[None]), logits, scores, self.greedy, uniforms,
             process_draft=None if self.greedy else self._process,
-            texts=Texts(*self._texts, device=index.device, ends=self.ends),
+            texts=TokenHistory(*self._texts, device=index.device, ends=self.ends),
         )  # fmt: skip
 
     @property

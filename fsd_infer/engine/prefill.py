@@ -17,7 +17,7 @@ from fsd_infer.engine.round import Look, RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.request.processors import TreeProcessors, temperature_of
 from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts, read_text
-from fsd_infer.rules import Rule, Texts
+from fsd_infer.rules import Rule, TokenHistory
 from fsd_infer.rules.base import nats_of
 from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
@@ -80,7 +80,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         session=drafter.start(torch.tensor([prompt[0] for prompt in prompts]), drafted),
         lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
         roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
-        texts=Texts([()] * rows, prompts, device, markers, capacity + drafter.max_nodes + 1, marks),
+        texts=TokenHistory([()] * rows, prompts, device, markers, capacity + drafter.max_nodes + 1, marks),
         ends=to_device(torch.tensor([len(prompt) + limit for prompt, limit in zip(prompts, limits)]), device),
         budget=nats_of(rules, device),
         kl_excess=torch.zeros(rows, device=device),

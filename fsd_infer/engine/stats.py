@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
 from fsd_core.former import say
-from fsd_infer.engine.drafts import Drafts
+from fsd_infer.engine.drafts import FirstChoiceStats
 from fsd_infer.engine.ngrams import copied_ngrams, kinds, repeated_ngrams
 from fsd_infer.rules import Emission, Rule, TokenOrigin
 from fsd_infer.trees.policy import TreeStats
@@ -62,7 +62,7 @@ class RowStats:
     repeated_4grams: float | None = None
     by_proposer: dict[str, Share] = field(default_factory=dict)
     by_kind: dict[str, Share] = field(default_factory=dict)
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: FirstChoiceStats = field(default_factory=FirstChoiceStats)
     mean_log_likelihood: float | None = None
 
     tau = property(_tau)
@@ -152,9 +152,9 @@ class GenerationStats:
         return _mean([row.repeated_4grams for row in self.rows])
 
     @property
-    def drafts(self) -> Drafts:
+    def drafts(self) -> FirstChoiceStats:
         """The drafter's first choices in all rows."""
-        return Drafts.pooled(row.drafts for row in self.rows)
+        return FirstChoiceStats.pooled(row.drafts for row in self.rows)
 
     def _weighted(self, name: str) -> float:
         return sum(getattr(row, name) * row.new_tokens for row in self.rows) / max(self.new_tokens, 1)
@@ -213,7 +213,7 @@ class RowRecord:
 
     def finish(self, prefill_seconds: float, prompt: Sequence[int], proposers: Sequence[str]) -> RowStats:
         """Return the statistics, given the prompt's tokens and the names of the drafter's proposers."""
-        drafts = Drafts()
+        drafts = FirstChoiceStats()
         for emission in self.emissions:
             if emission.first_choice is not None:
                 drafts.add(proposers[emission.first_choice[0]], emission.depth, emission.first_choice[1])

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.rules import Rule, RuleInputs, Texts, Verification
+from fsd_infer.rules import Rule, RuleInputs, TokenHistory, Verification
 from fsd_infer.rules._walk import affordable
 from fsd_infer.rules.distributions import biased
 from fsd_infer.rules.texts import Markers
 from fsd_infer.tree import DraftTree
 
 
-class SlotTexts(Texts):
+class SlotTexts(TokenHistory):
     """The texts, prompt and answer, in vLLM's slots.
 
     Args:
         states: vLLM's ``LogitsProcRequestState``.
         slot: [B] of the requests.
         longest: bound on the lengths of their texts, known without a sync.
-        markers, ends: see :class:`Texts`.
+        markers, ends: see :class:`TokenHistory`.
     """
 
     def __init__(self, states: Any, slot: Tensor, longest: int, markers: Markers, ends: Tensor | None) -> None:
@@ -57,7 +57,7 @@ class SchedulerStep:
         nodes: N.
         filled: vLLM fills up missing drafts with the request's last token. Then trailing drafts equal to that token
             count as missing, so that no rule favours them.
-        markers: of phases, see :class:`Texts`.
+        markers: of phases, see :class:`TokenHistory`.
         ends: of sentences, see there.
 
     Attributes:

@@ -33,7 +33,7 @@ from fsd_infer.rules.published import (
     Threshold,
     Typical,
 )
-from fsd_infer.rules.texts import Texts
+from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.rules.tilted import Tilted
 from fsd_infer.rules.verification import Emission, TokenOrigin, Verdict, Verification
 from fsd_infer.rules.vocab_rows import VocabRows
@@ -62,7 +62,7 @@ __all__ = [
     "RuleLike",
     "TokenOrigin",
     "AcceptanceTest",
-    "Texts",
+    "TokenHistory",
     "Threshold",
     "Tilted",
     "Typical",
@@ -75,7 +75,7 @@ __all__ = [
     "rule_text",
 ]
 
-_FORMER = {"Law": "OutputDistribution", "Evidence": "RuleInputs", "Contexts": "VocabRows"}
+_FORMER = {"Law": "OutputDistribution", "Evidence": "RuleInputs", "Contexts": "VocabRows", "Texts": "TokenHistory"}
 
 
 def __getattr__(name: str) -> Any:

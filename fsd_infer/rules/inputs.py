@@ -13,7 +13,7 @@ from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError
 from fsd_core.former import say
 from fsd_core.tensors import wide
-from fsd_infer.rules.texts import Texts, in_sentence, inside, known
+from fsd_infer.rules.texts import TokenHistory, in_sentence, inside, known
 from fsd_infer.rules.verification import Verification
 from fsd_infer.rules.vocab_rows import VocabRows
 
@@ -248,7 +248,7 @@ class RuleInputs:
         return self.round.uniforms[..., column]
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> TokenHistory:
         """Each batch row's prompt and answer so far. Raises FsdError if the round has none."""
         if self.round.texts is None:
             raise FsdError("this rule reads prompt and answer; pass texts in Verification.")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.tensors import on_host, to_device
-from fsd_infer.rules.texts import Texts
+from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.tree import DraftTree
 
 
@@ -83,7 +83,7 @@ class Verification:
     uniforms: Tensor | None = None
     budget_left: Tensor | None = None
     process_draft: Callable[[DraftTree], Tensor] | None = None
-    texts: Texts | None = None
+    texts: TokenHistory | None = None
     kl_excess: Tensor | None = None
     copies: Callable[[int], Tensor | None] | None = None
     room: Tensor | None = None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fsd_infer.trees.costs import Costs, Prior
+from fsd_infer.trees.costs import CostModel, CostPrior
 from fsd_infer.trees.prices import Calibration, Kind
 
 TEXT_MEMORY, BIN_MEMORY = 40, 200  # drafts
@@ -43,7 +43,7 @@ class Rate:
         return Rate(self.over / self.memory, self.under / self.memory, memory)
 
 
-class Curve(Calibration):
+class LearnedCalibration(Calibration):
     """A calibration that learns. Both of its ratios have a weak prior of 1."""
 
     def __init__(self, draft_bonus: float = 0.0, sampled: bool = False) -> None:
@@ -105,7 +105,7 @@ class Pause:
 class SideWorth:
     """Whether it pays to ask a grafted drafter: the tokens of its drafts against its time and their verification."""
 
-    def __init__(self, costs: Costs, batch: int) -> None:
+    def __init__(self, costs: CostModel, batch: int) -> None:
         self.costs, self.batch, self.pause, self.trials = costs, batch, Pause(), 0
         self.gain, self.cost = Rate(0.2 * batch, 1.0, SIDE_MEMORY), Rate(0.02, 1.0, SIDE_MEMORY)
 
@@ -135,7 +135,7 @@ class SideWorth:
         self.cost.learn(verifying + seconds / (self.costs.pace or 1.0), 1.0)
 
 
-class Knowledge:
+class PolicyState:
     """Estimates for one profile and one batch size.
 
     Attributes:
@@ -152,8 +152,8 @@ class Knowledge:
         side: whether grafted drafters pay.
     """
 
-    def __init__(self, costs: Costs, batch: int, profile: RuleProfile) -> None:
-        self.costs, self.curve = costs, Curve(profile.draft_bonus, profile.sampled)
+    def __init__(self, costs: CostModel, batch: int, profile: RuleProfile) -> None:
+        self.costs, self.curve = costs, LearnedCalibration(profile.draft_bonus, profile.sampled)
         self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
         self.reach_ratio = Rate(1.0, 1.0, DEPTH_MEMORY)
         self.accept_rate = Rate(0.6, 1.0, DEPTH_MEMORY)
@@ -174,18 +174,18 @@ class TreeMemory:
         by_depth: as in :class:`.Prices`.
     """
 
-    def __init__(self, device: str, prior: Prior, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, device: str, prior: CostPrior, clock: Callable[[], float] = time.perf_counter) -> None:
         self.prior, self.clock, self.by_depth = prior, clock, device == "cpu"
-        self._costs: dict[int, Costs] = {}
-        self._known: dict[tuple[int, RuleProfile], Knowledge] = {}
+        self._costs: dict[int, CostModel] = {}
+        self._known: dict[tuple[int, RuleProfile], PolicyState] = {}
 
-    def knowledge(self, batch: int, profile: RuleProfile) -> Knowledge:
+    def knowledge(self, batch: int, profile: RuleProfile) -> PolicyState:
         """Return the estimates of earlier requests with a similar batch and profile. The caller updates them in
         place.
         """
         size = batch.bit_length()
-        costs = self._costs.setdefault(size, Costs(self.prior))
+        costs = self._costs.setdefault(size, CostModel(self.prior))
         key = size, profile._replace(draft_bonus=round(4 * min(profile.draft_bonus, 4.0)))
         if key not in self._known:
-            self._known[key] = Knowledge(costs, batch, profile)
+            self._known[key] = PolicyState(costs, batch, profile)
         return self._known[key]

@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from fsd_infer.trees.costs import Costs, prior_for
-from fsd_infer.trees.estimates import Knowledge, RuleProfile, TreeMemory
+from fsd_infer.trees.costs import CostModel, prior_for
+from fsd_infer.trees.estimates import PolicyState, RuleProfile, TreeMemory
 from fsd_infer.trees.growing import UNLIKELY, Growth
 from fsd_infer.trees.prices import KNOTS, Kind, Prices
 from fsd_infer.trees.shape import TreeShape
@@ -109,7 +109,7 @@ class TreePolicy:
     ) -> None:
         self.memory, self.profile, self.largest, self.learns = memory, profile, largest, learns
         self.clock = memory.clock if learns else None
-        self.known = memory.knowledge(rows, profile) if learns else Knowledge(Costs(memory.prior), rows, profile)
+        self.known = memory.knowledge(rows, profile) if learns else PolicyState(CostModel(memory.prior), rows, profile)
         self.known.curve.begin_text()
         self.stats, self.rows = TreeStats(), 0
 
