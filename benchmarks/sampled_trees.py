@@ -33,7 +33,7 @@ from fsd_infer import FuzzyDecoder
 from fsd_infer.engine.loop import decode_round
 from fsd_infer.engine.round import verify
 from fsd_infer.engine.state import DecodeState
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 CHILDREN = (1, 2, 4, 10)
 TREE_SCHEMES = ("mixed", "rsd", "traversal")

@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 from scipy.special import rel_entr, softmax
 from scipy.stats import norm
 
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from tests.rules_toy import ALARM, LENGTH, ROWS, Toy, V, p_value, plain_rule, simulate
 
 # What it is told of the rules.

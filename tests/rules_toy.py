@@ -14,7 +14,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from fsd_infer.rules import Rule, TokenHistory, Verification, parse_rule
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import masked
 
 V = 4

@@ -20,7 +20,7 @@ from benchmarks.tables import difference, ratio
 from fsd_infer.engine import round as round_module
 from fsd_infer.rules import RuleInputs, Tilted, Verification
 from fsd_infer.rules.distributions import clipped
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 
 def test_the_page_of_a_round_shows_the_round(repo_root: Path) -> None:

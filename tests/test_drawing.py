@@ -20,11 +20,11 @@ from fsd_infer.drafters.drawing import Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.graft import kept_of, union_of
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.rules import Exact, RuleInputs, parse_rule
-from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.costs import PRIORS
 from fsd_infer.trees.estimates import RuleProfile, TreeMemory
 from fsd_infer.trees.policy import TreePolicy
 from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree, Draws
 from fsd_infer.trees.visits import likeliest
 from tests.rules_toy import ALARM, LENGTH, Toy, V, child_of, p_value, simulate
 

@@ -22,8 +22,8 @@ from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.rules import RuleInputs, TokenHistory, Verification, parse_rule
 from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.distributions import clipped, least_divergent, passed
-from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree, Draws
 from fsd_infer.trees.visits import likeliest
 from tests.tree_rounds import masked
 

@@ -19,7 +19,7 @@ from fsd_infer import Exact, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Rando
 from fsd_infer.drafters import GraftedDrafter
 from fsd_infer.rules import TokenOrigin, parse_rule
 from fsd_infer.targets.token_ids import left_pad
-from fsd_infer.tree import Nodes
+from fsd_infer.trees.tree import Nodes
 from tests.families import (
     CUDA,
     VOCAB,

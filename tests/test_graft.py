@@ -16,7 +16,7 @@ from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, Tree
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter
 from fsd_infer.drafters.graft import _warn_sampled, kept_of, union_of
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from fsd_infer.trees.visits import likeliest
 from tests.families import VOCAB, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import needs_kernels

@@ -14,7 +14,7 @@ LOADERS = {
 }
 SEEN_BY_BACKENDS = {f"fsd_infer.{name}" for name in ("device.cache", "device.cores", "device.cpuinfo", "device.memory")}
 SEEN_BY_BACKENDS |= {f"fsd_infer.targets.{name}" for name in ("masks", "stack", "weights")}
-PURE = ["fsd_core.divergence", "fsd_core.functional", "fsd_infer.tree", "fsd_infer.rules"]
+PURE = ["fsd_core.divergence", "fsd_core.functional", "fsd_infer.trees.tree", "fsd_infer.rules"]
 MODELS = ["transformers", "huggingface_hub", "fsd_infer.targets"]
 HEAVY = [*MODELS, "safetensors", "fsd_infer.backends.cpu.build"]
 
@@ -66,7 +66,7 @@ def test_drafters_see_shapes_and_no_policy(repo_root: Path) -> None:
     """A shape carries the prices by which a drafter grows its tree. It cannot see what rounds cost, nor who chooses."""
     files = (repo_root / "fsd_infer" / "drafters").rglob("*.py")
     names = {name.split(".")[2] for file in files for name in imports_of(file) if name.startswith("fsd_infer.trees.")}
-    assert names == {"growing", "prices", "shape", "visits"}
+    assert names == {"growing", "prices", "shape", "tree", "visits"}
 
 
 def test_maths_needs_no_models_and_no_compiler(repo_root: Path) -> None:

@@ -18,7 +18,7 @@ from fsd_infer.drafters.itself import Itself, spelled
 from fsd_infer.drafters.lm import LMSession, warn_context
 from fsd_infer.targets.sharing import round_weight
 from fsd_infer.targets.weights import weight_rows
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from tests import families
 from tests.bench_toys import save_toy
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts

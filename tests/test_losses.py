@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsd_core.errors import DataError, FsdError
 from fsd_infer.rules import Exact, Fuzzy, Verification
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from fsd_train.losses import LMHead, Schedule, as_loss
 from fsd_train.losses.rows import LIVE
 from tests.loss_toys import (

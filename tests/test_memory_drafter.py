@@ -36,7 +36,7 @@ from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.prefixes import END, LEAST_MATCH, SORTED, Store, SuffixStore, sorted_prefixes
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.batcher import Batcher
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from tests.families import VOCAB, circling_model, tiny_head, tiny_model, tiny_prompts
 from tests.serve_toys import make_job
 from tests.test_free import drafted

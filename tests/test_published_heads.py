@@ -23,7 +23,7 @@ from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.trees.tree import DraftTree, Draws
 from tests.published_blocks import BLOCK, MASK, QWEN3, States, block_states, confidence, tiny_target, z_lab
 from tests.published_heads import LAYOUTS, layout
 from tests.published_mtp import MTP, mtp_target

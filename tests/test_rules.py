@@ -33,7 +33,7 @@ from fsd_infer.rules import (
 from fsd_infer.rules.fuzzy import _warn_never_opens
 from fsd_infer.rules.parameters import FORMER
 from fsd_infer.rules.texts import in_sentence, sentence_ends
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, take, tree_round, verdict_of
 
 

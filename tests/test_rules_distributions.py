@@ -16,7 +16,7 @@ from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError
 from fsd_infer.rules import Asd, Exact, Fly, RuleInputs, Verification, parse_rule
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from tests.rules_enumeration import RULES, check_distribution
 from tests.rules_toy import TOYS, Toy, V
 from tests.tree_rounds import tree_round

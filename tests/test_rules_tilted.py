@@ -21,7 +21,7 @@ from fsd_infer.rules import Exact, Rule, RuleInputs, TokenHistory, Verification,
 from fsd_infer.rules.distributions import clipped
 from fsd_infer.rules.texts import known, known_tokens
 from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampling_cost
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
 
 KL_COEFS = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsd_core.functional import path_sums
 from fsd_infer.rules import Rule, RuleInputs, TokenHistory, Verdict, Verification
 from fsd_infer.rules._walk import walk
-from fsd_infer.tree import DraftTree, Nodes
+from fsd_infer.trees.tree import DraftTree, Nodes
 
 INF = math.inf
 # Every kind of rule, most with and without their options.

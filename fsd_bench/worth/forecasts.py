@@ -19,7 +19,7 @@ from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.engine.drafts import FirstChoiceStats
 from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
-from fsd_infer.tree import Draws
+from fsd_infer.trees.tree import Draws
 
 KL_COEFS = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fsd_core.divergence import expand_draft
 from fsd_infer.rules import Asd, Exact, Fly, Rule, Tilted, TokenHistory, TokenOrigin, Verdict, Verification, apply_rules
-from fsd_infer.tree import DraftTree
 from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree
 from fsd_infer.trees.visits import favoured, likeliest
 
 Cell = tuple[Rule, TreeShape]

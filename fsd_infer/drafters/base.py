@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from fsd_core.registry import Registry
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.drafters.frontier import Frontier, Guess
-from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree, Draws
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 MEMORY = 60.0  # expected acceptances after which what was learned has faded to 1/e, and the weight of the beginning
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.graft import kept_of, union_of
-from fsd_infer.tree import DraftTree, Nodes
+from fsd_infer.trees.tree import DraftTree, Nodes
 from fsd_infer.trees.visits import likeliest
 
 MOST = 16  # forced tokens of a round

@@ -15,9 +15,9 @@ from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.frontier import Frontier, Guess
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, Nodes
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape, check_tree
+from fsd_infer.trees.tree import DraftTree, Nodes
 
 PRIOR_TRIALS = 4.0  # trials that a prior counts as
 Options = list[tuple[int, float]]  # distinct tokens with chances that add up to at most 1

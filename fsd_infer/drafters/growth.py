@@ -29,10 +29,10 @@ from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
 from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import LARGEST, TreeShape, default_shape
+from fsd_infer.trees.tree import DraftTree, Draws
 from fsd_infer.trees.visits import favoured, likeliest
 
 if TYPE_CHECKING:

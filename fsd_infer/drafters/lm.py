@@ -22,8 +22,8 @@ from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
 from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape
+from fsd_infer.trees.tree import DraftTree
 
 
 @cache

@@ -19,7 +19,7 @@ from fsd_infer.drafters.corpus import open_corpus
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
 from fsd_infer.drafters.prefixes import END, SORTED, STORE_BYTES, Occurrence, Store, SuffixStore, TextIndex, match_size
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 FILED = 4  # length of the longest n-grams in the index of the texts at hand
 NEAR = 12  # occurrences that a context takes from each source

@@ -20,7 +20,7 @@ from fsd_infer.drafters.base import DRAFTERS, DraftRequest
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
 from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.rules.verification import Verdict
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 BUCKETS = 12  # of a candidate's log-probability
 BUCKET_NATS = 0.4  # width of a bucket

@@ -28,8 +28,8 @@ from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
 from fsd_infer.heads.hub import find_published
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
 from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree
 
 
 class StepDrafter(TreeDrafter):

@@ -26,7 +26,7 @@ from fsd_infer.engine.report import columns_of
 from fsd_infer.engine.round import Look, RoundTensors, advance, decode_round, settle, verify
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 log = logging.getLogger(__name__)
 MOST = 64  # states that are kept, and recordings of each

@@ -21,9 +21,9 @@ from fsd_infer.rules import Rule, TokenHistory
 from fsd_infer.rules.base import nats_of
 from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.estimates import RuleProfile
 from fsd_infer.trees.policy import TreePolicy, memory_of
+from fsd_infer.trees.tree import DraftTree, Draws
 
 COLD = 0.5  # a temperature below which drawn nodes gain nothing over likely tokens, and take time
 

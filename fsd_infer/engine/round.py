@@ -19,7 +19,7 @@ from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Verdict, Verification
 from fsd_infer.rules.base import judged
 from fsd_infer.rules.tilted import INITIAL_KL_COEF
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 
 @dataclass

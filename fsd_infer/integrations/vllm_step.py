@@ -17,7 +17,7 @@ from fsd_infer.rules import Rule, RuleInputs, TokenHistory, Verification
 from fsd_infer.rules._walk import affordable
 from fsd_infer.rules.distributions import biased
 from fsd_infer.rules.texts import Markers
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 
 class SlotTexts(TokenHistory):

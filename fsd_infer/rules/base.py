@@ -24,7 +24,7 @@ from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import current, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import Verdict, Verification, row_index
-from fsd_infer.tree import Draws
+from fsd_infer.trees.tree import Draws
 
 _FORMER_METHODS = {"law": "output", "charged_law": "restricted_output", "tilt": "draft_bonus"}
 

@@ -11,7 +11,7 @@ from fsd_infer.rules.base import RULES, Rule
 from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
-from fsd_infer.tree import Draws
+from fsd_infer.trees.tree import Draws
 
 
 @RULES.register("exact")

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 _PADDING = -1
 Markers = Mapping[str, tuple[int, int]]  # phase -> opening and closing token

@@ -1,6 +1,6 @@
 """What the engine passes to rules in each round, and what rules return. Tensors only: rules know no models.
 
-Shapes as in :mod:`fsd_infer.tree`.
+Shapes as in :mod:`fsd_infer.trees.tree`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.tensors import on_host, to_device
 from fsd_infer.rules.texts import TokenHistory
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 
 class TokenOrigin(IntEnum):

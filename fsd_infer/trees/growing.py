@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import lists
-from fsd_infer.tree import DraftTree
 from fsd_infer.trees.prices import Kind
 from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree
 
 UNLIKELY = 0.01  # chance of acceptance below which a draft is ignored
 MOST_TOGETHER = 160  # nodes of all trees in a batch

@@ -28,7 +28,7 @@ from enum import IntEnum
 from operator import mul
 
 from fsd_core.tensors import lists
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from fsd_infer.trees.visits import MAX_BONUS
 
 KNOTS = (1, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
