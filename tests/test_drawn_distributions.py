@@ -19,7 +19,7 @@ from torch import Tensor
 from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.rules import RuleInputs, TokenHistory, Verification, parse_rule
+from fsd_infer.rules import RuleInputs, TokenHistory, Verification, VocabRows, parse_rule
 from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.distributions import clipped, least_divergent, passed
 from fsd_infer.trees.shape import TreeShape
@@ -186,7 +186,7 @@ def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor
     pays, _, _ = walk._taken()
     tree = inputs.tree
     stated = torch.where(
-        pays[..., None], distribution.log_probs(inputs), inputs.whole.log_p.view_as(round.logits).double()
+        pays[..., None], distribution.log_probs(inputs), VocabRows.every(inputs).log_p.view_as(round.logits).double()
     )
     chance = torch.where(inputs.above(pays), walk.open, walk.closed).double().masked_fill(~tree.is_draft, 0.0)
     emits = torch.zeros_like(stated)
@@ -240,7 +240,7 @@ def test_no_draw_shifts_what_a_context_emits(name: str) -> None:
     for rule in RULES:
         inputs, distribution, cost, emits, reach = emissions(rule, toy)
         assert torch.allclose(distribution.sum(-1), torch.ones(()).double(), atol=1e-5)
-        p = inputs.whole.p.view_as(distribution).double()
+        p = VocabRows.every(inputs).p.view_as(distribution).double()
         kl = torch.where(distribution > 0, distribution * (distribution / p).log(), 0.0).sum(-1)
         inner = inputs.tree.inner
         torch.testing.assert_close(cost[inner], kl[inner].clamp_min(0.0), atol=2e-5, rtol=1e-4, msg=f"{name} {rule}")

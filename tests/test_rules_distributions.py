@@ -15,7 +15,7 @@ import torch
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError
-from fsd_infer.rules import Asd, Exact, Fly, RuleInputs, Verification, parse_rule
+from fsd_infer.rules import Asd, Exact, Fly, RuleInputs, Verification, VocabRows, parse_rule
 from fsd_infer.trees.tree import DraftTree
 from tests.rules_enumeration import RULES, check_distribution
 from tests.rules_toy import TOYS, Toy, V
@@ -309,7 +309,7 @@ def test_block_verification_has_the_targets_distribution_and_accepts_more(toy: s
     test = Exact(block=True).output(inputs).test
     assert test is not None and test.rest is not None
     chance = test.chance.double()[:, 1:].numpy()
-    rest = test.rest(inputs.whole).double().view(rows, length + 1, V).numpy()
+    rest = test.rest(VocabRows.every(inputs)).double().view(rows, length + 1, V).numpy()
     rest[rest.sum(-1) == 0] = 1  # only where the draft is accepted
     p = softmax(models.scores(models.p).double().numpy(), axis=-1)
 

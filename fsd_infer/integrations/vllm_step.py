@@ -17,6 +17,7 @@ from fsd_infer.rules import Rule, RuleInputs, TokenHistory, Verification
 from fsd_infer.rules._walk import affordable
 from fsd_infer.rules.distributions import biased
 from fsd_infer.rules.texts import Markers
+from fsd_infer.rules.vocab_rows import VocabRows
 from fsd_infer.trees.tree import DraftTree
 
 
@@ -138,7 +139,7 @@ class Chains(RuleInputs):
         if output.logit_bias is None:
             nothing = torch.zeros_like(self.logprob_gap)
             return nothing, nothing
-        holds = mine if output.gate is None else mine & output.gate(self.whole).view_as(mine)
+        holds = mine if output.gate is None else mine & output.gate(VocabRows.every(self)).view_as(mine)
         odds = biased(self, output.logit_bias, output.applies & holds)
         cost = odds.cost.masked_fill(~odds.applies, 0.0)
         pays = odds.applies if left is None else odds.applies & affordable(self, cost, left)

@@ -99,7 +99,7 @@ class _Walk:
             self.open, self.cost = put(chance, self.open), put(cost, self.cost)
         self.applies = put(applies, self.applies)
         if output.gate is not None or output.log_r is not None:
-            self._evaluate(output, self.inputs.whole if mine is True else self.inputs.all_of(index))
+            self._evaluate(output, VocabRows.every(self.inputs, None if mine is True else index))
         return output, mine
 
     def _evaluate(self, output: OutputDistribution, at: VocabRows) -> None:

@@ -226,7 +226,7 @@ class OutputDistribution:
 
     def log_probs(self, inputs: RuleInputs) -> Tensor:
         """Return ln r [B, N, V] without regard to budgets; above temperature 0."""
-        at, applies, tree = inputs.whole, self.applies, inputs.tree
+        at, applies, tree = VocabRows.every(inputs), self.applies, inputs.tree
         if self.gate is not None:
             applies = applies & self.gate(at).view_as(applies)
         log_r = log_p = at.log_p.unflatten(0, applies.shape).double()

@@ -11,6 +11,7 @@ from fsd_infer.rules.base import RULES, Rule
 from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
+from fsd_infer.rules.vocab_rows import VocabRows
 from fsd_infer.trees.tree import Draws
 
 
@@ -59,7 +60,8 @@ def _block(inputs: RuleInputs) -> tuple[Tensor, Tensor]:
         chance: [B, N] that the draft below each node is accepted, given that the node is.
     """
     batch, nodes = inputs.tree.tokens.shape
-    p, q = (values.view(batch, nodes, -1) for values in (inputs.whole.p, inputs.whole.q))
+    at = VocabRows.every(inputs)
+    p, q = at.p.view(batch, nodes, -1), at.q.view(batch, nodes, -1)
     ratio, inner = (inputs.log_p - inputs.log_q).exp(), inputs.tree.inner
     w = [torch.ones_like(ratio[:, 0])]
     for i in range(1, nodes):

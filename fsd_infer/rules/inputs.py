@@ -15,7 +15,6 @@ from fsd_core.former import say
 from fsd_core.tensors import wide
 from fsd_infer.rules.texts import TokenHistory, in_sentence, inside, known
 from fsd_infer.rules.verification import Verification
-from fsd_infer.rules.vocab_rows import VocabRows
 
 
 class RuleInputs:
@@ -276,18 +275,8 @@ class RuleInputs:
     def inside(self, phase: str) -> Tensor:
         """bool; whether the token after the context is in a phase, see :mod:`fsd_infer.rules.texts`."""
         if phase not in self.texts.markers:
-            raise FsdError(f"only_in={phase}: the texts have no markers for it; pass them to Texts.")
+            raise FsdError(f"only_in={phase}: the texts have no markers for it; pass them to TokenHistory.")
         return inside(self.texts, self.tree, *self.texts.markers[phase])
-
-    @cached_property
-    def whole(self) -> VocabRows:
-        """All contexts in order, R = B·N."""
-        return self.all_of(torch.arange(self.tree.tokens.shape[0], device=self.nodes.device), whole=True)
-
-    def all_of(self, rows: Tensor, whole: bool = False) -> VocabRows:
-        """All contexts of these rows, in order."""
-        count = self.nodes.shape[0]
-        return VocabRows(self, rows[:, None].expand(-1, count).flatten(), self.nodes.repeat(rows.shape[0]), whole)
 
     def unfit(self, reads_q: bool) -> dict[str, Tensor]:
         """Return by source, [B, N] bool, whether logits are NaN, +inf or all -inf; see :attr:`Verdict.faults`.

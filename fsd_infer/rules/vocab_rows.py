@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fsd_core.divergence import Divergence
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.texts import known_tokens
-
-if TYPE_CHECKING:
-    from fsd_infer.rules.inputs import RuleInputs
 
 
 class VocabRows:
@@ -27,6 +24,13 @@ class VocabRows:
         self.inputs, self.rows, self.nodes = inputs, rows, nodes
         self._whole = whole  # all nodes of all rows in order, so views replace copies
         self._known: dict[int, Tensor] = {}
+
+    @classmethod
+    def every(cls, inputs: RuleInputs, rows: Tensor | None = None) -> VocabRows:
+        """Return all contexts in order, R = B·N; or those of batch rows ``rows``."""
+        batch, nodes = inputs.tree.tokens.shape[0], inputs.nodes
+        index = torch.arange(batch, device=nodes.device) if rows is None else rows
+        return cls(inputs, index[:, None].expand(-1, len(nodes)).flatten(), nodes.repeat(len(index)), rows is None)
 
     def those(self, wanted: Tensor) -> VocabRows:
         """The contexts that are ``wanted`` [R]; the same object for all of them. Syncs with the device."""

@@ -26,8 +26,8 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.weights import INDEX, SINGLE
 from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
 from fsd_infer.targets.target import Target
-from fsd_train.commands.doctor import accepted_shares, runs_of
 from fsd_train.commands.export import record_of, target_of
+from fsd_train.commands.head_checks import accepted_shares, runs_of
 from fsd_train.repository import find
 
 TEMPLATE = Path(__file__).with_name("card.md.in")
