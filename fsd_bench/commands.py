@@ -170,7 +170,7 @@ def skip_layers(args: argparse.Namespace) -> int:
     from fsd_bench.skip_layers import answers, search
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.drafters.itself import spelled
-    from fsd_infer.targets.loading import parse_device, parse_dtype
+    from fsd_infer.targets.placing import parse_device, parse_dtype
 
     set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(args.target, dtype=parse_dtype(args.dtype), device=parse_device(args.device))

@@ -19,7 +19,7 @@ from benchmarks.results_page import filled, middle
 from benchmarks.tables import difference, ratio
 from fsd_infer.engine import round as round_module
 from fsd_infer.rules import RuleInputs, Tilted, Verification
-from fsd_infer.rules.distributions import clipped
+from fsd_infer.rules.optimal import clipped
 from fsd_infer.trees.tree import DraftTree
 
 

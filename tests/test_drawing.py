@@ -15,10 +15,10 @@ from scipy.special import softmax
 from torch import Tensor
 
 from fsd_infer import FsdError
-from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.graft import kept_of, union_of
 from fsd_infer.drafters.growth import TreeSession
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.rules import Exact, RuleInputs, parse_rule
 from fsd_infer.trees.costs import PRIORS
 from fsd_infer.trees.estimates import RuleProfile, TreeMemory

@@ -16,12 +16,12 @@ from scipy.optimize import minimize
 from scipy.special import rel_entr, softmax
 from torch import Tensor
 
-from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.growth import TreeSession
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.rules import RuleInputs, TokenHistory, Verification, VocabRows, parse_rule
 from fsd_infer.rules._walk import _Walk
-from fsd_infer.rules.distributions import clipped, least_divergent, passed
+from fsd_infer.rules.optimal import clipped, least_divergent, passed
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
 from fsd_infer.trees.visits import likeliest

@@ -20,8 +20,8 @@ from fsd_infer.backends.cpu.kernels import MOST_ROWS, Kernels
 from fsd_infer.backends.cpu.packing import Packed, packed_of, packed_products
 from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.device.cache import SlotCache, cache_argument
-from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleSession
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.models.start import initialise_from
 from tests.families import VOCAB, save_head, tell, tiny_model, tiny_prompts

@@ -18,7 +18,7 @@ from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import Exact, Rule, RuleInputs, TokenHistory, Verification, apply_rules, parse_rule
-from fsd_infer.rules.distributions import clipped
+from fsd_infer.rules.optimal import clipped
 from fsd_infer.rules.texts import known, known_tokens
 from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampling_cost
 from fsd_infer.trees.tree import DraftTree

@@ -31,7 +31,7 @@ from fsd_infer.heads.formats import head_kind
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.request.options import shaping
 from fsd_infer.targets.adapters import put_beside
-from fsd_infer.targets.loading import parse_device, take_device
+from fsd_infer.targets.placing import parse_device, take_device
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.processors import is_processor
 from fsd_infer.targets.target import Target

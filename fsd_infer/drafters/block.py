@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
-from fsd_infer.drafters.base import DraftRequest
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
 from fsd_infer.heads.block_formats import read_block_head
 from fsd_infer.heads.blocks import BlockHead

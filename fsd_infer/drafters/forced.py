@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.graft import kept_of, union_of
+from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.trees.tree import DraftTree, Nodes
 from fsd_infer.trees.visits import likeliest
 

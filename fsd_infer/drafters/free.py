@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from fsd_core.errors import FsdError
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.frontier import Frontier, Guess
+from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape, check_tree

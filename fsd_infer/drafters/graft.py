@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.errors import FsdError
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.free import likeliest_of
 from fsd_infer.drafters.frontier import Frontier, Guess
+from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.trees.tree import DraftTree, Draws
 from fsd_infer.trees.visits import likeliest
 

@@ -25,9 +25,10 @@ from typing_extensions import Self
 from fsd_core import functional
 from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
-from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
+from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.prices import Prices

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from fsd_core.errors import ModelLoadError, VocabularyMismatchError
 from fsd_core.tensors import at_nodes, padded, to_device
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest
+from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeDrafter
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape

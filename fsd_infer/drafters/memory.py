@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest
+from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.corpus import open_corpus
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
 from fsd_infer.drafters.prefixes import END, SORTED, STORE_BYTES, Occurrence, Store, SuffixStore, TextIndex, match_size
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.tree import DraftTree
 

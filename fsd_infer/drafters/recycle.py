@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.errors import FsdError
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest
+from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
 from fsd_infer.drafters.frontier import Frontier
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.rules.verification import Verdict
 from fsd_infer.trees.tree import DraftTree
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fsd_core.errors import VocabularyMismatchError
 from fsd_core.tensors import padded, to_device
-from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.lm import LMDrafter, LMSession, check_same_vocabulary
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.translation import Translation
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape

@@ -9,7 +9,8 @@ import torch
 from fsd_core.errors import FsdError
 from fsd_core.tensors import padded, to_device
 from fsd_infer.device.memory import check_caches, free_bytes
-from fsd_infer.drafters.base import Drafter, DraftRequest
+from fsd_infer.drafters.base import Drafter
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.engine.books import Books
 from fsd_infer.engine.capture import Recorded, bucket
 from fsd_infer.engine.request import Request

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsd_core.tensors import to_device
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.drafters.base import DraftSession
+from fsd_infer.drafters.session import DraftSession
 from fsd_infer.request.processors import TreeProcessors
 from fsd_infer.rules import Rule, TokenHistory
 from fsd_infer.targets.target import Target

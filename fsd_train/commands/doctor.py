@@ -21,7 +21,7 @@ from fsd_core.openai_client import Server
 from fsd_core.text.row_check import RowCheck, listing_of
 from fsd_core.text.rows import read_rows
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.targets.loading import parse_dtype
+from fsd_infer.targets.placing import parse_dtype
 from fsd_infer.targets.target import Target
 from fsd_train.commands.comparisons import check_engine, compare_targets
 from fsd_train.commands.feeding import Finding
