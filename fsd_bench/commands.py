@@ -95,8 +95,8 @@ def calibrate(args: argparse.Namespace) -> int:
     """Run `fsd-bench calibrate`."""
     needed("scipy")
     needed("matplotlib")
-    from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise
     from fsd_bench.evidence.calibrate import calibrate as run_calibrate
+    from fsd_bench.evidence.certify import NATS, SCORE, SPEED, Promise
     from fsd_bench.evidence.settings import SweepOptions
     from fsd_bench.report import calibration_lines
 

@@ -80,15 +80,12 @@ def build_record(
     compared = choose_baselines(list(methods), baselines)
     cells = {name: _cells(name, turns, blocks) for name in methods}
     reference = _first_tokens(compared[0], turns)
-    by_category: dict[str, list[Comparison]] = {}
+    by_category: dict[str, list[Comparison]] = {prompt.category: [] for prompt in prompts}
     for turn in turns:
-        by_category.setdefault(prompts[turn.prompts[0]].category, []).append(turn)
+        by_category[prompts[turn.prompts[0]].category].append(turn)
     facts = {}
     for name, description in methods.items():
-        parts = {
-            category: summary(name, by_category.get(category, []))
-            for category in dict.fromkeys(p.category for p in prompts)
-        }
+        parts = {category: summary(name, of_category) for category, of_category in by_category.items()}
         facts[name] = {
             **summary(name, turns, cells[name]),
             "tau_category_mean": _mean([part["tau"] for part in parts.values()]),
