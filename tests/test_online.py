@@ -266,7 +266,7 @@ CHEAP = CostPrior((1e-3,) * len(KNOTS), (1e-3, 1e-4), (1e-3, 1e-3))  # so that e
 
 def adversary_of(drafter: Drafter, target: Target) -> Adversary:
     """Give a drafter's policy such a clock, and return it."""
-    memory = memory_of(drafter, target)
+    memory = memory_of(drafter.learner, target, drafter.learner.relative_cost)
     memory.clock, memory.prior = (clock := Adversary()), CHEAP
     return clock
 

@@ -24,10 +24,9 @@ from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
-from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.drafters.loading import load_drafter, refuse_head
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.stats import Outcome
-from fsd_infer.heads.formats import head_kind
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.request.options import shaping
 from fsd_infer.targets.adapters import put_beside
@@ -318,7 +317,7 @@ def _wrapped(target: Any, tokenizer: Any, config: RuntimeConfig, model_kwargs: d
     tokenizer = tokenizer if processor is None else processor.tokenizer
     _check_objects(target, tokenizer)
     if isinstance(target, (str, Path)):
-        _refuse_head(Path(str(target)))
+        refuse_head(Path(str(target)))
         keeps_blocks = config.weights in ("auto", "packed")
         model_kwargs["device"] = take_device(model_kwargs.get("device"), model_kwargs)
         reads = choose(parse_device(model_kwargs["device"])).reads_blocks if keeps_blocks else None
@@ -347,11 +346,3 @@ def _check_objects(target: Any, tokenizer: Any) -> None:
         raise ModelLoadError(f"a target is a name or a transformers model, got {type(target).__name__}.")
     if tokenizer is not None and not callable(tokenizer):
         raise ModelLoadError(f"a tokenizer is one of transformers, got {tokenizer!r:.60}: load it first.")
-
-
-def _refuse_head(directory: Path) -> None:
-    """Raise ModelLoadError for the directory of a draft head, of which transformers would say that it is too old."""
-    if directory.is_dir() and head_kind(directory) is not None:
-        raise ModelLoadError(
-            f"{directory} is a draft head, not a target: give it as drafter, beside the model that it was trained for."
-        )

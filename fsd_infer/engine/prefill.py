@@ -133,7 +133,8 @@ def _policy(
         draft_bonus, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN
     )
     learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
-    return TreePolicy(memory_of(drafter, target), len(rules), profile, drafter.bounds, learns=learns)
+    memory = memory_of(drafter.learner, target, drafter.learner.relative_cost)
+    return TreePolicy(memory, len(rules), profile, drafter.bounds, learns=learns)
 
 
 def read_again(state: DecodeState, books: Books) -> None:

@@ -34,7 +34,6 @@ from fsd_infer.trees.prices import KNOTS, Kind, Prices
 from fsd_infer.trees.shape import TreeShape
 
 if TYPE_CHECKING:
-    from fsd_infer.drafters.base import Drafter
     from fsd_infer.targets.target import Target
 
 RATE_MEMORY, GAIN_MEMORY = 20, 15  # rounds of a text
@@ -207,12 +206,17 @@ class TreePolicy:
         return grafted, right
 
 
-_MEMORIES: WeakKeyDictionary[Drafter, TreeMemory] = WeakKeyDictionary()
+_MEMORIES: WeakKeyDictionary[object, TreeMemory] = WeakKeyDictionary()
 
 
-def memory_of(drafter: Drafter, target: Target) -> TreeMemory:
-    """Return what a drafter's requests have learned; it is kept as long as the drafter."""
-    drafter = drafter.learner
-    if drafter not in _MEMORIES:
-        _MEMORIES[drafter] = TreeMemory(target.device.type, prior_for(target, drafter.relative_cost))
-    return _MEMORIES[drafter]
+def memory_of(learner: object, target: Target, relative_cost: float | None) -> TreeMemory:
+    """Return what the requests of a drafter have learned; it is kept as long as the drafter.
+
+    Args:
+        learner: the drafter, or the part of it that learns.
+        target: verifies its drafts.
+        relative_cost: of it, as of a Drafter.
+    """
+    if learner not in _MEMORIES:
+        _MEMORIES[learner] = TreeMemory(target.device.type, prior_for(target, relative_cost))
+    return _MEMORIES[learner]
