@@ -68,7 +68,7 @@ test-quant: $(STAMP)  ## quantised targets, with the libraries that compute them
 
 test-vllm: $(STAMP)  ## exported heads decode in vLLM as they do here; it is installed into .venv-vllm where it can be
 	@test -n "$$VLLM_PYTHON" || $(BIN)/python -m benchmarks.heads_in_vllm --vllm .venv-vllm --install || true
-	$(BIN)/python -m pytest tests/test_vllm.py tests/test_vllm_laws.py tests/test_vllm_server.py -rs $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/test_vllm.py tests/test_vllm_distributions.py tests/test_vllm_server.py -rs $(PYTEST_ARGS)
 
 bench: $(STAMP)  ## speed beside transformers, vLLM, llama.cpp and OpenVINO; options: BENCH_ARGS="--target DIR ..."
 	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)

@@ -50,7 +50,7 @@ KEPT = ("tokens_per_second", "decode_tokens_per_second", "tau", "identical_to_ba
 
 
 @dataclass(frozen=True)
-class Step:
+class Stage:
     """A command of this repository.
 
     Attributes:
@@ -71,7 +71,7 @@ class Step:
 
 
 def run_steps(
-    steps: Sequence[Step], directory: Path, record: dict[str, Any], save: Callable[[dict[str, Any]], None]
+    steps: Sequence[Stage], directory: Path, record: dict[str, Any], save: Callable[[dict[str, Any]], None]
 ) -> None:
     """Run the steps that are not done, those never tried first.
 
@@ -93,7 +93,7 @@ def run_steps(
         save(record)
 
 
-def _run(step: Step, log: Path) -> dict[str, Any]:
+def _run(step: Stage, log: Path) -> dict[str, Any]:
     """Run one step and return its outcome."""
     if step.record is not None:
         step.record.unlink(missing_ok=True)
@@ -150,7 +150,7 @@ def page(record: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RunSizes:
     """What differs in a rehearsal.
 
     Attributes:
@@ -159,7 +159,7 @@ class Sizes:
         answers: options of `fsd-train regenerate`; none where answers are at hand.
         minutes: training time, in two steps. The recipe is in the run's directory.
         padded: options of `benchmarks.padded`.
-        laws: options of pytest.
+        distributions: options of pytest.
         can_record: whether decoding can do without CUDA graphs.
     """
 
@@ -170,11 +170,11 @@ class Sizes:
     answers: list[str]
     minutes: float
     padded: list[str]
-    laws: list[str]
+    distributions: list[str]
     can_record: bool = True
 
 
-def full(args: argparse.Namespace, directory: Path) -> Sizes:
+def full(args: argparse.Namespace, directory: Path) -> RunSizes:
     """Return the sizes for a GPU."""
     recipe = (ROOT / "recipes" / "tinyllama-1.1b.yaml").read_text(encoding="utf-8")
     for ours, here in {
@@ -186,15 +186,15 @@ def full(args: argparse.Namespace, directory: Path) -> Sizes:
         recipe = recipe.replace(ours, here)
     write_text(directory / "recipe.yaml", recipe)
     asked = ["data/tinyllama-1.1b-answers.jsonl.gz", "data/tinyllama-1.1b-answers-2.jsonl.gz"]
-    return Sizes(
+    return RunSizes(
         [], ["--prompts", "data/spec_bench_dev.jsonl", "--limit", "24", "--every", "10"], [],
         ["--target", args.tinyllama],
         ["--prompts", *asked, "--max-new-tokens", "256", "--batch-size", "128", "--limit", "3000"],
-        10, ["--target", args.tinyllama, "--weights", "8.03e9"], ["-m", "gpu", "-k", "law"],
+        10, ["--target", args.tinyllama, "--weights", "8.03e9"], ["-m", "gpu", "-k", "distribution"],
     )  # fmt: skip
 
 
-def toys(directory: Path) -> Sizes:
+def toys(directory: Path) -> RunSizes:
     """Return sizes for seconds on a CPU. The first call makes the toys."""
     from fsd_infer.targets.target import Target
     from fsd_train.commands.new_recipe import render
@@ -209,23 +209,24 @@ def toys(directory: Path) -> Sizes:
     facts = facts_of(str(toy.target))
     write_text(directory / "recipe.yaml", render(facts, choose(facts), [str(answers)], run=f"{directory}/tinyllama"))
     small = ["--device", "cpu", "--max-new-tokens", "16"]
-    return Sizes(
+    return RunSizes(
         ["--shape", str(toy.target), "--device", "cpu", "--prompt", "8", "--new", "6"],
         ["--prompts", str(toy.prompts), *small], toy.models, ["--target", str(toy.target), "--dtype", "fp32"], [], 0.1,
-        ["--target", str(toy.target), "--weights", "1e6"], ["tests/test_engine.py", "-k", "law and top_k and cpu"],
+        ["--target", str(toy.target), "--weights", "1e6"],
+        ["tests/test_engine.py", "-k", "distribution and top_k and cpu"],
         can_record=False,
     )  # fmt: skip
 
 
-def steps_of(sizes: Sizes, directory: Path) -> list[Step]:
+def steps_of(sizes: RunSizes, directory: Path) -> list[Stage]:
     """Return all steps, most valuable first. TinyLlama is decoded with the head that an earlier step trains."""
 
-    def tests(name: str, why: str, *more: str, missing: str = "") -> Step:
-        return Step(name, why, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *more], LIMIT, missing=missing)
+    def tests(name: str, why: str, *more: str, missing: str = "") -> Stage:
+        return Stage(name, why, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *more], LIMIT, missing=missing)
 
-    def measured(name: str, why: str, *words: str) -> Step:
+    def measured(name: str, why: str, *words: str) -> Stage:
         file = directory / f"{name}.json"
-        return Step(name, why, ["-m", *words, "--json", str(file)], LIMIT, file)
+        return Stage(name, why, ["-m", *words, "--json", str(file)], LIMIT, file)
 
     bench = ["fsd_bench.cli", "run", "--methods", RULES, *sizes.prompts]
     drafter = ["--drafter", f"{directory}/tinyllama/head"]
@@ -237,29 +238,29 @@ def steps_of(sizes: Sizes, directory: Path) -> list[Step]:
     padded = ["--target", f"{directory}/padded", *sizes.tinyllama[2:]]
     return [
         *_rounds(sizes, directory),
-        tests("device-tests", "the tests that need a GPU", "-m", "gpu", "-k", "not law and not strategies"),
-        tests("laws", "sampled answers have the target's law", *sizes.laws),
+        tests("device-tests", "the tests that need a GPU", "-m", "gpu", "-k", "not distribution and not strategies"),
+        tests("distributions", "sampled answers have the target's distribution", *sizes.distributions),
         measured("built-in", "built-in model: generate, plain, exact and lossy", *bench, *sizes.built_in),
         measured("built-in-eager", "the same without CUDA graphs", *bench, *sizes.built_in, *eager),
         *_training(sizes, directory),
         measured("tinyllama", "TinyLlama with that head", *bench, *sizes.tinyllama, *drafter),
-        Step("padded", "TinyLlama with the weights of an 8B model",
+        Stage("padded", "TinyLlama with the weights of an 8B model",
              ["-m", "benchmarks.padded", *sizes.padded, "--output", f"{directory}/padded"], LIMIT),
         measured("tinyllama-as-8b", "the same tokens at an 8B model's cost", *bench, *padded, *drafter),
-        Step("vllm", "the built-in model beside vLLM", ["-m", "benchmarks.compare", *peer, "--output", str(directory)],
+        Stage("vllm", "the built-in model beside vLLM", ["-m", "benchmarks.compare", *peer, "--output", str(directory)],
              LIMIT, directory / "compare-smollm2-135m.json", no_vllm),
         tests("strategies", "FSDP and DeepSpeed's stages on the GPU", "-m", "gpu", "-k", "strategies"),
         tests("deepspeed", "its stages by two processes", "tests/test_deepspeed.py", missing=no_deepspeed),
     ]  # fmt: skip
 
 
-def _rounds(sizes: Sizes, directory: Path) -> list[Step]:
+def _rounds(sizes: RunSizes, directory: Path) -> list[Stage]:
     """Rounds at an 8B model's shape, a few parts at a time; what is done stays in one record."""
     words = ["-m", "benchmarks.gpu_round", *sizes.rounds, "--json", f"{directory}/gpu-round.json", "--parts"]
-    return [Step(f"round-{parts.split(',')[0]}", why, [*words, parts], LIMIT) for parts, why in ROUNDS.items()]
+    return [Stage(f"round-{parts.split(',')[0]}", why, [*words, parts], LIMIT) for parts, why in ROUNDS.items()]
 
 
-def _training(sizes: Sizes, directory: Path) -> list[Step]:
+def _training(sizes: RunSizes, directory: Path) -> list[Stage]:
     """Answers of the target, and a head that learns from them in two sittings."""
     recipe = ["--config", f"{directory}/recipe.yaml"]
     answers = ["-m", "fsd_train.cli", "regenerate", *recipe, *sizes.answers]
@@ -269,10 +270,10 @@ def _training(sizes: Sizes, directory: Path) -> list[Step]:
         return ["-m", "fsd_train.cli", "fit", *recipe, "--trainer.max_time", clock, *more]
 
     return [
-        Step("answers", "TinyLlama's answers to learn from", answers, LIMIT,
+        Stage("answers", "TinyLlama's answers to learn from", answers, LIMIT,
              missing="" if sizes.answers else "a rehearsal has answers"),
-        Step("training", "a head for TinyLlama", fit(sizes.minutes / 2, "--overwrite", "true"), LIMIT),
-        Step("training-2", "the rest of its time", fit(sizes.minutes, "--ckpt_path", "auto"), LIMIT),
+        Stage("training", "a head for TinyLlama", fit(sizes.minutes / 2, "--overwrite", "true"), LIMIT),
+        Stage("training-2", "the rest of its time", fit(sizes.minutes, "--ckpt_path", "auto"), LIMIT),
     ]  # fmt: skip
 
 

@@ -36,11 +36,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu_place import DRAFTED, NEW, PROMPT, Place
 from benchmarks.recorded import ROOT, parser_of, record_main
 from fsd_bench.estimate import head_on_paper, planned_head, weights_read
-from fsd_bench.planned import planned_target
 from fsd_core.errors import FsdError
 from fsd_core.tables import table
 from fsd_infer import FuzzyDecoder, TreeShape
@@ -51,63 +50,8 @@ from fsd_infer.engine.callback import Callback
 from fsd_infer.heads.head import EagleConfig, EagleHead
 
 TREES = ((3, 1, 4), (5, 1, 6), (5, 4, 16), (6, 4, 24), (6, 10, 60))
-PROMPT, NEW, DRAFTED = 512, 96, 32000  # tokens of a prompt and an answer; ids of the head's vocabulary
 MINUTES = 7.5  # of a part, after which it is killed
 Rows = dict[str, dict[str, Any]]
-
-
-class Place:
-    """A target of random weights on a device, and the clock of that device.
-
-    Args:
-        shape: as :func:`.planned_target` takes it.
-        device: on which it is made.
-        new: tokens of an answer.
-        prompt: tokens of a prompt.
-    """
-
-    def __init__(self, shape: str, device: str, prompt: int = PROMPT, new: int = NEW) -> None:
-        self.device, self.prompt, self.new = torch.device(device), prompt, new
-        self.planned = planned_target(shape)
-        self.config = self.planned.config
-        self.config.eos_token_id = None
-        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
-    def model(self) -> Any:
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype).eval()
-        model.generation_config.eos_token_id = None
-        return model
-
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def seconds(self, run: Callable[[], Any]) -> float:
-        self.sync()
-        start = time.perf_counter()
-        run()
-        self.sync()
-        return time.perf_counter() - start
-
-    def timed(self, run: Callable[[], Any], repeats: int = 30) -> float:
-        """Milliseconds of one of many runs in a row, recorded as a graph where that is possible."""
-        run()
-        if self.device.type == "cuda":
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                run()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run()
-            run = graph.replay
-        else:
-            repeats = 1
-        run()
-        return 1e3 * self.seconds(lambda: [run() for _ in range(repeats)]) / repeats
 
 
 def limit(place: Place) -> Rows:
@@ -190,7 +134,8 @@ def decoded(place: Place, decoder: FuzzyDecoder, rule: str = "exact", batch: int
         times.append(1e3 * (stats.seconds - stats.prefill_seconds) / rounds)
         phases = {name: 1e3 * spent / rounds for name, spent in stats.phases.items()}
     return {
-        "ms": median(times), "tau": stats.tau, "phases_ms": phases, "prefill_ms": 1e3 * stats.prefill_seconds,
+        "ms": median(times), "tau": stats.acceptance_length, "phases_ms": phases,
+        "prefill_ms": 1e3 * stats.prefill_seconds,
         "first_s": first, "refused": getattr(decoder.target.recorded, "refused", None),
     }  # fmt: skip
 

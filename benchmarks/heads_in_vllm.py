@@ -34,9 +34,9 @@ from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.weights import SINGLE
-from fsd_infer.targets.loading import parse_dtype
-from fsd_train.commands.doctor import accepted_shares, runs_of
+from fsd_infer.targets.placing import parse_dtype
 from fsd_train.commands.export import target_facts
+from fsd_train.commands.head_checks import accepted_shares, runs_of
 
 SCRIPT = Path(__file__).parent / "peers" / "run_vllm_head.py"
 TIMEOUT = 1800  # seconds of one run of vLLM

@@ -1,4 +1,4 @@
-"""Laws of sampled trees that the engine does not have, beside the mixed law, on contexts of a draft head.
+"""Distributions of sampled trees that the engine does not have, beside the mixed scheme, on contexts of a draft head.
 
     python -m benchmarks.sampled_trees --temperature 1.0 --json benchmarks/results/sampled-trees-1.0.json
 
@@ -8,7 +8,7 @@ is p(C) of the k likeliest, ``chain`` one draft drawn from q, ``mixed`` k - 1 li
 two such drafts.
 
 **A tree.** At each round, trees of one shape are drafted and verified without being emitted: accepted drafts of the
-mixed law, of drafts without replacement tested from the root (``rsd``), and of the same drafts by traversal
+mixed scheme, of drafts without replacement tested from the root (``rsd``), and of the same drafts by traversal
 verification from the leaves (``traversal``, 2505.12398).
 """
 
@@ -33,10 +33,10 @@ from fsd_infer import FuzzyDecoder
 from fsd_infer.engine.loop import decode_round
 from fsd_infer.engine.round import verify
 from fsd_infer.engine.state import DecodeState
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 CHILDREN = (1, 2, 4, 10)
-TREE_LAWS = ("mixed", "rsd", "traversal")
+TREE_SCHEMES = ("mixed", "rsd", "traversal")
 
 
 def likeliest(p: Tensor, q: Tensor, k: int) -> Tensor:
@@ -63,7 +63,7 @@ def several(p: Tensor, q: Tensor, k: int, drawn: int, generator: torch.Generator
         r, left, fails = p, rest, torch.ones((), dtype=p.dtype)
         for _ in range(drawn):
             fails = fails * (1.0 - torch.minimum(r, left).sum())  # over this draft, given those before
-            refused = (left - r).clamp_min(0.0)  # the law of a draft that is rejected
+            refused = (left - r).clamp_min(0.0)  # the distribution of a draft that is rejected
             if float(fails) <= 1e-12 or float(refused.sum()) <= 0.0:
                 break
             r = normalised((r - left).clamp_min(0.0))
@@ -88,7 +88,7 @@ class Sampled:
     Args:
         tokens, parents: [N] of the nodes, parents first.
         p, q: [N, V]; q at nodes with children.
-        fixed: [N] bool; nodes that were not drawn, for the mixed law; None: all were drawn without replacement.
+        fixed: [N] bool; nodes that were not drawn, for the mixed scheme; None: all were drawn without replacement.
     """
 
     def __init__(self, tokens: list[int], parents: list[int], p: Tensor, q: Tensor, fixed: list[bool]) -> None:
@@ -99,7 +99,7 @@ class Sampled:
 
 
 def walk_mixed(tree: Sampled, uniform: Callable[[], float]) -> tuple[int, Tensor, int]:
-    """Return the accepted drafts, the law of the token after them, and the last node, by the mixed law."""
+    """Return the accepted drafts, the distribution of the token after them, and the last node, by the mixed scheme."""
     node = count = 0
     while children := tree.children[node]:
         p, q = tree.p[node], tree.q[node]
@@ -169,8 +169,8 @@ def walk_traversal(tree: Sampled, uniform: Callable[[], float]) -> tuple[int, Te
 WALKS = {"mixed": walk_mixed, "rsd": walk_rsd, "traversal": walk_traversal}
 
 
-class Probe:
-    """Measures the laws at the root of each round, and lets the round go on.
+class SchemeProbe:
+    """Measures the distributions at the root of each round, and lets the round go on.
 
     Args:
         temperature: of both models.
@@ -190,14 +190,14 @@ class Probe:
     def __call__(self, state: DecodeState) -> Any:
         for drawn in (True, False):
             tree = self._grown(state, all_drawn=drawn)
-            for law in TREE_LAWS[1:] if drawn else TREE_LAWS[:1]:
-                counts = [WALKS[law](tree, self.uniform)[0] for _ in range(self.walks)]
-                self.trees[law].append(sum(counts) / self.walks)
+            for scheme in TREE_SCHEMES[1:] if drawn else TREE_SCHEMES[:1]:
+                counts = [WALKS[scheme](tree, self.uniform)[0] for _ in range(self.walks)]
+                self.trees[scheme].append(sum(counts) / self.walks)
         made = decode_round(state)
         self._nodes_of(made.tree, made.logits, made.verdict.path[0, : 1 + int(made.verdict.accepted[0])].tolist())
         return made
 
-    def _law(self, logits: Tensor) -> Tensor:
+    def _distribution(self, logits: Tensor) -> Tensor:
         return (logits.double() / self.temperature).softmax(-1)
 
     def _nodes_of(self, tree: DraftTree, logits: Tensor, path: list[int]) -> None:
@@ -205,14 +205,14 @@ class Probe:
             row = int(tree.q_index[0, node])
             if row < 0:
                 continue
-            p = self._law(logits[0, node])
-            q = self._law(expand_draft(tree.q_logits[0, row].float(), tree.draft_ids, len(p)))
+            p = self._distribution(logits[0, node])
+            q = self._distribution(expand_draft(tree.q_logits[0, row].float(), tree.draft_ids, len(p)))
             for k in CHILDREN:
                 self.nodes[f"likeliest {k}"].append(float(likeliest(p, q, k)))
                 self.nodes[f"mixed {k}"].append(float(mixed(p, q, k)))
-                for law, drawn in (("rsd", k), ("two", 2)):
-                    if drawn < k or law == "rsd":
-                        self.nodes[f"{law} {k}"].append(
+                for scheme, drawn in (("rsd", k), ("two", 2)):
+                    if drawn < k or scheme == "rsd":
+                        self.nodes[f"{scheme} {k}"].append(
                             float(several(p, q, k, drawn, self.generator, min(8, 7 * k - 6)))
                         )
 
@@ -226,7 +226,7 @@ class Probe:
         for level, width in enumerate(self.branches, 1):
             new, above = [], []
             for place, node in enumerate(level_nodes):
-                q = qs[node] = self._law(expand_draft(logits[0, place].float(), ids, vocabulary))
+                q = qs[node] = self._distribution(expand_draft(logits[0, place].float(), ids, vocabulary))
                 if all_drawn:
                     children = without_replacement(q, width, self.generator).tolist()
                     are_fixed = [False] * len(children)
@@ -251,7 +251,7 @@ class Probe:
         tree = DraftTree(
             torch.tensor([tokens]), torch.tensor([parents]), shape, torch.empty(1, 0, vocabulary), shape.long() - 1
         )
-        p = self._law(verify(state, tree)[0][0])
+        p = self._distribution(verify(state, tree)[0][0])
         q = torch.stack([qs.get(node, torch.zeros(vocabulary, dtype=p.dtype)) for node in range(len(tokens))])
         return Sampled(tokens, parents, p, q, fixed)
 
@@ -262,31 +262,33 @@ def prompts_of(args: argparse.Namespace) -> Iterator[str]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return means of each law over contexts and rounds, and ratios to the mixed law over prompts."""
+    """Return means of each distribution over contexts and rounds, and ratios to the mixed scheme over prompts."""
     decoder = FuzzyDecoder.from_pretrained(args.target)
     generator = torch.Generator().manual_seed(args.seed)
     nodes: dict[str, list[list[float]]] = defaultdict(list)
     trees: dict[str, list[list[float]]] = defaultdict(list)
     for number_, prompt in enumerate(prompts_of(args)):
-        probe = Probe(args.temperature, [int(width) for width in args.branches.split(",")], generator)
+        probe = SchemeProbe(args.temperature, [int(width) for width in args.branches.split(",")], generator)
         with patch("fsd_infer.engine.loop.decode_round", probe):
             decoder.generate(
                 prompt, temperature=args.temperature, seed=args.seed + number_, do_sample=True,
                 max_new_tokens=args.max_new_tokens,
             )  # fmt: skip
         for into, found in ((nodes, probe.nodes), (trees, probe.trees)):
-            for law, values in found.items():
-                into[law].append(values)
+            for scheme, values in found.items():
+                into[scheme].append(values)
 
     def summary(found: dict[str, list[list[float]]], base: Callable[[str], str]) -> dict[str, Any]:
-        sums = {law: [(sum(values), float(len(values))) for values in of] for law, of in found.items()}
-        means = {law: sum(one for one, _ in of) / sum(count for _, count in of) for law, of in sums.items()}
-        ratios = {law: ratio_interval(of, sums[base(law)]) for law, of in sums.items() if base(law) != law}
+        sums = {scheme: [(sum(values), float(len(values))) for values in of] for scheme, of in found.items()}
+        means = {scheme: sum(one for one, _ in of) / sum(count for _, count in of) for scheme, of in sums.items()}
+        ratios = {
+            scheme: ratio_interval(of, sums[base(scheme)]) for scheme, of in sums.items() if base(scheme) != scheme
+        }
         return {"mean": means, "to_mixed": ratios, "count": sum(count for _, count in next(iter(sums.values())))}
 
     return {
-        "nodes": summary(nodes, lambda law: f"mixed {law.split()[1]}"),
-        "trees": summary(trees, lambda law: "mixed"),
+        "nodes": summary(nodes, lambda scheme: f"mixed {scheme.split()[1]}"),
+        "trees": summary(trees, lambda scheme: "mixed"),
     }
 
 
@@ -296,8 +298,8 @@ def report(record: dict[str, Any]) -> str:
     for name, unit in (("nodes", "accepted"), ("trees", "accepted drafts per round")):
         part = record[name]
         rows = [
-            [law, number(mean, 3), ratio_text(part["to_mixed"][law]) if law in part["to_mixed"] else ""]
-            for law, mean in part["mean"].items()
+            [scheme, number(mean, 3), ratio_text(part["to_mixed"][scheme]) if scheme in part["to_mixed"] else ""]
+            for scheme, mean in part["mean"].items()
         ]
         parts.append(table([f"{name}, {part['count']:.0f}", unit, "times mixed"], rows))
     return "\n".join(parts)

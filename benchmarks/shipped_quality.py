@@ -81,13 +81,13 @@ def levels(sets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def setting(results: Path = RESULTS) -> Calibrated:
     """Return what is written: exact for ``rule="calibrated"``, since no rule is certain to lose less than 1 point."""
     sets = counted(results)
-    evidence = {
+    inputs = {
         "confidence": CONFIDENCE,
         "calibration": sets,
         "verification": verified(results),
         "speed": "ratio of tokens per forward; tree 6,2,12, 128 tokens, shipped head",
     }
-    return Calibrated(0.0, "exact", None, {"kind": SCORE, "value": 0.01}, evidence, levels(sets))
+    return Calibrated(0.0, "exact", None, {"kind": SCORE, "value": 0.01}, inputs, levels(sets))
 
 
 def _read(results: Path, name: str) -> Any:

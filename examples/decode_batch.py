@@ -6,6 +6,7 @@ decoder = FuzzyDecoder.from_pretrained("smollm2-135m")  # or a directory or Hub 
 prompts = ["Why is the sky blue?", "Name three rivers."]
 for rule in ("exact", "tilted:1:budget=2"):
     made = decoder.generate(prompts, rule=rule, max_new_tokens=32, do_sample=False)
-    print(f"{rule}: {made.stats.tau:.2f} tokens per target forward, {made.stats.divergence_spent:.2f} nats spent")
+    stats = made.stats
+    print(f"{rule}: {stats.acceptance_length:.2f} tokens per target forward, {stats.divergence_spent:.2f} nats spent")
     for prompt, text in zip(prompts, made.texts, strict=True):
         print(f"  {prompt} {text!r}")

@@ -16,7 +16,7 @@ print(head.push_to_hub(REPOSITORY, commit_message="a draft head"))
 # Decode with it. The config.json tells heads of SafeAILab, SpecForge and speculators apart.
 decoder = FuzzyDecoder.from_pretrained(TARGET, REPOSITORY)
 out = decoder.generate("Why is the sky blue?", max_new_tokens=48, do_sample=False)
-print(out.texts[0], f"\n{out.stats.tau:.2f} tokens per forward")
+print(out.texts[0], f"\n{out.stats.acceptance_length:.2f} tokens per forward")
 
 # EagleHead is a transformers model: it takes a revision, a subfolder, a dtype, a device.
 again = EagleHead.from_pretrained(REPOSITORY, target, revision="main", dtype="float32", local_files_only=True)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from fsd_infer import FuzzyDecoder
-from fsd_infer.rules import RULES, Evidence, Law, LossyRule, parameter
+from fsd_infer.rules import RULES, LossyRule, OutputDistribution, RuleInputs, parameter
 
 
 @RULES.register("near-best")
@@ -14,11 +14,12 @@ class NearBest(LossyRule):
 
     share: float = parameter(0.5, above=0)
 
-    def law(self, evidence: Evidence) -> Law:
-        return Law.passing(evidence, evidence.log_p_max + math.log(self.share))
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        return OutputDistribution.passing(inputs, inputs.log_p_max + math.log(self.share))
 
 
 decoder = FuzzyDecoder.from_pretrained("smollm2-135m")
 for rule in ("exact", "near-best:0.5", "near-best:0.5:budget=1"):
     made = decoder.generate("Why is the sky blue?", rule=rule, max_new_tokens=32, do_sample=False)
-    print(f"{rule}: {made.stats.tau:.2f} tokens per target forward, {made.stats.divergence_spent:.2f} nats spent")
+    stats = made.stats
+    print(f"{rule}: {stats.acceptance_length:.2f} tokens per target forward, {stats.divergence_spent:.2f} nats spent")

@@ -22,4 +22,4 @@ print(
 )
 for rule in ("exact", "tilted:1"):
     made = decoder.generate("Why is the sky blue?", rule=rule, max_new_tokens=24, do_sample=False)
-    print(f"{rule}: {made.texts[0]!r}, {made.stats.tau:.2f} tokens per target forward")
+    print(f"{rule}: {made.texts[0]!r}, {made.stats.acceptance_length:.2f} tokens per target forward")

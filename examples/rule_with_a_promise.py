@@ -21,4 +21,4 @@ if fsd_bench((command + f"--max-new-tokens 12 --confidence 0.5 --output {out / '
 made = FuzzyDecoder.from_pretrained(TARGET, str(head)).generate(
     "Why is the sky blue?", rule="calibrated", temperature=0
 )
-print(f"rule {made.stats.rule}: {made.stats.tau:.2f} tokens per target forward")
+print(f"rule {made.stats.rule}: {made.stats.acceptance_length:.2f} tokens per target forward")

@@ -41,6 +41,6 @@ for beginning in args.beginning:
         for end in range(1, len(ids) + 1):  # a token's text depends on the tokens before it
             piece = decoder.tokenizer.decode(ids[:end])[len(decoder.tokenizer.decode(ids[: end - 1])) :]
             story += f"[{piece}]" if record.sources[end - 1] == TokenOrigin.GATE else piece
-        speed = f"{row.tokens_per_second:.0f} tokens/s, {row.tau:.1f} per target forward"
+        speed = f"{row.tokens_per_second:.0f} tokens/s, {row.acceptance_length:.1f} per target forward"
         nats, repeats = row.divergence_spent / row.new_tokens, row.repeated_4grams or 0
         print(f"\n{rule}: {speed}, {nats:.2f} nats per token, {repeats:.0%} repeated 4-grams\n{story}")

@@ -21,4 +21,4 @@ for command in (
         sys.exit(f"fsd-train {command} failed")
 head = next(Path("runs").glob("*/head"))
 made = FuzzyDecoder.from_pretrained(TARGET, str(head)).generate("Why is the sky blue?", max_new_tokens=16)
-print(f"{head.resolve()}: {made.stats.tau:.2f} tokens per target forward")
+print(f"{head.resolve()}: {made.stats.acceptance_length:.2f} tokens per target forward")

@@ -95,8 +95,8 @@ def calibrate(args: argparse.Namespace) -> int:
     """Run `fsd-bench calibrate`."""
     needed("scipy")
     needed("matplotlib")
-    from fsd_bench.evidence.calibrate import NATS, SCORE, SPEED, Promise
     from fsd_bench.evidence.calibrate import calibrate as run_calibrate
+    from fsd_bench.evidence.certify import NATS, SCORE, SPEED, Promise
     from fsd_bench.evidence.settings import SweepOptions
     from fsd_bench.report import calibration_lines
 
@@ -140,7 +140,7 @@ def estimate(args: argparse.Namespace) -> int:
     from fsd_bench.report import estimate_text
     from fsd_infer.heads.head import EagleHead
     from fsd_infer.heads.hub import find_head
-    from fsd_infer.trees.shape import DEFAULT_SHAPES, TILTED_SHAPES, TreeShape
+    from fsd_infer.trees.shape import BONUS_SHAPES, DEFAULT_SHAPES, TreeShape
 
     tree = None if args.tree is None else TreeShape.parse(args.tree)
     target = planned_target(args.target, read_changes(args.set))
@@ -161,7 +161,7 @@ def estimate(args: argparse.Namespace) -> int:
         vocabulary = min(args.draft_vocab, target.vocab_size)
         drafter = head_on_paper(target, planned_head(target, layout=args.layout, draft_vocab_size=vocabulary))
     planned = Planned(target, drafter, **request)
-    print(estimate_text(planned, tree or DEFAULT_SHAPES["cuda"], tree or TILTED_SHAPES["cuda"]))
+    print(estimate_text(planned, tree or DEFAULT_SHAPES["cuda"], tree or BONUS_SHAPES["cuda"]))
     return 0
 
 
@@ -170,7 +170,7 @@ def skip_layers(args: argparse.Namespace) -> int:
     from fsd_bench.skip_layers import answers, search
     from fsd_infer.decoder import FuzzyDecoder
     from fsd_infer.drafters.itself import spelled
-    from fsd_infer.targets.loading import parse_device, parse_dtype
+    from fsd_infer.targets.placing import parse_device, parse_dtype
 
     set_threads(args.threads)
     decoder = FuzzyDecoder.from_pretrained(args.target, dtype=parse_dtype(args.dtype), device=parse_device(args.device))

@@ -50,7 +50,7 @@ class RunSpec:
 def decoding(temperature: float, max_new_tokens: int) -> dict[str, Any]:
     """Return the arguments of ``generate``, the same for every method.
 
-    Nothing but temperature and rule shapes the law, whatever the model's generation config says.
+    Nothing but temperature and rule shapes the distribution, whatever the model's generation config says.
     """
     drawn = dict(do_sample=True, temperature=temperature) if temperature else dict(do_sample=False, temperature=None)
     return dict(max_new_tokens=max_new_tokens, **drawn, top_p=None, top_k=None, min_p=None, repetition_penalty=1.0)

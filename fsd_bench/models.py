@@ -14,8 +14,9 @@ from fsd_bench.prompts import Encoder
 from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder, RuntimeConfig, retired
 from fsd_infer.drafters import Drafter, TreeShape
-from fsd_infer.targets.loading import load_config, load_target, load_tokenizer, parse_device, parse_dtype
+from fsd_infer.targets.loading import load_config, load_target, load_tokenizer
 from fsd_infer.targets.masks import max_positions
+from fsd_infer.targets.placing import parse_device, parse_dtype
 from fsd_infer.targets.target import Target
 
 # options that count something

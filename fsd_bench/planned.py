@@ -67,7 +67,7 @@ def planned_target(name: str, changes: Mapping[str, int] | None = None) -> Targe
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """The sizes that determine a target's memory and time.
 
     Attributes:
@@ -92,11 +92,11 @@ class Sizes:
     positions: int | None = None
 
 
-def sizes_of(target: Target) -> Sizes:
+def sizes_of(target: Target) -> ModelSizes:
     """Return the sizes of a target, with or without values."""
     config, hidden = target.config, target.hidden_size
     heads = int(llama_layer(config, hidden)["num_attention_heads"])  # of a head's layer, where the target has none
-    return Sizes(
+    return ModelSizes(
         name=target.name,
         family=config.model_type,
         parameters=count_weights(target.model),

@@ -17,7 +17,7 @@ from fsd_bench.intervals import interval
 from fsd_bench.paired import AVERAGES, QUANTITIES, RATES, SUMS, against, intervals, pooled
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, write_text
-from fsd_infer.engine.drafts import Drafts
+from fsd_infer.engine.drafts import FirstChoiceStats
 
 # entries of a list, two levels deep in indented JSON
 _DEEP = re.compile(r"^(  )(\{$.*?^  \}|\[$.*?^  \])", re.MULTILINE | re.DOTALL)
@@ -59,9 +59,10 @@ def build_record(
     answers. ``accepted_by_position`` is the share of rounds that accepted 1, 2, … drafts or more. ``target_forwards``,
     ``answer_tokens`` and ``divergence_spent`` (nats) are means per answer. Gate fractions and
     ``log_likelihood_per_token`` (nats, raw) are means per token. ``drafts`` pools the drafters' first choices, see
-    :class:`fsd_infer.engine.drafts.Drafts`. ``phases`` are seconds over all runs, ``phase_fractions`` their shares,
-    ``milliseconds_per_round`` each phase after the prefill / verifying forwards. ``round_overhead_fraction`` is the
-    share of the time after the prefill that neither target nor drafter takes. What a method does not report is None.
+    :class:`fsd_infer.engine.drafts.FirstChoiceStats`. ``phases`` are seconds over all runs, ``phase_fractions`` their
+    shares, ``milliseconds_per_round`` each phase after the prefill / verifying forwards. ``round_overhead_fraction`` is
+    the share of the time after the prefill that neither target nor drafter takes. What a method does not report is
+    None.
 
     A ratio of speeds is the method's / the baseline's on the same unit (of seconds the inverse, so that above 1 is
     faster): the median over units with a 95 % percentile bootstrap interval. Other ratios, a method's ``intervals``,
@@ -79,15 +80,12 @@ def build_record(
     compared = choose_baselines(list(methods), baselines)
     cells = {name: _cells(name, turns, blocks) for name in methods}
     reference = _first_tokens(compared[0], turns)
-    by_category: dict[str, list[Comparison]] = {}
+    by_category: dict[str, list[Comparison]] = {prompt.category: [] for prompt in prompts}
     for turn in turns:
-        by_category.setdefault(prompts[turn.prompts[0]].category, []).append(turn)
+        by_category[prompts[turn.prompts[0]].category].append(turn)
     facts = {}
     for name, description in methods.items():
-        parts = {
-            category: summary(name, by_category.get(category, []))
-            for category in dict.fromkeys(p.category for p in prompts)
-        }
+        parts = {category: summary(name, of_category) for category, of_category in by_category.items()}
         facts[name] = {
             **summary(name, turns, cells[name]),
             "tau_category_mean": _mean([part["tau"] for part in parts.values()]),
@@ -183,7 +181,9 @@ def summary(name: str, turns: Sequence[Comparison], cells: Mapping[int, Cell] | 
     """Return the numbers of one method over these turns, with speeds from ``cells`` (default: one per group)."""
     groups = _cells(name, turns)
     units = list((groups if cells is None else cells).values())
-    drafts = Drafts.pooled(Drafts(answer.regrets) for turn in turns for answer in turn.runs[name].answers)
+    drafts = FirstChoiceStats.pooled(
+        FirstChoiceStats(answer.regrets) for turn in turns for answer in turn.runs[name].answers
+    )
     return {
         "answers": len({index for turn in turns for index in turn.prompts}),
         **{quantity: _median([cell[quantity] for cell in units]) for quantity in SPEEDS},

@@ -19,7 +19,7 @@ from fsd_infer.drafters import DraftRequest, DraftSession, GraftedDrafter, Looku
 from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import attention_for
-from fsd_infer.tree import DraftTree, Nodes
+from fsd_infer.trees.tree import DraftTree, Nodes
 
 VOCAB = 97
 WINDOW = 8  # shorter than every tested sequence

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsd_train.losses import LOSSES, DraftBatch, LMHead, Loss, LossOutput, LossTerm, MixLoss
-from fsd_train.losses.base import Rows
+from fsd_train.losses.base import LossIndex
 
 S, N, H, VD = 3, 14, 8, 19
 
@@ -54,14 +54,14 @@ class Grid:
                 chains.append(chain)
         return chains
 
-    def rows(self) -> Rows:
+    def rows(self) -> LossIndex:
         place, step = (self.weights.T > 0).nonzero().unbind(1)
         number = {pair: row for row, pair in enumerate(zip(step.tolist(), place.tolist()))}
         chains = torch.tensor([[number[pair] for pair in chain] for chain in self.chains()], dtype=torch.long)
         ends = torch.searchsorted(place, torch.arange(len(self.positions) + 1)).tolist()
         chains, weight = chains.view(-1, len(self.weights)).T, self.weights[step, place]
         ones = torch.ones(chains.shape[1])
-        return Rows(self.positions, place, step, weight, chains, ones, ends, weight.sum(), ones.sum())
+        return LossIndex(self.positions, place, step, weight, chains, ones, ends, weight.sum(), ones.sum())
 
     def batch(self) -> DraftBatch:
         rows = self.rows()

@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 from scipy.special import rel_entr, softmax
 from scipy.stats import norm
 
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from tests.rules_toy import ALARM, LENGTH, ROWS, Toy, V, p_value, plain_rule, simulate
 
 # What it is told of the rules.
@@ -62,7 +62,7 @@ Place = tuple[int, int]  # context of a round's root, and a node of its tree
 
 @dataclass
 class Enumeration:
-    """The exact law of the first LENGTH emitted tokens.
+    """The exact distribution of the first LENGTH emitted tokens.
 
     Attributes:
         toy: the models.
@@ -93,25 +93,25 @@ class Enumeration:
             gate_p, gate_q = self.p, self.q
         measure = REFERENCE_DIVERGENCES[self.divergence]
         self.wants = np.array([measure(a, b) <= self.threshold for a, b in zip(gate_p, gate_q, strict=True)])
-        self.law: dict[tuple[int, ...], float] = defaultdict(float)
+        self.distribution: dict[tuple[int, ...], float] = defaultdict(float)
         self.expected_spent = 0.0
         self.largest_spent = 0.0
         self.tree_at, self.below = cache(self._tree_at), cache(self._below)
         self._expand((), 0, (0, 0), 1.0, 0.0)
 
-    def sequence_law(self) -> np.ndarray:
+    def sequence_distribution(self) -> np.ndarray:
         """[V ** LENGTH] by code."""
-        return np.array([self.law[self._tokens(code)] for code in range(V**LENGTH)])
+        return np.array([self.distribution[self._tokens(code)] for code in range(V**LENGTH)])
 
-    def target_law(self) -> np.ndarray:
+    def target_distribution(self) -> np.ndarray:
         """[V ** LENGTH] what the target alone would emit."""
-        law = np.ones(V**LENGTH)
+        distribution = np.ones(V**LENGTH)
         for code in range(V**LENGTH):
             context = 0
             for token in self._tokens(code):
-                law[code] *= self.p[context, token]
+                distribution[code] *= self.p[context, token]
                 context = V * context + 1 + token
-        return law
+        return distribution
 
     @staticmethod
     def _tokens(code: int) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ class Enumeration:
 
     def _expand(self, tokens: tuple[int, ...], context: int, place: Place, weight: float, spent: float) -> None:
         if len(tokens) == LENGTH:
-            self.law[tokens] += weight
+            self.distribution[tokens] += weight
             self.expected_spent += weight * spent
             self.largest_spent = max(self.largest_spent, spent)
             return
@@ -157,42 +157,50 @@ class Enumeration:
             opens = [(1.0, False)]
         found: Kernel = []
         for weight, gate in opens:
-            law = self._law(text, context, place) if gate else p
-            cost = rel_entr(law, p).sum()
+            distribution = self._distribution(text, context, place) if gate else p
+            cost = rel_entr(distribution, p).sum()
             if cost > left:
-                law, cost = p, 0.0
-            found += [(weight * chance, y, down, cost) for chance, y, down in self._draws(p, q, law, gate, place)]
+                distribution, cost = p, 0.0
+            found += [
+                (weight * chance, y, down, cost) for chance, y, down in self._draws(p, q, distribution, gate, place)
+            ]
         return found
 
-    def _draws(self, p: np.ndarray, q: np.ndarray, law: np.ndarray, gate: bool, place: Place) -> Iterator:
-        """(probability, token, does it go down) of a context that emits by a law."""
+    def _draws(self, p: np.ndarray, q: np.ndarray, distribution: np.ndarray, gate: bool, place: Place) -> Iterator:
+        """(probability, token, does it go down) of a context that emits by a distribution."""
         if not self.toy.sampled:
-            yield from ((law[y], y, y in self.below(place)) for y in range(V))
-        elif self.kind == "fuzzy-strict" and law is p:  # a closed gate draws from p, whatever was drafted
+            yield from ((distribution[y], y, y in self.below(place)) for y in range(V))
+        elif self.kind == "fuzzy-strict" and distribution is p:  # a closed gate draws from p, whatever was drafted
             yield from ((q[x] * p[y], y, y == x) for x in range(V) for y in range(V))
-        else:  # the exact test of the draft against the law
-            yield from ((min(law[x], q[x]), x, True) for x in range(V))
-            yield from ((max(law[y] - q[y], 0.0), y, False) for y in range(V))
+        else:  # the exact test of the draft against the distribution
+            yield from ((min(distribution[x], q[x]), x, True) for x in range(V))
+            yield from ((max(distribution[y] - q[y], 0.0), y, False) for y in range(V))
 
     def _repeats(self, text: tuple[int, ...], token: int) -> bool:
         """Would the token complete an n-gram of the text."""
         n, after = self.exact_ngram_size, (*text, token)
         return n > 0 and after[-n:] in [after[i : i + n] for i in range(len(after) - n)]
 
-    def _held(self, text: tuple[int, ...], p: np.ndarray, law: np.ndarray, drafted: Sequence[int]) -> np.ndarray:
-        """The law with p for the drafts that complete a known n-gram, and the rest scaled to what they leave."""
+    def _held(
+        self, text: tuple[int, ...], p: np.ndarray, distribution: np.ndarray, drafted: Sequence[int]
+    ) -> np.ndarray:
+        """The distribution with p for the drafts that complete a known n-gram, and the rest scaled to what they
+        leave.
+        """
         known = np.array([token in drafted and self._repeats(text, token) for token in range(V)])
-        rest = law[~known].sum()
-        return np.where(known, p, law * (1 - p[known].sum()) / rest) if rest > 0 else p
+        rest = distribution[~known].sum()
+        return np.where(known, p, distribution * (1 - p[known].sum()) / rest) if rest > 0 else p
 
-    def _clamped(self, text: tuple[int, ...], p: np.ndarray, law: np.ndarray) -> np.ndarray:
-        """A law from q: no token that completes a known n-gram gets more than p, what is cut off is drawn from p."""
+    def _clamped(self, text: tuple[int, ...], p: np.ndarray, distribution: np.ndarray) -> np.ndarray:
+        """A distribution from q: no token that completes a known n-gram gets more than p, what is cut off is drawn from
+        p.
+        """
         known = np.array([self._repeats(text, token) for token in range(V)])
-        kept = np.where(known, np.minimum(law, p), law)
-        return kept + (law - kept).sum() * p
+        kept = np.where(known, np.minimum(distribution, p), distribution)
+        return kept + (distribution - kept).sum() * p
 
     def _favoured(self, text: tuple[int, ...], context: int, place: Place) -> dict[int, Place]:
-        """The drafted tokens that a tilted law may favour."""
+        """The drafted tokens that a tilted distribution may favour."""
         p, drafted = self.p[context], self.below(place)
         likely = {token: child for token, child in drafted.items() if p[token] > 0 and p[token] >= self.min_p * p.max()}
         return {token: child for token, child in likely.items() if not self._repeats(text, token)}
@@ -211,23 +219,23 @@ class Enumeration:
         ]
         return self.kl_coef * math.log(sum(terms))
 
-    def _law(self, text: tuple[int, ...], context: int, place: Place) -> np.ndarray:
-        """The law of an open gate; p where it has none."""
+    def _distribution(self, text: tuple[int, ...], context: int, place: Place) -> np.ndarray:
+        """The distribution of an open gate; p where it has none."""
         p, q = self.p[context], self.q[context]
         drafted = list(self.below(place))
         if self.toy.sampled:
-            law = q
+            distribution = q
             if self.kind == "tilted":
-                law = self._clipped(text, p, q)
+                distribution = self._clipped(text, p, q)
             elif self.kind in ("fuzzy", "random"):  # a draft that the target forbids is tested exactly
                 left = np.clip(p - q, 0, None)
-                law = np.where(p > 0, q, 0.0) + q[p <= 0].sum() * left / left.sum()
-            return self._clamped(text, p, law)
+                distribution = np.where(p > 0, q, 0.0) + q[p <= 0].sum() * left / left.sum()
+            return self._clamped(text, p, distribution)
         if self.kind == "tilted":
-            law = p.copy()
+            distribution = p.copy()
             for token, child in self._favoured(text, context, place).items():
-                law[token] *= math.exp(self._worth(text, context, token, child) / self.kl_coef)
-            return self._held(text, p, law / law.sum(), drafted)
+                distribution[token] *= math.exp(self._worth(text, context, token, child) / self.kl_coef)
+            return self._held(text, p, distribution / distribution.sum(), drafted)
         if self.kind not in ("fuzzy", "random"):
             return self._clamped(text, p, q)
         inside = np.zeros(V)
@@ -237,17 +245,17 @@ class Enumeration:
         return self._held(text, p, inside / inside.sum(), drafted)
 
     def _clipped(self, text: tuple[int, ...], p: np.ndarray, q: np.ndarray) -> np.ndarray:
-        """The tilted law of a sampled chain."""
+        """The tilted distribution of a sampled chain."""
         wins = np.array([not self._repeats(text, token) and p[token] >= self.min_p * p.max() for token in range(V)])
         limit = np.exp(wins / self.kl_coef)
 
-        def law(z: float) -> np.ndarray:
+        def distribution(z: float) -> np.ndarray:
             return np.clip(q, p / z, p * limit / z)
 
-        return law(brentq(lambda z: law(z).sum() - 1, 0.5, 2 * limit.max(), xtol=1e-14))
+        return distribution(brentq(lambda z: distribution(z).sum() - 1, 0.5, 2 * limit.max(), xtol=1e-14))
 
 
-def check_law(spec: str, toy: Toy, rows: int = ROWS, seed: int = 11, follows: bool = True) -> None:
+def check_distribution(spec: str, toy: Toy, rows: int = ROWS, seed: int = 11, follows: bool = True) -> None:
     """What a rule emits on a toy, and what it says it spends, against the enumeration.
 
     Args:
@@ -256,12 +264,12 @@ def check_law(spec: str, toy: Toy, rows: int = ROWS, seed: int = 11, follows: bo
             is strictly more than that of the output.
     """
     rule, wanted = plain_rule(spec), Enumeration(toy, **RULES[spec])
-    law = wanted.sequence_law()
-    assert abs(law.sum() - 1.0) < 1e-9
+    distribution = wanted.sequence_distribution()
+    assert abs(distribution.sum() - 1.0) < 1e-9
     got = simulate(toy, rule, rows, seed)
-    assert p_value(got.codes, law) > ALARM
+    assert p_value(got.codes, distribution) > ALARM
     # chain rule: the expected sum of costs is the divergence of the whole output from the target
-    kl = rel_entr(law, wanted.target_law()).sum()
+    kl = rel_entr(distribution, wanted.target_distribution()).sum()
     if math.isinf(kl):
         assert math.isinf(wanted.expected_spent) and math.isinf(got.spent.mean())
         assert wanted.kind in ("fuzzy-strict", "draft-only") and rule.budget is None
@@ -278,5 +286,5 @@ def check_law(spec: str, toy: Toy, rows: int = ROWS, seed: int = 11, follows: bo
         assert kl <= rule.budget + 1e-9
     assert (got.gates.sum() == 0) == spec.startswith("exact"), "every other rule opens gates"
     if spec.startswith("exact"):
-        np.testing.assert_allclose(law, wanted.target_law(), atol=1e-12)
+        np.testing.assert_allclose(distribution, wanted.target_distribution(), atol=1e-12)
         assert got.spent.sum() == 0

@@ -13,8 +13,8 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from fsd_infer.rules import Rule, Texts, Verification, parse_rule
-from fsd_infer.tree import DraftTree
+from fsd_infer.rules import Rule, TokenHistory, Verification, parse_rule
+from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import masked
 
 V = 4
@@ -123,7 +123,7 @@ class Toy:
             greedy=greedy,
             uniforms=torch.rand(*where.shape, 3, generator=generator),
             process_draft=self.process_draft if changed else None,
-            texts=Texts(tree.tokens[:, :1].tolist() if answers is None else answers, markers={"1..2": (1, 2)}),
+            texts=TokenHistory(tree.tokens[:, :1].tolist() if answers is None else answers, markers={"1..2": (1, 2)}),
         )
 
     def process_draft(self, tree: DraftTree) -> Tensor:
@@ -199,12 +199,12 @@ ALARM = 1e-6  # the most that a statistical check raises a false alarm with, ove
 ROWS = 2_000
 
 
-def p_value(codes: np.ndarray, law: np.ndarray) -> float:
-    """Chi-square test of sequence codes against their law; 0 if something impossible was seen."""
-    seen = np.bincount(codes, minlength=len(law)).astype(float)
-    if seen[law <= 0].any():
+def p_value(codes: np.ndarray, distribution: np.ndarray) -> float:
+    """Chi-square test of sequence codes against their distribution; 0 if something impossible was seen."""
+    seen = np.bincount(codes, minlength=len(distribution)).astype(float)
+    if seen[distribution <= 0].any():
         return 0.0
-    expected = law * len(codes)
+    expected = distribution * len(codes)
     rare = expected < 10
     observed = np.append(seen[~rare], seen[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())

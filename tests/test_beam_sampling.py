@@ -1,4 +1,6 @@
-"""Sampled beams: their laws by enumeration, also where steps are narrower, and that drafts do not change them."""
+"""Sampled beams: their distributions by enumeration, also where steps are narrower, and that drafts do not change
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,11 @@ def following(model: Any, prompt: list[int], steps: int) -> dict[tuple[int, ...]
     return found
 
 
-def law_of_beam_sampling(
+def distribution_of_beam_sampling(
     known: dict[tuple[int, ...], list[float]], beams: int, steps: int, width: Callable[[int, Live], int] | None = None
 ) -> dict[tuple[int, ...], float]:
-    """Enumerate the law of the best answer under transformers' beam sampling, optionally with fewer beams after a step.
+    """Enumerate the distribution of the best answer under transformers' beam sampling, optionally with fewer beams
+    after a step.
 
     Each step draws 2 W candidates without replacement, by the joint weight of beam and token, and keeps the W best. At
     the last step the first W draws are the answers, and the best of them is returned.
@@ -123,17 +126,17 @@ def dynamic(step: int, live: Live) -> int:
     ],
     ids=["transformers", "dynamic", "joined"],
 )
-def test_law_of_sampled_beams(options: BeamOptions | None, width: Any, too_far: float) -> None:
+def test_distribution_of_sampled_beams(options: BeamOptions | None, width: Any, too_far: float) -> None:
     decoder, known, _ = toys()
-    law = law_of_beam_sampling(known, 2, 3, width)
-    assert sum(law.values()) == pytest.approx(1.0)
+    distribution = distribution_of_beam_sampling(known, 2, 3, width)
+    assert sum(distribution.values()) == pytest.approx(1.0)
     sampling: dict[str, Any] = dict(max_new_tokens=3, do_sample=True, top_k=0, temperature=1.0, num_beams=2)
     made = decoder.generate([[1, 2]] * ROWS, seed=3, beam_options=options, **sampling)
-    assert made.stats.tau > 1.2, "drafts are of use"
+    assert made.stats.acceptance_length > 1.2, "drafts are of use"
     found = Counter(map(tuple, made.sequences))
-    assert set(found) <= set(law) and pearson(found, law) < 4
-    another = law_of_beam_sampling(known, 1 if width is None else 2, 3)
-    assert pearson(found, another) > too_far, "the test would not notice another law"
+    assert set(found) <= set(distribution) and pearson(found, distribution) < 4
+    another = distribution_of_beam_sampling(known, 1 if width is None else 2, 3)
+    assert pearson(found, another) > too_far, "the test would not notice another distribution"
 
 
 @pytest.mark.parametrize(("join_every", "tokens"), [(None, 16), (4, 40)])

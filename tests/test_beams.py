@@ -65,7 +65,7 @@ def test_equals_transformers(family: str) -> None:
     options = dict(max_new_tokens=20, num_beams=4, num_return_sequences=4)
     made = check(decoder, tiny_prompts((5, 21)), beam_options=WIDE, **options)
     assert len({tuple(answer) for answer in made.sequences}) > 5
-    assert made.stats.tau > 1.3, "no drafted beam was of use: the comparison would be hollow"
+    assert made.stats.acceptance_length > 1.3, "no drafted beam was of use: the comparison would be hollow"
 
 
 SLOW_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama"]
@@ -80,7 +80,7 @@ def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
         made = check(FuzzyDecoder(target, drafter), tiny_prompts(), **options)
         check(FuzzyDecoder(target, drafter), [[5], [7, 8, 9]], **options)
         if family == "llama" and name in ("noisy", "lookup", "recycle"):  # a random head is of no use
-            assert made.stats.tau > 1.05
+            assert made.stats.acceptance_length > 1.05
 
 
 # what a request may ask -----------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def test_server_takes_batches_and_sampling(toy: Toy) -> None:
     assert behaviour.requests[0]["seed"] == 3
 
 
-def test_a_models_generation_config_shapes_no_methods_law(toy: Toy, tmp_path: Path) -> None:
+def test_a_models_generation_config_shapes_no_methods_distribution(toy: Toy, tmp_path: Path) -> None:
     """With top_k 1 each sample would be the likeliest token; a penalty of 9 would change the greedy answers."""
     target = tmp_path / "target"
     shutil.copytree(toy.target, target)

@@ -148,7 +148,7 @@ def save_model(path: Path, tied: bool = True, family: str = "llama", **kinds: GG
 def greedy(target: Target, prompt: list[int], drafter: Any = None) -> tuple[list[int], float]:
     decoder = FuzzyDecoder(target, drafter or NoDrafter(target.vocab_size))
     out = decoder.generate([prompt], max_new_tokens=24, do_sample=False)
-    return out.sequences[0], out.stats.tau
+    return out.sequences[0], out.stats.acceptance_length
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen2", False), ("qwen3", False)])

@@ -15,18 +15,8 @@ import pytest
 
 from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.cli import main
-from fsd_bench.evidence.calibrate import (
-    NATS,
-    SCORE,
-    SPEED,
-    Promise,
-    calibrate,
-    certify,
-    check,
-    loss_p_value,
-    quality_levels,
-    split,
-)
+from fsd_bench.evidence.calibrate import calibrate, split
+from fsd_bench.evidence.certify import NATS, SCORE, SPEED, Promise, certify, check, loss_p_value, quality_levels
 from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import SweepOptions, parse_settings
 from fsd_bench.evidence.summary import summarise

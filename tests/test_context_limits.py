@@ -63,7 +63,7 @@ def test_answers_are_those_of_generate_across_the_length_at_which_angles_change(
             warnings.simplefilter("error")
             made = decoder.generate(prompts, max_new_tokens=26, do_sample=False)
             alone = decoder.generate([prompts[1]], max_new_tokens=26, do_sample=False)
-        assert made.sequences == right and (drafter.max_depth == 0 or made.stats.tau > 1)
+        assert made.sequences == right and (drafter.max_depth == 0 or made.stats.acceptance_length > 1)
         assert alone.sequences == [right[1]]
     target.prefixes = PrefixCache(10**7)
     ends = []
@@ -74,7 +74,7 @@ def test_answers_are_those_of_generate_across_the_length_at_which_angles_change(
     assert [end.stats.known_tokens >= 16 for end in ends] == [False, True, False]
 
 
-def law_of_generate(kind: str, prompt: list[int], answers: list[tuple[int, ...]], k: int) -> np.ndarray:
+def distribution_of_generate(kind: str, prompt: list[int], answers: list[tuple[int, ...]], k: int) -> np.ndarray:
     """The chance that sampling with top-k gives each answer, by the logits of ``generate`` along it."""
 
     def force(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -85,12 +85,12 @@ def law_of_generate(kind: str, prompt: list[int], answers: list[tuple[int, ...]]
         torch.tensor([prompt] * len(answers)), max_new_tokens=len(answers[0]), do_sample=False, output_logits=True,
         return_dict_in_generate=True, logits_processor=LogitsProcessorList([force]),
     )  # fmt: skip
-    law = np.ones(len(answers))
+    distribution = np.ones(len(answers))
     for step, logits in enumerate(made.logits):
         best = logits.topk(k)
         kept = torch.zeros_like(logits).scatter(1, best.indices, best.values.double().softmax(-1).float())
-        law *= kept[torch.arange(len(answers)), torch.tensor(answers)[:, step]].numpy()
-    return law
+        distribution *= kept[torch.arange(len(answers)), torch.tensor(answers)[:, step]].numpy()
+    return distribution
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_sampled_answers_follow_generate_across_the_length_at_which_angles_chang
     made = decoder.generate([prompt] * rows, max_new_tokens=5, do_sample=True, top_k=2, rule=rule)
     found = Counter(map(tuple, made.sequences))
     counts = np.array(list(found.values()))
-    law = law_of_generate(kind, prompt, list(found), 2)
-    assert law.min() > 0 and made.stats.tau > 1.2
-    often = rows * law >= 5
-    seen, wanted = counts[often], rows * law[often]  # the others, with those that were not seen, are one cell
+    distribution = distribution_of_generate(kind, prompt, list(found), 2)
+    assert distribution.min() > 0 and made.stats.acceptance_length > 1.2
+    often = rows * distribution >= 5
+    seen, wanted = counts[often], rows * distribution[often]  # the others, with those that were not seen, are one cell
     wanted, seen = np.append(wanted, rows - wanted.sum()), np.append(seen, rows - seen.sum())
     assert len(seen) > 10 and chisquare(seen, wanted).pvalue > 1e-3
     if kind == "phi3":  # a round that ends at the boundary may emit a draft last: statistics say whose

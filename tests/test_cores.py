@@ -13,7 +13,7 @@ import torch
 
 from fsd_infer import FsdError, FuzzyDecoder, NoDrafter, Target
 from fsd_infer.device import cores
-from fsd_infer.device.cores import Cores, Look, Team, cores_taken, team_size, threads_beside
+from fsd_infer.device.cores import Cores, CpuTimes, Team, cores_taken, team_size, threads_beside
 from tests.families import tiny_model
 
 CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ def test_a_thread_less_for_each_core_taken(asked: int, count: int, taken: float,
 
 
 def test_what_others_take_is_what_this_process_did_not() -> None:
-    assert cores_taken(Look(1.0, 10.0, 5.0), Look(3.0, 14.0, 7.0)) == 1.0
-    assert cores_taken(Look(1.0, 10.0, 5.0), Look(3.0, 13.9, 9.0)) == 0.0, "ticks are coarse"
+    assert cores_taken(CpuTimes(1.0, 10.0, 5.0), CpuTimes(3.0, 14.0, 7.0)) == 1.0
+    assert cores_taken(CpuTimes(1.0, 10.0, 5.0), CpuTimes(3.0, 13.9, 9.0)) == 0.0, "ticks are coarse"
 
 
 class Busy:
@@ -41,9 +41,9 @@ class Busy:
     def __init__(self, taken: float = 0.0) -> None:
         self.taken, self.at, self.used = taken, -1e9, 0.0
 
-    def __call__(self) -> Look | None:
+    def __call__(self) -> CpuTimes | None:
         self.at, self.used = self.at + 1.0, self.used + self.taken
-        return Look(self.at, self.used, 0.0)
+        return CpuTimes(self.at, self.used, 0.0)
 
 
 def test_threads_come_and_go_with_the_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_answers_are_the_same_while_threads_change(options: dict[str, object], b
     busy.taken = 0.0
     expected = answer()
 
-    def turns() -> Look | None:
+    def turns() -> CpuTimes | None:
         busy.taken = 9.0 - busy.taken
         sizes.append(busy.taken)
         return look()

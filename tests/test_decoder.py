@@ -44,7 +44,7 @@ def test_greedy_equals_generate(decoder: FuzzyDecoder, prompts: list[list[int]],
         for start in range(0, count, batch):
             out = decoder.generate(asked[start : start + batch], rule="exact", seed=0, **options)  # no clock
             assert out.sequences == expected[start : start + batch]
-            taus.append(out.stats.tau)
+            taus.append(out.stats.acceptance_length)
     assert sum(taus) / len(taus) > 1.5, "the shipped head was hardly ever accepted"
 
 

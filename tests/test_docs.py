@@ -18,9 +18,9 @@ import torch
 from benchmarks.results_page import filled, middle
 from benchmarks.tables import difference, ratio
 from fsd_infer.engine import round as round_module
-from fsd_infer.rules import Evidence, Tilted, Verification
-from fsd_infer.rules.laws import clipped
-from fsd_infer.tree import DraftTree
+from fsd_infer.rules import RuleInputs, Tilted, Verification
+from fsd_infer.rules.optimal import clipped
+from fsd_infer.trees.tree import DraftTree
 
 
 def test_the_page_of_a_round_shows_the_round(repo_root: Path) -> None:
@@ -183,9 +183,9 @@ def test_the_numbers_on_the_page_of_the_optimal_rule(repo_root: Path) -> None:
     root, below = torch.tensor([0.5, 0.3, 0.1, 0.1]).log(), torch.tensor([0.2, 0.1, 0.6, 0.1]).log()
     logits = torch.stack([root, below, below])[None]
     tree = DraftTree.chain(torch.tensor([[0, 1, 2]]), logits[:, :2])
-    evidence = Evidence(Verification(tree, logits, logits, False, torch.rand(1, 3, 3)))
-    law = Tilted(1.0, min_p=0.0, exact_ngram_size=0).law(evidence).log_probs(evidence).exp()[0]
-    b, c = float(law[0, 1]), float(law[1, 2])
+    inputs = RuleInputs(Verification(tree, logits, logits, False, torch.rand(1, 3, 3)))
+    distribution = Tilted(1.0, min_p=0.0, exact_ngram_size=0).output(inputs).log_probs(inputs).exp()[0]
+    b, c = float(distribution[0, 1]), float(distribution[1, 2])
     drafts, value = b * (1 + c), math.log(0.7 + 0.3 * math.exp(1 + math.log(0.4 + 0.6 * math.e)))
     shown = [f"r(c) = 0.6·e / Z = {c:.4f}", f"/ Z = {b:.4f}", f"{drafts:.4f}; exact", f"V = {value:.4f}"]
     shown += [f"({drafts:.4f} − {value:.4f}) / λ | {drafts - value:.4f}"]

@@ -22,7 +22,7 @@ from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
 from fsd_train.commands import overfit as module
-from fsd_train.commands.doctor import Doctor, runs_of
+from fsd_train.commands.head_checks import Doctor, runs_of
 from fsd_train.data import AnswersDataModule, FeatureStore, cache_features
 from tests.families import load_head
 from tests.head_toys import EAGLE3, FSD, WIDTH, make_target, train, write_answers

@@ -1,4 +1,6 @@
-"""Small LMs that draft text for a target of another vocabulary: how texts are split, the law, and when they do."""
+"""Small LMs that draft text for a target of another vocabulary: how texts are split, the distribution, and when they
+do.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ def three_words() -> Target:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_the_sampled_law(temperature: float) -> None:
+def test_the_sampled_distribution(temperature: float) -> None:
     """Of whole answers, by enumeration."""
     target, small = three_words(), model_of("letters")
     drafter = TextDrafter(small, target, TreeShape.chain(3))
@@ -128,23 +130,23 @@ def test_the_sampled_law(temperature: float) -> None:
     allowed[small.tokenizer.convert_tokens_to_ids(["a", "b", "▁", "t", "h", "e"])] = 0.0
     drafter.fitted = lambda logits: logits + allowed  # type: ignore[method-assign]
     prompt, longest, count = [0, 1, 2, 0], 4, 3000
-    law: dict[tuple[int, ...], float] = {}
+    distribution: dict[tuple[int, ...], float] = {}
     texts = [((), 1.0)]
     while texts:
         text, chance = texts.pop()
         if len(text) == longest:
-            law[text] = chance
+            distribution[text] = chance
             continue
         p = (target.model(torch.tensor([[*prompt, *text]])).logits[0, -1] / temperature).softmax(-1).tolist()
         texts += [((*text, token), chance * p[token]) for token in range(4)]
     out = FuzzyDecoder(target, drafter).generate(
         [prompt] * count, max_new_tokens=longest, temperature=temperature, seed=4
     )
-    assert out.stats.tau > 1.1, "drafts are accepted"
+    assert out.stats.acceptance_length > 1.1, "drafts are accepted"
     found = Counter(map(tuple, out.sequences))
-    assert found.keys() <= law.keys() and abs(sum(law.values()) - 1) < 1e-5
-    often = [text for text in law if law[text] * count >= 5]
-    seen, wanted = np.array([found[text] for text in often]), np.array([law[text] * count for text in often])
+    assert found.keys() <= distribution.keys() and abs(sum(distribution.values()) - 1) < 1e-5
+    often = [text for text in distribution if distribution[text] * count >= 5]
+    seen, wanted = np.array([found[text] for text in often]), np.array([distribution[text] * count for text in often])
     table = np.append(seen, count - seen.sum()), np.append(wanted, count - wanted.sum())
     assert scipy_stats.chisquare(*table).pvalue > 1e-4
 

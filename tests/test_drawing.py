@@ -1,4 +1,4 @@
-"""Trees with drawn nodes: whatever decides their shape, the output has the target's law."""
+"""Trees with drawn nodes: whatever decides their shape, the output has the target's distribution."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from scipy.special import softmax
 from torch import Tensor
 
 from fsd_infer import FsdError
-from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.graft import kept_of, union_of
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.rules import Evidence, Exact, parse_rule
-from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.drafters.session import DraftRequest
+from fsd_infer.rules import Exact, RuleInputs, parse_rule
 from fsd_infer.trees.costs import PRIORS
-from fsd_infer.trees.estimates import LawKind, TreeMemory
+from fsd_infer.trees.estimates import RuleProfile, TreeMemory
 from fsd_infer.trees.policy import TreePolicy
 from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree, Draws
 from fsd_infer.trees.visits import likeliest
 from tests.rules_toy import ALARM, LENGTH, Toy, V, child_of, p_value, simulate
 
@@ -38,7 +38,7 @@ class TableSession(TreeSession):
         batch, shape = len(contexts), toy.shape_for(len(contexts))
         self.toy, self.root, self.shape = toy, contexts, shape
         self.drafter = SimpleNamespace(vocabulary=V)  # type: ignore[assignment]
-        self.device, self.tilt, self.lengths = torch.device("cpu"), 0.0, torch.zeros(batch, dtype=torch.long)
+        self.device, self.draft_bonus, self.lengths = torch.device("cpu"), 0.0, torch.zeros(batch, dtype=torch.long)
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
         self.request = DraftRequest(batch, 9, False, toy.scores, generator, draws=Draws.TREE)
         self._visits, self._drawing, self._where = torch.zeros(0), None, contexts[:, None]
@@ -86,8 +86,8 @@ class GrownToy(Toy):
     meddles: bool = False
 
     def shape_for(self, batch: int) -> TreeShape:
-        memory, law = TreeMemory(PRIORS["cpu"]), LawKind(0.0, "exact")
-        return TreePolicy(memory, batch, law, self.shape, learns=False).choose(batch) if self.auto else self.shape
+        memory, profile = TreeMemory(PRIORS["cpu"]), RuleProfile(0.0, "exact")
+        return TreePolicy(memory, batch, profile, self.shape, learns=False).choose(batch) if self.auto else self.shape
 
     def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
         tree = TableSession(self, contexts, generator).draft(torch.zeros_like(contexts))
@@ -108,16 +108,16 @@ class GrownToy(Toy):
         return kept_of(union, tree, likeliest(union.scores, union.parents, 3, 0.0, self.shape.nodes + 2, union.held))
 
 
-def target_law(toy: Toy) -> np.ndarray:
+def target_distribution(toy: Toy) -> np.ndarray:
     """[V**LENGTH] what the target alone would emit."""
-    p, law = softmax(toy.scores(toy.p).double().numpy(), axis=-1), []
+    p, distribution = softmax(toy.scores(toy.p).double().numpy(), axis=-1), []
     for tokens in itertools.product(range(V), repeat=LENGTH):
         context, chance = 0, 1.0
         for token in tokens:
             chance *= p[context, token]
             context = V * context + 1 + token
-        law.append(chance)
-    return np.array(law)
+        distribution.append(chance)
+    return np.array(distribution)
 
 
 def grown(
@@ -139,13 +139,13 @@ GROWN = {
 
 
 @pytest.mark.parametrize("name", GROWN)
-def test_the_output_has_the_targets_law(name: str) -> None:
+def test_the_output_has_the_targets_distribution(name: str) -> None:
     toy = GROWN[name]
     tree, _ = toy.draft(torch.zeros(64, dtype=torch.long), torch.Generator().manual_seed(1))
     assert tree.drawn is not None and tree.drawn.any(), "the toy has drawn nodes"
     assert tree.drawn.sum(1).max() > 1 or toy.auto, "and several"
     codes = simulate(toy, Exact(), ROWS, seed=3).codes
-    assert p_value(codes, target_law(toy)) > ALARM
+    assert p_value(codes, target_distribution(toy)) > ALARM
 
 
 def test_a_drawn_node_that_draws_takes_one_place() -> None:
@@ -159,11 +159,11 @@ def test_a_drawn_node_that_draws_takes_one_place() -> None:
 
 def test_a_wrong_q_is_noticed() -> None:
     """The check above has the power to see a test of drafts by q instead of the rest of q."""
-    toy, wrong = GROWN["tree"], target_law(GROWN["tree"])
+    toy, wrong = GROWN["tree"], target_distribution(GROWN["tree"])
     real = Drawing._drawn
 
     def from_all(self: Drawing, scores: Tensor, draws: Tensor) -> Tensor:
-        return real(self, scores / 2, draws)  # drawn from a flatter law than the one that the tree states
+        return real(self, scores / 2, draws)  # drawn from a flatter distribution than the one that the tree states
 
     Drawing._drawn = from_all  # type: ignore[method-assign]
     try:
@@ -174,7 +174,7 @@ def test_a_wrong_q_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_acceptance_is_that_of_the_mixed_law(width: int) -> None:
+def test_acceptance_is_that_of_the_mixed_scheme(width: int) -> None:
     """At a root with C and a child drawn from the rest of q: p(C) + Σ min(p, q_r) outside C, averaged over draws."""
     toy = grown(seed=21, shape=TreeShape(1, width, width + 1), least=1e-3)
     p, q = (softmax(x[0].double().numpy()) for x in (toy.p, toy.q))
@@ -185,7 +185,7 @@ def test_acceptance_is_that_of_the_mixed_law(width: int) -> None:
     wanted = p[fixed].sum() + np.minimum(p, rest / rest.sum()).sum()
     rows = torch.zeros(ROWS, dtype=torch.long)
     round = toy.round(rows, torch.Generator().manual_seed(5))
-    chance = Evidence(round).chance.masked_fill(~round.tree.is_draft, 0.0).sum(1)
+    chance = RuleInputs(round).chance.masked_fill(~round.tree.is_draft, 0.0).sum(1)
     assert abs(float(chance.mean()) - wanted) < 5 * float(chance.std()) / ROWS**0.5 + 1e-6
     assert wanted > p[order[:width]].sum() or width == V
 
@@ -197,7 +197,7 @@ def test_what_is_learned_is_the_share_of_drafts_that_is_accepted(seed: int) -> N
     toy = replace(toy, q=toy.q * 1.5)
     contexts = torch.randint(0, 21, (ROWS,), generator=torch.Generator().manual_seed(seed))
     round = toy.round(contexts, torch.Generator().manual_seed(seed))
-    verdict, tree, chance = Exact()(round), round.tree, Evidence(round).chance
+    verdict, tree, chance = Exact()(round), round.tree, RuleInputs(round).chance
     sums = accepted_drafts(tree, verdict.path, verdict.accepted).double().sum(0).view(2, 2, 2)
     shares, step = Shares(), (tree.scores - tree.scores.gather(1, tree.parents)).exp()
     for _ in range(30):

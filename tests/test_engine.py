@@ -19,7 +19,7 @@ from fsd_infer import Exact, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Rando
 from fsd_infer.drafters import GraftedDrafter
 from fsd_infer.rules import TokenOrigin, parse_rule
 from fsd_infer.targets.token_ids import left_pad
-from fsd_infer.tree import Nodes
+from fsd_infer.trees.tree import Nodes
 from tests.families import (
     CUDA,
     VOCAB,
@@ -171,8 +171,9 @@ def sampling(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize(("name", "stop"), [*product(SAMPLED_REQUESTS, [None, 0.0]), ("penalty", 0.03)])
-def test_sampled_law_equals_generate(name: str, stop: float | None, device: str) -> None:
-    """The tokens' laws given the prompt, ours against ``generate``: two-sample chi-square tests with fixed seeds.
+def test_sampled_distribution_equals_generate(name: str, stop: float | None, device: str) -> None:
+    """The tokens' distributions given the prompt, ours against ``generate``: two-sample chi-square tests with fixed
+    seeds.
 
     stop: of a small LM's chains. At 0.03 they end after one draft or after two, so flat are these models. None: trees.
     """
@@ -242,8 +243,13 @@ def test_log_likelihood_and_counts(model: Any, oracle: FuzzyDecoder) -> None:
     ids = torch.tensor([prompt + out.sequences[0]])
     log_p = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])
     assert row.mean_log_likelihood == pytest.approx(float(log_p.mean()), abs=1e-4)
-    assert row.tau == pytest.approx((row.new_tokens - 1) / row.target_forwards)
-    assert out.stats.tau == pytest.approx(row.tau)
+    assert row.acceptance_length == pytest.approx((row.new_tokens - 1) / row.target_forwards)
+    assert out.stats.acceptance_length == pytest.approx(row.acceptance_length)
+    with pytest.warns(FutureWarning, match="it is now acceptance_length"):
+        assert (out.stats.acceptance_length, row.acceptance_length) == (
+            out.stats.acceptance_length,
+            row.acceptance_length,
+        )
 
 
 def test_broken_logits_are_named() -> None:

@@ -26,7 +26,7 @@ from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.shape import DEFAULT_SHAPES, TILTED_SHAPES
+from fsd_infer.trees.shape import BONUS_SHAPES, DEFAULT_SHAPES
 from fsd_train.cli import main as cli
 from fsd_train.commands.estimate import EFFICIENCY, head_recipe, on_paper
 from fsd_train.commands.sizing import BatchSize, facts_of, step_memory
@@ -151,7 +151,7 @@ def test_known_shapes(name: str, weights: int, cache: int, repo_root: Path) -> N
     head = planned_head(target, layout="eagle3", draft_vocab_size=32000)
     planned = Planned(target, head_on_paper(target, head), graphs=True)
     shown = (repo_root / "docs" / "performance.md").read_text(encoding="utf-8")
-    rows = [f"| {' | '.join(row)} |" for row in by_device(planned, DEFAULT_SHAPES["cuda"], TILTED_SHAPES["cuda"])]
+    rows = [f"| {' | '.join(row)} |" for row in by_device(planned, DEFAULT_SHAPES["cuda"], BONUS_SHAPES["cuda"])]
     section = shown.partition("| **Llama-3.1-8B**")[2].partition("\n\n")[0].splitlines()[1:]
     assert len(section) == 3 and (set(section) <= set(rows)) == (name == "llama-3.1-8b")
     assert count_weights(target.model) == weights and target.cache_bytes_per_token == cache

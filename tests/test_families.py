@@ -44,7 +44,7 @@ def test_greedy_equals_generate(family: str, device: str) -> None:
         assert decoder.generate(prompts[:1], **LIMITS).sequences == expected[:1], f"{name}, batch 1"
         batch = decoder.generate(prompts, **LIMITS)
         assert batch.sequences == expected, f"{name}, ragged batch"
-        assert batch.stats.tau >= least_tau, f"{name}: drafts that are right were not accepted"
+        assert batch.stats.acceptance_length >= least_tau, f"{name}: drafts that are right were not accepted"
     layer = tiny_head(target).head.config.layer
     assert layer["model_type"] == (family if family in OWN_LAYER else "llama")
 
@@ -82,7 +82,7 @@ def test_whatever_drafts_greedy_answers_are_the_targets(name: str, family: str, 
     for asked in (prompts[:1], prompts, prompts)[: 3 if learns else 2]:
         out = decoder.generate(asked, **limits)
         assert out.sequences == expected[: len(asked)]
-    assert out.stats.tau >= LEAST.get(name, 1.0) or family != "llama"
+    assert out.stats.acceptance_length >= LEAST.get(name, 1.0) or family != "llama"
     opened = decoder.generate(prompts, "fuzzy:js:inf", **limits)
     if name not in WITH_MODELS:
         assert opened.sequences == expected and opened.stats.divergence_spent == 0, "no q is known"

@@ -207,7 +207,7 @@ def test_tokens_come_in_the_colours_of_who_wrote_them_with_their_rate(decoder: F
         assert bool(figures) == (width > 4)
         if figures:
             rounds = 1 + made.stats.target_forwards
-            assert figures[-1] == (f"{made.stats.new_tokens / rounds:.1f}", f"{made.stats.tau:.2f}")
+            assert figures[-1] == (f"{made.stats.new_tokens / rounds:.1f}", f"{made.stats.acceptance_length:.2f}")
     assert report.columns("a漢e\u0301") == 4
 
 

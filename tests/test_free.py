@@ -18,7 +18,7 @@ from fsd_infer.drafters.free import Chance, Options, best_first
 from fsd_infer.drafters.memory import FILED, NEAR, Recall
 from fsd_infer.drafters.prefixes import match_size
 from fsd_infer.drafters.recycle import Recycled, RecycleDrafter
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from tests.families import VOCAB, drafter_of, tell, tiny_model
 from tests.tree_rounds import check_tree
 

@@ -16,11 +16,11 @@ from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, Tree
 from fsd_infer.drafters import GraftedDrafter, LookupDrafter
 from fsd_infer.drafters.graft import _warn_sampled, kept_of, union_of
 from fsd_infer.heads.head import EagleConfig, EagleHead
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from fsd_infer.trees.visits import likeliest
 from tests.families import VOCAB, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import needs_kernels
-from tests.rules_enumeration import check_law
+from tests.rules_enumeration import check_distribution
 from tests.rules_toy import ROWS, Toy, V, child_of
 from tests.tree_rounds import check_tree, take, tree_of, tree_round
 
@@ -204,8 +204,8 @@ class GraftedToy(Toy):
         *("tilted:1", "tilted:0.5:exact_ngram_size=2"),
     ],
 )
-def test_sequence_law_and_spent_divergence(spec: str, toy: GraftedToy) -> None:
-    check_law(spec, toy, ROWS // 4, seed=3)
+def test_sequence_distribution_and_spent_divergence(spec: str, toy: GraftedToy) -> None:
+    check_distribution(spec, toy, ROWS // 4, seed=3)
 
 
 def test_sampled_chains_are_left_alone() -> None:

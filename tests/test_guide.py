@@ -111,11 +111,13 @@ def test_no_rule_leaves_the_grammar(decoder: FuzzyDecoder, rule: str, temperatur
 
 
 @pytest.mark.parametrize(("pattern", "name"), [("(a|b|c)(d|e)", "head"), (FORCED, "head"), (FORCED, "small LM")])
-def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder, toy: Any, pattern: str, name: str) -> None:
+def test_samples_have_the_distribution_of_the_masked_target(
+    decoder: FuzzyDecoder, toy: Any, pattern: str, name: str
+) -> None:
     """Exact decoding against enumeration over all answers of a small grammar, token by token, forced ones too."""
     guide = Guide.regex(pattern)
     masks, model = Masks(decoder, guide), decoder.target.model
-    prompt, law, open_ = decoder.encode("the cat"), defaultdict[str, float](float), {(): 1.0}
+    prompt, distribution, open_ = decoder.encode("the cat"), defaultdict[str, float](float), {(): 1.0}
     while open_:
         answer, chance = open_.popitem()
         with torch.inference_mode():
@@ -123,10 +125,10 @@ def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder, toy: A
         allowed = masks.allowed(list(answer))
         for token, p in zip(allowed, logits[allowed].softmax(-1).tolist(), strict=True):
             if token == masks.eos:
-                law[decoder.tokenizer.decode(list(answer))] += chance * p
+                distribution[decoder.tokenizer.decode(list(answer))] += chance * p
             else:
                 open_[(*answer, token)] = chance * p
-    assert sum(law.values()) == pytest.approx(1.0) and len(law) == (6 if "c)" in pattern else 4)
+    assert sum(distribution.values()) == pytest.approx(1.0) and len(distribution) == (6 if "c)" in pattern else 4)
     count, counts = 0, Counter[str]()
     drafter = decoder.drafter if name == "head" else decoder.load_drafter(str(toy.target))
     options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": None, "top_p": None, "drafter": drafter}
@@ -134,8 +136,8 @@ def test_samples_have_the_law_of_the_masked_target(decoder: FuzzyDecoder, toy: A
         made = decoder.generate(["the cat"] * 200, "exact", guide=guide, max_new_tokens=40, seed=seed, **options)
         counts.update(made.texts)
         count += len(made.texts)
-    distance = sum(abs(counts[text] / count - chance) for text, chance in law.items()) / 2
-    assert set(counts) <= set(law) and distance < 0.05  # of 1,000 samples of six answers 0.03 on average
+    distance = sum(abs(counts[text] / count - chance) for text, chance in distribution.items()) / 2
+    assert set(counts) <= set(distribution) and distance < 0.05  # of 1,000 samples of six answers 0.03 on average
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGES = ["fsd_core", "fsd_infer", "fsd_bench", "fsd_train"]
@@ -14,13 +16,18 @@ LOADERS = {
 }
 SEEN_BY_BACKENDS = {f"fsd_infer.{name}" for name in ("device.cache", "device.cores", "device.cpuinfo", "device.memory")}
 SEEN_BY_BACKENDS |= {f"fsd_infer.targets.{name}" for name in ("masks", "stack", "weights")}
-PURE = ["fsd_core.divergence", "fsd_core.functional", "fsd_infer.tree", "fsd_infer.rules"]
+PURE = ["fsd_core.divergence", "fsd_core.functional", "fsd_infer.trees.tree", "fsd_infer.rules"]
 MODELS = ["transformers", "huggingface_hub", "fsd_infer.targets"]
 HEAVY = [*MODELS, "safetensors", "fsd_infer.backends.cpu.build"]
 
 
-def imports_of(file: Path) -> Iterator[str]:
+@cache
+def imports_of(file: Path) -> list[str]:
     """Every module and every name that a file imports, wherever in it."""
+    return list(_imports_of(file))
+
+
+def _imports_of(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -66,7 +73,44 @@ def test_drafters_see_shapes_and_no_policy(repo_root: Path) -> None:
     """A shape carries the prices by which a drafter grows its tree. It cannot see what rounds cost, nor who chooses."""
     files = (repo_root / "fsd_infer" / "drafters").rglob("*.py")
     names = {name.split(".")[2] for file in files for name in imports_of(file) if name.startswith("fsd_infer.trees.")}
-    assert names == {"growing", "prices", "shape", "visits"}
+    assert names == {"growing", "prices", "shape", "tree", "visits"}
+
+
+def home_of(name: str, files: dict[str, Path]) -> str | None:
+    """The module of ours that defines an imported name, through the pages of packages that hand names on."""
+    if name in files:
+        return name
+    module, _, last = name.rpartition(".")
+    page = f"{module}.__init__"
+    if module in files or page not in files:
+        return module if module in files else None
+    handed = (home for home in imports_of(files[page]) if home.endswith(f".{last}"))
+    return next((found for home in handed if (found := home_of(home, files))), None)
+
+
+def test_no_files_import_each_other_in_a_ring(repo_root: Path) -> None:
+    """Also not for types alone: what names each other is one thing, or one of the two does not need the other."""
+    files = {
+        ".".join(file.relative_to(repo_root).with_suffix("").parts): file
+        for package in PACKAGES
+        for file in (repo_root / package).rglob("*.py")
+    }
+    left = {
+        module: {home for name in imports_of(file) if (home := home_of(name, files))} - {module}
+        for module, file in files.items()
+        if file.name != "__init__.py"
+    }
+    assert sum(map(len, left.values())) > 500
+    while ground := [module for module, seen in left.items() if not seen & left.keys()]:
+        left = {module: seen for module, seen in left.items() if module not in ground}
+    assert not left, "they import each other, or stand on such files"
+
+
+def test_no_class_name_is_taken_twice(repo_root: Path) -> None:
+    files = [file for package in [*PACKAGES, "benchmarks"] for file in (repo_root / package).rglob("*.py")]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} == set()
 
 
 def test_maths_needs_no_models_and_no_compiler(repo_root: Path) -> None:

@@ -18,7 +18,7 @@ from fsd_infer.drafters.itself import Itself, spelled
 from fsd_infer.drafters.lm import LMSession, warn_context
 from fsd_infer.targets.sharing import round_weight
 from fsd_infer.targets.weights import weight_rows
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from tests import families
 from tests.bench_toys import save_toy
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tiny_model, tiny_prompts
@@ -133,7 +133,7 @@ def test_parts_of_any_target_draft_for_it(family: str) -> None:
         drafter = made_of(target, name)
         out = FuzzyDecoder(target, drafter).generate(prompts, max_new_tokens=12, do_sample=False)
         assert out.sequences == expected, name
-        taus[name] = out.stats.tau
+        taus[name] = out.stats.acceptance_length
         own = {id(parameter) for parameter in drafter.model.model.parameters()}
         shared = {id(parameter) for parameter in target.model.parameters()}
         assert own <= shared or "bits" in name, "nothing is copied"
@@ -158,7 +158,7 @@ def test_a_packed_target_drafts_as_before(monkeypatch: pytest.MonkeyPatch) -> No
     whole = decoder.load_drafter("self:layers=0-2", CHAIN)
     assert {id(p) for p in packed_products(whole.modules()[0])} == {id(p) for p in packed_products(target.model)}
     out = decoder.generate(prompts, drafter=whole, max_new_tokens=12, do_sample=False)
-    assert out.sequences == plain and out.stats.tau >= 2.5
+    assert out.sequences == plain and out.stats.acceptance_length >= 2.5
     rounded = decoder.load_drafter("self:layers=0,2:bits=3", CHAIN)
     assert isinstance(rounded, LMDrafter)
     assert decoder.generate(prompts, drafter=rounded, max_new_tokens=12, do_sample=False).sequences == plain

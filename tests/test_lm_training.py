@@ -175,7 +175,7 @@ def test_what_is_trained_is_exported_and_decodes(toys: Path, tmp_path: Path, opt
     # the callback's drafter is the one that was trained
     decoder = FuzzyDecoder(target, module.make_drafter(target))
     prompts = callback._prompts(module.trainer, target)
-    tau = decoder.generate(prompts, "exact", max_new_tokens=8, do_sample=False).stats.tau
+    tau = decoder.generate(prompts, "exact", max_new_tokens=8, do_sample=False).stats.acceptance_length
     assert callback.points["decoded_tau/exact"][STEPS] == pytest.approx(tau)
     # the command writes the same from a checkpoint
     assert cli(["export", str(checkpoint), str(tmp_path / "again")]) == 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsd_core.errors import DataError, FsdError
 from fsd_infer.rules import Exact, Fuzzy, Verification
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from fsd_train.losses import LMHead, Schedule, as_loss
 from fsd_train.losses.rows import LIVE
 from tests.loss_toys import (
@@ -170,7 +170,7 @@ def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
     drafts = torch.multinomial(q, draws, replacement=True, generator=generator).T
     tokens = torch.cat([torch.zeros(draws, 1, dtype=torch.long), drafts], 1)
     q_logits = q.log().float().expand(draws, S, -1)
-    logits = torch.cat([p, p[:1]]).log().float().expand(draws, S + 1, -1)  # the last one's law does not matter
+    logits = torch.cat([p, p[:1]]).log().float().expand(draws, S + 1, -1)  # the last one's distribution does not matter
     uniforms = torch.rand(draws, S + 1, 3, generator=generator)
     round = Verification(DraftTree.chain(tokens, q_logits, q_scores=q_logits), logits, logits, False, uniforms)
     lengths = (replace(rule, threshold=threshold) if threshold else rule)(round).accepted.double()

@@ -20,7 +20,7 @@ from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import parse_rule
 from fsd_infer.trees.costs import PRIORS
-from fsd_infer.trees.estimates import LawKind, TreeMemory
+from fsd_infer.trees.estimates import RuleProfile, TreeMemory
 from fsd_infer.trees.menu import MenuPolicy, menu_of
 from fsd_infer.trees.shape import MENU, NO_TREE, TreeShape
 from tests.families import VOCAB, tiny_head, tiny_model
@@ -129,12 +129,12 @@ def test_a_device_chooses_among_recorded_shapes_and_answers_as_a_cpu_does(
 # what a round forecasts -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tilt", [0.0, 1.0])
-def test_a_round_forecasts_what_other_shapes_would_draft(tilt: float) -> None:
+@pytest.mark.parametrize("draft_bonus", [0.0, 1.0])
+def test_a_round_forecasts_what_other_shapes_would_draft(draft_bonus: float) -> None:
     """From the candidates of the largest tree, the same as a round of each other shape says of its own tree."""
     shapes = [TreeShape(3, 3, 12), TreeShape(3, 3, 5), TreeShape(2, 3, 9), TreeShape(1, 3, 4), TreeShape(3, 1, 4)]
     made = tiny_head(target(CPU), shapes[0])
-    request = DraftRequest(2, 20, tilt=tilt, menu=shapes)
+    request = DraftRequest(2, 20, draft_bonus=draft_bonus, menu=shapes)
     text = torch.tensor([[1, 2, 3], [7, 8, 9]])
     session = made.start(text[:, 0], request)
     features = torch.randn(2, 3, made.target.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -145,10 +145,10 @@ def test_a_round_forecasts_what_other_shapes_would_draft(tilt: float) -> None:
         tree = session.draft(text[:, -1])
         assert tree.forecast is not None and tree.forecast.shape == (2, len(shapes) + 1)
         found.append(tree.forecast)
-        if not tilt:  # a node's chance is then its q
+        if not draft_bonus:  # a node's chance is then its q
             torch.testing.assert_close(tree.forecast[:, shapes.index(shape)], tree.scores[:, 1:].exp().sum(1))
     for place in range(len(shapes)):
-        near = 0.2 if tilt else 1e-5  # under a tilt a node's chance depends on what lies below it
+        near = 0.2 if draft_bonus else 1e-5  # under a draft bonus a node's chance depends on what lies below it
         torch.testing.assert_close(found[0][:, place], found[place][:, place], rtol=near, atol=1e-5)
     session.shape = NO_TREE
     assert session.draft(text[:, -1]).tokens.shape == (2, 1)
@@ -193,7 +193,7 @@ def best_of(sure: float) -> float:
 
 
 def policy_of(memory: TreeMemory) -> MenuPolicy:
-    policy = MenuPolicy(memory, 1, LawKind(0.0, "exact"), MENU)
+    policy = MenuPolicy(memory, 1, RuleProfile(0.0, "exact"), MENU)
     policy.time(SECONDS)
     return policy
 

@@ -1,6 +1,6 @@
 """MTP layers in targets' own checkpoints: as transformers computes them, and what is damaged or unknown is named.
 
-tests/test_published_heads.py has what they share with other heads: trees, answers, laws, recordings.
+tests/test_published_heads.py has what they share with other heads: trees, answers, distributions, recordings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trees chosen while decoding: what is learned, under clocks that lie, and that no law changes."""
+"""Trees chosen while decoding: what is learned, under clocks that lie, and that no distribution changes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from scipy.stats import chisquare
 from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
 from fsd_infer.drafters import Drafter, GraftedDrafter, LookupDrafter, RecycleDrafter
 from fsd_infer.drafters.loading import choose_trees, main_of
-from fsd_infer.trees.costs import PRIORS, Prior
-from fsd_infer.trees.estimates import Curve, LawKind, TreeMemory
+from fsd_infer.trees.costs import PRIORS, CostPrior
+from fsd_infer.trees.estimates import LearnedCalibration, RuleProfile, TreeMemory
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.policy import TRIALS, TreePolicy, TreeReport, memory_of
 from fsd_infer.trees.prices import KNOTS, Kind
@@ -87,7 +87,7 @@ class Text:
 
 
 def policy_of(memory: TreeMemory) -> TreePolicy:
-    return TreePolicy(memory, 1, LawKind(), TreeShape(12, 2, 48))
+    return TreePolicy(memory, 1, RuleProfile(), TreeShape(12, 2, 48))
 
 
 def round_of(text: Text, machine: Machine, choice: TreePolicy | TreeShape) -> int:
@@ -211,7 +211,7 @@ def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple
 
 
 def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
-    curve = Curve()
+    curve = LearnedCalibration()
     of_head = curve.chance(-0.5, 1, True)
     for _ in range(40):
         curve.learn(-0.5, 1, True, Kind.GRAFTED, accepted=False)
@@ -261,12 +261,12 @@ class Adversary:
         return self.now
 
 
-CHEAP = Prior((1e-3,) * len(KNOTS), (1e-3, 1e-4), (1e-3, 1e-3))  # so that even what a toy drafts is worth it
+CHEAP = CostPrior((1e-3,) * len(KNOTS), (1e-3, 1e-4), (1e-3, 1e-3))  # so that even what a toy drafts is worth it
 
 
 def adversary_of(drafter: Drafter, target: Target) -> Adversary:
     """Give a drafter's policy such a clock, and return it."""
-    memory = memory_of(drafter, target)
+    memory = memory_of(drafter.learner, target, drafter.learner.relative_cost)
     memory.clock, memory.prior = (clock := Adversary()), CHEAP
     return clock
 
@@ -304,7 +304,7 @@ def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
 
 @pytest.mark.parametrize("by_menu", [False, True])
 @pytest.mark.parametrize("rule", ["exact", "exact:block=true"])
-def test_the_law_stays_the_targets_whatever_the_clock_says(rule: str, by_menu: bool) -> None:
+def test_the_distribution_stays_the_targets_whatever_the_clock_says(rule: str, by_menu: bool) -> None:
     """Test the third token of sampled answers against enumeration over a vocabulary of eight.
 
     The size of a small LM's tree, and the length of its chain, depend on a clock, on earlier acceptances and on draws,
@@ -327,9 +327,9 @@ def test_the_law_stays_the_targets_whatever_the_clock_says(rule: str, by_menu: b
     texts = torch.cartesian_prod(torch.arange(8), torch.arange(8))
     with torch.inference_mode():
         logits = target.model(torch.cat([torch.tensor([prompt]).expand(64, -1), texts], 1)).logits[:, 6:].double()
-    law = (logits / 0.7).softmax(-1)
-    chances = law[:, 0].gather(1, texts[:, :1]) * law[:, 1].gather(1, texts[:, 1:])
-    assert chisquare(seen, seen.sum() * (chances * law[:, 2]).sum(0)).pvalue > 1e-6
+    distribution = (logits / 0.7).softmax(-1)
+    chances = distribution[:, 0].gather(1, texts[:, :1]) * distribution[:, 1].gather(1, texts[:, 1:])
+    assert chisquare(seen, seen.sum() * (chances * distribution[:, 2]).sum(0)).pvalue > 1e-6
 
 
 # names ----------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
-"""Heads that other programs publish: every layout is read, estimates what its home says, and decodes by the laws."""
+"""Heads that other programs publish: every layout is read, estimates what its home says, and decodes by the
+distributions.
+"""
 
 from __future__ import annotations
 
 import copy
-import itertools
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,14 +20,13 @@ from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.heads.head import EagleHead
-from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.trees.tree import DraftTree
 from tests.published_blocks import BLOCK, MASK, QWEN3, States, block_states, confidence, tiny_target, z_lab
 from tests.published_heads import LAYOUTS, layout
 from tests.published_mtp import MTP
-from tests.rules_toy import ALARM, DEPTH, LENGTH, ROWS, Toy, V, child_of, p_value, simulate
+from tests.rules_toy import V
 from tests.sim_graphs import SimRecorder
 from tests.simulated_device import SIM, SimulatedDevice
-from tests.test_drawing import target_law
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 0], [2, 0, 3], [3, 1]]
 FAST = {
@@ -288,83 +286,6 @@ def test_recorded_rounds_answer_as_eager_ones(root: Path, name: str) -> None:
         assert len(recorder.graphs) == 2 and recorder.replayed > 4
 
 
-# laws ----------------------------------------------------------------------------------------------------------------
-
-SHAPES = {name: (TreeShape(3, 3, 8) if place % 2 else TreeShape.chain(3)) for place, name in enumerate(LAYOUTS)}
-SHAPES |= {"dspark of SpecForge": TreeShape(3, 1, 4, 0.41)}  # its confidence head cuts
-PROMPT, DEEPEST = [1, 2, 3, 0, 2], LENGTH + DEPTH + 1
-
-
-@cache
-def table(name: str = "") -> Tensor:
-    """[CONTEXTS, V] the target's logits after the prompt and every text of up to six tokens."""
-    texts = [torch.tensor([[*PROMPT, *text] for text in itertools.product(range(V), repeat=n)]) for n in range(DEEPEST)]
-    with torch.no_grad():
-        return torch.cat([target(name).model(ids).logits[:, -1].float() for ids in texts])
-
-
-def text_of(context: int) -> list[int]:
-    text: list[int] = []
-    while context:
-        text, context = [(context - 1) % V, *text], (context - 1) // V
-    return text
-
-
-@dataclass(frozen=True)
-class HeadToy(Toy):
-    """The tiny target with a head's trees."""
-
-    drafter: Any = None
-    draws: Draws = Draws.TREE
-
-    def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
-        texts = [PROMPT + text_of(context) for context in contexts.tolist()]
-        tree = drafted(self.drafter, texts, 1, greedy=False, draws=self.draws, generator=generator)
-        where = contexts[:, None].repeat(1, tree.tokens.shape[1])
-        for node in range(1, where.shape[1]):
-            above = where.gather(1, tree.parents[:, node : node + 1])[:, 0]
-            where[:, node] = torch.where(tree.is_draft[:, node], child_of(above, tree.tokens[:, node]), above)
-        return tree, where
-
-
-@pytest.mark.parametrize("name", MOSTLY_SLOW)
-def test_sampled_answers_have_the_targets_law(root: Path, name: str) -> None:
-    toy = HeadToy(table(name), table(name), drafter=load(root, name, SHAPES[name]))
-    tree, _ = toy.draft(torch.zeros(64, dtype=torch.long), torch.Generator().manual_seed(1))
-    assert tree.drawn is not None and tree.drawn.any(), "nodes are drawn"
-    assert p_value(simulate(toy, parse_rule("exact"), ROWS, seed=3).codes, target_law(toy)) > ALARM
-
-
-LOSSY = [pytest.param(name, marks=[] if name in ("dflash of speculators", "mtp of mimo") else SLOW) for name in LAYOUTS]
-
-
-@pytest.mark.parametrize("name", LOSSY)
-def test_a_lossy_rule_has_its_law(root: Path, name: str) -> None:
-    """The open gate chooses among two drafts, by the target's chances. The token after them is the target's own."""
-    toy = HeadToy(table(name), table(name), drafter=load(root, name, TreeShape(1, 2, 3)), draws=Draws.NONE)
-    made, law = layout(name), []
-    for text in itertools.product(range(V), repeat=LENGTH):
-        chance = 1.0
-        for place, token in enumerate(text):
-            p = table(name)[code_of(text[:place])].double().softmax(-1)
-            if place % 2 == 0:  # at a root
-                known = PROMPT + list(text[:place])
-                q = over_all(made.estimate(States.of(target(name).model, known), known, []), made.ids)
-                p = p * torch.zeros_like(p).index_fill(0, q.topk(2).indices, 1.0)
-            chance *= float(p[token] / p.sum())
-        law.append(chance)
-    codes = simulate(toy, parse_rule("fuzzy:js:inf"), ROWS, seed=3).codes
-    assert p_value(codes, np.array(law)) > ALARM
-    assert p_value(codes, target_law(toy)) < ALARM
-
-
-def code_of(text: tuple[int, ...]) -> int:
-    context = 0
-    for token in text:
-        context = V * context + 1 + token
-    return context
-
-
 # the table in docs/heads.md ------------------------------------------------------------------------------------------
 
 DSPARK = "dspark of speculators"  # tests/test_block_training.py trains and exports it
@@ -378,14 +299,16 @@ def layouts_of(test: Any, named: str = "name", prefix: str = "") -> set[str]:
 
 def test_the_table_marks_what_is_tested(repo_root: Path) -> None:
     from tests import test_mtp_training as mtp  # Lightning loads slowly
+    from tests import test_published_distributions as sampled  # which imports this file
 
     fits = (mtp.test_a_fit_learns_and_its_export_drafts, mtp.test_what_is_exported_fits_into_the_targets_own_checkpoint)
     trained, exported = (layouts_of(test, "family", "mtp of ") - {"mtp of llama"} | {DSPARK} for test in fits)
     answers = layouts_of(test_greedy_answers_are_the_targets_own)
     columns = {
         "loads": layouts_of(test_every_node_has_the_estimate_of_a_plain_computation),
-        "chain": answers, "tree": answers, "law": layouts_of(test_sampled_answers_have_the_targets_law),
-        "lossy": layouts_of(test_a_lossy_rule_has_its_law), "batch": answers,
+        "chain": answers, "tree": answers,
+        "sampled": layouts_of(sampled.test_sampled_answers_have_the_targets_distribution),
+        "lossy": layouts_of(sampled.test_a_lossy_rule_has_its_distribution), "batch": answers,
         "captured": layouts_of(test_recorded_rounds_answer_as_eager_ones), "trained": trained, "exported": exported,
     }  # fmt: skip
     assert all(done <= set(LAYOUTS) for done in columns.values())

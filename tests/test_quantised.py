@@ -89,8 +89,10 @@ def test_in_fp32_drafting_changes_no_token(kind: str, plain: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_above_temperature_0_the_law_is_the_targets(kind: str, tmp_path: Path) -> None:
-    """Three tokens of a vocabulary of four, by sampled drafts, against the enumeration of the model's own law."""
+def test_above_temperature_0_the_distribution_is_the_targets(kind: str, tmp_path: Path) -> None:
+    """Three tokens of a vocabulary of four, by sampled drafts, against the enumeration of the model's own
+    distribution.
+    """
     need(kind)
     small = {**SIZES, "vocab_size": 4, "pad_token_id": None}
     tiny_model("llama", scale=2.0, **small).save_pretrained(tmp_path / "plain")
@@ -104,10 +106,12 @@ def test_above_temperature_0_the_law_is_the_targets(kind: str, tmp_path: Path) -
     texts = torch.cartesian_prod(*[torch.arange(4)] * 3)
     with torch.no_grad():
         logits = target.model(torch.cat([torch.tensor([prompt]).expand(64, -1), texts[:, :2]], 1)).logits[:, 2:]
-    law = logits.log_softmax(-1).gather(2, texts[..., None])[..., 0].sum(1).exp().double()
-    kept = law * rows >= 5  # rarer ones together
+    distribution = logits.log_softmax(-1).gather(2, texts[..., None])[..., 0].sum(1).exp().double()
+    kept = distribution * rows >= 5  # rarer ones together
     place = torch.where(kept, kept.cumsum(0) - 1, kept.sum())
-    pairs = [torch.zeros(int(place.max()) + 1).double().index_add(0, place, x) for x in (seen.double(), law * rows)]
+    pairs = [
+        torch.zeros(int(place.max()) + 1).double().index_add(0, place, x) for x in (seen.double(), distribution * rows)
+    ]
     assert kept.sum() > 15 and chisquare(*(pair / pair.sum() * rows for pair in pairs)).pvalue > 1e-6
 
 

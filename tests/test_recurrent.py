@@ -61,7 +61,7 @@ def check_greedy(model: Any) -> None:
         assert decoder.generate(prompts[:1], **limits).sequences == expected[:1], f"{name}, batch 1"
         batch = decoder.generate(prompts, **limits)
         assert batch.sequences == expected, f"{name}, ragged batch"
-        assert batch.stats.tau >= least_tau, f"{name}: drafts that are right were not accepted"
+        assert batch.stats.acceptance_length >= least_tau, f"{name}: drafts that are right were not accepted"
 
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {

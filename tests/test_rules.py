@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -17,22 +16,16 @@ from fsd_core import functional
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.functional import draw
 from fsd_infer.rules import (
-    Evidence,
     Exact,
     Fuzzy,
-    Law,
-    RandomGate,
-    Rule,
-    Texts,
-    Tilted,
+    TokenHistory,
     TokenOrigin,
     Verification,
     parse_rule,
 )
 from fsd_infer.rules.fuzzy import _warn_never_opens
-from fsd_infer.rules.parameters import FORMER
 from fsd_infer.rules.texts import in_sentence, sentence_ends
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, take, tree_round, verdict_of
 
 
@@ -69,89 +62,6 @@ def test_a_gate_that_the_reduced_vocabulary_keeps_shut_says_so_once(name: str) -
         Fuzzy(name, 0.3)(tree_round(0))
 
 
-BAD: dict[str, str] = {
-    "fuzzy:js:-0.1": "threshold must be at least 0, not -0.1",
-    "fuzzy:js:nan": "threshold must be a number that fits a float, not 'nan'",
-    "fuzzy:js:1e-400": "threshold must be a number that fits a float, not '1e-400'",
-    "fuzzy:js:much": "threshold must be a number that fits a float, not 'much'",
-    "fuzzy:js:0.3:budget=-1": "budget must be at least 0",
-    "fuzzy:js:0.3:gate=both": "gate_on must be 'raw' or 'processed', not 'both'",
-    "fuzzy:js:0.3:size=2": "cannot use 'size=2'; fuzzy takes divergence, threshold",
-    "fuzzy:tv:2": "threshold must be at most 1, the largest tv, not 2",
-    "fuzzy-strict:top_k_js:20:0.7": "at most 0.6931, the largest top_k_js:20, not 0.7",
-    "fuzzy:jensen:0.3": "unknown divergence 'jensen'", "fuzy:js:0.3": "unknown rule 'fuzy'.*Did you mean 'fuzzy'",
-    "random": "rate is missing", "random:1.1": "rate must be between 0 and 1",
-    "random:0.1:rate=0.2": "rate is given twice", "exact:0.3": "block must be true or false",
-    "tilted:0": "kl_coef must be at least 0.001, not 0", "tilted:1:min_p=inf": "min_p must be between 0 and 1, not inf",
-    "tilted:1:no_repeat=4": "no_repeat is now exact_ngram_size",
-    "tilted:1:exact_ngram_size=2.5": "exact_ngram_size must be a whole number, not '2.5'",
-    "tilted:1:exact_ngram_size=-1": "exact_ngram_size must be between 0 and 64, not -1",
-    "tilted:2:gate=30": "gate must be at most 0.6931, the largest js, not 30",
-    "tilted:2:match_temperature=0.3": "match_temperature adapts kl_coef",
-    "tilted:toll=-1": "toll must be between 0 and 1e",
-    "lenient:0": "lenience must be above 0 and at most 1, not 0.0",
-    "threshold:2": "single must be between 0 and 1, not 2", "threshold:acc=0": "acc must be",
-    "typical:-1": "epsilon must be at least 0", "relaxed:3:2": "delta must be between 0 and 1",
-    "cactus:inf": "delta must be between 0 and 1e.06, not inf", "cascade-token:1.1": "alpha must be at most 1",
-    "ensemble:0": "weight must be", "fly:0": "window must be between 1 and 1024",
-    "fly:6:-1": "entropy must be at least 0", "asd:-1": "gap must be at least 0",
-    "asd:1:1.5": "mismatches must be a whole number, not '1.5'",
-    "asd:budget=-1": "budget must be at least 0", "mars:-0.1": "margin must be at least 0",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("spec", BAD)
-def test_bad_parameters_are_named(spec: str) -> None:
-    with pytest.raises(FsdError, match=BAD[spec]):
-        parse_rule(spec)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Fuzzy("js", math.nan), "threshold must be at least 0, not nan"),
-        (lambda: Fuzzy("js", "0.3"), "threshold must be a number"),  # type: ignore[arg-type]
-        (lambda: Exact()(tree_round(0, uniforms=None)), "above temperature 0 needs uniforms"),
-        (lambda: RandomGate(0.5)(tree_round(0, greedy=True, uniforms=None)), "draws at random at every temperature"),
-    ],
-)
-def test_bad_arguments_are_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(FsdError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("spec", "rule"),
-    [
-        ("fuzzy", Fuzzy()), ("fuzzy:threshold=0.2:divergence=tv", Fuzzy("tv", 0.2)),
-        ("fuzzy:js:0.3:budget=2:gate=processed", Fuzzy("js", 0.3, budget=2.0, gate_on="processed")),
-        ("fuzzy:js:0.3:budget=none", Fuzzy("js", 0.3)), ("fuzzy:top_k_js:20:0.3", Fuzzy("top_k_js:20", 0.3)),
-        ("fuzzy:kl_qp:inf", Fuzzy("kl_qp", INF)), ("random:0.25", RandomGate(0.25)),
-    ],
-)  # fmt: skip
-def test_rules_as_text(spec: str, rule: Rule) -> None:
-    assert parse_rule(spec) == rule
-    assert parse_rule(rule) is rule
-
-
-@pytest.mark.parametrize(("former", "now"), FORMER.items())
-def test_former_names_of_parameters(former: str, now: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As text, as keywords and as attributes, with one warning for all."""
-    monkeypatch.setattr("fsd_core.former._said", set())
-    with pytest.warns(FutureWarning, match=f"{former} of a rule .* it is now {now}") as said:
-        assert parse_rule(f"tilted:{former}=1") == parse_rule(f"tilted:{now}=1") == Tilted(**{former: 1})
-        assert getattr(Tilted(**{now: 1}), former) == 1
-    assert len(said) == 1
-
-
-def test_former_names_of_laws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsd_core.former._said", set())
-    evidence = Evidence(tree_round(0, greedy=True))
-    with pytest.warns(FutureWarning, match=r"Evidence\.regret|Law\.lifted") as said:
-        made = Law.lifted(evidence, evidence.regret)
-    assert made == Law.biased(evidence, evidence.logprob_gap) and len(said) == 2
-
-
 KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy
 
 
@@ -169,7 +79,7 @@ def one_row(round: Verification, row: int) -> Verification:
         scores=logits if round.scores is round.logits else round.scores[rows],
         uniforms=None if round.uniforms is None else round.uniforms[rows],
         budget_left=None if round.budget_left is None else round.budget_left[rows],
-        texts=Texts(round.tree.tokens[rows, :1].tolist()),
+        texts=TokenHistory(round.tree.tokens[rows, :1].tolist()),
     )
 
 
@@ -254,7 +164,7 @@ def test_an_answers_first_tokens_are_exact(spec: str, shape: str, greedy: bool) 
         partly = parse_rule(f"{spec}:settle=2")(round)
         assert torch.equal(partly.tokens[:, 0], exact.tokens[:, 0]) and not partly.gate_open[:, 0].any()
         assert depth < 2 or (partly.accepted >= exact.accepted).all()
-        longer = replace(round, texts=Texts([[1, *row] for row in round.tree.tokens[:, :1].tolist()]))
+        longer = replace(round, texts=TokenHistory([[1, *row] for row in round.tree.tokens[:, :1].tolist()]))
         assert_same(parse_rule(f"{spec}:settle=2")(longer), free)
 
 
@@ -268,7 +178,7 @@ def test_a_sentences_first_tokens_are_exact(spec: str, shape: str, greedy: bool)
         for ends, lead, expected in (([], 3, free), ([], 9, exact), (range(size), 1, exact), (range(size), 0, free)):
             marks = torch.zeros(size + 1, dtype=torch.bool)
             marks[list(ends)] = True
-            texts = Texts([[7, 7, 7]] * rows, ends=marks)  # three tokens before the root's choice
+            texts = TokenHistory([[7, 7, 7]] * rows, ends=marks)  # three tokens before the root's choice
             lossy = parse_rule(f"{spec}:lead={lead}")
             assert_same(lossy(replace(round, texts=texts)), expected)
 
@@ -281,10 +191,10 @@ def test_tokens_of_a_sentence_are_counted_over_text_and_path() -> None:
     assert sentence_ends({}).tolist() == [True]  # nothing is known: exact everywhere
     parents, tokens = torch.tensor([[0, 0, 0, 1, 3]] * 3), torch.tensor([[2, 0, 2, 1, 6]] * 3)
     tree = DraftTree(tokens, parents, torch.empty(3, 0, 8), torch.full((3, 5), -1), torch.zeros(3, 5))
-    texts = Texts([[0, 1, 0, 2], [0, 2], [1]], [[1], [6], [6]], ends=ends)
+    texts = TokenHistory([[0, 1, 0, 2], [0, 2], [1]], [[1], [6], [6]], ends=ends)
     assert in_sentence(texts, tree).tolist() == [[2, 3, 3, 0, 1], [3, 4, 4, 0, 1], [0, 1, 1, 0, 1]]
     with pytest.raises(FsdError, match="no ends of sentences"):
-        in_sentence(Texts([[0]] * 3), tree)
+        in_sentence(TokenHistory([[0]] * 3), tree)
 
 
 def test_a_look_ahead_stops_where_a_sentence_begins() -> None:
@@ -294,7 +204,7 @@ def test_a_look_ahead_stops_where_a_sentence_begins() -> None:
     logits[0, [0, 2], [1, 3]] = torch.tensor([-2.0, -0.1])  # 1 - 2.3 + 1 + 1 - 0.4 > 0, but not without the last
     tree = DraftTree.chain(torch.tensor([[0, 1, 2, 3]]), torch.empty(1, 0, 5), scores=torch.zeros(1, 4))
     ends = torch.tensor([False, False, True, False, False, False])
-    round = Verification(tree, logits, logits, True, texts=Texts([[0] * 9], ends=ends))
+    round = Verification(tree, logits, logits, True, texts=TokenHistory([[0] * 9], ends=ends))
     assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3")(round).accepted.tolist() == [3]
     assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3:lead=1")(round).accepted.tolist() == [0]
 

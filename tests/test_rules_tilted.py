@@ -1,4 +1,6 @@
-"""The optimal rule: optimality, options, numbers, and the adaptive kl_coef. Its draws: tests/test_rules_laws.py."""
+"""The optimal rule: optimality, options, numbers, and the adaptive kl_coef. Its draws:
+tests/test_rules_distributions.py.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from scipy.optimize import minimize
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.rules import Evidence, Exact, Rule, Texts, Verification, apply_rules, parse_rule
-from fsd_infer.rules.laws import clipped
+from fsd_infer.rules import Exact, Rule, RuleInputs, TokenHistory, Verification, apply_rules, parse_rule
+from fsd_infer.rules.optimal import clipped
 from fsd_infer.rules.texts import known, known_tokens
-from fsd_infer.rules.tilted import FIRST_PRICE, LEAST_KL_COEF, Tilted, sampling_cost
-from fsd_infer.tree import DraftTree
+from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampling_cost
+from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
 
 KL_COEFS = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -30,10 +32,10 @@ def plain(kl_coef: float, **options: Any) -> Tilted:
     return Tilted(kl_coef, **{"min_p": 0.0, "exact_ngram_size": 0, **options})
 
 
-def law_table(rule: Rule, round: Verification) -> np.ndarray:
+def distribution_table(rule: Rule, round: Verification) -> np.ndarray:
     """[B, N, V] what the rule emits from at every node."""
-    evidence = Evidence(round)
-    return rule.charged_law(evidence).log_probs(evidence).exp().numpy()
+    inputs = RuleInputs(round)
+    return rule.restricted_output(inputs).log_probs(inputs).exp().numpy()
 
 
 def children_of(tree: DraftTree, row: int, node: int) -> dict[int, int]:
@@ -42,17 +44,17 @@ def children_of(tree: DraftTree, row: int, node: int) -> dict[int, int]:
     return {int(tree.tokens[row, c]): c for c in range(1, len(parents)) if parents[c] == node}
 
 
-def outcome(round: Verification, row: int, law: np.ndarray, node: int = 0) -> tuple[float, float]:
-    """(expected accepted drafts, KL(law || p)) of a round that is at ``node`` under a law [N, V]."""
+def outcome(round: Verification, row: int, distribution: np.ndarray, node: int = 0) -> tuple[float, float]:
+    """(expected accepted drafts, KL(distribution || p)) of a round that is at ``node`` under a distribution [N, V]."""
     below = children_of(round.tree, row, node)
     if not below:
         return 0.0, 0.0
     p = softmax(round.scores[row, node].double().numpy())
-    drafts, nats = 0.0, float(rel_entr(law[node], p).sum())
+    drafts, nats = 0.0, float(rel_entr(distribution[node], p).sum())
     for token, child in below.items():
-        further, cost = outcome(round, row, law, child)
-        drafts += law[node, token] * (1 + further)
-        nats += law[node, token] * cost if law[node, token] else 0.0
+        further, cost = outcome(round, row, distribution, child)
+        drafts += distribution[node, token] * (1 + further)
+        nats += distribution[node, token] * cost if distribution[node, token] else 0.0
     return drafts, nats
 
 
@@ -75,17 +77,17 @@ def value(tree: DraftTree, row: int, p: list[list[Any]], kl_coef: Any, node: int
 
 
 @pytest.mark.parametrize("kl_coef", KL_COEFS)
-def test_its_law_reaches_the_value_that_the_recursion_promises(kl_coef: float) -> None:
+def test_its_distribution_reaches_the_value_that_the_recursion_promises(kl_coef: float) -> None:
     for seed in range(6):
         round = tree_round(seed, batch=2, nodes=6, vocab=5, mask=seed % 2 == 1)
-        law = law_table(plain(kl_coef), round)
-        np.testing.assert_allclose(law.sum(-1), 1.0, atol=1e-6)
+        distribution = distribution_table(plain(kl_coef), round)
+        np.testing.assert_allclose(distribution.sum(-1), 1.0, atol=1e-6)
         for row in range(2):
-            drafts, nats = outcome(round, row, law[row])
+            drafts, nats = outcome(round, row, distribution[row])
             promised = float(value(round.tree, row, probabilities(round, row), kl_coef))
             assert drafts - kl_coef * nats == pytest.approx(promised, abs=2e-5)
             for spec in SPECS:  # no rule reaches more
-                drafts, nats = outcome(round, row, law_table(parse_rule(spec), round)[row])
+                drafts, nats = outcome(round, row, distribution_table(parse_rule(spec), round)[row])
                 assert drafts - kl_coef * nats <= promised + 2e-5
 
 
@@ -116,9 +118,9 @@ def test_at_temperature_0_it_takes_the_best_way_down(kl_coef: float, options: st
     for seed in range(12):
         round = tree_round(seed, greedy=True, mask=seed % 3 == 0)
         answers = [[int(t) % 12 for t in range(row, row + 9)] + [int(round.tree.tokens[row, 0])] for row in range(6)]
-        verdict = verdict_of(rule, replace(round, texts=Texts(answers)))
+        verdict = verdict_of(rule, replace(round, texts=TokenHistory(answers)))
         again = (
-            known(Texts(answers), round.tree, rule.exact_ngram_size)
+            known(TokenHistory(answers), round.tree, rule.exact_ngram_size)
             if rule.exact_ngram_size
             else torch.zeros(6, 9).bool()
         )
@@ -151,7 +153,7 @@ def test_at_temperature_0_it_takes_the_best_way_down(kl_coef: float, options: st
 
 
 @pytest.mark.parametrize("kl_coef", [0.05, 0.3, 1.0, 4.0])
-def test_no_law_beats_the_clipped_one_on_a_sampled_chain(kl_coef: float) -> None:
+def test_no_distribution_beats_the_clipped_one_on_a_sampled_chain(kl_coef: float) -> None:
     """Σ min(r, q) - kl_coef · KL(r || p): found by a search over all r."""
     generator = np.random.default_rng(1)
     for _ in range(6):
@@ -168,14 +170,14 @@ def test_no_law_beats_the_clipped_one_on_a_sampled_chain(kl_coef: float) -> None
             for start in (p, q, r)
         )
         assert found <= worth(r) + 1e-9
-        for law in generator.dirichlet(np.ones(5), size=500):
-            assert worth(law) <= worth(r)
+        for distribution in generator.dirichlet(np.ones(5), size=500):
+            assert worth(distribution) <= worth(r)
         if kl_coef == 0.05:
             assert worth(r) > worth(p) and np.abs(r - q).max() < np.abs(p - q).max()
 
 
 @pytest.mark.parametrize("kl_coef", [1e-3, 0.1, 1.0, 1e4])
-def test_the_clipped_law_is_one_whatever_the_numbers(kl_coef: float) -> None:
+def test_the_clipped_distribution_is_one_whatever_the_numbers(kl_coef: float) -> None:
     torch.manual_seed(3)
     log_p = (torch.randn(64, 300) * torch.linspace(0.1, 30, 64)[:, None]).log_softmax(-1)
     log_q = (log_p + torch.randn(64, 300) * 3).masked_fill(torch.rand(64, 300) < 0.3, -INF).log_softmax(-1)
@@ -202,7 +204,7 @@ def test_numbers_hold_from_a_kl_coef_of_a_thousandth(kl_coef: str, scale: float)
     for seed in range(4):
         base = tree_round(seed, nodes=12, mask=seed % 2 == 1)
         round = replace(base, scores=base.scores * scale)
-        logit_bias = plain(float(kl_coef)).law(Evidence(round)).logit_bias
+        logit_bias = plain(float(kl_coef)).output(RuleInputs(round)).logit_bias
         assert logit_bias is not None and not logit_bias.isnan().any()
         exact = mpmath.mpf(kl_coef)
         for row in range(2):
@@ -224,7 +226,7 @@ def naive_repeats(text: list[int], n: int) -> bool:
 def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     answers: list[list[int]] = [[], [1], [1, 2], [0, 1] * 6, [], []]
-    grown = Texts(answers, width=200)
+    grown = TokenHistory(answers, width=200)
     found = 0
     for seed in range(12):
         round = tree_round(seed, vocab=4, nodes=9)
@@ -261,12 +263,14 @@ def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
     ],
 )
 def test_a_draft_that_is_no_novelty_is_emitted_only_where_exact_decoding_emits_it(spec: str, greedy: bool) -> None:
-    """One child per node, each of which completes a known n-gram, of the prompt or of the answer: the law is p."""
+    """One child per node, each of which completes a known n-gram, of the prompt or of the answer: the distribution is
+    p.
+    """
     round = chain_round(0, length=3, vocab=6, greedy=greedy)
     round = replace(round, tree=replace(round.tree, q_scores=None))
     roots = round.tree.tokens[:, :1].tolist()
-    copied = Texts(roots, [[*tokens, *tokens] for tokens in round.tree.tokens.tolist()])
-    repeated = Texts([[*tokens, *tokens, *root] for tokens, root in zip(round.tree.tokens.tolist(), roots)])
+    copied = TokenHistory(roots, [[*tokens, *tokens] for tokens in round.tree.tokens.tolist()])
+    repeated = TokenHistory([[*tokens, *tokens, *root] for tokens, root in zip(round.tree.tokens.tolist(), roots)])
     with pytest.raises(FsdError, match="reads prompt and answer; pass texts"):
         parse_rule(f"{spec}:exact_ngram_size=2")(replace(round, texts=None))
     for texts in (copied, repeated):
@@ -294,7 +298,7 @@ def test_a_sample_costs_what_enumeration_says(t: float) -> None:
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool) -> None:
-    """So the learned rule has the laws of the fixed one, which are tested by enumeration."""
+    """So the learned rule has the distributions of the fixed one, which are tested by enumeration."""
     learned = parse_rule("tilted:exact_ngram_size=0:match_temperature=0.5")
     assert isinstance(learned, Tilted)
     spent = [-9.0, -1.5, 0.0, 0.7, 3.0, 40.0, 1.0, -1.9]
@@ -303,7 +307,7 @@ def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool)
         round = any_round(shape, seed, greedy)
         kl_excess = torch.tensor(spent[: round.tree.tokens.shape[0]])
         made = apply_rules([learned] * len(kl_excess), replace(round, kl_excess=kl_excess))
-        coefs = [max(FIRST_PRICE + float(nats), LEAST_KL_COEF) for nats in kl_excess]
+        coefs = [max(INITIAL_KL_COEF + float(nats), LEAST_KL_COEF) for nats in kl_excess]
         fixed = [Tilted(kl_coef, learned.least_p, exact_ngram_size=0) for kl_coef in coefs]
         assert_same(made, apply_rules(fixed, round))
         different += int((made.spent != apply_rules([fixed[2]] * len(fixed), round).spent).any())
@@ -333,7 +337,9 @@ def test_decoding_spends_about_what_is_allowed(toy_decoder: FuzzyDecoder, temper
             scores = logits.float() / (temperature or 1.0)
             allowed = float(sampling_cost(scores, t, temperature == 0).sum())
             depth = toy_decoder.drafter.max_depth
-            assert nats <= allowed + math.sqrt(FIRST_PRICE**2 + 2 * depth * count * (1 + depth / 8)) - FIRST_PRICE
+            assert (
+                nats <= allowed + math.sqrt(INITIAL_KL_COEF**2 + 2 * depth * count * (1 + depth / 8)) - INITIAL_KL_COEF
+            )
     # a sure target at next to no temperature allows nothing, and the kl_coef rises with all that is spent
     cool, warm = (sum(answer(f"tilted:match_temperature={t}:min_p=0:exact_ngram_size=0")[1]) for t in (1e-3, 3.0))
     assert cool < warm

@@ -1,4 +1,6 @@
-"""Whole requests above temperature 0: whatever drafts, shapes and is asked, three tokens have the target's own law."""
+"""Whole requests above temperature 0: whatever drafts, shapes and is asked, three tokens have the target's own
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +56,13 @@ def drafter_of(kind: str, target: Target, shape: str) -> Drafter:
     return GraftedDrafter(made, load_drafter(side, target)) if side else made
 
 
-def target_law(target: Target, prompt: list[int], options: dict[str, Any]) -> np.ndarray:
+def target_distribution(target: Target, prompt: list[int], options: dict[str, Any]) -> np.ndarray:
     """[SIZE**TOKENS] by transformers' own processors, text by text."""
     processors = prepare(target, [prompt], None, options)[0].processors
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(TOKENS):
         longer: dict[tuple[int, ...], float] = {}
-        for text, chance in law.items():
+        for text, chance in distribution.items():
             ids = torch.tensor([[*prompt, *text]])
             with torch.no_grad():
                 scores = target.model(ids).logits[:, -1]
@@ -68,8 +70,8 @@ def target_law(target: Target, prompt: list[int], options: dict[str, Any]) -> np
             for token, p in enumerate(scores[0].double().softmax(-1).tolist()):
                 further = (*text, token)
                 longer[further] = chance * p
-        law = longer
-    return np.array([law[text] for text in itertools.product(range(SIZE), repeat=TOKENS)])
+        distribution = longer
+    return np.array([distribution[text] for text in itertools.product(range(SIZE), repeat=TOKENS)])
 
 
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -86,7 +88,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_request_has_the_targets_law(name: str) -> None:
+def test_a_request_has_the_targets_distribution(name: str) -> None:
     kind, shape, rule, options = CASES[name]
     target = Target.of(llama(3), None)
     drafter = drafter_of(kind, target, "4x3x9" if shape == "auto" else shape)
@@ -97,4 +99,4 @@ def test_a_request_has_the_targets_law(name: str) -> None:
     places = np.array(found) @ SIZE ** np.arange(TOKENS)[::-1]
     for number, prompt in enumerate(PROMPTS):
         own = places[number * ANSWERS : (number + 1) * ANSWERS]
-        assert p_value(own, target_law(target, prompt, options)) > ALARM
+        assert p_value(own, target_distribution(target, prompt, options)) > ALARM

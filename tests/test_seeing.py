@@ -116,7 +116,7 @@ def check(decoder: FuzzyDecoder, prompts: Any, expected: list[list[int]]) -> Non
             drafter.known = known_of(decoder, prompts, expected)
         batch = decoder.generate(prompts, drafter=drafter, **LIMITS)
         assert batch.sequences == expected, f"{name}, ragged batch"
-        assert batch.stats.tau >= least_tau, f"{name}: drafts that are right were not accepted"
+        assert batch.stats.acceptance_length >= least_tau, f"{name}: drafts that are right were not accepted"
     assert decoder.generate(prompts[:1], drafter=NoDrafter(target.vocab_size), **LIMITS).sequences == expected[:1]
 
 

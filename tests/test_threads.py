@@ -84,7 +84,7 @@ def turns(decoder: FuzzyDecoder, **options: Any) -> tuple[list[list[list[int]]],
         out = decoder.generate(asked, max_new_tokens=10 + turn, **options)
         answers.append(out.sequences)
         known.append(out.stats.known_tokens)
-        taus.append(out.stats.tau)
+        taus.append(out.stats.acceptance_length)
         texts = [text + answer + [5 + turn, 7, 11] for text, answer in zip(texts, out.sequences)]
     return answers, known, taus
 

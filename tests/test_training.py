@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fsd_core.divergence import divergence, expand_draft
-from fsd_core.errors import CheckpointError, DataError, NonFiniteLossError, UnknownNameError
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
-from fsd_train.callbacks import DecodedTau, ExportHead, LossCurve, TokenRate
+from fsd_core.errors import CheckpointError, DataError
+from fsd_infer import Target
+from fsd_train.callbacks import ExportHead, LossCurve, TokenRate
 from fsd_train.cli import main as cli
 from fsd_train.data import AnswersDataModule
-from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput
+from fsd_train.losses import LMHead
 from fsd_train.losses.metrics import ValidationMetrics, compare
 from fsd_train.models import EagleModule
 from tests import train_toys
@@ -179,130 +176,8 @@ def test_killed_run_resumes(toys: Path, tmp_path: Path) -> None:
     assert_same(*heads)
 
 
-# callbacks and validation
-
-
 def trainer(out: Path, *callbacks: Any, steps: int = 6, **options: Any) -> Trainer:
     return train_toys.trainer(out, steps, *callbacks, val_check_interval=3, **options)
-
-
-def test_the_rate_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight batches of a second each, one waits for an export of a minute, and a validation comes between."""
-    now = [0.0]
-    monkeypatch.setattr("fsd_train.callbacks.progress.time.perf_counter", lambda: now[0])
-    rate, logs = TokenRate(window=8), dict[str, float]()
-    module: Any = SimpleNamespace(log=lambda name, value, **_: logs.update({name: value}), device=torch.device("cpu"))
-    of: Any = SimpleNamespace(world_size=2)
-    mask = torch.zeros(1, 100)
-    mask[0, 10:40] = 1
-    batch = {"loss_mask": mask, "lengths": np.array([60, 30, 10]), "ids": ["a", "b"]}
-    for number in range(8):
-        rate.on_train_batch_start(of, module, batch, number)
-        now[0] += 61.0 if number == 3 else 1.0
-        rate.on_train_batch_end(of, module, None, batch, number)
-        if number == 5:
-            rate.on_validation_start(of, module)
-            now[0] += 30.0
-    assert logs == {"tokens_per_s": pytest.approx(60.0), "padding": pytest.approx(0.1)}
-
-
-def prompts_of(data: AnswersDataModule, count: int) -> list[list[int]]:
-    rows = data.validation_set
-    assert rows is not None and len(rows) >= count
-    prompts = [rows[i]["input_ids"][: int(rows[i]["loss_mask"].argmax())].tolist() for i in range(len(rows))]
-    return [prompts[i * len(prompts) // count] for i in range(count)]
-
-
-def test_decoded_tau_is_that_of_a_direct_run(toys: Path, tmp_path: Path) -> None:
-    module, data = make(toys)
-    rules = ["exact", "fuzzy:js:0.4"]
-    callback = DecodedTau(rules, every_n_train_steps=4, prompts=3, max_new_tokens=10, tree=TreeShape(3, 2, 6))
-    trained = trainer(tmp_path, callback, TokenRate(window=2), LossCurve(every_n_train_steps=1))
-    trained.fit(module, data)
-    target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
-    decoder = FuzzyDecoder(target, EagleDrafter(copy.deepcopy(module.head), target, callback.tree))
-    for rule in rules:
-        made = decoder.generate(prompts_of(data, 3), rule, max_new_tokens=10, do_sample=False, seed=0)
-        values = {name: callback.points[f"decoded_{name}/{rule}"] for name in ("tau", "gate_open", "spent", "length")}
-        assert all(list(points) == [4, 6] for points in values.values())
-        assert values["tau"][6] == pytest.approx(made.stats.tau)
-        assert values["gate_open"][6] == pytest.approx(made.stats.gate_open_fraction)
-        assert values["spent"][6] == pytest.approx(made.stats.divergence_spent / made.stats.new_tokens)
-        assert values["length"][6] == pytest.approx(made.stats.new_tokens / 3)
-        assert logged(trained.log_dir, f"decoded_tau/{rule}") == pytest.approx(list(values["tau"].values()))
-        assert "decoded_tau/" + rule in trained.callback_metrics  # a checkpoint may be chosen by it
-    assert callback._full is not None  # training on cached features needs part of the target only
-    assert (Path(trained.log_dir or "") / "curves.png").is_file()
-
-
-def test_decoding_leaves_training_alone(toys: Path, tmp_path: Path) -> None:
-    weights = []
-    for name, callbacks in {
-        "plain": [],
-        "decoding": [DecodedTau(["draft-only"], 2, prompts=2, max_new_tokens=6, temperature=1.0)],
-    }.items():
-        module, data = make(toys, cached=False)
-        trainer(tmp_path / name, *callbacks).fit(module, data)
-        weights.append(module.head.fc.weight.detach())
-    assert torch.equal(*weights)
-
-
-def test_decoded_tau_refuses_what_it_cannot_do(toys: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnknownNameError, match="no-such-rule"):
-        DecodedTau(["no-such-rule"])
-    module, data = make(toys)
-    with pytest.raises(DataError, match="room for 127 tokens"):  # of 128 positions; said before the first step
-        trainer(tmp_path, DecodedTau(max_new_tokens=127)).fit(module, data)
-    assert module.global_step == 0
-    module, data = make(toys)
-    data.validation_fraction = 0.0
-    with pytest.raises(DataError, match="validation"):
-        trainer(tmp_path, DecodedTau()).fit(module, data)
-
-
-class Failing(Loss):
-    """A loss that is NaN from its n-th call on."""
-
-    def __init__(self, loss: Loss, good: int) -> None:
-        self.parts, self.left = [loss], good
-
-    def __call__(self, batch: DraftBatch) -> LossOutput:
-        out = self.parts[0](batch)
-        self.left -= 1
-        return out if self.left >= 0 else LossOutput(out.loss * torch.nan, out.parts)
-
-
-def test_nan_loss_stops_and_names_the_rows(toys: Path, tmp_path: Path) -> None:
-    module, data = make(toys)
-    module.loss = Failing(module.loss, good=2)
-    with pytest.raises(NonFiniteLossError) as caught:
-        trainer(tmp_path, limit_val_batches=0).fit(module, data)
-    last = tmp_path / "ckpt" / "step=2.ckpt"
-    assert str(last) in str(caught.value)
-    assert sorted(file.name for file in last.parent.iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
-    state = torch.load(last, weights_only=True)["state_dict"]
-    assert all(bool(value.isfinite().all()) for value in state.values())
-    assert torch.equal(state["head.fc.weight"], module.head.fc.weight)  # the bad step was not taken
-    (file,) = tmp_path.rglob("non-finite-step-2-rank-0.json")
-    assert str(file) in str(caught.value)
-    report = json.loads(file.read_text())
-    assert report["step"] == 2 and report["batches"][0]["loss"] == "nan"
-    batches = [batch["ids"] for batch in data.train_dataloader()]
-    assert report["batches"][0]["ids"] == batches[2]
-
-
-def test_rows_of_another_vocabulary_are_refused_before_training(toys: Path, tmp_path: Path) -> None:
-    """In training and validation files."""
-    good = (toys / "answers.jsonl").read_text().splitlines(keepends=True)
-    other = tmp_path / "other.jsonl"
-    bad = json.dumps({"prompt_ids": [5], "response_ids": [6, 64, 7]}) + "\n"
-    other.write_text(good[0] + 4 * bad + good[2])  # more than 5 % of all rows
-    module = make(toys, draft_vocab_size=None)[0]
-    for train, held in [(other, []), (toys / "answers.jsonl", [str(other)])]:
-        run = trainer(tmp_path / "run")
-        with pytest.raises(DataError, match=f"^{other}:2: token id 64 .* vocabulary of 64. Regenerate"):
-            run.fit(module, AnswersDataModule([str(train)], held, batch_tokens=128))
-        assert run.global_step == 0
 
 
 def resumed(toys: Path, out: Path, ckpt: Path, data: dict[str, Any] | None = None, **options: Any) -> Trainer:

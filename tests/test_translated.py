@@ -1,4 +1,6 @@
-"""Small LMs of another vocabulary: which tokens are the same, what they read, and that the target's law stays."""
+"""Small LMs of another vocabulary: which tokens are the same, what they read, and that the target's distribution
+stays.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from fsd_infer.drafters.translated import TranslatedSession
 from fsd_infer.drafters.translation import Translation
 from tests import families
 from tests.families import noisy_model, reference, tiny_model
-from tests.rules_enumeration import check_law
+from tests.rules_enumeration import check_distribution
 from tests.rules_toy import CHAIN, CONTEXTS, PARENTS, Toy, V
 from tests.text_toys import relabelled, tiny_sentencepiece, tiny_tokenizer
 
@@ -90,7 +92,10 @@ def test_other_ids_for_the_same_tokens_change_nothing(shape: TreeShape, temperat
             FuzzyDecoder(target, drafter).generate(prompts_of(target), rule, **options)
             for drafter in (LMDrafter(small, target, shape), TranslatedDrafter(other, target, shape))
         ]
-        assert made[0].sequences == made[1].sequences and made[0].stats.tau == made[1].stats.tau > 1.0
+        assert (
+            made[0].sequences == made[1].sequences
+            and made[0].stats.acceptance_length == made[1].stats.acceptance_length > 1.0
+        )
 
 
 @pytest.mark.parametrize(
@@ -141,13 +146,13 @@ def four_tokens() -> Translation:
 
 @pytest.mark.parametrize("parents", [PARENTS, CHAIN], ids=["tree", "chain"])
 @pytest.mark.parametrize("rule", ["exact", "fuzzy:js:0.08", "tilted:1", "draft-only"])
-def test_the_law_of_sequences(rule: str, parents: list[int]) -> None:
+def test_the_distribution_of_sequences(rule: str, parents: list[int]) -> None:
     """Of every rule, with q over the shared tokens, above temperature 0."""
     made, generator = four_tokens(), torch.Generator().manual_seed(8)
     assert made.ids.tolist() == [0, 1, 3] and made.spell(2) == made.ours.spell(b" the")
     p = torch.randn(CONTEXTS, V, generator=generator) * 1.2
     q = made.restrict(torch.randn(CONTEXTS, made.ours.size, generator=generator))
-    check_law(
+    check_distribution(
         rule,
         Toy(p, q, sampled=parents is CHAIN, draft_ids=made.ids, parents=tuple(parents)),
         follows=parents is PARENTS,

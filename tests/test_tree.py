@@ -1,4 +1,4 @@
-"""The draft tree: its paths, parts of it, and which candidates of a model, under which law, become one."""
+"""The draft tree: its paths, parts of it, and which candidates of a model, under which distribution, become one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsd_core import functional
 from fsd_infer import Target, TreeShape
 from fsd_infer.drafters import Drafter, DraftRequest, LMDrafter
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 from fsd_infer.trees.visits import likeliest, visit_scores
 from tests.families import VOCAB, noisy_model, tell, tiny_head, tiny_model, tiny_prompts
 from tests.tree_rounds import check_tree, tree_of, tree_round
@@ -63,33 +63,37 @@ def test_a_part_of_a_tree_is_a_tree() -> None:
     assert without.keep(torch.tensor([[0, 1]])).q_index.tolist() == [[0, -1]], "what became a leaf has no q"
 
 
-def by_enumeration(steps: list[float], parents: list[int], tilt: float) -> list[float]:
-    """Chances that walks visit nodes when each walk's chance under q is weighed by e^(tilt · its drafts)."""
+def by_enumeration(steps: list[float], parents: list[int], draft_bonus: float) -> list[float]:
+    """Chances that walks visit nodes when each walk's chance under q is weighed by e^(draft_bonus · its drafts)."""
     visited, total = [0.0] * len(steps), 0.0
     for end in range(len(steps)):
         path = path_of(parents, end)
         ends_here = 1 - sum(steps[node] for node in range(1, len(steps)) if parents[node] == end)
-        weight = ends_here * math.prod(steps[node] for node in path) * math.exp(tilt * (len(path) - 1))
+        weight = ends_here * math.prod(steps[node] for node in path) * math.exp(draft_bonus * (len(path) - 1))
         total += weight
         for node in path:
             visited[node] += weight
     return [weight / total for weight in visited]
 
 
-@pytest.mark.parametrize("tilt", [0.0, 0.3, 1.0, 2.5])
-def test_visits_are_those_of_the_tilted_law(tilt: float) -> None:
-    """The law r ∝ q·e^(v·tilt) by one backward pass is, over whole walks, q times e^(tilt · drafts)."""
+@pytest.mark.parametrize("draft_bonus", [0.0, 0.3, 1.0, 2.5])
+def test_visits_are_those_of_the_tilted_distribution(draft_bonus: float) -> None:
+    """The distribution r ∝ q·e^(v·draft_bonus) by one backward pass is, over whole walks, q times e^(draft_bonus ·
+    drafts).
+    """
     scores = [math.log(math.prod(STEPS[node] for node in path_of(PARENTS, end))) for end in range(len(STEPS))]
-    found = visit_scores(torch.tensor([scores], dtype=torch.double), torch.tensor([PARENTS]), 4, tilt)
-    assert found.exp()[0].tolist() == pytest.approx(by_enumeration(STEPS, PARENTS, tilt))
+    found = visit_scores(torch.tensor([scores], dtype=torch.double), torch.tensor([PARENTS]), 4, draft_bonus)
+    assert found.exp()[0].tolist() == pytest.approx(by_enumeration(STEPS, PARENTS, draft_bonus))
 
 
-SESSIONS = [(shape, tilt, lm) for shape in ("1,3,9", "3,1,4", "5,6,16") for tilt in (0.0, 9.0) for lm in (0, 1)]
+SESSIONS = [
+    (shape, draft_bonus, lm) for shape in ("1,3,9", "3,1,4", "5,6,16") for draft_bonus in (0.0, 9.0) for lm in (0, 1)
+]
 
 
-@pytest.mark.parametrize(("shape", "tilt", "lm"), SESSIONS)
+@pytest.mark.parametrize(("shape", "draft_bonus", "lm"), SESSIONS)
 def test_the_likeliest_candidates_become_the_tree(
-    shape: str, tilt: float, lm: int, monkeypatch: pytest.MonkeyPatch
+    shape: str, draft_bonus: float, lm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where q is all but 1, so that rounding decides which of parent and child is likelier."""
     target = Target(tiny_model("llama"))
@@ -104,12 +108,12 @@ def test_the_likeliest_candidates_become_the_tree(
             for parameter in module.parameters():
                 parameter.data *= 1 + (sharp - 1) * (parameter.dim() == 1)
         for prompts in (tiny_prompts()[:1], [prompt[:5] for prompt in tiny_prompts()]):
-            tree = drafted(drafter, target, prompts, tilt)
+            tree = drafted(drafter, target, prompts, draft_bonus)
             check_tree(tree)
             candidates = grown.pop()
-            visits = visit_scores(candidates.scores, candidates.parents, 9, tilt).sort(descending=True).values
-            kept = likeliest(candidates.scores, candidates.parents, 9, tilt, tree.tokens.shape[1])
-            ours = visit_scores(candidates.scores, candidates.parents, 9, tilt).gather(1, kept)
+            visits = visit_scores(candidates.scores, candidates.parents, 9, draft_bonus).sort(descending=True).values
+            kept = likeliest(candidates.scores, candidates.parents, 9, draft_bonus, tree.tokens.shape[1])
+            ours = visit_scores(candidates.scores, candidates.parents, 9, draft_bonus).gather(1, kept)
             assert (
                 torch.equal(ours, visits[:, : kept.shape[1]]) and tree.tokens.shape[1] <= TreeShape.parse(shape).nodes
             )
@@ -117,11 +121,11 @@ def test_the_likeliest_candidates_become_the_tree(
             assert_scores_are_q(tree)
 
 
-def drafted(drafter: Drafter, target: Target, prompts: list[list[int]], tilt: float) -> DraftTree:
+def drafted(drafter: Drafter, target: Target, prompts: list[list[int]], draft_bonus: float) -> DraftTree:
     """The trees that follow prompts of one length."""
     ids = torch.tensor(prompts)
     with torch.inference_mode():
-        session = drafter.start(ids[:, 0], DraftRequest(len(ids), 99, tilt=tilt))
+        session = drafter.start(ids[:, 0], DraftRequest(len(ids), 99, draft_bonus=draft_bonus))
         counts = torch.full((len(ids),), ids.shape[1] - 1)
         tell(session, ids[:, 1:], target.features(ids)[:, :-1], counts)
         return session.draft(ids[:, -1])

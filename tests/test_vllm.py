@@ -27,7 +27,7 @@ from fsd_train.commands.export import target_facts
 from tests.families import load_head
 from tests.head_toys import EAGLE3, WIDTH, make_target, train, write_answers
 from tests.test_doctor import RECIPE as OVERFITTED
-from tests.vllm_laws import FUZZY, NEEDS_VLLM, PYTHON, run
+from tests.vllm_distributions import FUZZY, NEEDS_VLLM, PYTHON, run
 
 HEADS: dict[str, dict[str, Any]] = {"eagle3": EAGLE3, "eagle": {"layout": "eagle"}}
 

@@ -1,4 +1,6 @@
-"""vLLM's processor without vLLM: edited logits against the laws of the same rules, over rows as vLLM lays them out."""
+"""vLLM's processor without vLLM: edited logits against the distributions of the same rules, over rows as vLLM lays them
+out.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsd_infer.integrations import vllm
 from fsd_infer.integrations.vllm import FuzzyRules, RuleRequest
-from fsd_infer.rules import Evidence, parse_rule
-from fsd_infer.rules.tilted import FIRST_PRICE
+from fsd_infer.rules import RuleInputs, parse_rule
+from fsd_infer.rules.tilted import INITIAL_KL_COEF
 from tests.simulated_device import SIM, SimulatedDevice
 from tests.tree_rounds import text_round
 
@@ -100,12 +102,12 @@ def any_version(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def law_of(rule: str, temperature: float, text: list[int], drafts: list[int], logits: Tensor) -> Tensor:
+def distribution_of(rule: str, temperature: float, text: list[int], drafts: list[int], logits: Tensor) -> Tensor:
     """[n, V] by the rule on one request's chain; at temperature 0 its choice, one-hot."""
     parsed, round = parse_rule(rule), text_round(text, drafts, logits / (temperature or 1.0), temperature == 0)
     if temperature:
-        evidence = Evidence(round)
-        return parsed.charged_law(evidence).log_probs(evidence)[0].exp()
+        inputs = RuleInputs(round)
+        return parsed.restricted_output(inputs).log_probs(inputs)[0].exp()
     verdict, found = parsed(round), logits.argmax(-1)
     found[: verdict.accepted[0] + 1] = verdict.tokens[0, : verdict.accepted[0] + 1]
     return torch.nn.functional.one_hot(found, V)
@@ -127,7 +129,7 @@ def requests(seed: int) -> list[tuple[Params, str, list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_edited_logits_are_the_laws(seed: int) -> None:
+def test_edited_logits_are_the_distributions(seed: int) -> None:
     """Every rule at temperatures 0, 0.7 and 1 in one batch, in an order of rows that is not that of the slots."""
     server, asked, generator = Server(), requests(seed), torch.Generator().manual_seed(seed)
     for slot, (params, _, text, drafts) in enumerate(asked):
@@ -141,7 +143,7 @@ def test_edited_logits_are_the_laws(seed: int) -> None:
     changed = 0
     for slot, own, after in zip(order, logits.split(counts), edited.split(counts), strict=True):
         params, rule, text, drafts = asked[slot]
-        wanted = law_of(rule, params.temperature, text, drafts, own)
+        wanted = distribution_of(rule, params.temperature, text, drafts, own)
         if params.temperature:
             torch.testing.assert_close((after / params.temperature).double().softmax(-1), wanted, atol=1e-5, rtol=1e-4)
         else:
@@ -247,7 +249,7 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
         server.grow(3, text, [])
         server.step(logits[:1], [3])  # accounts for the step before
         if verdict.allowed is not None:
-            kl_excess = (kl_excess + verdict.spent.sum(1) - verdict.allowed).clamp_min(-FIRST_PRICE)
+            kl_excess = (kl_excess + verdict.spent.sum(1) - verdict.allowed).clamp_min(-INITIAL_KL_COEF)
             torch.testing.assert_close(server.rules.kl_excess[3:4], kl_excess.float(), atol=1e-4, rtol=1e-4)
     assert float(spent) > (0 if rule.budget is None else 0.5 * rule.budget)
     server.add(3, asked, [1, 2], [3])

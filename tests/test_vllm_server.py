@@ -16,7 +16,7 @@ import pytest
 import requests
 
 from benchmarks.peers import vllm_variables
-from tests.vllm_laws import ALLOWED, FUZZY, NEEDS_VLLM, NGRAM, PYTHON, ROOT, Toy, flat_target, greedy_answer
+from tests.vllm_distributions import ALLOWED, FUZZY, NEEDS_VLLM, NGRAM, PYTHON, ROOT, Toy, flat_target, greedy_answer
 from tests.vllm_v2 import V2
 
 RULES = [

@@ -103,7 +103,7 @@ def test_a_replayed_first_round_is_decodings(spec: str, length: int, decoders: d
     decoder, rule, shape = decoders["lm"], parse_rule(spec), TreeShape(length, 1, length + 1)
     for number, prompt in enumerate(PROMPTS):
         seen = seen_rounds(decoder, number)[0]
-        nodes = seen.cut(shape, rule.tilt(True))
+        nodes = seen.cut(shape, rule.draft_bonus(True))
         part = rule, seen.walked(rule, nodes)
         steps = Replay([rule], [shape], frozenset()).steps(seen, nodes, walk(seen, [part])[part])
         drafter = decoder.drafter.reshaped(shape)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fsd_core.functional import path_sums
-from fsd_infer.rules import Evidence, Rule, Texts, Verdict, Verification
+from fsd_infer.rules import Rule, RuleInputs, TokenHistory, Verdict, Verification
 from fsd_infer.rules._walk import walk
-from fsd_infer.tree import DraftTree, Nodes
+from fsd_infer.trees.tree import DraftTree, Nodes
 
 INF = math.inf
 # Every kind of rule, most with and without their options.
@@ -64,7 +64,7 @@ def tree_round(
     tree = DraftTree(tokens, parents, scores, q_logits, q_index, draft_ids)
     scores = masked(logits, 0.7) if mask else logits
     uniforms = torch.rand(batch, nodes, 3, generator=generator)
-    texts = Texts(tokens[:, :1].tolist())
+    texts = TokenHistory(tokens[:, :1].tolist())
     return replace(Verification(tree, logits, scores, greedy, uniforms, texts=texts), **changes)  # type: ignore[arg-type]
 
 
@@ -76,7 +76,7 @@ def chain_round(seed: int, length: int = 4, vocab: int = 10, greedy: bool = Fals
     scores, q_scores = (masked(x, 0.8) if mask else x for x in (logits, q_logits))
     drafts = torch.multinomial(q_scores.softmax(-1).flatten(0, 1), 1, generator=generator).view(batch, length)
     tree = DraftTree.chain(torch.cat([torch.zeros_like(drafts[:, :1]), drafts], 1), q_logits, q_scores=q_scores)
-    texts = Texts(tree.tokens[:, :1].tolist())
+    texts = TokenHistory(tree.tokens[:, :1].tolist())
     uniforms = torch.rand(batch, length + 1, 3, generator=generator)
     return Verification(tree, logits, scores, greedy, uniforms, texts=texts)
 
@@ -86,7 +86,7 @@ def text_round(text: list[int], drafts: list[int], scores: Tensor, greedy: bool,
     tree = DraftTree.chain(torch.tensor([[text[-1], *drafts]]), torch.empty(1, 0, scores.shape[-1]))
     tree.q_index = torch.full((1, len(drafts) + 1), -1)
     uniforms = torch.rand(1, len(drafts) + 1, 3)
-    round = Verification(tree, scores[None], scores[None], greedy, uniforms, texts=Texts([text]))
+    round = Verification(tree, scores[None], scores[None], greedy, uniforms, texts=TokenHistory([text]))
     return replace(round, **changes)  # type: ignore[arg-type]
 
 
@@ -123,9 +123,9 @@ def verdict_of(rule: Rule, round: Verification) -> Verdict:
     """What the rule says."""
     rows = list(range(round.tree.tokens.shape[0]))
     budget = INF if rule.budget is None else rule.budget
-    evidence, left = Evidence(round), round.budget_left
+    inputs, left = RuleInputs(round), round.budget_left
     left = torch.full([len(rows)], budget, dtype=torch.float64) if left is None else left
-    return walk(evidence, [(rule.charged_law(evidence), rows)], left)
+    return walk(inputs, [(rule.restricted_output(inputs), rows)], left)
 
 
 def assert_same(a: Verdict, b: Verdict) -> None:

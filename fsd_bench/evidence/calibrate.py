@@ -9,21 +9,18 @@ fixed-sequence testing with a Bonferroni correction over lists (Angelopoulos et 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fsd_bench.base import Comparison
 from fsd_bench.evidence.candidates import AUTO, forecast_rules
+from fsd_bench.evidence.certify import NATS, SCORE, SPEED, Promise, certify, check, quality_levels
 from fsd_bench.evidence.page import write_page
 from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
 from fsd_bench.evidence.summary import summarise
 from fsd_bench.evidence.sweep import read_sweep, sweep
-from fsd_bench.paired import RATES, sums
 from fsd_bench.score import read_references
 from fsd_core.errors import DataError, FsdError
 from fsd_core.files import jsonable, usable_name, writable, write_json
@@ -31,57 +28,6 @@ from fsd_core.text.encoding import PromptRow
 from fsd_infer.decoder.calibrated import Calibrated, check_calibrated, write_calibrated
 from fsd_infer.environment import environment
 from fsd_infer.targets.target import Target
-
-SCORE, NATS, SPEED = "score", "nats", "speed"
-QUALITIES = (0.99, 0.98, 0.95, 0.9, 0.8)  # levels of the one-number setting
-RESAMPLES = 4000
-
-
-@dataclass(frozen=True)
-class Promise:
-    """What a setting must keep.
-
-    Attributes:
-        kind: ``score``: the mean score is at most ``value`` below exact's (0.02 is two of a hundred answers). ``nats``:
-            no answer spends more than ``value``, which the engine enforces as the rule's budget. ``speed``: new tokens
-            per second of wall time are at least ``value`` times exact's.
-        value: see ``kind``.
-        copies: largest rise over exact in the mean share of 4-grams copied from the prompt (0.02 is two points), or
-            None.
-        repeats: the same for 4-grams that the answer repeats.
-    """
-
-    kind: str
-    value: float
-    copies: float | None = None
-    repeats: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in (SCORE, NATS, SPEED):
-            raise FsdError(f"unknown promise {self.kind!r}: known are {SCORE}, {NATS} and {SPEED}.")
-        if not 0 < self.value < math.inf or (self.kind == SCORE and self.value >= 1):
-            limit = "between 0 and 1 (100 points)" if self.kind == SCORE else "above 0 and finite"
-            raise FsdError(f"a promise of {self.kind} must be {limit}, got {self.value}.")
-        for name, most in self.bounds().items():
-            if not 0 < most < 1:
-                raise FsdError(f"a bound on {name} must be between 0 and 1 (100 points), got {most}.")
-
-    def bounds(self) -> dict[str, float]:
-        """Return the largest rises over exact by name in :class:`fsd_bench.base.Answer`."""
-        given = {"copied_4grams": self.copies, "repeated_4grams": self.repeats}
-        return {name: most for name, most in given.items() if most is not None}
-
-    def text(self) -> str:
-        """Return the promise in words."""
-        main = {
-            SCORE: f"at most {100 * self.value:g} points of score below exact",
-            NATS: f"at most {self.value:g} nats per answer",
-            SPEED: f"at least {self.value:g} times exact's speed",
-        }[self.kind]
-        more = [
-            f"at most {100 * most:g} points of {name.replace('_', ' ')} above" for name, most in self.bounds().items()
-        ]
-        return ", ".join([main, *more])
 
 
 def calibrate(
@@ -128,14 +74,10 @@ def calibrate(
     facts = summarise(turns, [setting.name for setting in settings], options.seed)
     certified = certify(turns, settings, promise, confidence, options.seed)
     chosen = _choose(settings, certified, facts, promise)
-    verified: dict[str, Any] = {"prompts": 0, "kept": True}
-    if chosen.name != EXACT:
-        on_other = _sweep(replace(options, rules=[chosen.name]), verification, folder / "verification.jsonl", progress)
-        verified = check(on_other, chosen.name, promise, options.seed)
     evidence = {
         "confidence": confidence,
         "calibration": check(turns, chosen.name, promise, options.seed),
-        "verification": verified,
+        "verification": _verified(options, chosen, promise, verification, folder / "verification.jsonl", progress),
     }
     levels = quality_levels(turns, settings, facts, promise, confidence, options.seed)
     record = {
@@ -148,15 +90,36 @@ def calibrate(
         "options": options.to_dict(),
         "environment": environment(),
     }
-    tree = chosen.tree or options.tree
-    assert not isinstance(tree, str), "options.check() refuses it"
-    setting = Calibrated(
-        float(options.temperatures[0]), chosen.name.partition("@")[0], tree, asdict(promise),
-        jsonable({**evidence, "prompts": options.to_dict()["prompts"]}), levels,
-    )  # fmt: skip
+    setting = _stored(options, chosen, promise, evidence, levels)
     record["file"] = str(write_calibrated(directory, target, setting))
     write_json(folder / "record.json", jsonable(record), indent=1)
     return record
+
+
+def _verified(
+    options: SweepOptions,
+    chosen: Setting,
+    promise: Promise,
+    prompts: Sequence[PromptRow],
+    turns: Path,
+    progress: bool,
+) -> dict[str, Any]:
+    """Check a setting on prompts that did not choose it; exact needs none."""
+    if chosen.name == EXACT:
+        return {"prompts": 0, "kept": True}
+    found = _sweep(replace(options, rules=[chosen.name]), prompts, turns, progress)
+    return check(found, chosen.name, promise, options.seed)
+
+
+def _stored(
+    options: SweepOptions, chosen: Setting, promise: Promise, evidence: dict[str, Any], levels: list[dict[str, Any]]
+) -> Calibrated:
+    """Return what is written beside the drafter."""
+    tree = chosen.tree or options.tree
+    assert not isinstance(tree, str), "options.check() refuses it"
+    found = jsonable({**evidence, "prompts": options.to_dict()["prompts"]})
+    rule = chosen.name.partition("@")[0]
+    return Calibrated(float(options.temperatures[0]), rule, tree, asdict(promise), found, levels)
 
 
 def _with_candidates(options: SweepOptions, promise: Promise, progress: bool) -> SweepOptions:
@@ -215,103 +178,6 @@ def _sweep(options: SweepOptions, rows: Sequence[PromptRow], file: Path, progres
     return found.at[0].turns
 
 
-# statistics ----------------------------------------------------------------------------------------------------------
-
-
-def certify(
-    turns: Sequence[Comparison], settings: Sequence[Setting], promise: Promise, confidence: float, seed: int = 0
-) -> list[dict[str, Any]]:
-    """Return the settings that keep the promise, in order of their tests: {"setting", "p"}."""
-    families: dict[str, list[Setting]] = {}
-    for setting in settings:
-        if setting.name != EXACT:
-            families.setdefault(setting.family, []).append(setting)
-    level = (1 - confidence) / max(len(families), 1)
-    passed = [] if promise.kind == SPEED else [{"setting": EXACT, "p": 0.0}]  # exact keeps every other promise
-    for candidates in families.values():
-        for setting in reversed(candidates) if promise.kind == SPEED else candidates:
-            p = p_value(turns, setting.name, promise, seed)
-            if p > level:
-                break
-            passed.append({"setting": setting.name, "p": p})
-    return passed
-
-
-def quality_levels(
-    turns: Sequence[Comparison], settings: Sequence[Setting], facts: dict[str, dict[str, Any]], promise: Promise,
-    confidence: float, seed: int = 0,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Return by quality the fastest rule that certainly keeps that share of exact's score, see ``Calibrated.levels``.
-
-    Each level is a promise of its own, with the bounds on copies and repeats of ``promise``. Settings with a tree of
-    their own are left out: a server has one tree. A quality whose rule a higher one has already is left out. No levels
-    without scores, or where exact scores nothing.
-    """
-    score, found = float(_scores(turns, EXACT).mean()), list[dict[str, Any]]()
-    for quality in QUALITIES if score > 0 else ():
-        wanted = replace(promise, kind=SCORE, value=(1 - quality) * score)
-        names = {one["setting"] for one in certify(turns, settings, wanted, confidence, seed)}
-        speeds = {one.name: float(facts[one.name]["ratios"]["speed"]["ratio"]) for one in settings if one.tree is None}
-        best = max(names & speeds.keys(), key=lambda name: speeds[name])
-        if best != EXACT and all(level["rule"] != best for level in found):
-            found.append({"quality": quality, "rule": best, "speed": speeds[best]})
-    return found
-
-
-def p_value(turns: Sequence[Comparison], name: str, promise: Promise, seed: int = 0) -> float:
-    """Return the p-value of the hypothesis that the setting breaks the promise: the largest over its parts."""
-    parts = [loss_p_value(-score_losses(turns, name, quality), most) for quality, most in promise.bounds().items()]
-    return max([_main_p_value(turns, name, promise, seed), *parts])
-
-
-def _main_p_value(turns: Sequence[Comparison], name: str, promise: Promise, seed: int) -> float:
-    if promise.kind == NATS:  # enforced, answer by answer
-        return 0.0
-    if promise.kind == SCORE:
-        return loss_p_value(score_losses(turns, name), promise.value, score_scale(turns))
-    own, exact = (np.array(list(sums(one, turns, RATES["speed"]).values())) for one in (name, EXACT))
-    draws = np.random.default_rng(seed).integers(len(own), size=(RESAMPLES, len(own)))
-    ours, theirs = own[draws].sum(1), exact[draws].sum(1)  # [resamples, 2]: tokens and seconds
-    ratios = (ours[:, 0] * theirs[:, 1]) / (ours[:, 1] * theirs[:, 0])
-    return float((1 + (ratios < promise.value).sum()) / (1 + RESAMPLES))
-
-
-def score_losses(turns: Sequence[Comparison], name: str, quality: str = SCORE) -> np.ndarray:
-    """Return exact's score, or another share, less the setting's [prompts], as means over repeats."""
-    return _scores(turns, EXACT, quality) - _scores(turns, name, quality)
-
-
-def score_scale(turns: Sequence[Comparison]) -> float:
-    """Return the score that a whole answer of exact is worth: 1 if answers are right or wrong.
-
-    For graded scores (ROUGE-L) it is their mean weighted by the scores themselves: Σ score² / Σ score.
-    """
-    scores = _scores(turns, EXACT)
-    return float((scores**2).sum() / scores.sum()) if scores.any() else 1.0
-
-
-def _scores(turns: Sequence[Comparison], name: str, quality: str = SCORE) -> np.ndarray:
-    """Return a setting's scores [prompts] as means over repeats. Answers too short for a 4-gram count 0."""
-    found = sums(name, turns, lambda run, answer: (getattr(answer, quality) or 0.0, 1.0))
-    return np.array([total / weight for total, weight in found.values()])
-
-
-def loss_p_value(losses: np.ndarray, most: float, scale: float = 1.0) -> float:
-    """Return the p-value of the hypothesis that the mean of ``losses`` [N], each in [-1, 1], is at least ``most``.
-
-    It is the larger of two. The first is a normal test on paired differences with two pseudo-prompts, one half lost and
-    one half won, which guards against few differences (Agresti and Min, 2005). The second is the exact binomial test
-    for the hardest case: a setting that loses whole answers, worth ``scale`` each (:func:`score_scale`), and wins none.
-    """
-    from scipy.stats import binom, norm
-
-    losses, most = losses / scale, most / scale
-    count, total = len(losses), float(losses.sum())
-    mean, square = total / (count + 2), (float((losses**2).sum()) + 1) / (count + 2)
-    normal = norm.cdf((mean - most) / math.sqrt((square - mean**2) / (count + 2)))
-    return float(max(normal, binom.cdf(max(math.ceil(round(total, 9)), 0), count, min(most, 1.0))))
-
-
 def _choose(
     settings: Sequence[Setting], certified: Sequence[dict[str, Any]], facts: dict[str, dict[str, Any]], promise: Promise
 ) -> Setting:
@@ -332,28 +198,6 @@ def _choose(
 
     chosen = max(names, key=worth)
     return next(setting for setting in settings if setting.name == chosen)
-
-
-def check(turns: Sequence[Comparison], name: str, promise: Promise, seed: int = 0) -> dict[str, Any]:
-    """Return what was measured of a setting on some prompts, and whether it kept the promise there."""
-    found = summarise(turns, [EXACT, name], seed)[name]
-    score = found["differences"].get("score")
-    rises = {
-        quality: -float(score_losses(turns, name, quality).mean()) for quality in ("copied_4grams", "repeated_4grams")
-    }
-    kept = {
-        SCORE: score is not None and score["mean"] >= -promise.value,
-        NATS: found["nats_per_answer"]["most"] <= promise.value * (1 + 1e-6),
-        SPEED: found["ratios"]["speed"]["ratio"] >= promise.value,
-    }[promise.kind] and all(rises[quality] <= most for quality, most in promise.bounds().items())
-    return {
-        "prompts": len({at for turn in turns for at in turn.prompts}),
-        "score_difference": score,
-        "rises": rises,
-        **{key: found["ratios"].get(key) for key in ("speed", "tau", "target_forwards", "answer_tokens")},
-        **{key: found[key] for key in ("same_final_answer", "nats_per_answer")},
-        "kept": kept,
-    }
 
 
 def _home(options: SweepOptions) -> tuple[Path, Target]:

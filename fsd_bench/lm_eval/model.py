@@ -23,7 +23,7 @@ from fsd_core.text.templates import turns_for
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.engine.stats import RowStats
 from fsd_infer.rules import parse_rule
-from fsd_infer.targets.loading import parse_device, parse_dtype
+from fsd_infer.targets.placing import parse_device, parse_dtype
 
 NEW_TOKENS = 256  # the harness's default
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -17,9 +17,10 @@ from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
 from fsd_infer.drafters.growth import TreeDrafter
-from fsd_infer.engine.drafts import Drafts
+from fsd_infer.engine.drafts import FirstChoiceStats
+from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
-from fsd_infer.tree import Draws
+from fsd_infer.trees.tree import Draws
 
 KL_COEFS = (8, 4, 2, 1.5, 1, 0.7, 0.5)
 RULES = (
@@ -63,7 +64,7 @@ class Shaped:
     Attributes:
         tau: tokens per target forward.
         nats: nats per token, as rules count them.
-        lossy: share of tokens that only another law than the target's lets through.
+        lossy: share of tokens that only another distribution than the target's lets through.
         depth, nodes: mean depth and size of the trees, the root counted.
         seconds: seconds per round, by this run's clock.
     """
@@ -110,7 +111,7 @@ class Forecast:
 
     Attributes:
         rows: exact first, then from the cheapest rule per token to the dearest.
-        drafts: of the drafter's first choices, see :meth:`.Drafts.summary`.
+        drafts: of the drafter's first choices, see :meth:`.FirstChoiceStats.summary`.
         yardsticks: by temperature, nats per token that the target's own samples spend, counted as at temperature 0.
         decoded: shape of the run with exact.
         tau, rounds: measured τ of that run, and its number of rounds.
@@ -228,22 +229,17 @@ def forecast(
         "apply_chat_template": chat,
         **decoding(temperature, max_new_tokens),
     }
-    drafts, emitted, rounds, rest, length = Drafts(), 0, 0, 0.0, 0
+    decoded = _Decoded()
     jobs = [(rule, number) for rule in replays for number in range(len(prompts))]
     for rule, number in tqdm(jobs, desc="worth", unit="answer", disable=not progress):
         watch.seen, prompt = replays[rule].add, prompts[number]
         stats = decoder.generate([prompt], rule=rule, seed=seed + number, **options).stats
-        if rule != exact:
-            continue
-        drafts.merge(stats.drafts.regrets())
-        emitted += stats.new_tokens - 1
-        rounds += stats.target_forwards
-        rest += stats.phases.get("rule", 0.0) + stats.phases.get("cache", 0.0)
-        length += len(decoder.encode(prompt, chat)) + stats.new_tokens
-    if not rounds:
+        if rule == exact:
+            decoded.add(stats, len(decoder.encode(prompt, chat)))
+    if not decoded.rounds:
         raise FsdError("every answer ended with its first token: give other prompts.")
-    forwards = Forwards(decoder.target, length // len(prompts), deep.max_nodes)
-    step, rest = watch.draft_seconds / max(watch.steps, 1), rest / rounds
+    forwards = Forwards(decoder.target, decoded.length // len(prompts), deep.max_nodes)
+    step, rest = watch.draft_seconds / max(watch.steps, 1), decoded.rest / decoded.rounds
     spent = {t: nats / watch.contexts for t, nats in watch.spent.items()}
     found: dict[Rule, list[Shaped]] = {}
     for (rule, shape), tally in chain(*(replay.tallies.items() for replay in replays.values())):
@@ -251,10 +247,30 @@ def forecast(
     cells = {rule: found[rule] for rule in tried if rule in found}
     cells |= {rule: learned(rule, spent[t], found) for rule, t in matching.items()}
     return Forecast(
-        _rows({tried[rule]: shaped for rule, shaped in cells.items()}), drafts.summary(),
-        {f"{t:g}": spent[t] for t in YARDSTICKS}, deep.shape, emitted / rounds, rounds, temperature,
+        _rows({tried[rule]: shaped for rule, shaped in cells.items()}), decoded.drafts.summary(),
+        {f"{t:g}": spent[t] for t in YARDSTICKS}, deep.shape, decoded.emitted / decoded.rounds, decoded.rounds,
+        temperature,
         {str(count): seconds for count, seconds in zip(forwards.counts, forwards.seconds)}, step, rest,
     )  # fmt: skip
+
+
+@dataclass
+class _Decoded:
+    """Sums over the answers of exact: its drafts, tokens of verifying rounds, rounds, other seconds, texts' tokens."""
+
+    drafts: FirstChoiceStats = field(default_factory=FirstChoiceStats)
+    emitted: int = 0
+    rounds: int = 0
+    rest: float = 0.0
+    length: int = 0
+
+    def add(self, stats: GenerationStats, prompt: int) -> None:
+        """Add an answer. ``prompt``: tokens of its prompt."""
+        self.drafts.merge(stats.drafts.regrets())
+        self.emitted += stats.new_tokens - 1
+        self.rounds += stats.target_forwards
+        self.rest += stats.phases.get("rule", 0.0) + stats.phases.get("cache", 0.0)
+        self.length += prompt + stats.new_tokens
 
 
 def _rules(rules: Sequence[str | Rule], temperature: float) -> dict[Rule, str]:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from fsd_core.divergence import expand_draft
-from fsd_infer.rules import Asd, Exact, Fly, Rule, Texts, Tilted, TokenOrigin, Verdict, Verification, apply_rules
-from fsd_infer.tree import DraftTree
+from fsd_infer.rules import Asd, Exact, Fly, Rule, Tilted, TokenHistory, TokenOrigin, Verdict, Verification, apply_rules
 from fsd_infer.trees.shape import TreeShape
-from fsd_infer.trees.visits import likeliest, tilted
+from fsd_infer.trees.tree import DraftTree
+from fsd_infer.trees.visits import favoured, likeliest
 
 Cell = tuple[Rule, TreeShape]
 Part = tuple[Rule, tuple[int, ...]]  # a rule, and the nodes of the whole tree that it walks on
-# node that emits the token, token, nats, whether only another law lets it through, whether it is a draft
+# node that emits the token, token, nats, whether only another distribution lets it through, whether it is a draft
 Emitted = tuple[int, int, float, bool, bool]
 
 
@@ -37,7 +37,7 @@ class RecordedRound:
         answered: tokens of the answer so far, the root included.
         room: tokens that the answer may still have.
         generator: of the replay's draws.
-        ends: of sentences, see :class:`fsd_infer.rules.texts.Texts`.
+        ends: of sentences, see :class:`fsd_infer.rules.texts.TokenHistory`.
         children: of each node.
         drawn: a draw from p at every node.
     """
@@ -57,7 +57,7 @@ class RecordedRound:
 
     def __post_init__(self) -> None:
         self.tokens, self.parents = (x[0].tolist() for x in (self.tree.tokens, self.tree.parents))
-        self.children, self._tilted = {}, dict[float, list[float]]()
+        self.children, self._favoured = {}, dict[float, list[float]]()
         for node in range(1, len(self.parents)):
             self.children.setdefault(self.parents[node], []).append(node)
         self.depths = self.tree.depths[0].tolist()
@@ -69,33 +69,35 @@ class RecordedRound:
             chances = self.scores[0].float().softmax(-1).cpu()
             self.drawn = torch.multinomial(chances, 1, generator=self.generator)[:, 0].tolist()
 
-    def cut(self, shape: TreeShape, tilt: float) -> list[int]:
+    def cut(self, shape: TreeShape, draft_bonus: float) -> list[int]:
         """Return the nodes, ascending, that a tree of this shape would have."""
         kept = [node for node, depth in enumerate(self.depths) if depth <= shape.depth]
         if self.is_chain:
-            return kept[: self._believed(kept, shape.stop_below, tilt) + 1]
+            return kept[: self._believed(kept, shape.stop_below, draft_bonus) + 1]
         if len(kept) > shape.nodes:
             part = self.tree.keep(torch.tensor([kept], device=self.scores.device))
-            held = 0 if part.held is None else int(part.held[0].sum())  # drawn nodes stay, or the law would shift
+            held = (
+                0 if part.held is None else int(part.held[0].sum())
+            )  # drawn nodes stay, or the distribution would shift
             nodes = max(shape.nodes, held + 1)
-            best = likeliest(part.scores, part.parents, shape.depth, tilt, nodes, part.held)
+            best = likeliest(part.scores, part.parents, shape.depth, draft_bonus, nodes, part.held)
             kept = sorted(kept[place] for place in best[0].tolist())
         return kept
 
-    def _believed(self, chain: Sequence[int], stop_below: float, tilt: float) -> int:
+    def _believed(self, chain: Sequence[int], stop_below: float, draft_bonus: float) -> int:
         """Return the number of drafts after which a chain stops."""
         if stop_below:
-            if tilt not in self._tilted:
+            if draft_bonus not in self._favoured:
                 steps = torch.tensor(self.log_q).diff()[:, None]
-                self._tilted[tilt] = tilted(steps, tilt)[:, 0].cumsum(0).tolist()
+                self._favoured[draft_bonus] = favoured(steps, draft_bonus)[:, 0].cumsum(0).tolist()
             for drafted in range(1, len(chain)):
-                if self._tilted[tilt][drafted - 1] < math.log(stop_below):
+                if self._favoured[draft_bonus][drafted - 1] < math.log(stop_below):
                     return drafted
         return len(chain) - 1
 
     def walked(self, rule: Rule, nodes: Sequence[int]) -> tuple[int, ...]:
         """Return the nodes to walk on for a verdict on ``nodes``."""
-        settled = self.tree.drawn is None  # else a context's law depends on whether there are draws below it
+        settled = self.tree.drawn is None  # else a context's distribution depends on whether there are draws below it
         if self.is_chain and settled and not looks_ahead(rule, self.tree.sampled and not self.greedy):
             return tuple(range(len(self.parents)))  # drafts that were cut away change no verdict on those before them
         return tuple(nodes)
@@ -124,7 +126,7 @@ class RecordedRound:
         ends = self.ends
         if ends is not None:
             ends = ends[torch.tensor([*number, len(ends) - 1], device=ends.device).clamp_max(len(ends) - 1)]
-        texts = Texts([answer] * len(parts), [prompt] * len(parts), narrow.device, ends=ends)
+        texts = TokenHistory([answer] * len(parts), [prompt] * len(parts), narrow.device, ends=ends)
         return Verification(tree, scores, scores, True, texts=texts), kept
 
     def part(self, nodes: Sequence[int]) -> Verification:
@@ -137,7 +139,7 @@ class RecordedRound:
         return Verification(
             self.tree.keep(index[None]), logits, scores, self.greedy, uniforms,
             process_draft=None if self.greedy else self._process,
-            texts=Texts(*self._texts, device=index.device, ends=self.ends),
+            texts=TokenHistory(*self._texts, device=index.device, ends=self.ends),
         )  # fmt: skip
 
     @property
@@ -159,7 +161,9 @@ def looks_ahead(rule: Rule, sampled: bool) -> bool:
 
 @dataclass
 class Tally:
-    """Sums over the replayed rounds of one rule on one shape: rounds, tokens, nats, tokens of another law, trees."""
+    """Sums over the replayed rounds of one rule on one shape: rounds, tokens, nats, tokens of another distribution,
+    trees.
+    """
 
     rounds: int = 0
     tokens: int = 0
@@ -187,7 +191,7 @@ class Replay:
 
     def add(self, seen: RecordedRound) -> None:
         """Replay one round of exact decoding."""
-        cuts = {cell: seen.cut(cell[1], cell[0].tilt(seen.greedy)) for cell in self.tallies}
+        cuts = {cell: seen.cut(cell[1], cell[0].draft_bonus(seen.greedy)) for cell in self.tallies}
         parts = {cell: (cell[0], seen.walked(cell[0], nodes)) for cell, nodes in cuts.items()}
         walks = walk(seen, dict.fromkeys(parts.values()))
         for cell, tally in self.tallies.items():
@@ -200,11 +204,13 @@ class Replay:
             tally.nodes += len(cuts[cell])
 
     def steps(self, seen: RecordedRound, nodes: Sequence[int], emitted: Sequence[Emitted]) -> list[tuple[float, bool]]:
-        """Return (nats, whether only another law lets it through) of each token that the round emits on ``nodes``."""
+        """Return (nats, whether only another distribution lets it through) of each token that the round emits on
+        ``nodes``.
+        """
         kept, steps = set(nodes), list[tuple[float, bool]]()
         for node, token, nats, lossy, drafted in emitted:
             leaf = kept.isdisjoint(seen.children.get(node, ()))
-            if leaf:  # the tree may have been cut here, and then the law is p
+            if leaf:  # the tree may have been cut here, and then the distribution is p
                 token, nats, lossy = seen.drawn[node], 0.0, False
             steps.append((nats, lossy))
             if leaf or not drafted or token in self.eos or len(steps) == seen.room:

@@ -32,7 +32,7 @@ BACK, CLEAR = "\x1b[{}D", "\x1b[K"  # the cursor left by so many columns; erase 
 def summary_lines(stats: GenerationStats) -> str:
     """Return two lines on an answer: how fast it came, and what it was made with."""
     reasons = ", ".join(sorted({row.finish_reason for row in stats.rows}))
-    tau = f", {stats.tau:.2f} tokens per forward of the target" if stats.target_forwards else ""
+    tau = f", {stats.acceptance_length:.2f} tokens per forward of the target" if stats.target_forwards else ""
     lossy = f", {stats.divergence_spent:.2f} nats spent" if stats.divergence_spent else ""
     return (
         f"{stats.new_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_second:.1f} tok/s{tau}\n"
@@ -46,7 +46,7 @@ def stats_line(stats: GenerationStats) -> str:
     rule = " ".join(f"{stats.rule[key]}" for key in ("rule", "divergence") if stats.rule.get(key))
     if stats.rule.get("threshold") is not None:
         rule += f" <= {stats.rule['threshold']} ({stats.rule['gate_on']})"
-    tau = f"{stats.tau:.2f}" if stats.target_forwards else "-"
+    tau = f"{stats.acceptance_length:.2f}" if stats.target_forwards else "-"
     return (
         f"{stats.new_tokens} tokens in {stats.seconds:.2f} s (prefill {stats.prefill_seconds:.2f} s), "
         f"{stats.tokens_per_second:.1f} tok/s; tau {tau} over {stats.target_forwards} target forwards; "

@@ -42,7 +42,7 @@ class Calibrated:
     rule: str
     tree: TreeShape | None
     promise: dict[str, Any]
-    evidence: dict[str, Any]
+    inputs: dict[str, Any]
     levels: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -65,8 +65,8 @@ class FuzzyOptions(GenerateOptions, total=False):
 class FuzzyConfig(GenerationConfig):
     """What a request wants: transformers' GenerationConfig, and how to decode speculatively.
 
-    By default answers follow the target's own law: of the model's configuration only special tokens and lengths count,
-    and transformers' top_k of 50 does not. Pass the model's own configuration to decode by it.
+    By default answers follow the target's own distribution: of the model's configuration only special tokens and
+    lengths count, and transformers' top_k of 50 does not. Pass the model's own configuration to decode by it.
 
     Attributes:
         rule: how drafts are accepted: a rule or its text, ``"fuzzy:js:0.3"``; a list of them, one per prompt; or

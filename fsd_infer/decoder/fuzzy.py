@@ -24,14 +24,13 @@ from fsd_infer.device.cuda_graphs import CudaRecorder, Recorder
 from fsd_infer.device.memory import release_freed
 from fsd_infer.drafters import Drafter, NoDrafter, TreeShape
 from fsd_infer.drafters.forced import ForcedDrafter
-from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.drafters.loading import load_drafter, refuse_head
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.stats import Outcome
-from fsd_infer.heads.formats import head_kind
 from fsd_infer.request.guide import Guide, GuideProcessor
 from fsd_infer.request.options import shaping
 from fsd_infer.targets.adapters import put_beside
-from fsd_infer.targets.loading import parse_device, take_device
+from fsd_infer.targets.placing import parse_device, take_device
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_infer.targets.processors import is_processor
 from fsd_infer.targets.target import Target
@@ -65,7 +64,8 @@ class GenerateOutput(Outcome):
         """Return what a person looks for; ``stats`` and ``records`` have the rest."""
         shown = self.texts if any(self.texts) else self.sequences
         tokens, rate = self.stats.new_tokens, self.stats.tokens_per_second
-        return f"GenerateOutput({shown!r:.400}, {tokens} tokens, tau {self.stats.tau:.2f}, {rate:.1f} tok/s)"
+        tau = self.stats.acceptance_length
+        return f"GenerateOutput({shown!r:.400}, {tokens} tokens, tau {tau:.2f}, {rate:.1f} tok/s)"
 
 
 class FuzzyDecoder:
@@ -317,7 +317,7 @@ def _wrapped(target: Any, tokenizer: Any, config: RuntimeConfig, model_kwargs: d
     tokenizer = tokenizer if processor is None else processor.tokenizer
     _check_objects(target, tokenizer)
     if isinstance(target, (str, Path)):
-        _refuse_head(Path(str(target)))
+        refuse_head(Path(str(target)))
         keeps_blocks = config.weights in ("auto", "packed")
         model_kwargs["device"] = take_device(model_kwargs.get("device"), model_kwargs)
         reads = choose(parse_device(model_kwargs["device"])).reads_blocks if keeps_blocks else None
@@ -336,7 +336,7 @@ def _say_what_is_left_out(target: Target) -> None:
     if left_out := shaping(getattr(target.model, "generation_config", None)):
         names = ", ".join(f"{name}={value!r:.60}" for name, value in left_out.items())
         log.warning(
-            "the generation config of %s sets %s. Answers follow the target's own law without these, unless a "
+            "the generation config of %s sets %s. Answers follow the target's own distribution without these, unless a "
             "request names them.", target.name, names,
         )  # fmt: skip
 
@@ -346,11 +346,3 @@ def _check_objects(target: Any, tokenizer: Any) -> None:
         raise ModelLoadError(f"a target is a name or a transformers model, got {type(target).__name__}.")
     if tokenizer is not None and not callable(tokenizer):
         raise ModelLoadError(f"a tokenizer is one of transformers, got {tokenizer!r:.60}: load it first.")
-
-
-def _refuse_head(directory: Path) -> None:
-    """Raise ModelLoadError for the directory of a draft head, of which transformers would say that it is too old."""
-    if directory.is_dir() and head_kind(directory) is not None:
-        raise ModelLoadError(
-            f"{directory} is a draft head, not a target: give it as drafter, beside the model that it was trained for."
-        )

@@ -58,7 +58,7 @@ def prepare(
     """Return a request and its complete configuration, by the methods of ``generate`` (transformers 5.16 to 5.24).
 
     Args:
-        target: its configuration supplies special tokens and lengths, but nothing that shapes the law.
+        target: its configuration supplies special tokens and lengths, but nothing that shapes the distribution.
         prompts: token ids, without padding.
         given: a configuration, or None.
         overrides: fields of the configuration, ``logits_processor``, ``stopping_criteria`` and

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import cache
 from itertools import accumulate
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fsd_core.tensors import to_device, visible_slots
+from fsd_infer.device.pool import KVPool
 from fsd_infer.device.states import Branches, RecurrentStates
 
 RECURRENT = {"linear_attention", "conv", "mamba"}  # types of layers that keep a state
@@ -38,32 +38,6 @@ def cache_argument(kind: type[nn.Module]) -> str:
 def _argument_of(forward: Hashable) -> str:
     taken = inspect.signature(cast(Any, forward)).parameters
     return next((name for name in ("cache", "cache_params") if name in taken), "past_key_values")
-
-
-class Memory(dict[Any, Tensor]):
-    """Allocations of one size, by kind.
-
-    Args:
-        arena: from which all sizes take theirs, since no two requests run at the same time; None: private ones. What
-            no longer fits gets a larger place there. The earlier one stays while something uses it.
-    """
-
-    def __init__(self, arena: dict[Any, Tensor] | None = None) -> None:
-        self.arena = arena
-        self.places: dict[Any, Tensor] = {}  # in the arena, of which these are the beginnings
-
-    def zeros(self, key: Any, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Allocate zeros of this shape, and of the type and device of ``like``."""
-        if self.arena is None:
-            self[key] = like.new_zeros(shape)
-            return self[key]
-        count = prod(shape)
-        if key not in self.arena or self.arena[key].numel() < count:
-            self.arena.pop(key, None)  # which frees it, unless something uses it
-            self.arena[key] = like.new_empty(count)
-        self.places[key] = self.arena[key]
-        self[key] = self.places[key][:count].view(*shape).zero_()
-        return self[key]
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -140,9 +114,9 @@ class SlotCache(Cache):
             device; None: places are positions.
     """
 
-    def __init__(self, config: Any, batch: int, slots: int, memory: Memory | None = None, rows: int = 0) -> None:
+    def __init__(self, config: Any, batch: int, slots: int, memory: KVPool | None = None, rows: int = 0) -> None:
         self.config, self.batch, self.capacity = config, batch, slots
-        self._memory, self._rows = Memory() if memory is None else memory, max(rows, batch)
+        self._memory, self._rows = KVPool() if memory is None else memory, max(rows, batch)
         self.parent: tuple[SlotCache, int] | None = None
         self.num_layers = int(config.num_hidden_layers)
         types = getattr(config, "layer_types", None) or [None] * self.num_layers

@@ -36,7 +36,7 @@ _WORKING = (1, 2, 3, 6, 7)  # its columns: user, nice, system and both interrupt
 
 
 @dataclass(frozen=True)
-class Look:
+class CpuTimes:
     """CPU seconds until a moment.
 
     Attributes:
@@ -50,7 +50,7 @@ class Look:
     own: float
 
 
-def look() -> Look | None:
+def look() -> CpuTimes | None:
     """Read the system's counts; None where there are none, as outside of Linux."""
     try:
         cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -58,10 +58,10 @@ def look() -> Look | None:
         ticks = sum(int(line[column]) for line in lines if line[0] in cores for column in _WORKING)
     except (OSError, AttributeError, ValueError, IndexError):
         return None
-    return Look(time.monotonic(), ticks / _TICKS, time.process_time())
+    return CpuTimes(time.monotonic(), ticks / _TICKS, time.process_time())
 
 
-def cores_taken(before: Look, after: Look) -> float:
+def cores_taken(before: CpuTimes, after: CpuTimes) -> float:
     """Return how many cores other processes kept busy between two looks."""
     return max(0.0, (after.used - before.used - after.own + before.own) / (after.at - before.at))
 
@@ -80,7 +80,7 @@ class Cores:
         count: how many cores there are.
     """
 
-    def __init__(self, look: Callable[[], Look | None] = look, count: Callable[[], int] | None = None) -> None:
+    def __init__(self, look: Callable[[], CpuTimes | None] = look, count: Callable[[], int] | None = None) -> None:
         self._look, self._count = look, count or _own_cores
         self._lock = threading.Lock()
         self._last, self._taken, self._requests, self._said = look(), 0.0, 0, False

@@ -15,7 +15,8 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fsd_infer.device.cache import Memory, SlotCache
+from fsd_infer.device.cache import SlotCache
+from fsd_infer.device.pool import KVPool
 
 SLOTS = 256  # least number of slots of a row's shared memory, which doubles as needed
 
@@ -89,7 +90,7 @@ class CachedModel(ABC):
         return {True: {}, False: {}}
 
     @cached_property
-    def _memories(self) -> WeakValueDictionary[tuple[int, int, bool], Memory]:
+    def _memories(self) -> WeakValueDictionary[tuple[int, int, bool], KVPool]:
         """Keys and values that requests share, by rows, slots, and the arena. Those that recordings hold stay."""
         return WeakValueDictionary()
 
@@ -103,7 +104,7 @@ class CachedModel(ABC):
         if self.recorder is None:
             return SlotCache(self.cache_config, batch, slots)
         mode = torch.is_inference_mode_enabled()
-        memory = self._memories.setdefault((batch, slots, mode), Memory(self._arenas[mode]))
+        memory = self._memories.setdefault((batch, slots, mode), KVPool(self._arenas[mode]))
         for pool in memory.values():
             pool.zero_()  # NaN of an earlier answer would reach the next one through a masked slot
         return SlotCache(self.cache_config, batch, slots, memory)

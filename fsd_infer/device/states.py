@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fsd_core.tensors import at_nodes
-
-if TYPE_CHECKING:
-    from fsd_infer.device.cache import Memory
+from fsd_infer.device.pool import KVPool
 
 PIECE = 64  # tokens of a text that are read at once; memory grows with its square
 
@@ -95,7 +93,7 @@ class RecurrentStates:
     """
 
     def __init__(
-        self, batch: int, memory: Memory, rows: int, parent: tuple[RecurrentStates, int] | None = None
+        self, batch: int, memory: KVPool, rows: int, parent: tuple[RecurrentStates, int] | None = None
     ) -> None:
         self.batch, self.memory, self.rows, self.parent = batch, memory, rows, parent
         self.branches: Branches | None = None

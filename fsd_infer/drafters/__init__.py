@@ -1,7 +1,7 @@
 """Drafters, which propose tokens for the target to verify."""
 
 from fsd_infer.drafters.assistant import AssistantDrafter
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession, NoDrafter
+from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
 from fsd_infer.drafters.block import BlockDrafter
 from fsd_infer.drafters.eagle import EagleDrafter
 from fsd_infer.drafters.graft import GraftedDrafter
@@ -13,6 +13,7 @@ from fsd_infer.drafters.mlp_speculator import MLPSpeculatorDrafter
 from fsd_infer.drafters.mtp import MtpDrafter
 from fsd_infer.drafters.p_eagle import ParallelEagleDrafter
 from fsd_infer.drafters.recycle import RecycleDrafter
+from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.drafters.text import TextDrafter
 from fsd_infer.drafters.translated import TranslatedDrafter
 from fsd_infer.trees.shape import TreeShape

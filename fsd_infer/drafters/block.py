@@ -2,12 +2,13 @@
 
 A round runs the head once, over the root and masks. A chain takes the likeliest token of every slot, a tree the
 likeliest of each depth, which do not depend on the path unless a correction makes them. Drawn nodes follow the slots'
-distributions, given the tokens before them if there is a correction. So the laws of :mod:`fsd_infer.drafters.drawing`
-hold unchanged.
+distributions, given the tokens before them if there is a correction. So the distributions of
+:mod:`fsd_infer.drafters.drawing` hold unchanged.
 
 **A confidence head** estimates for every node how likely the draft after it is accepted. A node gets no children if the
 product of these chances along its path falls below ``TreeShape.stop_below``, in place of what q would estimate. They
-depend on the node and its ancestors, never on a child, so a cut does not look ahead, and no rule's law changes.
+depend on the node and its ancestors, never on a child, so a cut does not look ahead, and no rule's distribution
+changes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
-from fsd_infer.drafters.base import DraftRequest
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
 from fsd_infer.heads.block_formats import read_block_head
 from fsd_infer.heads.blocks import BlockHead

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import to_device
-from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
+from fsd_infer.drafters.session import DraftRequest
 
 
 class CachedSession(TreeSession):

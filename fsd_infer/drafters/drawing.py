@@ -1,14 +1,14 @@
 """Draw nodes of a tree from q: at temperature 1, trees of likely tokens alone miss what the target is likely to say.
 
-**The mixed law** (arXiv:2502.18779). A context has the likeliest tokens C as fixed children, and one child y drawn from
-q_r, the rest of q: q outside C, normalised. The exact rule accepts a child with probability p(C) + Σ min(p, q_r), the
-sum outside C, which is the most that any test of such a draft reaches. Without a drawn child it is p(C).
+**The mixed scheme** (arXiv:2502.18779). A context has the likeliest tokens C as fixed children, and one child y drawn
+from q_r, the rest of q: q outside C, normalised. The exact rule accepts a child with probability p(C) + Σ min(p, q_r),
+the sum outside C, which is the most that any test of such a draft reaches. Without a drawn child it is p(C).
 
-**Why the output keeps the target's law.** The test of y assumes y ~ q_r, whatever the rest of the tree looks like. So
-a context's draw is decided before it is made: C, and that the context, its ancestors and y will be verified. All of
-that is a function of the text and of draws further up. What is decided after the draw is free: which nodes to expand,
-when to stop, and which of the other nodes to verify. None of it changes y, and a token of C that is not verified is
-emitted by the same draw from (p - q_r)+ as one that is.
+**Why the output keeps the target's distribution.** The test of y assumes y ~ q_r, whatever the rest of the tree looks
+like. So a context's draw is decided before it is made: C, and that the context, its ancestors and y will be verified.
+All of that is a function of the text and of draws further up. What is decided after the draw is free: which nodes to
+expand, when to stop, and which of the other nodes to verify. None of it changes y, and a token of C that is not
+verified is emitted by the same draw from (p - q_r)+ as one that is.
 
 **Which contexts draw.** A node is worth verifying if its chance of being accepted reaches ``least``. Let ρ be the share
 of q_r that the target accepts. Measured with the shipped head, ρ hardly depends on C and grows with the largest q, as
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 LEAST_SHARE = 0.1  # of what is expected, whatever was learned: without drafts of a kind nothing more would be learned
 MEMORY = 60.0  # expected acceptances after which what was learned has faded to 1/e, and the weight of the beginning

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.graft import kept_of, union_of
-from fsd_infer.tree import DraftTree, Nodes
+from fsd_infer.drafters.session import DraftRequest, DraftSession
+from fsd_infer.trees.tree import DraftTree, Nodes
 from fsd_infer.trees.visits import likeliest
 
 MOST = 16  # forced tokens of a round
@@ -22,8 +23,8 @@ ALONE = 2  # with this many forced tokens in every row the main drafter does not
 class ForcedDrafter(Drafter):
     """A drafter whose tree holds the tokens that a guide forces after the text, as a chain with probability 1.
 
-    A forced chain is a function of the text, and the rule verifies it like any other draft. So every law stays as it
-    is. A round with a long chain does not call the main drafter; a shorter chain becomes part of the main tree.
+    A forced chain is a function of the text, and the rule verifies it like any other draft. So every distribution stays
+    as it is. A round with a long chain does not call the main drafter; a shorter chain becomes part of the main tree.
 
     Args:
         main: drafts where nothing is forced.
@@ -60,8 +61,8 @@ class ForcedDrafter(Drafter):
     def max_depth(self) -> int:
         return max(self.main.max_depth, MOST)
 
-    def for_law(self, tilt: float) -> Drafter:
-        main = self.main.for_law(tilt)
+    def for_bonus(self, draft_bonus: float) -> Drafter:
+        main = self.main.for_bonus(draft_bonus)
         return self if main is self.main else ForcedDrafter(main, self.forced, self.vocab_size)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> ForcedSession:

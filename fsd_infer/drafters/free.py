@@ -12,12 +12,13 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from fsd_core.errors import FsdError
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.frontier import Frontier, Guess
+from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, Nodes
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape, check_tree
+from fsd_infer.trees.tree import DraftTree, Nodes
 
 PRIOR_TRIALS = 4.0  # trials that a prior counts as
 Options = list[tuple[int, float]]  # distinct tokens with chances that add up to at most 1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsd_core.tensors import at_nodes, lists, to_device, visible_slots
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 Guess = tuple[list[float], list[int]]  # log-probabilities of likely tokens, falling, and the tokens
 NOTHING: Guess = ([], [])

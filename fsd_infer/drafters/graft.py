@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.errors import FsdError
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.free import likeliest_of
 from fsd_infer.drafters.frontier import Frontier, Guess
-from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.drafters.session import DraftRequest, DraftSession
+from fsd_infer.trees.tree import DraftTree, Draws
 from fsd_infer.trees.visits import likeliest
 
 
@@ -40,12 +41,12 @@ class GraftedDrafter(Drafter):
     are scaled down if they add up to more than 1. A node's score is the sum of the log chances on its path. The nodes
     with the likeliest visits are kept (:mod:`fsd_infer.trees.visits`). They form a tree.
 
-    **Rules.** Under the exact rule the law is p, as on any deterministic tree. Nodes that only ``side`` proposes have
-    no q, so gates stay closed there. A node of ``main`` keeps its q if its likeliest child under ``main`` is kept. The
-    law of `fuzzy` at an open gate is p(· | C), where C holds all kept children. Grafted children raise p(C), so the law
-    comes closer to p and spends less. Without the likeliest child, C could be a grafted token that both models find
-    unlikely. A gate that opens because the models agree would force that token. So the node loses its q, and its gate
-    stays closed.
+    **Rules.** Under the exact rule the distribution is p, as on any deterministic tree. Nodes that only ``side``
+    proposes have no q, so gates stay closed there. A node of ``main`` keeps its q if its likeliest child under ``main``
+    is kept. The distribution of `fuzzy` at an open gate is p(· | C), where C holds all kept children. Grafted children
+    raise p(C), so the distribution comes closer to p and spends less. Without the likeliest child, C could be a grafted
+    token that both models find unlikely. A gate that opens because the models agree would force that token. So the node
+    loses its q, and its gate stays closed.
 
     **Sampled chains.** The exact test of a sampled draft allows no second child. So a small LM at temperatures above 0
     drafts alone.
@@ -96,8 +97,8 @@ class GraftedDrafter(Drafter):
     def start(self, first_tokens: Tensor, request: DraftRequest) -> GraftedSession:
         return GraftedSession(self, first_tokens, request)
 
-    def for_law(self, tilt: float) -> Drafter:
-        main = self.main.for_law(tilt)
+    def for_bonus(self, draft_bonus: float) -> Drafter:
+        main = self.main.for_bonus(draft_bonus)
         if main is self.main:
             return self
         more = max(self.nodes - self.main.max_nodes, 0)  # nodes reserved for the side
@@ -112,7 +113,7 @@ class GraftedSession(DraftSession):
     """A session of both drafters."""
 
     def __init__(self, drafter: GraftedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
-        self.drafter, self.tilt, self.shape = drafter, request.tilt, request.shape
+        self.drafter, self.draft_bonus, self.shape = drafter, request.draft_bonus, request.shape
         self.clock = request.clock or (lambda: 0.0)
         # the side's nodes are chosen here
         side = drafter.side.start(first_tokens, replace(request, shape=None, menu=(), draws=Draws.NONE))
@@ -157,7 +158,7 @@ class GraftedSession(DraftSession):
             self.growth.side_seconds += clock() - began
             return kept_of(union, main, self.growth.choose(union))
         most = drafter.nodes if shape is None else shape.nodes
-        nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.tilt, most, union.held)
+        nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.draft_bonus, most, union.held)
         nodes = nodes[:, : 1 + functional.upper_bound(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return kept_of(union, main, nodes)
 

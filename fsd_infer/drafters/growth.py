@@ -2,11 +2,11 @@
 
 Each depth expands the ``width`` nodes with the highest cumulative log q and gives each ``width`` children. At the end
 the ``nodes`` candidates that a walk visits most likely are kept. Under the exact rule these have the highest cumulative
-log q. :mod:`fsd_infer.trees.visits` computes them under a law that favours drafts. A child's score never exceeds its
-parent's, so the kept nodes form a connected tree.
+log q. :mod:`fsd_infer.trees.visits` computes them under a distribution that favours drafts. A child's score never
+exceeds its parent's, so the kept nodes form a connected tree.
 
 Drafting may stop before the last depth (``TreeShape.stop_below``). This decision and the tree are functions of the
-context, so no rule's law changes.
+context, so no rule's distribution changes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from typing_extensions import Self
 from fsd_core import functional
 from fsd_core.tensors import at_nodes, to_device
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
-from fsd_infer.drafters.base import Drafter, DraftRequest, DraftSession
+from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
+from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, Draws
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.menu import Masks, forecast
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import LARGEST, MENU, NO_TREE, TreeShape, default_shape
-from fsd_infer.trees.visits import likeliest, tilted, visit_scores
+from fsd_infer.trees.tree import DraftTree, Draws
+from fsd_infer.trees.visits import favoured, likeliest, visit_scores
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
@@ -47,7 +48,7 @@ class TreeDrafter(Drafter):
         target: the model to draft for.
         model: the model that grows the trees.
         vocabulary: number of entries of the drafter's distributions.
-        shape: tree options (default: :func:`default_shape` of the device and the law).
+        shape: tree options (default: :func:`default_shape` of the device and the distribution).
 
     Attributes:
         by_default: whether the shape is the default.
@@ -64,7 +65,7 @@ class TreeDrafter(Drafter):
     def __init__(self, target: Target, model: CachedModel, vocabulary: int, shape: TreeShape | None) -> None:
         self.target, self.model, self.vocabulary = target, model, vocabulary
         self.by_default = shape is None
-        self.shares: dict[Hashable, Shares] = {}  # by law and temperature
+        self.shares: dict[Hashable, Shares] = {}  # by distribution and temperature
         self.shape = self._within(shape or default_shape(target.device))
 
     def _within(self, shape: TreeShape) -> TreeShape:
@@ -83,8 +84,10 @@ class TreeDrafter(Drafter):
         """Those of :attr:`all_shapes` that the model can draft, none twice."""
         return tuple(dict.fromkeys(one if one == NO_TREE else self._within(one) for one in self.all_shapes))
 
-    def for_law(self, tilt: float) -> Drafter:
-        return self.reshaped(default_shape(self.target.device, tilt)) if self.by_default and tilt else self
+    def for_bonus(self, draft_bonus: float) -> Drafter:
+        if not (self.by_default and draft_bonus):
+            return self
+        return self.reshaped(default_shape(self.target.device, draft_bonus))
 
     @property
     def max_nodes(self) -> int:
@@ -136,14 +139,14 @@ class TreeSession(DraftSession):
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, request.shape or drafter.shape, drafter.model.device
         self.cache = drafter.model.new_cache(request.batch, drafter.slots(request.slots))
-        self.tilt, self.request = request.tilt, request
+        self.draft_bonus, self.request = request.draft_bonus, request
         self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
         self._forecasts: list[list[float]] = []
         self._masks: dict[tuple[int, int], Masks] = {}  # by depth and width of the tree
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
         if request.draws is Draws.TREE and (self.prices is not None or self.device.type == "cpu"):  # else recorded
-            key = round(10 * request.temperature), round(4 * min(request.tilt, 4.0))
+            key = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
             learns = not request.seeded if self.prices is None else request.clock is not None
             self._shares = drafter.shares.setdefault(key, Shares()) if learns else Shares()
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
@@ -325,7 +328,7 @@ class TreeSession(DraftSession):
             return self.growth.expand(log_q, drawn)
         best = sums.topk(self.width, dim=-1).indices
         if self.shape.stop_below:
-            steps = self._visits[..., None] + tilted(log_q, self.tilt)
+            steps = self._visits[..., None] + favoured(log_q, self.draft_bonus)
             self._visits = steps.flatten(1).gather(1, best)
             goes_on = self._visits.exp().sum(-1).max() >= self.shape.stop_below
             if goes_on.device.type != "cpu":  # the next candidates are padding where drafting stops
@@ -335,7 +338,7 @@ class TreeSession(DraftSession):
         return best
 
     def _kept(self, tree: DraftTree) -> DraftTree:
-        """Return the tree of the candidates to verify: of a drawn chain all, or the law would shift."""
+        """Return the tree of the candidates to verify: of a drawn chain all, or the distribution would shift."""
         if self.request.menu:
             tree.forecast = self._forecast(tree)
         if self.request.draws is Draws.CHAIN:
@@ -345,7 +348,7 @@ class TreeSession(DraftSession):
         if self.growth is not None:
             return tree.keep(self.growth.choose(tree))
         nodes = self.shape.max_nodes
-        return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.tilt, nodes, tree.held))
+        return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.draft_bonus, nodes, tree.held))
 
     def _forecast(self, tree: DraftTree) -> Tensor:
         """Return :func:`.menu.forecast` from all candidates of a tree."""
@@ -353,7 +356,7 @@ class TreeSession(DraftSession):
         key = tree.levels, self.width
         if key not in self._masks:  # at first: a recording cannot copy them to the device
             self._masks[key] = Masks(*key, self.request.menu, self.device)
-        return forecast(visit_scores(tree.scores, tree.parents, tree.levels, self.tilt), self._masks[key])
+        return forecast(visit_scores(tree.scores, tree.parents, tree.levels, self.draft_bonus), self._masks[key])
 
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
         """Run the model on nodes [B, E]. Their keys follow those of the text and of earlier depths."""

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from fsd_core.errors import ModelLoadError, VocabularyMismatchError
 from fsd_core.tensors import at_nodes, padded, to_device
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest
+from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeDrafter
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
 from fsd_infer.trees.shape import LARGEST_OF_LM, MENU, TreeShape
+from fsd_infer.trees.tree import DraftTree
 
 
 @cache
@@ -47,7 +48,7 @@ class LMDrafter(TreeDrafter):
 
     A chain is as deep as the tree would be. It ends earlier where the small LM's probability of the whole chain falls
     below ``stop_below``, or where ``tree="auto"`` ends it. Both depend on the past and the drafts so far only, so no
-    rule's law changes (:mod:`fsd_infer.trees.policy`).
+    rule's distribution changes (:mod:`fsd_infer.trees.policy`).
 
     Drafting ends where the small LM's context ends, with one warning. In a batch it goes on while any row is within the
     context. The nodes of longer rows then have no q, so gates stay closed there.

@@ -19,6 +19,7 @@ from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.drafters.mtp import drafts_by_default
 from fsd_infer.drafters.text import lm_drafter
+from fsd_infer.heads.formats import head_kind
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import AUTO, TreeShape, default_shape, of_device, parse_tree
@@ -186,3 +187,11 @@ def _load_grafted(main: str, side: str, kind: str, target: Target, tree: TreeSha
     made = GraftedDrafter(onto, free, nodes)
     made.directory = onto.directory
     return made
+
+
+def refuse_head(directory: Path) -> None:
+    """Raise ModelLoadError for the directory of a draft head, of which transformers would say that it is too old."""
+    if directory.is_dir() and head_kind(directory) is not None:
+        raise ModelLoadError(
+            f"{directory} is a draft head, not a target: give it as drafter, beside the model that it was trained for."
+        )

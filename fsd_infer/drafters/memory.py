@@ -14,12 +14,13 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest
+from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.corpus import open_corpus
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
 from fsd_infer.drafters.prefixes import END, SORTED, STORE_BYTES, Occurrence, Store, SuffixStore, TextIndex, match_size
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 FILED = 4  # length of the longest n-grams in the index of the texts at hand
 NEAR = 12  # occurrences that a context takes from each source
@@ -142,8 +143,8 @@ class MemoryDrafter(FreeDrafter):
     """A drafter of tokens that followed the text's end earlier: in the text, the batch's other texts, or a store.
 
     The occurrences with the longest matches vote for the next token and for those after it. Other continuations become
-    branches. A tree depends on earlier texts alone, so the exact rule's law is the target's. Its nodes have no q: gates
-    stay closed there, and rules that emit from q emit from p. The drafter needs no model and no training.
+    branches. A tree depends on earlier texts alone, so the exact rule's distribution is the target's. Its nodes have no
+    q: gates stay closed there, and rules that emit from q emit from p. The drafter needs no model and no training.
 
     A request with a seed neither reads nor fills the store of earlier requests, so its answer is reproducible. A text
     drafts from texts with its own key only, and with an empty key from itself only.

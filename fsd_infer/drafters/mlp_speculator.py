@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from fsd_core.errors import CheckpointError, VocabularyMismatchError
-from fsd_infer.drafters.base import DraftRequest
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
 from fsd_infer.heads.kinds import MLP_SPECULATOR
 from fsd_infer.heads.weights import Weights, fill

@@ -26,8 +26,9 @@ from torch.nn.functional import embedding
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.tensors import at_nodes
 from fsd_infer.device.cache import cache_argument
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
+from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.kinds import MTP

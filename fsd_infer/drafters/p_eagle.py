@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import CheckpointError
-from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.eagle import EagleDrafter, EagleSession
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.steps import HEADS
 from fsd_infer.heads.formats import read_eagle3
 from fsd_infer.heads.head import EagleHead

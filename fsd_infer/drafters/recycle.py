@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_core.errors import FsdError
-from fsd_infer.drafters.base import DRAFTERS, DraftRequest
+from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
 from fsd_infer.drafters.frontier import Frontier
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.rules.verification import Verdict
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 BUCKETS = 12  # of a candidate's log-probability
 BUCKET_NATS = 0.4  # width of a bucket
@@ -110,8 +111,8 @@ class RecycleDrafter(FreeDrafter):
     And the tree is no fixed template: it holds the nodes with the best chances, learned from how often candidates of
     similar probability were accepted.
 
-    A tree depends on earlier text only, so under the exact rule the law is p. Its nodes have no q, so gates stay
-    closed, as in lookup. The host reads the candidates, so a round syncs with the device once more.
+    A tree depends on earlier text only, so under the exact rule the distribution is p. Its nodes have no q, so gates
+    stay closed, as in lookup. The host reads the candidates, so a round syncs with the device once more.
 
     Args:
         vocab_size: V of the target.

@@ -23,13 +23,14 @@ from fsd_core.registry import Registry
 from fsd_core.tensors import at_nodes, padded, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
-from fsd_infer.drafters.base import DRAFTERS, Drafter, DraftRequest
+from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.growth import TreeDrafter, TreeSession
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.heads.hub import find_published
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
 from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree
 
 
 class StepDrafter(TreeDrafter):

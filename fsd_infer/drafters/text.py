@@ -2,7 +2,7 @@
 
 The small LM writes a few of its own tokens. The target's tokenizer splits their text after the target's last tokens,
 and the result is offered as a chain. It is a function of the context and has no q, as what a table drafts. So every
-rule keeps its law at every temperature, whatever the tokenizers make of the text.
+rule keeps its distribution at every temperature, whatever the tokenizers make of the text.
 
 What the small LM reads is split anew by its own tokenizer where new text changes the last tokens, as "He" and "llo".
 """
@@ -26,8 +26,8 @@ from fsd_infer.drafters.lm import LMDrafter, check_same_vocabulary, load_lm
 from fsd_infer.drafters.translated import OwnSession, TranslatedDrafter
 from fsd_infer.drafters.translation import Translation, Vocabulary
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, Draws, Nodes
 from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree, Draws, Nodes
 
 PREFIX = "text:"
 WINDOW = 24  # the last tokens of a text, which are split together with new text

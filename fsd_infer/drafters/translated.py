@@ -2,7 +2,7 @@
 
 The drafter's distribution is restricted to the tokens whose bytes are a token of the target's, and renormalised
 (:mod:`fsd_infer.drafters.translation`). That is a distribution over some of the target's tokens, as of a head with a
-reduced draft vocabulary, so every rule keeps its law, on chains and trees.
+reduced draft vocabulary, so every rule keeps its distribution, on chains and trees.
 
 The small LM reads its own tokens. The prompt's text is tokenised by its tokenizer. After that every token of the target
 adds the token with its bytes, or several tokens that spell them. Accepted drafts are therefore read as they were
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import padded, to_device
-from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.lm import LMDrafter, LMSession
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.drafters.translation import Translation
 from fsd_infer.targets.target import Target
 

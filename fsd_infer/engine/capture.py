@@ -29,8 +29,8 @@ from fsd_infer.engine.round import Look, RoundTensors, advance, decode_round, se
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree
 from fsd_infer.trees.menu import MenuPolicy
+from fsd_infer.trees.tree import DraftTree
 
 log = logging.getLogger(__name__)
 MOST = 64  # states that are kept, and recordings of each
@@ -86,7 +86,7 @@ class Plan(NamedTuple):
     rules: tuple[Rule, ...]
     capacity: int
     processors: Hashable
-    tilt: float
+    draft_bonus: float
 
 
 @dataclass

@@ -15,7 +15,7 @@ BOUNDS = (0.5, 1.0, 2.0)  # nats
 Regrets = Mapping[str, Sequence[Sequence[float]]]  # by proposer, then by depth from 1
 
 
-class Drafts:
+class FirstChoiceStats:
     """Gaps of a drafter's first choices at the contexts that rounds reached, in nats; 0: the target's likeliest.
 
     Args:
@@ -27,7 +27,7 @@ class Drafts:
         self.merge(regrets or {})
 
     @classmethod
-    def pooled(cls, many: Iterable[Drafts]) -> Drafts:
+    def pooled(cls, many: Iterable[FirstChoiceStats]) -> FirstChoiceStats:
         """Return the union."""
         union = cls()
         for one in many:

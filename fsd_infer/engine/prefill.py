@@ -9,7 +9,8 @@ import torch
 from fsd_core.errors import FsdError
 from fsd_core.tensors import padded, to_device
 from fsd_infer.device.memory import check_caches, free_bytes
-from fsd_infer.drafters.base import Drafter, DraftRequest
+from fsd_infer.drafters.base import Drafter
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.engine.books import Books
 from fsd_infer.engine.capture import Plan, Recorded, bucket
 from fsd_infer.engine.request import Request
@@ -17,14 +18,14 @@ from fsd_infer.engine.round import Look, RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.request.processors import TreeProcessors, temperature_of
 from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts, read_text
-from fsd_infer.rules import Rule, Texts
+from fsd_infer.rules import Rule, TokenHistory
 from fsd_infer.rules.base import nats_of
 from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
-from fsd_infer.tree import DraftTree, Draws
-from fsd_infer.trees.estimates import LawKind
+from fsd_infer.trees.estimates import RuleProfile
 from fsd_infer.trees.menu import MenuPolicy, menu_of
 from fsd_infer.trees.policy import TreePolicy, memory_of
+from fsd_infer.trees.tree import DraftTree, Draws
 
 COLD = 0.5  # a temperature below which drawn nodes gain nothing over likely tokens, and take time
 
@@ -39,8 +40,8 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     check_sights(target, request.sights)
     processors, books = TreeProcessors(request.processors, count), Books(target, request, limits)
     markers, marks = markers_of(rules, target.tokenizer), ends_of(rules, target.tokenizer, device)
-    tilt = sum(rule.tilt(request.greedy) for rule in rules) / count
-    drafter = drafter.for_law(tilt)
+    draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / count
+    drafter = drafter.for_bonus(draft_bonus)
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
     capacity = longest + drafter.max_nodes
     # the drafter pads rows to the one that emitted most: its texts exceed the longest by up to a tree's depth
@@ -62,9 +63,9 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     check_caches(cache_bytes, rows, capacity, device, request.max_cache_bytes, held)
     temperature = 0.0 if request.greedy else temperature_of(request.processors)
     draws = _draws(drafter, rules, temperature)
-    policy = _policy(target, drafter, rules, request, tilt, draws)
+    policy = _policy(target, drafter, rules, request, draft_bonus, draws)
     drafted = DraftRequest(
-        rows, reach, request.greedy, processors.of_drafts if processors else None, generator, device, tilt,
+        rows, reach, request.greedy, processors.of_drafts if processors else None, generator, device, draft_bonus,
         None if policy is None else policy.choose(count),
         menu=policy.menu if isinstance(policy, MenuPolicy) else (),
         clock=policy.clock if isinstance(policy, TreePolicy) else None,
@@ -85,7 +86,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         session=drafter.start(torch.tensor([prompt[0] for prompt in prompts]), drafted),
         lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
         roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
-        texts=Texts([()] * rows, prompts, device, markers, capacity + drafter.max_nodes + 1, marks),
+        texts=TokenHistory([()] * rows, prompts, device, markers, capacity + drafter.max_nodes + 1, marks),
         ends=to_device(torch.tensor([len(prompt) + limit for prompt, limit in zip(prompts, limits)]), device),
         budget=nats_of(rules, device),
         kl_excess=torch.zeros(rows, device=device),
@@ -95,7 +96,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         policy=policy,
     )
     if recorded is not None:
-        plan = Plan(drafter.plan, tuple(rules), capacity, processors.signature, tilt)
+        plan = Plan(drafter.plan, tuple(rules), capacity, processors.signature, draft_bonus)
         state = recorded.placed(state, count, plan)
     books.begin(state, drafter, cache_bytes)
     return books
@@ -128,18 +129,20 @@ def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws
 
 
 def _policy(
-    target: Target, drafter: Drafter, rules: Sequence[Rule], request: Request, tilt: float, draws: Draws
+    target: Target, drafter: Drafter, rules: Sequence[Rule], request: Request, draft_bonus: float, draws: Draws
 ) -> TreePolicy | MenuPolicy | None:
     """Return what chooses the shape of each round's trees; None for a drafter of fixed shape."""
     if drafter.bounds is None:
         return None
     names = {rule.name for rule in rules}
-    law = LawKind(tilt, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN)
+    profile = RuleProfile(
+        draft_bonus, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN
+    )
     learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
+    memory = memory_of(drafter.learner, target, drafter.learner.relative_cost)
     if drafter.menu:
-        menu = menu_of(drafter.menu, chains=law.sampled)
-        return MenuPolicy(memory_of(drafter, target), len(rules), law, menu, learns=learns)
-    return TreePolicy(memory_of(drafter, target), len(rules), law, drafter.bounds, learns=learns)
+        return MenuPolicy(memory, len(rules), profile, menu_of(drafter.menu, chains=profile.sampled), learns=learns)
+    return TreePolicy(memory, len(rules), profile, drafter.bounds, learns=learns)
 
 
 def read_again(state: DecodeState, books: Books) -> None:

@@ -18,8 +18,8 @@ from fsd_core.tensors import at_nodes
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Verdict, Verification
 from fsd_infer.rules.base import judged
-from fsd_infer.rules.tilted import FIRST_PRICE
-from fsd_infer.tree import DraftTree
+from fsd_infer.rules.tilted import INITIAL_KL_COEF
+from fsd_infer.trees.tree import DraftTree
 
 
 @dataclass
@@ -180,7 +180,7 @@ def accept(state: DecodeState, look: Look, features: Tensor) -> RoundTensors:
     spent = verdict.spent.sum(1)
     if verdict.allowed is not None:
         state.kl_excess += spent.float() - verdict.allowed
-        state.kl_excess.clamp_(min=-FIRST_PRICE)  # limits saved nats
+        state.kl_excess.clamp_(min=-INITIAL_KL_COEF)  # limits saved nats
     if state.budget is not None:  # an infinite budget pays infinite costs
         state.budget.copy_(torch.where(state.budget.isinf(), state.budget, (state.budget - spent).clamp_min(0.0)))
     made = RoundTensors(tree, logits, at_nodes(features, verdict.path), verdict)

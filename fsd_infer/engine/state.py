@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fsd_core.tensors import to_device
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.drafters.base import DraftSession
+from fsd_infer.drafters.session import DraftSession
 from fsd_infer.request.processors import TreeProcessors
-from fsd_infer.rules import Rule, Texts
+from fsd_infer.rules import Rule, TokenHistory
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.policy import TreePolicy
@@ -56,7 +56,7 @@ class DecodeState:
     session: DraftSession
     lengths: Tensor
     roots: Tensor
-    texts: Texts
+    texts: TokenHistory
     ends: Tensor
     budget: Tensor | None
     kl_excess: Tensor

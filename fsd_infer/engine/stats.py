@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
-from fsd_infer.engine.drafts import Drafts
+from fsd_core.former import say
+from fsd_infer.engine.drafts import FirstChoiceStats
 from fsd_infer.engine.ngrams import copied_ngrams, kinds, repeated_ngrams
 from fsd_infer.rules import Emission, Rule, TokenOrigin
 from fsd_infer.trees.policy import TreeStats
 
 
 class Share(TypedDict):
-    """Part of an answer: its tokens, how many of them only a lossy law emits, and the nats spent."""
+    """Part of an answer: its tokens, how many of them only a lossy distribution emits, and the nats spent."""
 
     tokens: int
     lossy: int
     nats: float
+
+
+def _tau(stats: RowStats | GenerationStats) -> float:
+    """The acceptance length, by its former name."""
+    say("tau of statistics", "it is now acceptance_length")
+    return stats.acceptance_length
 
 
 @dataclass
@@ -27,11 +35,11 @@ class RowStats:
     Attributes:
         new_tokens: answer length in tokens, an emitted EOS token included.
         target_forwards: verifying forwards of the target, without the prefill.
-        tau: acceptance length: tokens emitted per verifying forward, the target's own token included, the prefill's
-            token excluded. With beams, search steps instead of tokens. NaN without a verifying forward.
+        acceptance_length: tokens emitted per verifying forward, the target's own token included, the prefill's token
+            excluded. With beams, search steps instead of tokens. NaN without a verifying forward.
         gate_open_fraction: share of tokens emitted at a context with an open gate.
         gate_accepted_fraction: share of tokens that only an open gate accepts.
-        divergence_spent: sum of nats (temperature > 0: KL of the law to the target; 0: greedy gap).
+        divergence_spent: sum of nats (temperature > 0: KL of the distribution to the target; 0: greedy gap).
         finish_reason: "stop" (EOS or a stopping criterion) or "length".
         copied_4grams: share of the answer's 4-grams that occur in its prompt; None for fewer than 4 tokens.
         repeated_4grams: share of the answer's 4-grams that occurred earlier in it; None for fewer than 4 tokens.
@@ -43,7 +51,7 @@ class RowStats:
 
     new_tokens: int
     target_forwards: int
-    tau: float
+    acceptance_length: float
     gate_open_fraction: float
     gate_accepted_fraction: float
     divergence_spent: float
@@ -54,8 +62,10 @@ class RowStats:
     repeated_4grams: float | None = None
     by_proposer: dict[str, Share] = field(default_factory=dict)
     by_kind: dict[str, Share] = field(default_factory=dict)
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: FirstChoiceStats = field(default_factory=FirstChoiceStats)
     mean_log_likelihood: float | None = None
+
+    tau = property(_tau)
 
     @property
     def seconds(self) -> float:
@@ -64,7 +74,7 @@ class RowStats:
     @property
     def tokens_per_second(self) -> float:
         """New tokens per second, prefill included."""
-        return self.new_tokens / self.seconds if self.seconds else float("nan")
+        return self.new_tokens / self.seconds if self.seconds else math.nan
 
 
 @dataclass
@@ -94,6 +104,8 @@ class GenerationStats:
     known: list[int] = field(default_factory=list)
     trees: TreeStats | None = None
 
+    tau = property(_tau)
+
     @property
     def new_tokens(self) -> int:
         return sum(row.new_tokens for row in self.rows)
@@ -108,15 +120,15 @@ class GenerationStats:
         return sum(row.target_forwards for row in self.rows)
 
     @property
-    def tau(self) -> float:
+    def acceptance_length(self) -> float:
         """Tokens emitted by verifying forwards per verifying forward, over all rows."""
         forwards = self.target_forwards
-        emitted = sum(row.tau * row.target_forwards for row in self.rows if row.target_forwards)
-        return emitted / forwards if forwards else float("nan")
+        emitted = sum(row.acceptance_length * row.target_forwards for row in self.rows if row.target_forwards)
+        return emitted / forwards if forwards else math.nan
 
     @property
     def tokens_per_second(self) -> float:
-        return self.new_tokens / self.seconds if self.seconds else float("nan")
+        return self.new_tokens / self.seconds if self.seconds else math.nan
 
     @property
     def divergence_spent(self) -> float:
@@ -140,17 +152,18 @@ class GenerationStats:
         return _mean([row.repeated_4grams for row in self.rows])
 
     @property
-    def drafts(self) -> Drafts:
+    def drafts(self) -> FirstChoiceStats:
         """The drafter's first choices in all rows."""
-        return Drafts.pooled(row.drafts for row in self.rows)
+        return FirstChoiceStats.pooled(row.drafts for row in self.rows)
 
     def _weighted(self, name: str) -> float:
         return sum(getattr(row, name) * row.new_tokens for row in self.rows) / max(self.new_tokens, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        totals = ("new_tokens", "target_forwards", "tau", "tokens_per_second", "divergence_spent")
+        totals = ("new_tokens", "target_forwards", "acceptance_length", "tokens_per_second", "divergence_spent")
         fractions = ("gate_open_fraction", "gate_accepted_fraction", "copied_4grams", "repeated_4grams")
         record = {name: getattr(self, name) for name in (*totals, *fractions)}
+        record["tau"] = self.acceptance_length  # the key of records
         record.update(seconds=self.seconds, prefill_seconds=self.prefill_seconds, phases=self.phases)
         record.update(rule=self.rule, drafter=self.drafter, cache_bytes=self.cache_bytes)
         record["drafts"] = self.drafts.summary()
@@ -159,6 +172,7 @@ class GenerationStats:
         record["rows"] = [
             {
                 **asdict(row),
+                "tau": row.acceptance_length,
                 "drafts": row.drafts.summary(),
                 "seconds": row.seconds,
                 "tokens_per_second": row.tokens_per_second,
@@ -199,7 +213,7 @@ class RowRecord:
 
     def finish(self, prefill_seconds: float, prompt: Sequence[int], proposers: Sequence[str]) -> RowStats:
         """Return the statistics, given the prompt's tokens and the names of the drafter's proposers."""
-        drafts = Drafts()
+        drafts = FirstChoiceStats()
         for emission in self.emissions:
             if emission.first_choice is not None:
                 drafts.add(proposers[emission.first_choice[0]], emission.depth, emission.first_choice[1])
@@ -209,7 +223,7 @@ class RowRecord:
         return RowStats(
             new_tokens=count,
             target_forwards=forwards,
-            tau=((count if self.steps is None else self.steps) - 1) / forwards if forwards else float("nan"),
+            acceptance_length=((count if self.steps is None else self.steps) - 1) / forwards if forwards else math.nan,
             gate_open_fraction=_mean(self.gates) or 0.0,
             gate_accepted_fraction=_mean([source == TokenOrigin.GATE for source in self.sources]) or 0.0,
             divergence_spent=float(sum(self.spent)),

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 
 from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer.heads.blocks import BlockConfig, BlockHead
-from fsd_infer.heads.formats import D2T, EMBEDDINGS, LM_HEAD, layer_count, plain_layer, read_draft_ids, shares_table
+from fsd_infer.heads.stored_parts import (
+    D2T,
+    EMBEDDINGS,
+    LM_HEAD,
+    layer_count,
+    plain_layer,
+    read_draft_ids,
+    shares_table,
+)
 from fsd_infer.heads.weights import INTEGERS, Weights, fill
 from fsd_infer.targets.target import Target
 

@@ -16,17 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from fsd_core.errors import CheckpointError, VocabularyMismatchError, shortened
+from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_core.files import read_json
-from fsd_infer.heads.config import EagleConfig, check_layer, default_fused_layers
+from fsd_infer.heads.config import EagleConfig, default_fused_layers
 from fsd_infer.heads.kinds import kind_of_head
-from fsd_infer.heads.layers import EAGLE3_LAYERS, LAYER_FIELDS, layer_of
-from fsd_infer.heads.weights import AGAIN, BOOLEANS, INTEGERS, PICKLE, SINGLE, Weights, has_weights, names_in_pickle
-from fsd_infer.targets.weights import weight_rows
+from fsd_infer.heads.layers import EAGLE3_LAYERS
+from fsd_infer.heads.stored_parts import (
+    D2T,
+    DRAFT_IDS,
+    EMBEDDINGS,
+    FIRST_LAYER,
+    LM_HEAD,
+    MIDLAYER,
+    T2D,
+    _check_draft_ids,
+    layer_count,
+    plain_layer,
+    read_draft_ids,
+    shares_table,
+)
+from fsd_infer.heads.weights import AGAIN, INTEGERS, PICKLE, SINGLE, Weights, has_weights, names_in_pickle
 
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
@@ -35,9 +46,6 @@ CONFIG = "config.json"
 MOST_BYTES = 1 << 24  # of a config
 OURS, OLD, EAGLE, EAGLE_3 = "fsd", "fsd-eagle-head", "EAGLE-1/2", "EAGLE-3"
 NEWEST_OLD = 2  # last version of the format with the options under "head"
-# Names of tensors; all others are the same in every format.
-FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
-DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 # the target's tensors in speculators' training checkpoints, what P-EAGLE adds, and buffers of old attention modules
 _IGNORED = re.compile(r"d2t|t2d|draft_ids|mask_hidden|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
 # Names of config fields; all others are the same, except those of the layer.
@@ -290,33 +298,6 @@ def _eagle3(config: Mapping[str, Any], weights: Weights, target: Target | None) 
     return StoredHead(head, weights, {name: stored[name] for name in names}, draft_ids, order)
 
 
-def plain_layer(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Convert a Llama-like config of another program to :attr:`EagleConfig.layer`."""
-    known = {name: config[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in config}
-    try:
-        if "hidden_size" not in known:
-            raise ValueError("it has no hidden_size")
-        check_layer({"hidden_size": known["hidden_size"], "model_type": kind}, known["hidden_size"])
-        layer = layer_of(AutoConfig.for_model(kind, **known))
-    except Exception as error:  # transformers may fail in any way on another program's values
-        raise CheckpointError(f"it does not describe a Llama layer ({shortened(error)}).") from error
-    check_layer(layer, known["hidden_size"])
-    return layer
-
-
-def layer_count(said: Any, names: Collection[str]) -> int:
-    """Return the number of decoder layers by the tensors' names.
-
-    Raises CheckpointError if the config's number ``said`` differs (None: not stated).
-    """
-    numbers = {int(found[1]) for name in names if (found := re.match(r"layers\.(\d{1,3})\.", name))}
-    count = len(numbers)
-    said = count if said is None else said
-    if numbers != set(range(count)) or not count or said != count:
-        raise CheckpointError(f"it names {said!r:.60} layers, but the weights hold layers {sorted(numbers)}.")
-    return count
-
-
 def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[Any, int]:
     """Return (V, width of the embeddings) from the tensors or the config."""
     table = shapes.get(EMBEDDINGS)
@@ -325,35 +306,6 @@ def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], wid
     if len(table) != 2:
         raise CheckpointError(f"{EMBEDDINGS} is of shape {list(table)}, which is no table.")
     return table[0], table[1]
-
-
-def read_draft_ids(
-    weights: Weights, vocabulary: Any, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return (ascending target ids [Vd], order of the stored rows) from ``d2t``; (None, None) for all ids."""
-    rows = shapes.get(LM_HEAD, (vocabulary,))[0]
-    if D2T not in shapes:
-        if rows != vocabulary:
-            raise CheckpointError(f"it drafts over {rows} of {vocabulary!r:.60} ids and has no d2t to say which.")
-        return None, None
-    if LM_HEAD not in shapes or shapes[D2T] != (rows,) or type(vocabulary) is not int:
-        raise CheckpointError(f"d2t is of shape {list(shapes[D2T])}, lm_head of {rows!r:.60} rows.")
-    ids = torch.arange(rows) + weights.read(D2T, INTEGERS)
-    _check_draft_ids(ids.sort().values, vocabulary)
-    if T2D in shapes:
-        drafted = weights.read(T2D, BOOLEANS).bool()
-        if drafted.shape != (vocabulary,) or int(drafted.sum()) != rows or not bool(drafted[ids].all()):
-            raise CheckpointError("d2t and t2d name different ids. Export the head again.")
-    ascending = bool((ids.diff() > 0).all())
-    return None if rows == vocabulary else ids.sort().values, None if ascending else ids.argsort()
-
-
-def _check_draft_ids(ids: Tensor, vocabulary: int) -> None:
-    """Raise CheckpointError unless ids [Vd] are distinct, ascending and in the target's vocabulary."""
-    if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary or not bool((ids.diff() > 0).all()):
-        raise CheckpointError(
-            f"the draft vocabulary must be distinct ids from 0 to {vocabulary - 1}. Export the head again."
-        )
 
 
 def _fused_layers(entering: Any, leaving: Any, count: int, target: Target | None) -> list[int]:
@@ -383,13 +335,3 @@ def _fused_layers(entering: Any, leaving: Any, count: int, target: Target | None
 def _shared(weights: Weights, target: Target | None) -> bool:
     """Whether the file's embeddings equal the target's up to rounding."""
     return target is not None and shares_table(weights, EMBEDDINGS, target.model.get_input_embeddings())
-
-
-def shares_table(weights: Weights, name: str, module: Any) -> bool:
-    """Whether a table of the file equals the weight of one of the target's modules up to rounding."""
-    if name not in weights.shapes:
-        return False
-    table = weight_rows(module, None)
-    if tuple(table.shape) != weights.shapes[name]:
-        return False
-    return torch.allclose(weights.read(name).float(), table.detach().float().cpu(), rtol=2**-7, atol=1e-6)

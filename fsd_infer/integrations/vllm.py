@@ -3,9 +3,9 @@
     vllm serve MODEL --speculative-config '{…}' --logits-processors fsd_infer.integrations.vllm:FuzzyRules
     curl … -d '{…, "vllm_xargs": {"rule": "tilted:2"}}'
 
-vLLM drafts greedily and accepts a draft with its probability under the logits. So a rule with the law r ∝ p·e^bias on a
-chain edits one logit per drafted position: + T·bias at temperature T, + bias at temperature 0. The edits run on the
-device, for all rows at once, with the rule objects of :mod:`fsd_infer.rules`. See docs/serving.md.
+vLLM drafts greedily and accepts a draft with its probability under the logits. So a rule with the distribution r ∝
+p·e^bias on a chain edits one logit per drafted position: + T·bias at temperature T, + bias at temperature 0. The edits
+run on the device, for all rows at once, with the rule objects of :mod:`fsd_infer.rules`. See docs/serving.md.
 
 Environment of the server:
     FSD_VLLM_RULE: rule of requests without one (default: exact).
@@ -32,7 +32,7 @@ from fsd_core.tensors import to_device
 from fsd_infer.integrations.vllm_step import Chains, SchedulerStep
 from fsd_infer.rules import Exact, LossyRule, Rule, Tilted, parse_rule
 from fsd_infer.rules.texts import NOWHERE, markers, sentence_ends
-from fsd_infer.rules.tilted import FIRST_PRICE
+from fsd_infer.rules.tilted import INITIAL_KL_COEF
 
 TESTED = ("0.32",)  # of vLLM
 NEED_Q = ("fuzzy", "fuzzy-strict", "cascade-token", "ensemble", "draft-only", "random")
@@ -128,8 +128,8 @@ class FuzzyRules(_Processor):
         req_states: vLLM's slots of requests.
 
     Raises:
-        ValueError: vLLM samples drafts, or does not verify them by its standard test, so the law would be another. Or
-            vLLM's interface has changed.
+        ValueError: vLLM samples drafts, or does not verify them by its standard test, so the distribution would be
+            another. Or vLLM's interface has changed.
     """
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
@@ -215,15 +215,15 @@ class FuzzyRules(_Processor):
             if asked.greedy not in chains:  # rows edited so far belong to other requests
                 scores = step.scores(logits, None if asked.greedy else temperature)
                 chains[asked.greedy] = Chains(step, scores, asked.greedy, self.kl_excess[step.slot])
-            evidence, here = chains[asked.greedy], (kind == number)[:, None].expand(step.shape)
+            inputs, here = chains[asked.greedy], (kind == number)[:, None].expand(step.shape)
             mine = step.drafted & here
-            target = asked.rule.kl_target(evidence.round.scores, asked.greedy)
+            target = asked.rule.kl_target(inputs.round.scores, asked.greedy)
             if target is not None:
-                where = asked.rule.lossy_at(evidence)
+                where = asked.rule.lossy_at(inputs)
                 here = here if where is None else here & where
                 self.allowed[step.slot] += target.float().masked_fill(~here, 0.0)
             left = None if asked.rule.budget is None else self.left[step.slot]
-            logit_bias, cost = evidence.biased(asked.rule, mine, left)
+            logit_bias, cost = inputs.biased(asked.rule, mine, left)
             self.cost[step.slot] += cost.float()
             edit = logit_bias.clamp_max(CERTAIN)
             step.add(logits, edit if asked.greedy else edit * temperature[:, None])
@@ -244,7 +244,7 @@ class FuzzyRules(_Processor):
         places = torch.arange(self.nodes, device=self.device)
         spent, allowed = (kept[slot].masked_fill(places >= emitted, 0.0).sum(1) for kept in (self.cost, self.allowed))
         self.left[slot] = (self.left[slot] - spent).clamp_min(0.0)
-        self.kl_excess[slot] = (self.kl_excess[slot] + spent - allowed).clamp_min(-FIRST_PRICE)
+        self.kl_excess[slot] = (self.kl_excess[slot] + spent - allowed).clamp_min(-INITIAL_KL_COEF)
         self.cost.index_fill_(0, slot, 0.0)
         self.allowed.index_fill_(0, slot, 0.0)
         self.seen[slot] = total

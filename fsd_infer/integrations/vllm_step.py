@@ -1,4 +1,4 @@
-"""A step of vLLM's model runner V2 as a rule's evidence: a chain of drafts per request.
+"""A step of vLLM's model runner V2 as a rule's inputs: a chain of drafts per request.
 
 Shapes: R rows of logits, one per position to verify; B requests of the step; N, one more than the most drafts of a
 request. A request is a :class:`DraftTree` of N nodes with its last token as root.
@@ -13,21 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.rules import Evidence, Rule, Texts, Verification
+from fsd_infer.rules import Rule, RuleInputs, TokenHistory, Verification
 from fsd_infer.rules._walk import affordable
-from fsd_infer.rules.laws import biased
+from fsd_infer.rules.distributions import biased
 from fsd_infer.rules.texts import Markers
-from fsd_infer.tree import DraftTree
+from fsd_infer.rules.vocab_rows import VocabRows
+from fsd_infer.trees.tree import DraftTree
 
 
-class SlotTexts(Texts):
+class SlotTexts(TokenHistory):
     """The texts, prompt and answer, in vLLM's slots.
 
     Args:
         states: vLLM's ``LogitsProcRequestState``.
         slot: [B] of the requests.
         longest: bound on the lengths of their texts, known without a sync.
-        markers, ends: see :class:`Texts`.
+        markers, ends: see :class:`TokenHistory`.
     """
 
     def __init__(self, states: Any, slot: Tensor, longest: int, markers: Markers, ends: Tensor | None) -> None:
@@ -57,7 +58,7 @@ class SchedulerStep:
         nodes: N.
         filled: vLLM fills up missing drafts with the request's last token. Then trailing drafts equal to that token
             count as missing, so that no rule favours them.
-        markers: of phases, see :class:`Texts`.
+        markers: of phases, see :class:`TokenHistory`.
         ends: of sentences, see there.
 
     Attributes:
@@ -106,8 +107,8 @@ class SchedulerStep:
         logits.scatter_add_(1, draft[rows][:, None], edit[rows][:, None].to(logits.dtype))
 
 
-class Chains(Evidence):
-    """The step's drafts as evidence.
+class Chains(RuleInputs):
+    """The step's drafts as inputs.
 
     Args:
         step: the drafts.
@@ -130,17 +131,17 @@ class Chains(Evidence):
         super().__init__(round)
 
     def biased(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the bias of the draft after each node and the law's cost there, in nats, [B, N] each.
+        """Return the bias of the draft after each node and the distribution's cost there, in nats, [B, N] each.
 
         Both are 0 outside ``mine`` [B, N] bool, and where the remaining ``left`` [B] nats do not pay.
         """
-        law = rule.charged_law(self)
-        if law.logit_bias is None:
+        output = rule.restricted_output(self)
+        if output.logit_bias is None:
             nothing = torch.zeros_like(self.logprob_gap)
             return nothing, nothing
-        holds = mine if law.gate is None else mine & law.gate(self.whole).view_as(mine)
-        odds = biased(self, law.logit_bias, law.applies & holds)
+        holds = mine if output.gate is None else mine & output.gate(VocabRows.every(self)).view_as(mine)
+        odds = biased(self, output.logit_bias, output.applies & holds)
         cost = odds.cost.masked_fill(~odds.applies, 0.0)
         pays = odds.applies if left is None else odds.applies & affordable(self, cost, left)
-        allowed = torch.where(self.logprob_gap < math.inf, law.logit_bias, 0.0)  # never favour forbidden tokens
+        allowed = torch.where(self.logprob_gap < math.inf, output.logit_bias, 0.0)  # never favour forbidden tokens
         return allowed.clamp_min(0.0).roll(-1, 1).masked_fill(~pays, 0.0), cost.masked_fill(~pays, 0.0)

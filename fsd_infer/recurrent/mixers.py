@@ -41,8 +41,8 @@ def read_trees(model: nn.Module) -> bool:
     """Let the recurrent layers of a model read draft trees; return whether it has any.
 
     Raises:
-        ModelLoadError: a layer keeps a state that no code here can verify trees with, or one whose law depends on where
-            a prompt ends.
+        ModelLoadError: a layer keeps a state that no code here can verify trees with, or one whose distribution depends
+            on where a prompt ends.
     """
     layers = recurrent_layers(model)
     for name, layer in layers.items():

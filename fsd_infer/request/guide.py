@@ -1,7 +1,8 @@
 """Structured output: a grammar follows every path of the draft tree and forbids the tokens that leave it.
 
-A guide is a logits processor, a function of the text. So every rule keeps its law relative to the masked target, and
-no rule emits a token that the mask forbids. The grammars are llguidance's (`pip install 'fsd-toolkit[guided]'`).
+A guide is a logits processor, a function of the text. So every rule keeps its distribution relative to the masked
+target, and no rule emits a token that the mask forbids. The grammars are llguidance's (`pip install
+'fsd-toolkit[guided]'`).
 """
 
 from __future__ import annotations

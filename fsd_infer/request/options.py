@@ -48,7 +48,8 @@ _OF_SPEED = frozenset(
     """.split()
 )
 _CACHES = ("cache", "past_key_values")  # since transformers 5.24, and before
-# what answers take from the model's own configuration: its special tokens and lengths, and nothing that shapes the law
+# what answers take from the model's own configuration: its special tokens and lengths, and nothing that shapes the
+# distribution
 _KEPT = frozenset("max_length max_new_tokens pad_token_id bos_token_id eos_token_id return_dict_in_generate".split())
 _INHERITED = _WITHOUT_EFFECT | _OF_SPEED | _KEPT
 _INSTEAD = {
@@ -159,7 +160,8 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
 
 
 def only_stated(config: GenerationConfig, stated: Iterable[str]) -> None:
-    """Switch off what neither the request nor :data:`_INHERITED` names, so that answers follow the target's own law.
+    """Switch off what neither the request nor :data:`_INHERITED` names, so that answers follow the target's own
+    distribution.
 
     Args:
         config: the configuration, with the model's values and transformers' defaults filled in; changed in place.

@@ -21,7 +21,7 @@ from fsd_core.divergence import expand_draft
 from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
 from fsd_infer.request.guide import GuideProcessor
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 # Processors that read the scores alone: one call serves all nodes. Any other gets each node's own context.
 _CONTEXT_FREE = frozenset(

@@ -8,16 +8,18 @@ A rule is an object, ``Fuzzy("js", threshold=0.3)``, or text on command lines an
     cactus:0.1               cascade-token:0.3        ensemble:0.7  fly:6:0.3     typical:exact_ngram_size=4
     asd:budget=4             mars:0.5
 
-To write a rule, subclass :class:`LossyRule` and return a :class:`Law` of a round's :class:`Evidence`; see
-docs/internals.md.
+To write a rule, subclass :class:`LossyRule` and return a :class:`OutputDistribution` of a round's :class:`RuleInputs`;
+see docs/internals.md.
 """
 
+from typing import Any
+
+from fsd_core.former import say
 from fsd_infer.rules.base import RULES, LossyRule, Rule, RuleLike, apply_rules, parse_rule, parse_rules, rule_text
-from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
 from fsd_infer.rules.exact import Exact
 from fsd_infer.rules.fuzzy import DraftOnly, Fuzzy, FuzzyStrict, RandomGate
-from fsd_infer.rules.laws import AcceptanceTest, Law
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.published import (
     Asd,
@@ -31,25 +33,26 @@ from fsd_infer.rules.published import (
     Threshold,
     Typical,
 )
-from fsd_infer.rules.texts import Texts
+from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.rules.tilted import Tilted
 from fsd_infer.rules.verification import Emission, TokenOrigin, Verdict, Verification
+from fsd_infer.rules.vocab_rows import VocabRows
 
 __all__ = [
     "RULES",
     "Asd",
     "Cactus",
     "CascadeToken",
-    "Contexts",
+    "VocabRows",
     "DraftOnly",
     "Emission",
     "Ensemble",
-    "Evidence",
+    "RuleInputs",
     "Exact",
     "Fly",
     "Fuzzy",
     "FuzzyStrict",
-    "Law",
+    "OutputDistribution",
     "Lenient",
     "LossyRule",
     "Mars",
@@ -59,7 +62,7 @@ __all__ = [
     "RuleLike",
     "TokenOrigin",
     "AcceptanceTest",
-    "Texts",
+    "TokenHistory",
     "Threshold",
     "Tilted",
     "Typical",
@@ -71,3 +74,17 @@ __all__ = [
     "parse_rules",
     "rule_text",
 ]
+
+_FORMER = {
+    "OutputDistribution": "OutputDistribution",
+    "RuleInputs": "RuleInputs",
+    "VocabRows": "VocabRows",
+    "TokenHistory": "TokenHistory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    say(f"fsd_infer.rules.{name}", f"it is now {_FORMER[name]}")
+    return globals()[_FORMER[name]]

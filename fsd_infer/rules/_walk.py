@@ -1,11 +1,11 @@
 """The walk: which path of each tree is accepted, which token follows it, and the cost.
 
 The walk is one computation over all nodes of all rows. Every draft has a probability of following its parent, under the
-target's law and under the rule's. One uniform number per context picks one of its children or none. The nodes whose
-ancestors were all picked form the path. So only one token per row, the last, is drawn from the vocabulary.
+target's distribution and under the rule's. One uniform number per context picks one of its children or none. The nodes
+whose ancestors were all picked form the path. So only one token per row, the last, is drawn from the vocabulary.
 
-Dense laws and gates need work over the vocabulary. They are evaluated at all contexts at once: to learn first which
-ones the walk reaches would take a transfer. Nothing is read on the host: the verdict is tensors of fixed shapes.
+Dense distributions and gates need work over the vocabulary. They are evaluated at all contexts at once: to learn first
+which ones the walk reaches would take a transfer. Nothing is read on the host: the verdict is tensors of fixed shapes.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.divergence import divergence
 from fsd_core.tensors import wide
-from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import Law, biased
+from fsd_infer.rules.distributions import OutputDistribution, biased
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.verification import FORKS, TokenOrigin, Verdict, row_index
+from fsd_infer.rules.vocab_rows import VocabRows
 
 
-def walk(evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor | None) -> Verdict:
+def walk(inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[int]]], left: Tensor | None) -> Verdict:
     """Walk one round, without a sync. :attr:`Verdict.faults` tells what is wrong with it.
 
     Args:
-        evidence: of the round.
-        laws: of all rows, each with its rows.
+        inputs: of the round.
+        outputs: the rules' distributions of all rows, each with its rows.
         left: [B] nats that each row may spend, on the device of the tree; None: any number.
     """
-    return _Walk(evidence, laws, left).verdict()
+    return _Walk(inputs, outputs, left).verdict()
 
 
-def affordable(evidence: Evidence, cost: Tensor, left: Tensor) -> Tensor:
+def affordable(inputs: RuleInputs, cost: Tensor, left: Tensor) -> Tensor:
     """[B, N] bool; contexts whose ``cost`` [B, N] the budget ``left`` [B] pays after the costs of their ancestors."""
-    depths = evidence.tree.depths
+    depths = inputs.tree.depths
     budget = left = left.to(cost.dtype)[:, None].expand_as(cost)
-    for _ in range(evidence.tree.max_depth):
+    for _ in range(inputs.tree.max_depth):
         spent = cost.masked_fill((cost > budget) | cost.isinf(), 0.0)  # an infinite budget pays infinite costs
-        budget = torch.where(depths > 0, evidence.above(budget - spent), left)
+        budget = torch.where(depths > 0, inputs.above(budget - spent), left)
     return cost <= budget
 
 
@@ -50,33 +50,35 @@ class _Walk:
     """The state of a walk, [B, N] each.
 
     Attributes:
-        closed: probability of each draft under the target's law.
-        open: probability of each draft under the rule's law.
-        cost: nats of the rule's law at each context; None if all rules have the target's law.
-        applies: contexts with a law other than the target's.
-        opened: at temperature 0, the token of a dense law.
-        dense: above temperature 0, contexts with their laws r, [·, V] or lumped.
-        slot: the row of ``dense``, of all together, with the context's law; -1 if there is none.
+        closed: probability of each draft under the target's distribution.
+        open: probability of each draft under the rule's distribution.
+        cost: nats of the rule's distribution at each context; None if all rules have the target's distribution.
+        applies: contexts with a distribution other than the target's.
+        opened: at temperature 0, the token of a dense distribution.
+        dense: above temperature 0, contexts with their distributions r, [·, V] or lumped.
+        slot: the row of ``dense``, of all together, with the context's distribution; -1 if there is none.
     """
 
-    def __init__(self, evidence: Evidence, laws: Sequence[tuple[Law, list[int]]], left: Tensor | None) -> None:
-        self.evidence, self.tree, self.device = evidence, evidence.tree, evidence.nodes.device
-        self.reads_q = evidence.sampled or any(law.gate or law.log_r for law, _ in laws)
-        self.unfit = evidence.unfit(self.reads_q)
+    def __init__(
+        self, inputs: RuleInputs, outputs: Sequence[tuple[OutputDistribution, list[int]]], left: Tensor | None
+    ) -> None:
+        self.inputs, self.tree, self.device = inputs, inputs.tree, inputs.nodes.device
+        self.reads_q = inputs.sampled or any(output.gate or output.log_r for output, _ in outputs)
+        self.unfit = inputs.unfit(self.reads_q)
         self.left = left
-        self.laws: list[tuple[Law, Tensor | bool]] = []
-        self.dense: list[tuple[Contexts, Tensor]] = []
+        self.outputs: list[tuple[OutputDistribution, Tensor | bool]] = []
+        self.dense: list[tuple[VocabRows, Tensor]] = []
         self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
-        self.closed = self.open = evidence.chance
-        self.applies = torch.zeros_like(evidence.tree.is_draft)
-        self.opened, self.slot = evidence.likeliest, torch.full_like(self.tree.parents, -1)
-        self.laws = [self._add(law, rows) for law, rows in laws]
+        self.closed = self.open = inputs.chance
+        self.applies = torch.zeros_like(inputs.tree.is_draft)
+        self.opened, self.slot = inputs.likeliest, torch.full_like(self.tree.parents, -1)
+        self.outputs = [self._add(output, rows) for output, rows in outputs]
 
-    def _add(self, law: Law, rows: list[int]) -> tuple[Law, Tensor | bool]:
-        """Add a law, and return it with its rows: [B, 1] bool, or True for all."""
-        applies, index = law.applies, row_index(tuple(rows), self.device)
+    def _add(self, output: OutputDistribution, rows: list[int]) -> tuple[OutputDistribution, Tensor | bool]:
+        """Add a distribution, and return it with its rows: [B, 1] bool, or True for all."""
+        applies, index = output.applies, row_index(tuple(rows), self.device)
         mine: Tensor | bool = len(rows) == len(applies)
         if not mine:
             mine = torch.zeros_like(applies[:, :1]).index_fill_(0, index, True)
@@ -84,56 +86,56 @@ class _Walk:
         def put(new: Tensor, old: Tensor) -> Tensor:
             return new if mine is True else torch.where(mine, new, old)
 
-        if law.test is not None:
-            self.closed = put(law.test.chance.to(self.closed.dtype), self.closed)
-        if law.is_target:
-            return law, mine
+        if output.test is not None:
+            self.closed = put(output.test.chance.to(self.closed.dtype), self.closed)
+        if output.is_target:
+            return output, mine
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
-        if law.logit_bias is not None:
-            where = law.dense_at(self.evidence) if law.log_r is not None else None
-            applies, chance, cost, _ = biased(self.evidence, law.logit_bias, law.applies)
-            applies = applies if where is None else torch.where(where, law.applies, applies)
+        if output.logit_bias is not None:
+            where = output.dense_at(self.inputs) if output.log_r is not None else None
+            applies, chance, cost, _ = biased(self.inputs, output.logit_bias, output.applies)
+            applies = applies if where is None else torch.where(where, output.applies, applies)
             self.open, self.cost = put(chance, self.open), put(cost, self.cost)
         self.applies = put(applies, self.applies)
-        if law.gate is not None or law.log_r is not None:
-            self._evaluate(law, self.evidence.whole if mine is True else self.evidence.all_of(index))
-        return law, mine
+        if output.gate is not None or output.log_r is not None:
+            self._evaluate(output, VocabRows.every(self.inputs, None if mine is True else index))
+        return output, mine
 
-    def _evaluate(self, law: Law, at: Contexts) -> None:
-        """Evaluate a law's gate and dense law at these contexts."""
-        evidence = self.evidence
-        if law.gate is not None:
-            self.applies = self.applies.index_put((at.rows, at.nodes), at.of(self.applies) & law.gate(at))
-        if law.log_r is None:
+    def _evaluate(self, output: OutputDistribution, at: VocabRows) -> None:
+        """Evaluate a distribution's gate and dense distribution at these contexts."""
+        inputs = self.inputs
+        if output.gate is not None:
+            self.applies = self.applies.index_put((at.rows, at.nodes), at.of(self.applies) & output.gate(at))
+        if output.log_r is None:
             return
-        holds = law.dense_at(evidence)
+        holds = output.dense_at(inputs)
         wanted = at.of(self.applies if holds is None else self.applies & holds)
         if self.device.type == "cpu":  # elsewhere the number of such contexts is not known without a sync
             at = at.those(wanted)
         if not len(at.rows):
             return
-        at = at.lumped() if law.lumpable else at
-        log_r, where = law.log_r(at), (at.rows, at.nodes)
+        at = at.lumped() if output.lumpable else at
+        log_r, where = output.log_r(at), (at.rows, at.nodes)
         slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(len(log_r), device=self.device))
         slot = slot if holds is None else slot.masked_fill(~holds, -1)
-        above = evidence.above(slot)
-        if evidence.greedy:
+        above = inputs.above(slot)
+        if inputs.greedy:
             token = log_r.argmax(-1)
-            pair = at.scores.gather(1, torch.stack([at.of(evidence.likeliest), token], 1))
+            pair = at.scores.gather(1, torch.stack([at.of(inputs.likeliest), token], 1))
             cost = (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
             self.opened = self.opened.index_put(where, token)
-            chance = self.tree.tokens == evidence.above(self.opened)
+            chance = self.tree.tokens == inputs.above(self.opened)
         else:
             r, cost = log_r.softmax(-1), functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
             chance = at.of_drafts(r, above.clamp_min(0)).to(self.open.dtype)
-            if evidence.sampled:
+            if inputs.sampled:
                 residual = (r - at.proposal).clamp_min(0.0).sum(-1)
                 of_context = torch.zeros_like(chance).index_put(where, residual.to(chance.dtype))
-                chance = evidence.tested(chance, chance.log(), of_context)
+                chance = inputs.tested(chance, chance.log(), of_context)
             self.slot = torch.where(slot >= 0, slot + sum(len(each) for _, each in self.dense), self.slot)
             self.dense.append((at, r))
-        self.open = torch.where((above >= 0) & evidence.tree.is_draft, chance, self.open)
+        self.open = torch.where((above >= 0) & inputs.tree.is_draft, chance, self.open)
         assert self.cost is not None
         cost = torch.zeros_like(self.cost).index_put(where, cost.to(self.cost.dtype))
         self.cost = torch.where(slot >= 0, cost, self.cost)
@@ -148,17 +150,19 @@ class _Walk:
         return self._gathered(reached, pays, exact)
 
     def _taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [B, N] bool: contexts under the rule's law, drafts picked, drafts that exact decoding picks, too."""
-        evidence, pays, chance = self.evidence, self.applies, self.closed
+        """Return [B, N] bool: contexts under the rule's distribution, drafts picked, drafts that exact decoding picks,
+        too.
+        """
+        inputs, pays, chance = self.inputs, self.applies, self.closed
         if self.left is not None and self.cost is not None:
-            pays = pays & affordable(evidence, self.cost.masked_fill(~pays, 0.0), self.left)
+            pays = pays & affordable(inputs, self.cost.masked_fill(~pays, 0.0), self.left)
         if self.open is not self.closed:
-            chance = torch.where(evidence.above(pays), self.open, self.closed)
-        if evidence.greedy:
+            chance = torch.where(inputs.above(pays), self.open, self.closed)
+        if inputs.greedy:
             return pays, chance.clone(), self.closed
         # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
-        place = evidence.above(evidence.uniform(0)).to(chance.dtype)
-        if not evidence.is_chain:
+        place = inputs.above(inputs.uniform(0)).to(chance.dtype)
+        if not inputs.is_chain:
             siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
             place = place - torch.where(siblings, chance[:, None], 0.0).sum(-1)
         return pays, (place >= 0) & (place < chance), place < self.closed
@@ -171,8 +175,8 @@ class _Walk:
 
     def _gathered(self, reached: Tensor, pays: Tensor, exact: Tensor) -> Verdict:
         """Gather the verdict along the path."""
-        tree, evidence, width = self.tree, self.evidence, self.tree.max_depth + 1
-        nodes, steps = evidence.nodes, evidence.nodes[:width]
+        tree, inputs, width = self.tree, self.inputs, self.tree.max_depth + 1
+        nodes, steps = inputs.nodes, inputs.nodes[:width]
         accepted, end = reached.sum(1, keepdim=True) - 1, (reached * nodes).amax(1, keepdim=True)
         # scatter by depth; unreached nodes write the end to the end's place
         places, ends = torch.where(reached, tree.depths, accepted), torch.where(reached, nodes, end)
@@ -187,52 +191,52 @@ class _Walk:
             is_open = pays.gather(1, path) & ~beyond
             spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
             dense = torch.zeros_like(last)
-            for law, mine in self.laws if not evidence.sampled else []:
-                dense = dense | mine if law.log_r is not None else dense
+            for output, mine in self.outputs if not inputs.sampled else []:
+                dense = dense | mine if output.log_r is not None else dense
             sources = sources.masked_fill(
                 torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(TokenOrigin.GATE)
             )
         first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
-        logprob_gap = evidence.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
+        logprob_gap = inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
         numbers = path, accepted[:, 0], tokens.masked_fill_(beyond, 0), sources
         return Verdict(*numbers, is_open, spent, first, logprob_gap, tree.proposers, faults=self._faults())
 
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
-        evidence, tree, faults = self.evidence, self.tree, dict(self.unfit)
-        in_chains = tree.drawn is None or any(law.test is not None for law, _ in self.laws)
-        if evidence.sampled and self.laws and in_chains:
+        inputs, tree, faults = self.inputs, self.tree, dict(self.unfit)
+        in_chains = tree.drawn is None or any(output.test is not None for output, _ in self.outputs)
+        if inputs.sampled and self.outputs and in_chains:
             faults[FORKS] = (tree.child.sum(-1) > 1).any(1, keepdim=True)
         return faults
 
     def _final(self, end: Tensor, pays: Tensor) -> Tensor:
         """Draw the token after the path, [B, 1]: none of the drafts at the path's end ``end`` [B, 1]."""
-        evidence = self.evidence
-        if evidence.greedy and self.cost is None:
-            return evidence.likeliest.gather(1, end)
-        if evidence.greedy:
-            return torch.where(pays.gather(1, end), self.opened.gather(1, end), evidence.likeliest.gather(1, end))
+        inputs = self.inputs
+        if inputs.greedy and self.cost is None:
+            return inputs.likeliest.gather(1, end)
+        if inputs.greedy:
+            return torch.where(pays.gather(1, end), self.opened.gather(1, end), inputs.likeliest.gather(1, end))
         weights = self._weights(end, pays)
-        token = functional.draw(weights, evidence.uniform(1).gather(1, end)[:, 0])[:, None]
-        return torch.where(token < weights.shape[1], token, evidence.likeliest.gather(1, end))  # all weights round to 0
+        token = functional.draw(weights, inputs.uniform(1).gather(1, end)[:, 0])[:, None]
+        return torch.where(token < weights.shape[1], token, inputs.likeliest.gather(1, end))  # all weights round to 0
 
     def _weights(self, end: Tensor, pays: Tensor) -> Tensor:
         """Return the weights [B, V] of the token after a path that ends at ``end`` [B, 1], above temperature 0."""
-        evidence, tree, is_open = self.evidence, self.tree, pays.gather(1, end)
-        at = Contexts(evidence, torch.arange(len(end), device=self.device), end[:, 0])
-        law, slot = at.p, self.slot.gather(1, end) if self.dense else end
+        inputs, tree, is_open = self.inputs, self.tree, pays.gather(1, end)
+        at = VocabRows(inputs, torch.arange(len(end), device=self.device), end[:, 0])
+        r, slot = at.p, self.slot.gather(1, end) if self.dense else end
         for contexts, dense in self.dense:
             here = is_open & (slot >= 0) & (slot < len(dense))
-            law = torch.where(here, contexts.whole(dense, slot[:, 0].clamp(0, len(dense) - 1), at.p), law)
+            r = torch.where(here, contexts.whole(dense, slot[:, 0].clamp(0, len(dense) - 1), at.p), r)
             slot = slot - len(dense)
-        weights = law
-        if evidence.sampled:
-            draws = at.of(evidence.draws)[:, None]
-            weights = torch.where(draws, (law - at.proposal).clamp_min(0.0), law)
-            for own, mine in self.laws:
+        weights = r
+        if inputs.sampled:
+            draws = at.of(inputs.draws)[:, None]
+            weights = torch.where(draws, (r - at.proposal).clamp_min(0.0), r)
+            for own, mine in self.outputs:
                 if own.test is not None:
-                    rest = law if own.test.rest is None else own.test.rest(at)
+                    rest = r if own.test.rest is None else own.test.rest(at)
                     weights = torch.where(~is_open & draws & mine, rest, weights)
-        refused = evidence.is_drawn if evidence.is_chain else tree.is_draft
+        refused = inputs.is_drawn if inputs.is_chain else tree.is_draft
         drafted = torch.where(refused & (tree.parents == end), 0.0, math.inf)
         return weights.scatter_reduce(1, tree.tokens, drafted, "amin")

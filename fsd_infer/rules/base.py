@@ -1,4 +1,6 @@
-"""The base classes of rules: a name, parameters, and a law. And rules as text, for command lines and records."""
+"""The base classes of rules: a name, parameters, and a distribution. And rules as text, for command lines and
+records.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,23 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError
+from fsd_core.former import say
 from fsd_core.registry import Registry
 from fsd_core.tensors import at_nodes, to_device, wide
 from fsd_infer.rules._walk import walk
-from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import Law
+from fsd_infer.rules.distributions import OutputDistribution
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import current, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import Verdict, Verification, row_index
-from fsd_infer.tree import Draws
+from fsd_infer.trees.tree import Draws
+
+_FORMER_METHODS = {"sampled": "output", "restricted_output": "restricted_output", "draft_bonus": "draft_bonus"}
 
 
 class Rule:
-    """An acceptance rule. Subclasses are frozen dataclasses whose fields are the parameters; they define :meth:`law`.
+    """An acceptance rule. Subclasses are frozen dataclasses whose fields are the parameters; they define
+    :meth:`output`.
 
     Attributes:
         name: the name of the class in :data:`RULES`.
@@ -44,6 +50,13 @@ class Rule:
     greedy_only: ClassVar[bool] = False
     measured: ClassVar[str] = ""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for old, new in _FORMER_METHODS.items():
+            if old in vars(cls):
+                say(f"{cls.__name__}.{old}", f"call the method {new}")
+                setattr(cls, new, vars(cls)[old])
+
     def __post_init__(self) -> None:
         for name, checks in parameters_of(type(self)).items():
             object.__setattr__(self, name, checks.checked(getattr(self, name)))
@@ -58,16 +71,18 @@ class Rule:
 
     @property
     def settled(self) -> int:
-        """How many tokens an answer has before a law may differ from p."""
+        """How many tokens an answer has before a distribution may differ from p."""
         return getattr(self, "settle", None) or 0
 
     @property
     def leading(self) -> int:
-        """How many tokens a sentence has before a law may differ from p."""
+        """How many tokens a sentence has before a distribution may differ from p."""
         return getattr(self, "lead", None) or 0
 
-    def lossy_at(self, evidence: Evidence) -> Tensor | None:
-        """[B, N] bool; contexts outside of which the rule decodes exactly, whatever its law; None for no such bound."""
+    def lossy_at(self, inputs: RuleInputs) -> Tensor | None:
+        """[B, N] bool; contexts outside of which the rule decodes exactly, whatever its distribution; None for no such
+        bound.
+        """
         return None
 
     @property
@@ -75,18 +90,18 @@ class Rule:
         """The budget; inf for no limit."""
         return math.inf if self.budget is None else self.budget
 
-    def law(self, evidence: Evidence) -> Law:
-        """Return the law: a function of the text, the tree and ``evidence.coin`` alone."""
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        """Return the distribution: a function of the text, the tree and ``inputs.coin`` alone."""
         raise NotImplementedError
 
-    def check_greedy(self, evidence: Evidence) -> None:
+    def check_greedy(self, inputs: RuleInputs) -> None:
         """Raise FsdError above temperature 0, for rules with :attr:`greedy_only`."""
-        if not evidence.greedy:
+        if not inputs.greedy:
             raise FsdError(f"rule {self.name!r} compares drafts with the target's choices: it needs temperature 0.")
 
-    def charged_law(self, evidence: Evidence) -> Law:
-        """Return :meth:`law` with the parameters that all rules share applied."""
-        return self.law(evidence)
+    def restricted_output(self, inputs: RuleInputs) -> OutputDistribution:
+        """Return :meth:`output` with the parameters that all rules share applied."""
+        return self.output(inputs)
 
     def __call__(self, round: Verification) -> Verdict:
         """Return the verdict on a round with this rule for every row; see :func:`apply_rules`."""
@@ -97,8 +112,9 @@ class Rule:
         """Which drafts should be drawn above temperature 0."""
         return Draws.TREE if getattr(self, "draw", True) else Draws.NONE
 
-    def tilt(self, greedy: bool) -> float:
-        """Return roughly how many nats the law pays for an accepted draft; 0 for p. Only tree shapes depend on it.
+    def draft_bonus(self, greedy: bool) -> float:
+        """Return roughly how many nats the distribution pays for an accepted draft; 0 for p. Only tree shapes depend on
+        it.
 
         Args:
             greedy: at temperature 0.
@@ -128,7 +144,7 @@ MOST_TOKENS = 64  # of an n-gram
 
 @dataclass(frozen=True)
 class LossyRule(Rule):
-    """A rule whose law differs from the target's.
+    """A rule whose distribution differs from the target's.
 
     Args:
         budget: nats that a request may spend; None for no limit. A context that costs more than the remaining budget
@@ -140,7 +156,7 @@ class LossyRule(Rule):
         lead: emit the first tokens of each sentence and line, as many as this, from p: they decide what is said, and
             whether the answer ends; later ones mostly how it is said.
         draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). More drafts for
-            fewer nats; but on a CPU the dense laws that this takes cost more time than they win.
+            fewer nats; but on a CPU the dense distributions that this takes cost more time than they win.
     """
 
     budget: float | None = parameter(None, low=0, infinite=True, keyword=True)
@@ -155,20 +171,20 @@ class LossyRule(Rule):
         if self.only_in is not None:
             markers(self.only_in)
 
-    def charged_law(self, evidence: Evidence) -> Law:
-        law = self.law(evidence)
-        law = law.without_copies(evidence, self.exact_ngram_size) if self.exact_ngram_size else law
-        where = self.lossy_at(evidence)
-        return law if where is None else law.where(where)
+    def restricted_output(self, inputs: RuleInputs) -> OutputDistribution:
+        output = self.output(inputs)
+        output = output.without_copies(inputs, self.exact_ngram_size) if self.exact_ngram_size else output
+        where = self.lossy_at(inputs)
+        return output if where is None else output.where(where)
 
-    def lossy_at(self, evidence: Evidence) -> Tensor | None:
+    def lossy_at(self, inputs: RuleInputs) -> Tensor | None:
         bounds = []
         if self.settled:
-            bounds.append(evidence.answered >= self.settled)
+            bounds.append(inputs.answered >= self.settled)
         if self.leading:
-            bounds.append(evidence.in_sentence >= self.leading)
+            bounds.append(inputs.in_sentence >= self.leading)
         if self.only_in is not None:
-            bounds.append(evidence.inside(self.only_in))
+            bounds.append(inputs.inside(self.only_in))
         return reduce(torch.logical_and, bounds) if bounds else None
 
 
@@ -206,12 +222,12 @@ def judged(rules: Sequence[Rule], round: Verification) -> Verdict:
     rows: dict[Rule, list[int]] = {}
     for row, rule in enumerate(rules):
         rows.setdefault(rule, []).append(row)
-    evidence, left = Evidence(round), round.budget_left
-    left = nats_of(rules, evidence.nodes.device) if left is None else left
-    verdict = walk(evidence, [(rule.charged_law(evidence), of_rule) for rule, of_rule in rows.items()], left)
+    inputs, left = RuleInputs(round), round.budget_left
+    left = nats_of(rules, inputs.nodes.device) if left is None else left
+    verdict = walk(inputs, [(rule.restricted_output(inputs), of_rule) for rule, of_rule in rows.items()], left)
     if round.room is not None:
         verdict.cut(round.room)
-    verdict.allowed = _allowed(rows, evidence, verdict)
+    verdict.allowed = _allowed(rows, inputs, verdict)
     return verdict
 
 
@@ -221,21 +237,21 @@ def nats_of(rules: Sequence[Rule], device: torch.device) -> Tensor | None:
     return to_device(torch.tensor(budgets, dtype=wide(device)), device) if min(budgets) < math.inf else None
 
 
-def _allowed(rows: Mapping[Rule, Sequence[int]], evidence: Evidence, verdict: Verdict) -> Tensor | None:
+def _allowed(rows: Mapping[Rule, Sequence[int]], inputs: RuleInputs, verdict: Verdict) -> Tensor | None:
     """:attr:`Verdict.allowed`, without a sync."""
     learned = [(rule, of_rule) for rule, of_rule in rows.items() if type(rule).kl_target is not Rule.kl_target]
     allowed: Tensor | None = None
-    path, scores = verdict.path, evidence.round.scores
+    path, scores = verdict.path, inputs.round.scores
     for rule, of_rule in learned:
         mine = None if len(of_rule) == len(path) else row_index(tuple(of_rule), path.device)
         nodes, logits = (path, scores) if mine is None else (path[mine], scores[mine])
-        nats = rule.kl_target(at_nodes(logits, nodes), evidence.greedy)
+        nats = rule.kl_target(at_nodes(logits, nodes), inputs.greedy)
         if nats is not None:
             nats = nats if mine is None else nats.new_zeros(path.shape).index_copy(0, mine, nats)
-            where = rule.lossy_at(evidence)
+            where = rule.lossy_at(inputs)
             if where is not None:  # elsewhere nothing is spent, so nothing is allowed
                 nats = nats * where.gather(1, path)
-            emitted = evidence.nodes[: path.shape[1]] <= verdict.accepted[:, None]
+            emitted = inputs.nodes[: path.shape[1]] <= verdict.accepted[:, None]
             nats = (nats * emitted).sum(1)
             allowed = nats if allowed is None else allowed + nats
     return allowed

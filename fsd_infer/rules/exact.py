@@ -1,4 +1,4 @@
-"""Exact speculative decoding: the output's law is the target's."""
+"""Exact speculative decoding: the output's distribution is the target's."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import torch
 from torch import Tensor
 
 from fsd_infer.rules.base import RULES, Rule
-from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import AcceptanceTest, Law
+from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
-from fsd_infer.tree import Draws
+from fsd_infer.rules.vocab_rows import VocabRows
+from fsd_infer.trees.tree import Draws
 
 
 @RULES.register("exact")
 @dataclass(frozen=True)
 class Exact(Rule):
-    """Lossless: the output has the target's law.
+    """Lossless: the output has the target's distribution.
 
-    On a deterministic tree draw y ~ p and accept the child y, if there is one. No rule with law p accepts more. A
-    drawn draft x is accepted with probability min(1, p(x)/q(x)); otherwise draw from the residual (p - q)+, and accept
-    another child if the draw is one (the mixed law, arXiv:2502.18779).
+    On a deterministic tree draw y ~ p and accept the child y, if there is one. No rule with distribution p accepts
+    more. A drawn draft x is accepted with probability min(1, p(x)/q(x)); otherwise draw from the residual (p - q)+, and
+    accept another child if the draw is one (the mixed scheme, arXiv:2502.18779).
 
     Args:
         block: draft chains that are drawn from q above temperature 0, and test them as a whole (block verification,
             arXiv:2403.10444). In expectation no fewer drafts are accepted than draft by draft. Needs p and q at all
             nodes of the chain.
-        draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). The law is the
-            same; more drafts are accepted.
+        draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). The distribution
+            is the same; more drafts are accepted.
     """
 
     block: bool = parameter(False)
@@ -38,15 +39,15 @@ class Exact(Rule):
     def draws(self) -> Draws:
         return Draws.CHAIN if self.block else super().draws
 
-    def law(self, evidence: Evidence) -> Law:
-        if not (self.block and evidence.sampled):
-            return Law.target(evidence)
-        weight, chance = _block(evidence)
-        test = AcceptanceTest(evidence.above(chance), lambda at: (at.of(weight)[:, None] * at.p - at.q).clamp_min(0.0))
-        return Law.target(evidence, test)
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        if not (self.block and inputs.sampled):
+            return OutputDistribution.target(inputs)
+        weight, chance = _block(inputs)
+        test = AcceptanceTest(inputs.above(chance), lambda at: (at.of(weight)[:, None] * at.p - at.q).clamp_min(0.0))
+        return OutputDistribution.target(inputs, test)
 
 
-def _block(evidence: Evidence) -> tuple[Tensor, Tensor]:
+def _block(inputs: RuleInputs) -> tuple[Tensor, Tensor]:
     """Block verification of sampled chains; node i is the i-th draft.
 
     The accepted prefix is the longest one whose own test succeeds. The tests are independent. Let w(0) = 1 and
@@ -58,9 +59,10 @@ def _block(evidence: Evidence) -> tuple[Tensor, Tensor]:
         w: [B, N].
         chance: [B, N] that the draft below each node is accepted, given that the node is.
     """
-    batch, nodes = evidence.tree.tokens.shape
-    p, q = (values.view(batch, nodes, -1) for values in (evidence.whole.p, evidence.whole.q))
-    ratio, inner = (evidence.log_p - evidence.log_q).exp(), evidence.tree.inner
+    batch, nodes = inputs.tree.tokens.shape
+    at = VocabRows.every(inputs)
+    p, q = at.p.view(batch, nodes, -1), at.q.view(batch, nodes, -1)
+    ratio, inner = (inputs.log_p - inputs.log_q).exp(), inputs.tree.inner
     w = [torch.ones_like(ratio[:, 0])]
     for i in range(1, nodes):
         w.append((w[-1] * ratio[:, i]).clamp_max(1.0))

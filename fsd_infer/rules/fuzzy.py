@@ -14,8 +14,8 @@ from torch import Tensor
 from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import AcceptanceTest, AtContexts, Law
+from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution, VocabFunction
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
 
 
@@ -46,13 +46,13 @@ class DivergenceGate(LossyRule):
         object.__setattr__(self, "divergence", divergence(self.divergence).name)
         check_gate(self.name, "threshold", self.divergence, self.threshold)
 
-    def gate(self, evidence: Evidence) -> Tensor | AtContexts:
-        """Return where the gate is open, for :meth:`Law.where`."""
-        return divergence_gate(evidence, self.divergence, self.threshold, self.gate_on == "processed")
+    def gate(self, inputs: RuleInputs) -> Tensor | VocabFunction:
+        """Return where the gate is open, for :meth:`OutputDistribution.where`."""
+        return divergence_gate(inputs, self.divergence, self.threshold, self.gate_on == "processed")
 
-    def cutoff(self, evidence: Evidence) -> Tensor | float:
+    def cutoff(self, inputs: RuleInputs) -> Tensor | float:
         """[B, N] ln p that a token needs to pass ``min_p``."""
-        return evidence.log_p_max + math.log(self.min_p) if self.min_p else -math.inf
+        return inputs.log_p_max + math.log(self.min_p) if self.min_p else -math.inf
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), **divergence(self.divergence).describe()}
@@ -64,12 +64,12 @@ class Fuzzy(DivergenceGate):
     """The "or" rule: accept a draft if the exact rule accepts it or the gate is open. Exact at threshold = 0.
 
     On a deterministic tree draw y ~ p. If the gate is open and y is no child, draw y ~ p restricted to the children C.
-    The law is then p(. | C), at the cost -ln p(C). A sampled draft is accepted where the gate is open, so the law is q
-    there. A token that the processed target forbids is never emitted.
+    The distribution is then p(. | C), at the cost -ln p(C). A sampled draft is accepted where the gate is open, so the
+    distribution is q there. A token that the processed target forbids is never emitted.
     """
 
-    def law(self, evidence: Evidence) -> Law:
-        return Law.passing(evidence, self.cutoff(evidence)).where(evidence.has_q).where(self.gate(evidence))
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        return OutputDistribution.passing(inputs, self.cutoff(inputs)).where(inputs.has_q).where(self.gate(inputs))
 
 
 @RULES.register("fuzzy-strict")
@@ -82,10 +82,10 @@ class FuzzyStrict(DivergenceGate):
     them. With ``min_p``, a y ~ q below it is replaced by y ~ p.
     """
 
-    def law(self, evidence: Evidence) -> Law:
-        law = Law.trusting(evidence, self.cutoff(evidence)).where(self.gate(evidence))
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        output = OutputDistribution.trusting(inputs, self.cutoff(inputs)).where(self.gate(inputs))
         # on a chain a closed gate draws y ~ p regardless of the draft, and accepts the draft if y is equal to it
-        return replace(law, test=AcceptanceTest(evidence.log_p.exp())) if evidence.is_chain else law
+        return replace(output, test=AcceptanceTest(inputs.log_p.exp())) if inputs.is_chain else output
 
 
 @RULES.register("random")
@@ -99,8 +99,8 @@ class RandomGate(LossyRule):
 
     rate: float = parameter(low=0, high=1)
 
-    def law(self, evidence: Evidence) -> Law:
-        return Law.passing(evidence, -math.inf).where(evidence.has_q & (evidence.coin < self.rate))
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        return OutputDistribution.passing(inputs, -math.inf).where(inputs.has_q & (inputs.coin < self.rate))
 
 
 @RULES.register("draft-only")
@@ -111,8 +111,8 @@ class DraftOnly(LossyRule):
     Args:
     """
 
-    def law(self, evidence: Evidence) -> Law:
-        return Law.trusting(evidence, -math.inf)
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        return OutputDistribution.trusting(inputs, -math.inf)
 
 
 def check_gate(rule: str, parameter: str, measure: str, threshold: float | None) -> None:
@@ -125,17 +125,19 @@ def check_gate(rule: str, parameter: str, measure: str, threshold: float | None)
         )
 
 
-def divergence_gate(evidence: Evidence, measure: str, threshold: float, processed: bool = False) -> Tensor | AtContexts:
+def divergence_gate(
+    inputs: RuleInputs, measure: str, threshold: float, processed: bool = False
+) -> Tensor | VocabFunction:
     """D(p, q) <= T where q is known. T = 0 never opens a gate; inf always does, even where D is infinite.
 
-    ``measure`` and ``processed`` are as in :meth:`Contexts.divergence`.
+    ``measure`` and ``processed`` are as in :meth:`VocabRows.divergence`.
     """
     if threshold == 0:
-        return torch.zeros_like(evidence.has_q)
+        return torch.zeros_like(inputs.has_q)
     if threshold == math.inf:
-        return evidence.has_q
-    never = divergence(measure).infinite_on_reduced_vocabulary and evidence.tree.draft_ids is not None
-    if never and (evidence.greedy or not processed):
+        return inputs.has_q
+    never = divergence(measure).infinite_on_reduced_vocabulary and inputs.tree.draft_ids is not None
+    if never and (inputs.greedy or not processed):
         _warn_never_opens(measure)
     return lambda at: at.divergence(measure, processed) <= threshold
 

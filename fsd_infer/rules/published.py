@@ -1,4 +1,4 @@
-"""Lossy rules of other papers and engines, each restated as a law on draft trees.
+"""Lossy rules of other papers and engines, each restated as a distribution on draft trees.
 
 A draft *passes* if the rule accepts it whatever the exact test says. On a tree, p is restricted to the children that
 pass. At temperature 0, p is the target's distribution at temperature 1, and the likeliest passing child is emitted.
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fsd_core.tensors import wide
 from fsd_infer.rules.base import RULES, LossyRule
-from fsd_infer.rules.evidence import Evidence
-from fsd_infer.rules.laws import Law
+from fsd_infer.rules.distributions import OutputDistribution
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.tilted import best_path
 
@@ -35,10 +35,10 @@ class Lenient(LossyRule):
 
     lenience: float = parameter(above=0, high=1)
 
-    def law(self, evidence: Evidence) -> Law:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.lenience == 1:
-            return Law.target(evidence)
-        return Law.passing(evidence, math.inf, lambda p: p / self.lenience)
+            return OutputDistribution.target(inputs)
+        return OutputDistribution.passing(inputs, math.inf, lambda p: p / self.lenience)
 
 
 @RULES.register("typical")
@@ -57,9 +57,9 @@ class Typical(LossyRule):
     epsilon: float = parameter(0.09, low=0, infinite=True)
     delta: float = parameter(0.3, low=0, infinite=True)
 
-    def law(self, evidence: Evidence) -> Law:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         log_epsilon, log_delta = (math.log(x) if x > 0 else -math.inf for x in (self.epsilon, self.delta))
-        return Law.passing(evidence, (log_delta - evidence.entropy).clamp_max(log_epsilon))
+        return OutputDistribution.passing(inputs, (log_delta - inputs.entropy).clamp_max(log_epsilon))
 
 
 @RULES.register("relaxed")
@@ -81,13 +81,13 @@ class Relaxed(LossyRule):
     delta: float = parameter(0.6, low=0, high=1)
     relative: bool = False
 
-    def law(self, evidence: Evidence) -> Law:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.k == 0:
-            return Law.target(evidence)
-        best = evidence.best(self.k)
+            return OutputDistribution.target(inputs)
+        best = inputs.best(self.k)
         p_max = best[..., 0].exp()
         near_best = (p_max * self.delta if self.relative else (p_max - self.delta).clamp_min(0.0)).log()
-        return Law.passing(evidence, torch.maximum(best[..., -1], near_best))
+        return OutputDistribution.passing(inputs, torch.maximum(best[..., -1], near_best))
 
 
 @RULES.register("threshold")
@@ -107,17 +107,17 @@ class Threshold(LossyRule):
     single: float = parameter(1.0, low=0, high=1)
     acc: float = parameter(1.0, above=0, high=1)
 
-    def law(self, evidence: Evidence) -> Law:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.single == self.acc == 1:
-            return Law.target(evidence)
+            return OutputDistribution.target(inputs)
         cutoff = math.log(self.single) if 0 < self.single < 1 else math.inf if self.single else -math.inf
-        return Law.passing(evidence, cutoff, lambda p: p / self.acc)
+        return OutputDistribution.passing(inputs, cutoff, lambda p: p / self.acc)
 
 
 @RULES.register("cascade-token")
 @dataclass(frozen=True)
 class CascadeToken(LossyRule):
-    """With A = {x: p(x) >= (1 - alpha)·p_max}, the law is q + η·p on A and η·p elsewhere, η = 1 - q(A).
+    """With A = {x: p(x) >= (1 - alpha)·p_max}, the distribution is q + η·p on A and η·p elsewhere, η = 1 - q(A).
 
     Exact at alpha < 0, where A is empty. Exact at contexts without a q (n-gram lookup). At temperature 0 it emits the
     drafter's likeliest token if A holds it, else the target's. From arXiv:2405.19261 (variant "token v3"), with the
@@ -130,10 +130,12 @@ class CascadeToken(LossyRule):
 
     alpha: float = parameter(0.3, high=1)
 
-    def law(self, evidence: Evidence) -> Law:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.alpha < 0:
-            return Law.target(evidence)
-        return Law.trusting(evidence, evidence.log_p_max + math.log1p(-self.alpha) if self.alpha < 1 else -math.inf)
+            return OutputDistribution.target(inputs)
+        return OutputDistribution.trusting(
+            inputs, inputs.log_p_max + math.log1p(-self.alpha) if self.alpha < 1 else -math.inf
+        )
 
 
 @RULES.register("ensemble")
@@ -150,10 +152,10 @@ class Ensemble(LossyRule):
 
     weight: float = parameter(above=0, high=1)
 
-    def law(self, evidence: Evidence) -> Law:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.weight == 1:
-            return Law.target(evidence)
-        return Law.dense(evidence, lambda at: (self.weight * at.p + (1 - self.weight) * at.q).log())
+            return OutputDistribution.target(inputs)
+        return OutputDistribution.dense(inputs, lambda at: (self.weight * at.p + (1 - self.weight) * at.q).log())
 
 
 @RULES.register("fly")
@@ -181,14 +183,14 @@ class Fly(LossyRule):
     window: int = parameter(6, low=1, high=1024)
     entropy: float = parameter(0.3, low=0, infinite=True)
 
-    def law(self, evidence: Evidence) -> Law:
-        self.check_greedy(evidence)
-        agrees = evidence.logprob_gap == 0
-        run = best_path(evidence.tree.ancestors, torch.ones_like(evidence.logprob_gap), agrees)
-        log_p = evidence.best(3)
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        self.check_greedy(inputs)
+        agrees = inputs.logprob_gap == 0
+        run = best_path(inputs.tree.ancestors, torch.ones_like(inputs.logprob_gap), agrees)
+        log_p = inputs.best(3)
         unsure = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1) >= self.entropy
         logit_bias = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
-        return Law.biased(evidence, logit_bias).where(unsure & ~evidence.some(agrees))
+        return OutputDistribution.biased(inputs, logit_bias).where(unsure & ~inputs.some(agrees))
 
 
 @RULES.register("asd")
@@ -215,18 +217,18 @@ class Asd(LossyRule):
     mismatches: int = parameter(2, low=0, high=1024)
     budget: float | None = parameter(8.0, low=0, infinite=True, keyword=True)
 
-    def law(self, evidence: Evidence) -> Law:
-        self.check_greedy(evidence)
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
+        self.check_greedy(inputs)
         if 0 in (self.gap, self.mismatches, self.budget):  # equal logits have no gap, yet one of them is not argmax
-            return Law.target(evidence)
-        tree, logprob_gap = evidence.tree, evidence.logprob_gap
+            return OutputDistribution.target(inputs)
+        tree, logprob_gap = inputs.tree, inputs.logprob_gap
         ones = torch.ones_like(logprob_gap)
-        mismatch = tree.is_draft & ~evidence.chance
+        mismatch = tree.is_draft & ~inputs.chance
         count = (tree.ancestors.to(ones.dtype) @ mismatch.to(ones.dtype)[..., None]).squeeze(-1)
         depth_below = best_path(tree.ancestors, ones, tree.is_draft)
-        passes = (logprob_gap <= self.gap * evidence.above(depth_below)) & (count <= self.mismatches)
+        passes = (logprob_gap <= self.gap * inputs.above(depth_below)) & (count <= self.mismatches)
         logit_bias = torch.zeros_like(logprob_gap).masked_fill(passes & mismatch, math.inf)
-        return Law.biased(evidence, logit_bias).where(~evidence.some(evidence.chance))
+        return OutputDistribution.biased(inputs, logit_bias).where(~inputs.some(inputs.chance))
 
 
 @RULES.register("mars")
@@ -247,11 +249,11 @@ class Mars(LossyRule):
     )
     margin: float = parameter(1.0, low=0, infinite=True)
 
-    def law(self, evidence: Evidence) -> Law:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.margin == 0:
-            return Law.target(evidence)
-        first, second = evidence.best(2).unbind(-1)
-        return Law.passing(evidence, second.masked_fill(first - second >= self.margin, math.inf))
+            return OutputDistribution.target(inputs)
+        first, second = inputs.best(2).unbind(-1)
+        return OutputDistribution.passing(inputs, second.masked_fill(first - second >= self.margin, math.inf))
 
 
 @RULES.register("cactus")
@@ -260,7 +262,7 @@ class Cactus(LossyRule):
     """Test against h, which favours the draft: h(x) = min(1, p(x) + √(2·delta·p(x)(1-p(x)))). Exact at delta = 0.
 
     h scales all other tokens down. On a tree p(C) takes the place of p(x), and KL(h || p) <= ln(1 + 2·delta). At
-    temperature 0 the law's likeliest token is emitted. From arXiv:2604.04987, which sets no default.
+    temperature 0 the distribution's likeliest token is emitted. From arXiv:2604.04987, which sets no default.
 
     Args:
         delta: nats per token, approximately.
@@ -268,19 +270,19 @@ class Cactus(LossyRule):
 
     delta: float = parameter(low=0, high=1e6)
 
-    def law(self, evidence: Evidence) -> Law:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.delta == 0:
-            return Law.target(evidence)
-        if evidence.is_chain:  # the replacement of a rejected draft depends on the draft
-            return Law.dense(evidence, lambda at: _averaged(at.p, at.q, self._raised(at.p)).log())
-        return Law.passing(evidence, math.inf, self._raised)
+            return OutputDistribution.target(inputs)
+        if inputs.is_chain:  # the replacement of a rejected draft depends on the draft
+            return OutputDistribution.dense(inputs, lambda at: _averaged(at.p, at.q, self._raised(at.p)).log())
+        return OutputDistribution.passing(inputs, math.inf, self._raised)
 
     def _raised(self, p: Tensor) -> Tensor:
         return (p + (2 * self.delta * p * (1 - p)).clamp_min(0.0).sqrt()).clamp_max(1.0)
 
 
 def _averaged(p: Tensor, q: Tensor, h: Tensor) -> Tensor:
-    """[R, V] the law of x ~ q, kept with probability min(1, h(x)/q(x)), else y ~ (h_x - q)+, normalised.
+    """[R, V] the distribution of x ~ q, kept with probability min(1, h(x)/q(x)), else y ~ (h_x - q)+, normalised.
 
     h_x is h(x) at x and s(x)·p elsewhere, s = (1 - h)/(1 - p). If x can be rejected, (h_x - q)+ is 0 at x, so only s(x)
     matters. The tokens with s·p > q come first when sorted by q/p, and the x with s(x) > q/p when sorted by s. Sums

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
-from fsd_infer.tree import DraftTree
+from fsd_infer.trees.tree import DraftTree
 
 _PADDING = -1
 Markers = Mapping[str, tuple[int, int]]  # phase -> opening and closing token
@@ -29,7 +29,7 @@ NOWHERE = (-1, -1)  # markers of a phase that no text has
 _ENDS = (*".!?:;", "\n", "\u010a", "<0x0A>", *"。！？：；", "ãĢĤ", "ï¼ģ", "ï¼Ł", "ï¼ļ", "ï¼Ľ")
 
 
-class Texts:
+class TokenHistory:
     """Each row's prompt and answer so far, on a device; the last token is the next tree's root.
 
     Args:
@@ -97,7 +97,7 @@ class Texts:
         self._buffer, self.lengths, self._prompted = (x[rows] for x in self.tensors)
 
 
-def last_tokens(texts: Texts, tree: DraftTree, count: int) -> Tensor:
+def last_tokens(texts: TokenHistory, tree: DraftTree, count: int) -> Tensor:
     """[B, N, count] the last tokens of text and path at each node, the node's own last; -1 before the beginning."""
     batch, nodes = tree.tokens.shape
     # [B, count + N]: the tokens that precede the root, then the tree's
@@ -111,7 +111,7 @@ def last_tokens(texts: Texts, tree: DraftTree, count: int) -> Tensor:
     return torch.stack(columns[::-1], -1)
 
 
-def known(texts: Texts, tree: DraftTree, n: int) -> Tensor:
+def known(texts: TokenHistory, tree: DraftTree, n: int) -> Tensor:
     """[B, N] bool; whether the node's token completes an n-gram that text and path had before it."""
     ends = last_tokens(texts, tree, n)
     above = tree.ancestors & (tree.depths[:, :, None] > tree.depths[:, None]) & (tree.depths > 0)[:, None]
@@ -127,7 +127,7 @@ def known(texts: Texts, tree: DraftTree, n: int) -> Tensor:
 
 
 def known_tokens(
-    texts: Texts, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, width: int, columns: Tensor | None = None
+    texts: TokenHistory, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, width: int, columns: Tensor | None = None
 ) -> Tensor:
     """[R, width] bool; which tokens would complete a known n-gram of text and path after these R nodes.
 
@@ -187,7 +187,7 @@ def markers_of(rules: Sequence[Any], tokenizer: Any) -> dict[str, tuple[int, int
     return by_phase
 
 
-def inside(texts: Texts, tree: DraftTree, opening: int, closing: int) -> Tensor:
+def inside(texts: TokenHistory, tree: DraftTree, opening: int, closing: int) -> Tensor:
     """[B, N] bool; whether the token after each node is in the phase."""
     text, depths = texts.tokens, tree.depths
     places = torch.arange(1, text.shape[1] + 1, device=text.device)
@@ -220,7 +220,7 @@ def ends_of(rules: Sequence[Any], tokenizer: Any, device: torch.device | str) ->
     return to_device(sentence_ends(tokenizer.get_vocab()), torch.device(device))
 
 
-def in_sentence(texts: Texts, tree: DraftTree) -> Tensor:
+def in_sentence(texts: TokenHistory, tree: DraftTree) -> Tensor:
     """[B, N] tokens of the sentence before the one after each node. Raises FsdError if the texts have no ends."""
     if texts.ends is None:
         raise FsdError("lead: the texts know no ends of sentences; pass them to Texts.")

@@ -1,7 +1,7 @@
-"""The optimal lossy rule: of all laws with the same cost, the one that accepts most drafts.
+"""The optimal lossy rule: of all distributions with the same cost, the one that accepts most drafts.
 
 A nat of divergence is worth ``kl_coef`` accepted drafts. p is known at every node before a token is emitted. Hence the
-law that maximises E[accepted drafts] - kl_coef · KL(law || p) from a node on has a closed form, which
+distribution that maximises E[accepted drafts] - kl_coef · KL(distribution || p) from a node on has a closed form, which
 docs/optimal-rule.md derives.
 """
 
@@ -18,20 +18,19 @@ from fsd_core.divergence import divergence
 from fsd_core.errors import FsdError
 from fsd_core.tensors import wide
 from fsd_infer.rules.base import MOST_TOKENS, RULES, LossyRule
-from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.evidence import Evidence
+from fsd_infer.rules.distributions import OutputDistribution
 from fsd_infer.rules.fuzzy import check_gate, divergence_gate
-from fsd_infer.rules.laws import Law
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
+from fsd_infer.rules.vocab_rows import VocabRows
 
 LEAST_KL_COEF = 1e-3
 KL_COEF, TOLL, SETTLE = 2.0, 1.0, 48  # the defaults
-FIRST_PRICE = 2.0  # an adaptive KL coefficient before any spending
-RARE = (
-    100.0  # min_p of an adaptive coefficient: the samples that it matches take such a token this many times less often
-)
+INITIAL_KL_COEF = 2.0  # an adaptive KL coefficient before any spending
+# min_p of an adaptive coefficient: the samples that it matches take such a token this many times less often
+RARE = 100.0
 LIKELY = 16  # the samples to match are of this many tokens; fewer tokens allow less, never more
-GREEDY_SHARPNESS = 2.0  # greedy acceptance resembles draws from a law whose tilt is this many times larger
+GREEDY_SHARPNESS = 2.0  # greedy acceptance resembles draws from a distribution with so many times the draft bonus
 
 
 @RULES.register("tilted")
@@ -122,12 +121,12 @@ class Tilted(LossyRule):
         """``kl_coef``, given or of a text's first round."""
         if self.kl_coef is not None:
             return self.kl_coef
-        return KL_COEF if self.match_temperature is None else FIRST_PRICE
+        return KL_COEF if self.match_temperature is None else INITIAL_KL_COEF
 
-    def kl_coefs(self, evidence: Evidence) -> Tensor:
+    def kl_coefs(self, inputs: RuleInputs) -> Tensor:
         """[B, 1] the current ``kl_coef`` of each row."""
-        kl_excess = evidence.round.kl_excess
-        first = evidence.tree.tokens[:, :1].to(wide(evidence.tree.tokens.device)) * 0 + self.first_kl_coef
+        kl_excess = inputs.round.kl_excess
+        first = inputs.tree.tokens[:, :1].to(wide(inputs.tree.tokens.device)) * 0 + self.first_kl_coef
         if self.match_temperature is None or kl_excess is None:
             return first
         return (first + kl_excess[:, None]).clamp_min(LEAST_KL_COEF)
@@ -135,44 +134,44 @@ class Tilted(LossyRule):
     def kl_target(self, scores: Tensor, greedy: bool) -> Tensor | None:
         return None if self.match_temperature is None else sampling_cost(scores, self.match_temperature, greedy)
 
-    def law(self, evidence: Evidence) -> Law:
+    def output(self, inputs: RuleInputs) -> OutputDistribution:
         if self.kl_coef == math.inf:
-            return Law.target(evidence)
-        law = Law.biased(evidence, lambda: self._logit_bias(evidence), self._gain)
+            return OutputDistribution.target(inputs)
+        output = OutputDistribution.biased(inputs, lambda: self._logit_bias(inputs), self._gain)
         if self.gate is None:
-            return law
-        return law.where(evidence.has_q).where(divergence_gate(evidence, self.divergence, self.gate))
+            return output
+        return output.where(inputs.has_q).where(divergence_gate(inputs, self.divergence, self.gate))
 
-    def _logit_bias(self, evidence: Evidence) -> Tensor:
+    def _logit_bias(self, inputs: RuleInputs) -> Tensor:
         """[B, N] v(c)/λ of each draft."""
-        coef, tree, least = self.kl_coefs(evidence), evidence.tree, self.least_p
-        logprob_gap = evidence.logprob_gap.to(coef.dtype)
-        fresh = ~evidence.known(self.exact_ngram_size) if self.exact_ngram_size else evidence.tree.is_draft
+        coef, tree, least = self.kl_coefs(inputs), inputs.tree, self.least_p
+        logprob_gap = inputs.logprob_gap.to(coef.dtype)
+        fresh = ~inputs.known(self.exact_ngram_size) if self.exact_ngram_size else inputs.tree.is_draft
         favoured = fresh & (logprob_gap <= (-math.log(least) if least else torch.finfo(logprob_gap.dtype).max))
-        if evidence.greedy:
+        if inputs.greedy:
             copied = ~fresh & (logprob_gap == 0)  # the target's own choice, whose siblings are never taken
-            open = favoured & ~evidence.above(evidence.some(copied)) | copied
-            if (where := self.lossy_at(evidence)) is not None:
-                open = open & (evidence.above(where) | evidence.chance)
-            toll = torch.where(evidence.chance, 0.0, self.least_toll)
+            open = favoured & ~inputs.above(inputs.some(copied)) | copied
+            if (where := self.lossy_at(inputs)) is not None:
+                open = open & (inputs.above(where) | inputs.chance)
+            toll = torch.where(inputs.chance, 0.0, self.least_toll)
             value = best_path(tree.ancestors, fresh.to(logprob_gap.dtype) - coef * logprob_gap - toll, open) - toll
         else:
-            log_p = evidence.log_p.to(logprob_gap.dtype)
-            mass = evidence.total(log_p.exp().masked_fill(~favoured, 0.0))
+            log_p = inputs.log_p.to(logprob_gap.dtype)
+            mass = inputs.total(log_p.exp().masked_fill(~favoured, 0.0))
             value = coef * log_mean_exp(tree.ancestors, log_p + 1 / coef, favoured, 1.0 - mass)
         return ((1 + value).clamp_min(0.0) / coef).masked_fill(~favoured, 0.0)
 
-    def _gain(self, at: Contexts) -> Tensor:
+    def _gain(self, at: VocabRows) -> Tensor:
         """[R, V] v/λ of each token as the draft of a sampled chain, which is worth 1 or 0."""
-        gain = (1 / self.kl_coefs(at.evidence))[at.rows].float()
+        gain = (1 / self.kl_coefs(at.inputs))[at.rows].float()
         favoured = at.log_p > -math.inf
         if self.least_p:
-            favoured = at.log_p >= at.of(at.evidence.log_p_max)[:, None] + math.log(self.least_p)
+            favoured = at.log_p >= at.of(at.inputs.log_p_max)[:, None] + math.log(self.least_p)
         if self.exact_ngram_size:
             favoured &= ~at.known_tokens(self.exact_ngram_size)
         return torch.where(favoured, gain, 0.0)
 
-    def tilt(self, greedy: bool) -> float:
+    def draft_bonus(self, greedy: bool) -> float:
         return (GREEDY_SHARPNESS if greedy else 1.0) / self.first_kl_coef
 
     def describe(self) -> dict[str, object]:

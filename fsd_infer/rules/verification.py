@@ -1,6 +1,6 @@
 """What the engine passes to rules in each round, and what rules return. Tensors only: rules know no models.
 
-Shapes as in :mod:`fsd_infer.tree`.
+Shapes as in :mod:`fsd_infer.trees.tree`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fsd_core.errors import FsdError, NonFiniteLogitsError
 from fsd_core.tensors import on_host, to_device
-from fsd_infer.rules.texts import Texts
-from fsd_infer.tree import DraftTree
+from fsd_infer.rules.texts import TokenHistory
+from fsd_infer.trees.tree import DraftTree
 
 
 class TokenOrigin(IntEnum):
@@ -25,7 +25,7 @@ class TokenOrigin(IntEnum):
 
     TARGET = 0  # the target's own draw: outside the drafted children, or at a leaf
     EXACT = 1  # a draft that the exact rule accepts, too
-    GATE = 2  # a token that only the lossy law emits
+    GATE = 2  # a token that only the lossy distribution emits
 
 
 class Emission(NamedTuple):
@@ -34,7 +34,7 @@ class Emission(NamedTuple):
     Attributes:
         token: its id.
         source: where it came from.
-        gate_open: whether a lossy law applied at its context.
+        gate_open: whether a lossy distribution applied at its context.
         nats: spent at its context.
         proposer: index into the drafter's ``proposers``; -1 if the token was not drafted.
         depth: position among the tokens of its round, from 1.
@@ -71,7 +71,7 @@ class Verification:
         texts: each row's prompt and answer so far, the root included; only rules that look at them need them.
         kl_excess: [B] nats that each row has spent beyond what its rule allowed so far, see :attr:`Verdict.allowed`;
             None: nothing is known.
-        room: [B] most drafts that each row may accept, by its length alone, so that no law changes; None: all.
+        room: [B] most drafts that each row may accept, by its length alone, so that no distribution changes; None: all.
         copies: n -> [B, N] bool, the drafts that complete an n-gram of remembered texts (None: nothing is remembered);
             for rules that charge for copies. Not asked about sampled drafts.
     """
@@ -83,7 +83,7 @@ class Verification:
     uniforms: Tensor | None = None
     budget_left: Tensor | None = None
     process_draft: Callable[[DraftTree], Tensor] | None = None
-    texts: Texts | None = None
+    texts: TokenHistory | None = None
     kl_excess: Tensor | None = None
     copies: Callable[[int], Tensor | None] | None = None
     room: Tensor | None = None
@@ -133,8 +133,8 @@ class Verdict:
         accepted: [B] number of accepted drafts (0..D); the row emits ``accepted + 1`` tokens.
         tokens: [B, D+1] the emitted tokens: the accepted drafts, the token that follows them, padding 0.
         sources: [B, D+1] :class:`TokenOrigin` of each emitted token.
-        gate_open: [B, D+1] bool; whether a lossy law emitted the token.
-        spent: [B, D+1] nats spent at each context, 0 where the law is the target's.
+        gate_open: [B, D+1] bool; whether a lossy distribution emitted the token.
+        spent: [B, D+1] nats spent at each context, 0 where the distribution is the target's.
         first: [B, D+1] the drafter's first choice below each node of the path, the child with the highest score. The
             first of equals; -1 without children, and in the padding.
         logprob_gap: [B, D+1] ln p of the target's likeliest token minus ln p of that choice (processed p), at least 0.

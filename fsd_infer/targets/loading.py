@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,13 @@ from fsd_infer.targets.builtin import BUILTIN_TARGETS, builtin_adapter, builtin_
 from fsd_infer.targets.checks import check_directory, check_loaded, check_numbers, check_size
 from fsd_infer.targets.gptq import METHODS, load_expanded
 from fsd_infer.targets.kinds import auto_class, class_of
+from fsd_infer.targets.placing import parse_device, parse_dtype, take_device
 from fsd_infer.targets.precision import check_quantization, method_of, quantization_config
 from fsd_infer.targets.weights import ReadsBlocks, readable_types
 
 # Only the eager implementation has their attention (soft-capped scores; sinks).
 EAGER_FAMILIES = frozenset({"gemma2", "gpt_oss"})
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 _OURS = {  # arguments of transformers that load_target sets itself
     "torch_dtype": "give dtype",
     "config": "load the model with transformers, change it, and pass the object",
@@ -45,7 +43,6 @@ _OURS = {  # arguments of transformers that load_target sets itself
     "load_in_4bit": 'give quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}',
     "load_in_8bit": 'give quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}',
 }
-_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # transformers' device_map; other texts name a device
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -53,59 +50,6 @@ def attention_for(config: PretrainedConfig) -> str:
     """Return the attention implementation that supports tree masks for a family: "sdpa", else "eager"."""
     families = {config.model_type, config.get_text_config(decoder=True).model_type}
     return "sdpa" if not families & EAGER_FAMILIES and getattr(class_of(config), "_supports_sdpa", False) else "eager"
-
-
-def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
-    """Return the dtype named "bf16", "fp16", "fp32" or by torch's own name; None is bf16. Raises UnknownNameError."""
-    if dtype is None:
-        return torch.bfloat16
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    try:
-        return _DTYPES[dtype.removeprefix("torch.")]
-    except KeyError:
-        raise UnknownNameError(f"unknown dtype {dtype!r}. Known: {', '.join(sorted(_DTYPES))}.") from None
-
-
-def parse_device(device: str | torch.device | None) -> torch.device:
-    """Return the device of that name; None: the first CUDA device if there is one, else the CPU.
-
-    Raises:
-        ModelLoadError: no device has this name, or this machine lacks it.
-    """
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    usable = f"use cpu{', cuda' if torch.cuda.is_available() else ''} or leave it out"
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-        if place.type == "meta" or place.type == "cpu" and place.index:
-            raise RuntimeError("there is one cpu, and tensors on meta have no values")
-    except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ModelLoadError(
-            f"device {str(device)!r} cannot be used here ({shortened(error, 120)}): {usable}."
-        ) from error
-    return place
-
-
-def take_device(device: str | torch.device | None, model_kwargs: dict[str, Any]) -> Any:
-    """Return the device, and take a ``device_map`` that names one out of the keywords, as text or {"": device}.
-
-    Raises:
-        ModelLoadError: a map of several devices without accelerate, or one device beside another.
-    """
-    places = model_kwargs.get("device_map")
-    places = places[""] if isinstance(places, Mapping) and list(places) == [""] else places
-    if places is None or isinstance(places, Mapping) or places in _MAPS:
-        if places is not None and importlib.util.find_spec("accelerate") is None:
-            raise ModelLoadError(
-                "device_map needs accelerate: pip install accelerate. For one device, give device instead."
-            )
-        return device
-    if device is not None:
-        raise ModelLoadError(f"device is {device} and device_map is {places}: give one of them.")
-    del model_kwargs["device_map"]
-    return places
 
 
 def adapter_of(name_or_dir: str | os.PathLike[str]) -> Path | None:

@@ -2,7 +2,7 @@
 
 The cache keeps a decoded text's token ids, the target's keys and values, and the features that drafters read. A later
 prompt is read from its first differing token. Keys, values and features of a token depend only on the tokens up to it,
-so laws do not change. Numbers may differ in their last bits, as they do when a prompt is read in two forwards.
+so distributions do not change. Numbers may differ in their last bits, as they do when a prompt is read in two forwards.
 
 Recurrent layers keep a state of the whole text. With such layers a prompt must begin with all of a kept text.
 """

@@ -54,11 +54,11 @@ def without_others(kind: type[ProcessorMixin]) -> Any:
     given = kind.get_attributes()
     kept = [name for name in given if name in ("image_processor", "tokenizer")]
 
-    class Lenient(ProcessorMixin):
+    class ImagesAlone(ProcessorMixin):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{name: x for name, x in options.items() if name in kept or name not in given})
 
-    class Seeing(kind, Lenient):  # type: ignore[misc, valid-type]
+    class Seeing(kind, ImagesAlone):  # type: ignore[misc, valid-type]
         @classmethod
         def get_attributes(cls) -> list[str]:
             return kept

@@ -29,7 +29,7 @@ STARTING = 0.05  # fixed cost of a small LM's forward, in forwards of the target
 
 
 @dataclass(frozen=True)
-class Prior:
+class CostPrior:
     """Costs that are assumed before anything was timed, in forwards over a single token.
 
     Attributes:
@@ -42,31 +42,31 @@ class Prior:
     drafting: tuple[float, float]
     rest: tuple[float, float]
 
-    def for_model(self, share: float) -> Prior:
+    def for_model(self, share: float) -> CostPrior:
         """Return the prior for a small LM whose forward takes ``share`` of the target's; 0: there is no model.
 
         The small LM reads the accepted tokens together with the root, in the forward of the first depth.
         """
         depth = STARTING + share if share else 0.001
-        return Prior(self.slopes, (depth, max(share * self.slopes[2], 0.0005)), (self.rest[0], 0.01))
+        return CostPrior(self.slopes, (depth, max(share * self.slopes[2], 0.0005)), (self.rest[0], 0.01))
 
 
 PRIORS = {
     # weights in blocks: a forward over one token is short, and more tokens are bound by arithmetic
-    "blocks": Prior((0.07, 0.15, 0.15, *[0.165] * (len(KNOTS) - 3)), (0.13, 0.018), (0.09, 0.3)),
+    "blocks": CostPrior((0.07, 0.15, 0.15, *[0.165] * (len(KNOTS) - 3)), (0.13, 0.018), (0.09, 0.3)),
     # the same on AMX tiles: the built-in model takes 3.0 ms for one row, 5.2 for 4, 8.0 for 8 and 12.1 for 16
-    "blocks on tiles": Prior((0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.17, 0.02), (0.15, 0.15)),
+    "blocks on tiles": CostPrior((0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.17, 0.02), (0.15, 0.15)),
     # the same without AVX-512: it takes 8 ms on one core for one row, 20 for 4, 41 for 8 and 82 for 16
-    "blocks on AVX2": Prior((0.3, 0.45, 0.6, *[0.55] * (len(KNOTS) - 3)), (0.2, 0.02), (0.15, 0.3)),
-    "cpu": Prior((0.01, 0.25, 0.05, *[0.09] * (len(KNOTS) - 3)), (0.06, 0.008), (0.04, 0.14)),
-    "cuda": Prior((*[0.001] * 4, *[0.003] * (len(KNOTS) - 4)), (0.05, 0.0005), (0.03, 0.05)),
+    "blocks on AVX2": CostPrior((0.3, 0.45, 0.6, *[0.55] * (len(KNOTS) - 3)), (0.2, 0.02), (0.15, 0.3)),
+    "cpu": CostPrior((0.01, 0.25, 0.05, *[0.09] * (len(KNOTS) - 3)), (0.06, 0.008), (0.04, 0.14)),
+    "cuda": CostPrior((*[0.001] * 4, *[0.003] * (len(KNOTS) - 4)), (0.05, 0.0005), (0.03, 0.05)),
 }
 
 
 OF_BLOCKS = {"amx": "blocks on tiles", "avx2": "blocks on AVX2"}  # by set of kernels
 
 
-def prior_for(target: Target, relative_cost: float | None = None) -> Prior:
+def prior_for(target: Target, relative_cost: float | None = None) -> CostPrior:
     """Return the costs of a round that are assumed before anything was timed. ``relative_cost``: as of a Drafter."""
     prior = (
         PRIORS[OF_BLOCKS.get(target.kernels or "", "blocks")] if target.has_blocks else of_device(PRIORS, target.device)
@@ -74,7 +74,7 @@ def prior_for(target: Target, relative_cost: float | None = None) -> Prior:
     return prior if relative_cost is None else prior.for_model(relative_cost)
 
 
-class Slopes:
+class RecursiveLeastSquares:
     """Positive weights w of y ≈ w·x, by recursive least squares that forgets towards its prior.
 
     A residual counts for two standard deviations at most. So a stall of a second moves the weights no more than one
@@ -115,17 +115,17 @@ class Slopes:
                 row[j] += FORGET * (prior[j] - row[j]) - share * other
 
 
-class Costs:
+class CostModel:
     """Costs of rounds on this device, in forwards over a single token.
 
     Args:
         prior: costs before anything was timed.
     """
 
-    def __init__(self, prior: Prior) -> None:
-        self.forward_slopes = Slopes(prior.slopes, FORWARD_DOUBT)
-        self.draft_slopes = Slopes(prior.drafting)
-        self.rest_slopes = Slopes(prior.rest)
+    def __init__(self, prior: CostPrior) -> None:
+        self.forward_slopes = RecursiveLeastSquares(prior.slopes, FORWARD_DOUBT)
+        self.draft_slopes = RecursiveLeastSquares(prior.drafting)
+        self.rest_slopes = RecursiveLeastSquares(prior.rest)
         self._paces: deque[float] = deque(maxlen=RECENT)
         self._before: tuple[int, float, bool] | None = None  # nodes and seconds of the last round; whether it was plain
 

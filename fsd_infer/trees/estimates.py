@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fsd_infer.trees.costs import Costs, Prior
+from fsd_infer.trees.costs import CostModel, CostPrior
 from fsd_infer.trees.prices import Calibration, Kind
 from fsd_infer.trees.shape import TreeShape
 
@@ -44,11 +44,11 @@ class Rate:
         return Rate(self.over / self.memory, self.under / self.memory, memory)
 
 
-class Curve(Calibration):
+class LearnedCalibration(Calibration):
     """A calibration that learns. Both of its ratios have a weak prior of 1."""
 
-    def __init__(self, tilt: float = 0.0, sampled: bool = False) -> None:
-        super().__init__(tilt, sampled)
+    def __init__(self, draft_bonus: float = 0.0, sampled: bool = False) -> None:
+        super().__init__(draft_bonus, sampled)
         self._seen = [Rate(0.2, 0.2, BIN_MEMORY) for _ in self._ratios]
         self.begin_text()
 
@@ -66,16 +66,16 @@ class Curve(Calibration):
             self._text_ratios[kind], self._ratios[place] = self._text[kind].value, self._seen[place].value
 
 
-class LawKind(NamedTuple):
+class RuleProfile(NamedTuple):
     """How the drafts of a request are verified.
 
     Attributes:
-        tilt: nats that the law gives for an accepted draft, as in :class:`DraftRequest`.
-        name: of the rule, or "several". Requests with the same name and tilt share what they learn.
+        draft_bonus: nats that the distribution gives for an accepted draft, as in :class:`DraftRequest`.
+        name: of the rule, or "several". Requests with the same name and draft bonus share what they learn.
         sampled: whether the drafts are a chain sampled from q.
     """
 
-    tilt: float = 0.0
+    draft_bonus: float = 0.0
     name: str = ""
     sampled: bool = False
 
@@ -106,7 +106,7 @@ class Pause:
 class SideWorth:
     """Whether it pays to ask a grafted drafter: the tokens of its drafts against its time and their verification."""
 
-    def __init__(self, costs: Costs, batch: int) -> None:
+    def __init__(self, costs: CostModel, batch: int) -> None:
         self.costs, self.batch, self.pause, self.trials = costs, batch, Pause(), 0
         self.gain, self.cost = Rate(0.2 * batch, 1.0, SIDE_MEMORY), Rate(0.02, 1.0, SIDE_MEMORY)
 
@@ -136,8 +136,8 @@ class SideWorth:
         self.cost.learn(verifying + seconds / (self.costs.pace or 1.0), 1.0)
 
 
-class Knowledge:
-    """Estimates for one law and one batch size.
+class PolicyState:
+    """Estimates for one profile and one batch size.
 
     Attributes:
         costs: of rounds.
@@ -155,8 +155,8 @@ class Knowledge:
         side: whether grafted drafters pay.
     """
 
-    def __init__(self, costs: Costs, batch: int, law: LawKind) -> None:
-        self.costs, self.curve = costs, Curve(law.tilt, law.sampled)
+    def __init__(self, costs: CostModel, batch: int, profile: RuleProfile) -> None:
+        self.costs, self.curve = costs, LearnedCalibration(profile.draft_bonus, profile.sampled)
         self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
         self.reach_ratio = Rate(1.0, 1.0, DEPTH_MEMORY)
         self.accept_rate = Rate(0.6, 1.0, DEPTH_MEMORY)
@@ -175,16 +175,18 @@ class TreeMemory:
         clock: returns seconds.
     """
 
-    def __init__(self, prior: Prior, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, prior: CostPrior, clock: Callable[[], float] = time.perf_counter) -> None:
         self.prior, self.clock = prior, clock
-        self._costs: dict[int, Costs] = {}
-        self._known: dict[tuple[int, LawKind], Knowledge] = {}
+        self._costs: dict[int, CostModel] = {}
+        self._known: dict[tuple[int, RuleProfile], PolicyState] = {}
 
-    def knowledge(self, batch: int, law: LawKind) -> Knowledge:
-        """Return the estimates of earlier requests with a similar batch and law. The caller updates them in place."""
+    def knowledge(self, batch: int, profile: RuleProfile) -> PolicyState:
+        """Return the estimates of earlier requests with a similar batch and profile. The caller updates them in
+        place.
+        """
         size = batch.bit_length()
-        costs = self._costs.setdefault(size, Costs(self.prior))
-        key = size, law._replace(tilt=round(4 * min(law.tilt, 4.0)))
+        costs = self._costs.setdefault(size, CostModel(self.prior))
+        key = size, profile._replace(draft_bonus=round(4 * min(profile.draft_bonus, 4.0)))
         if key not in self._known:
-            self._known[key] = Knowledge(costs, batch, law)
+            self._known[key] = PolicyState(costs, batch, profile)
         return self._known[key]

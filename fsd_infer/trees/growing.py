@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import lists
-from fsd_infer.tree import DraftTree
 from fsd_infer.trees.prices import Kind
 from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree
 
 UNLIKELY = 0.01  # chance of acceptance below which a draft is ignored
 MOST_TOGETHER = 160  # nodes of all trees in a batch
 
 
-class Step(NamedTuple):
+class DraftStep(NamedTuple):
     """A draft, given its parent.
 
     Attributes:
@@ -59,7 +59,7 @@ class Growth:
         self.drafted: bool | None = None
         self.depths = self.expanded = 0
         self.expected_rows = [float(rows)]
-        self.steps: list[list[Step]] = []
+        self.steps: list[list[DraftStep]] = []
         self.expected = self.side_seconds = 0.0
         self.asked_side: bool | None = None
         self.is_choice = True
@@ -141,11 +141,11 @@ class Growth:
         return torch.tensor(kept, device=tree.parents.device)
 
     def note(self, tree: DraftTree) -> None:
-        """Note a sampled chain, which is verified as it is. Dropping a node would shift the law."""
+        """Note a sampled chain, which is verified as it is. Dropping a node would shift the distribution."""
         found = self._steps_of(tree)
         self.steps, self.expected = [steps for steps, _ in found], sum(sum(chances[1:]) for _, chances in found)
 
-    def _steps_of(self, tree: DraftTree) -> list[tuple[list[Step], list[float]]]:
+    def _steps_of(self, tree: DraftTree) -> list[tuple[list[DraftStep], list[float]]]:
         """Return every row's steps and chances of acceptance by node."""
         kinds = torch.zeros_like(tree.parents)
         if tree.proposers is not None:
@@ -159,12 +159,12 @@ class Growth:
                 best = firsts.setdefault(parents[node], node)
                 if scores[node] > scores[best]:
                     firsts[parents[node]] = node
-            steps, chances, depths = [Step(0, 0.0, False)], [1.0] * len(scores), [0] * len(scores)
+            steps, chances, depths = [DraftStep(0, 0.0, False)], [1.0] * len(scores), [0] * len(scores)
             for node in range(1, len(scores)):
                 parent = parents[node]
                 depths[node] = depths[parent] + 1
                 first = firsts[parent] == node and kind[node] != Kind.DRAWN
-                step = Step(parent, scores[node] - scores[parent], first, Kind(kind[node]))
+                step = DraftStep(parent, scores[node] - scores[parent], first, Kind(kind[node]))
                 steps.append(step)
                 above = chances[parent]
                 of_step = self.prices.calibration.chance(step.log_q, depths[node], step.first, step.kind)

@@ -10,7 +10,7 @@ one by the other and chooses the shape with the most
 as :mod:`fsd_infer.trees.prices` explains. What a round of each shape takes is timed once, when the shapes are recorded;
 before, and for a request with a seed, a prior stands for it.
 
-A choice depends on earlier rounds alone, so laws stay as in :mod:`fsd_infer.trees.policy`.
+A choice depends on earlier rounds alone, so distributions stay as in :mod:`fsd_infer.trees.policy`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import to_device
-from fsd_infer.trees.costs import Costs
-from fsd_infer.trees.estimates import Knowledge, LawKind, Rate, TreeMemory
+from fsd_infer.trees.costs import CostModel
+from fsd_infer.trees.estimates import PolicyState, Rate, RuleProfile, TreeMemory
 from fsd_infer.trees.policy import GAIN_MEMORY, RATE_MEMORY, TreeStats
 from fsd_infer.trees.shape import NO_TREE, TreeShape
 
@@ -86,7 +86,7 @@ class MenuPolicy:
     Args:
         memory: of the drafter.
         rows: of the request.
-        law: how drafts are verified.
+        profile: how drafts are verified.
         menu: the shapes.
         learns: False: keep nothing and time nothing, so that trees are a function of the text alone.
 
@@ -97,10 +97,10 @@ class MenuPolicy:
     """
 
     def __init__(
-        self, memory: TreeMemory, rows: int, law: LawKind, menu: Sequence[TreeShape], learns: bool = True
+        self, memory: TreeMemory, rows: int, profile: RuleProfile, menu: Sequence[TreeShape], learns: bool = True
     ) -> None:
         self.menu, self.learns, self.clock = tuple(menu), learns, memory.clock
-        self.known = memory.knowledge(rows, law) if learns else Knowledge(Costs(memory.prior), rows, law)
+        self.known = memory.knowledge(rows, profile) if learns else PolicyState(CostModel(memory.prior), rows, profile)
         costs = self.known.costs
         self.costs = [
             costs.forward(shape.max_nodes * rows)

@@ -4,17 +4,17 @@ A policy is asked for a shape before each round and told of the round after it. 
 ``auto`` carries prices (:mod:`fsd_infer.trees.prices`), by which the drafter grows its tree, and which follow from what
 earlier rounds took and accepted (:mod:`fsd_infer.trees.estimates`).
 
-**Laws stay.** A round's tree depends on the text, and on what earlier rounds took and accepted. The round's random
-draws are independent of all that. So, given the past, a round emits by the rule's law on any tree. By the chain rule,
-so does the whole text. Timing can change *which* draws give which token. A request with a seed therefore reads no clock
-and learns nothing, and its answer repeats.
+**Distributions stay.** A round's tree depends on the text, and on what earlier rounds took and accepted. The round's
+random draws are independent of all that. So, given the past, a round emits by the rule's distribution on any tree. By
+the chain rule, so does the whole text. Timing can change *which* draws give which token. A request with a seed
+therefore reads no clock and learns nothing, and its answer repeats.
 
 **Chains drawn from q** (``exact:block=true``) are chosen in length only. Whether a draft x is drawn depends on the
 drafts before it, on the draws of other rows and on the past. It never depends on x, and every drawn draft is verified.
 So, given the context and all earlier draws, one of two cases holds. Either x ~ q, and the rule's test of x gives its
-law. Or no x is drawn, and the target's own token has the same law. Hence the mixture has it too. Dropping drafts with a
-small q(x) would break this: the test would see likely x only, and the law would shift towards them. Trees with drawn
-nodes keep to the same principle (:mod:`fsd_infer.drafters.drawing`).
+distribution. Or no x is drawn, and the target's own token has the same distribution. Hence the mixture has it too.
+Dropping drafts with a small q(x) would break this: the test would see likely x only, and the distribution would shift
+towards them. Trees with drawn nodes keep to the same principle (:mod:`fsd_infer.drafters.drawing`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from fsd_infer.trees.costs import Costs, prior_for
-from fsd_infer.trees.estimates import Knowledge, LawKind, TreeMemory
+from fsd_infer.trees.costs import CostModel, prior_for
+from fsd_infer.trees.estimates import PolicyState, RuleProfile, TreeMemory
 from fsd_infer.trees.growing import UNLIKELY, Growth
 from fsd_infer.trees.prices import KNOTS, Kind, Prices
 from fsd_infer.trees.shape import TreeShape
 
 if TYPE_CHECKING:
-    from fsd_infer.drafters.base import Drafter
     from fsd_infer.targets.target import Target
 
 RATE_MEMORY, GAIN_MEMORY = 20, 15  # rounds of a text
@@ -95,7 +94,7 @@ class TreePolicy:
     Args:
         memory: of the drafter.
         rows: of the request.
-        law: how drafts are verified.
+        profile: how drafts are verified.
         largest: the largest shape of a tree.
         learns: False: read no clock and keep nothing, so that trees are a function of the text alone.
 
@@ -104,10 +103,12 @@ class TreePolicy:
         stats: totals over the rounds so far.
     """
 
-    def __init__(self, memory: TreeMemory, rows: int, law: LawKind, largest: TreeShape, learns: bool = True) -> None:
-        self.memory, self.law, self.largest, self.learns = memory, law, largest, learns
+    def __init__(
+        self, memory: TreeMemory, rows: int, profile: RuleProfile, largest: TreeShape, learns: bool = True
+    ) -> None:
+        self.memory, self.profile, self.largest, self.learns = memory, profile, largest, learns
         self.clock = memory.clock if learns else None
-        self.known = memory.knowledge(rows, law) if learns else Knowledge(Costs(memory.prior), rows, law)
+        self.known = memory.knowledge(rows, profile) if learns else PolicyState(CostModel(memory.prior), rows, profile)
         self.known.curve.begin_text()
         self.stats, self.rows = TreeStats(), 0
 
@@ -115,7 +116,7 @@ class TreePolicy:
         """Begin rounds of ``rows`` rows."""
         self.rows = rows
         if self.learns:
-            self.known = self.memory.knowledge(rows, self.law)
+            self.known = self.memory.knowledge(rows, self.profile)
         self.rate = self.known.rate.recent(RATE_MEMORY)
         self.gain = self.known.gain.recent(GAIN_MEMORY)
 
@@ -205,12 +206,17 @@ class TreePolicy:
         return grafted, right
 
 
-_MEMORIES: WeakKeyDictionary[Drafter, TreeMemory] = WeakKeyDictionary()
+_MEMORIES: WeakKeyDictionary[object, TreeMemory] = WeakKeyDictionary()
 
 
-def memory_of(drafter: Drafter, target: Target) -> TreeMemory:
-    """Return what a drafter's requests have learned; it is kept as long as the drafter."""
-    drafter = drafter.learner
-    if drafter not in _MEMORIES:
-        _MEMORIES[drafter] = TreeMemory(prior_for(target, drafter.relative_cost))
-    return _MEMORIES[drafter]
+def memory_of(learner: object, target: Target, relative_cost: float | None) -> TreeMemory:
+    """Return what the requests of a drafter have learned; it is kept as long as the drafter.
+
+    Args:
+        learner: the drafter, or the part of it that learns.
+        target: verifies its drafts.
+        relative_cost: of it, as of a Drafter.
+    """
+    if learner not in _MEMORIES:
+        _MEMORIES[learner] = TreeMemory(prior_for(target, relative_cost))
+    return _MEMORIES[learner]

@@ -6,7 +6,7 @@ A round drafts L depths, expands E nodes and verifies N nodes. In forwards over 
 
 It emits 1 + Σ P(n) tokens in expectation, summed over its drafts n. The chance P(n) that n is accepted is the product
 of g(q) over the steps to n. Here q is the drafter's probability of a step, and g is a :class:`Calibration` that
-includes the tilt of a law that favours drafts. Every round maximises
+includes the draft bonus of a distribution that favours drafts. Every round maximises
 
     tokens - rate · cost,    rate = tokens per unit of cost so far.
 
@@ -28,8 +28,8 @@ from enum import IntEnum
 from operator import mul
 
 from fsd_core.tensors import lists
-from fsd_infer.tree import DraftTree
-from fsd_infer.trees.visits import MOST_TILT
+from fsd_infer.trees.tree import DraftTree
+from fsd_infer.trees.visits import MAX_BONUS
 
 KNOTS = (1, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
 CERTAIN = 0.99  # upper bound of a draft's chance
@@ -56,21 +56,21 @@ class Calibration:
 
         g(q) = r · q·e^t / (1 + q·(e^t - 1))
 
-    Here t is the law's tilt, or 0 for all but the likeliest sibling. The ratio r is accepted drafts over expected ones.
-    It is a product of two ratios. One is of drafts of similar q, the same depth class (1, or more), the same rank class
-    (first sibling, or not) and the same kind. The other is of the text's last drafts of the same kind: a text that a
-    head drafts well may hold no copies, and the other way round.
+    Here t is the distribution's draft bonus, or 0 for all but the likeliest sibling. The ratio r is accepted drafts
+    over expected ones. It is a product of two ratios. One is of drafts of similar q, the same depth class (1, or more),
+    the same rank class (first sibling, or not) and the same kind. The other is of the text's last drafts of the same
+    kind: a text that a head drafts well may hold no copies, and the other way round.
 
     Under the exact test a draft sampled from q is accepted with probability min(1, p/q), however small q is. So where
     drafts are sampled, (1 + q)/2 replaces q.
 
     Args:
-        tilt: t, in nats.
+        draft_bonus: t, in nats.
         sampled: whether drafts are sampled from q.
     """
 
-    def __init__(self, tilt: float = 0.0, sampled: bool = False) -> None:
-        self._gain, self._sampled = math.exp(min(tilt, MOST_TILT)) - 1.0, sampled
+    def __init__(self, draft_bonus: float = 0.0, sampled: bool = False) -> None:
+        self._gain, self._sampled = math.exp(min(draft_bonus, MAX_BONUS)) - 1.0, sampled
         self._ratios, self._text_ratios = [1.0] * (4 * len(Kind) * BINS), [1.0] * len(Kind)
 
     def chance(self, log_q: float, depth: int, first: bool, kind: Kind = Kind.LIKELY) -> float:

@@ -47,8 +47,8 @@ class TreeShape:
         width: nodes expanded per depth, and children per expanded node.
         nodes: nodes verified per round, the root included.
         stop_below: probability that the answer runs through any of the nodes to expand next, below which drafting
-            stops. The drafter estimates it as the sum of their cumulative q, tilted as the law is. 0: always draft
-            ``depth`` deep.
+            stops. The drafter estimates it as the sum of their cumulative q, with the rule's draft bonus. 0: always
+            draft ``depth`` deep.
         prices: by which the tree of one round is grown; its sizes are then the largest ones. None: it grows to them.
 
     Raises:
@@ -122,14 +122,14 @@ NO_TREE = _NoTree(depth=0, width=1, nodes=1)  # a round without drafts
 
 # Every verified node costs time on a CPU, and hardly any on a GPU.
 DEFAULT_SHAPES = {"cpu": TreeShape(depth=5, width=6, nodes=16), "cuda": TreeShape(depth=6, width=10, nodes=60)}
-# A law that favours drafts gains from depth, not from width.
-TILTED_SHAPES = {
+# A distribution that favours drafts gains from depth, not from width.
+BONUS_SHAPES = {
     "cpu": TreeShape(depth=10, width=2, nodes=11, stop_below=0.2),
     "cuda": TreeShape(depth=8, width=8, nodes=60),
 }
-# A law with a small tilt, such as tilted:2 at temperature 1, gains from both.
-LITTLE_TILT = 0.75  # nats
-LITTLE_TILT_SHAPES = {**TILTED_SHAPES, "cpu": TreeShape(depth=6, width=4, nodes=9, stop_below=0.5)}
+# A distribution with a small draft bonus, such as tilted:2 at temperature 1, gains from both.
+SMALL_BONUS = 0.75  # nats
+SMALL_BONUS_SHAPES = {**BONUS_SHAPES, "cpu": TreeShape(depth=6, width=4, nodes=9, stop_below=0.5)}
 
 
 # Trees chosen round by round stay within these. A small LM stays accurate at larger depths than a head, and each of its
@@ -158,7 +158,9 @@ def of_device(defaults: Mapping[str, T], device: torch.device) -> T:
     return defaults.get(device.type, defaults["cuda"])
 
 
-def default_shape(device: torch.device, tilt: float = 0.0) -> TreeShape:
-    """Return the shape of trees on this device for a law with this tilt in nats, as in ``DraftRequest``."""
-    tilted = TILTED_SHAPES if tilt > LITTLE_TILT else LITTLE_TILT_SHAPES
-    return of_device(tilted if tilt else DEFAULT_SHAPES, device)
+def default_shape(device: torch.device, draft_bonus: float = 0.0) -> TreeShape:
+    """Return the shape of trees on this device for a distribution with this draft bonus in nats, as in
+    ``DraftRequest``.
+    """
+    favoured = BONUS_SHAPES if draft_bonus > SMALL_BONUS else SMALL_BONUS_SHAPES
+    return of_device(favoured if draft_bonus else DEFAULT_SHAPES, device)

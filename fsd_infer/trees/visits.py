@@ -21,43 +21,43 @@ from torch import Tensor
 from fsd_core.functional import path_sums
 from fsd_core.tensors import wide
 
-MOST_TILT = 2.5  # e^(2.5 · 256), for the deepest tree, is finite in fp64; a larger tilt hardly changes a choice
+MAX_BONUS = 2.5  # e^(2.5 · 256), for the deepest tree, is finite in fp64; a larger draft bonus hardly changes a choice
 
 
-def visit_scores(scores: Tensor, parents: Tensor, depth: int, tilt: float) -> Tensor:
+def visit_scores(scores: Tensor, parents: Tensor, depth: int, draft_bonus: float) -> Tensor:
     """Return the log chance of a visit to each node: [B, N].
 
     Args:
         scores: [B, N] cumulative log q, the root first and parents before children; -inf at padding.
         parents: [B, N] node numbers.
         depth: at least that of the deepest node.
-        tilt: t, nats that the law gives for an accepted draft, at least 0. 0 returns ``scores``.
+        draft_bonus: t, nats that the distribution gives for an accepted draft, at least 0. 0 returns ``scores``.
     """
-    if not tilt:
+    if not draft_bonus:
         return scores
-    tilt = min(tilt, MOST_TILT)
+    draft_bonus = min(draft_bonus, MAX_BONUS)
     steps = (scores - scores.gather(1, parents)).masked_fill(scores == -math.inf, -math.inf).to(wide(scores.device))
     steps[:, 0] = -math.inf  # the root is its own parent, but no child
     q = steps.exp()
     z = torch.ones_like(q)
     for _ in range(depth):  # each pass makes z right one level further above the leaves
-        z = torch.ones_like(q).scatter_add(1, parents, q * (math.exp(tilt) * z - 1.0))
+        z = torch.ones_like(q).scatter_add(1, parents, q * (math.exp(draft_bonus) * z - 1.0))
     log_z = z.log()
-    log_r = (steps + tilt + log_z - log_z.gather(1, parents)).clamp_max(0.0)
+    log_r = (steps + draft_bonus + log_z - log_z.gather(1, parents)).clamp_max(0.0)
     log_r[:, 0] = 0.0
     return path_sums(log_r, parents, depth)
 
 
-def tilted(log_q: Tensor, tilt: float) -> Tensor:
+def favoured(log_q: Tensor, draft_bonus: float) -> Tensor:
     """Return ln r̂ [..., C] from ln q [..., C] of a context's drafts, as if all of them were leaves."""
-    if not tilt:
+    if not draft_bonus:
         return log_q
-    tilt = min(tilt, MOST_TILT)
-    return log_q + tilt - (log_q.exp().sum(-1, keepdim=True) * math.expm1(tilt)).log1p()
+    draft_bonus = min(draft_bonus, MAX_BONUS)
+    return log_q + draft_bonus - (log_q.exp().sum(-1, keepdim=True) * math.expm1(draft_bonus)).log1p()
 
 
 def likeliest(
-    scores: Tensor, parents: Tensor, depth: int, tilt: float, nodes: int, held: Tensor | None = None
+    scores: Tensor, parents: Tensor, depth: int, draft_bonus: float, nodes: int, held: Tensor | None = None
 ) -> Tensor:
     """Return the root and up to ``nodes`` - 1 drafts, the likeliest visits first: [B, K] node numbers.
 
@@ -66,7 +66,7 @@ def likeliest(
     arguments as of :func:`visit_scores`.
     """
     # Keep NaN scores, so that verification reports them. A stable sort keeps a parent before a child of equal score.
-    visits = visit_scores(scores, parents, depth, tilt).nan_to_num(0.0, neginf=-math.inf)
+    visits = visit_scores(scores, parents, depth, draft_bonus).nan_to_num(0.0, neginf=-math.inf)
     if held is None:
         return visits.sort(descending=True, stable=True).indices[:, :nodes]
     kept = visits.masked_fill(held, math.inf).sort(descending=True, stable=True).indices[:, :nodes].sort().values

@@ -154,7 +154,7 @@ class DecodedTau(Curves):
             with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
                 answers = decoder.generate(prompts, rule=rule, seed=self.seed, **options)
             stats = answers.stats
-            values[f"decoded_tau/{rule}"] = stats.tau
+            values[f"decoded_tau/{rule}"] = stats.acceptance_length
             values[f"decoded_gate_open/{rule}"] = stats.gate_open_fraction
             values[f"decoded_spent/{rule}"] = stats.divergence_spent / max(stats.new_tokens, 1)
             values[f"decoded_length/{rule}"] = stats.new_tokens / len(prompts)

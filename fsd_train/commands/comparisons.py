@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import requests
@@ -22,9 +22,7 @@ from fsd_infer.targets.precision import PLAIN
 from fsd_infer.targets.target import Target
 from fsd_train.commands.export import options_of
 from fsd_train.commands.feeding import Finding, at_step
-
-if TYPE_CHECKING:
-    from fsd_train.commands.doctor import Doctor
+from fsd_train.commands.head_checks import Doctor
 
 LOST = 0.01  # loss of agreement that counts
 

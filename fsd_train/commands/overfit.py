@@ -34,11 +34,11 @@ from fsd_infer.drafters import NoDrafter
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.targets.builtin import builtin_dir, is_builtin
-from fsd_infer.targets.loading import parse_dtype
+from fsd_infer.targets.placing import parse_dtype
 from fsd_infer.targets.target import Target
-from fsd_train.commands.doctor import STEPS, Doctor
 from fsd_train.commands.export import target_facts
 from fsd_train.commands.feeding import Finding, at_step
+from fsd_train.commands.head_checks import STEPS, Doctor
 from fsd_train.commands.new_recipe import recipe_for
 from fsd_train.data.answers import encode_row
 

@@ -26,8 +26,8 @@ from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.weights import INDEX, SINGLE
 from fsd_infer.targets.loading import BUILTIN_TARGETS, is_builtin
 from fsd_infer.targets.target import Target
-from fsd_train.commands.doctor import accepted_shares, runs_of
 from fsd_train.commands.export import record_of, target_of
+from fsd_train.commands.head_checks import accepted_shares, runs_of
 from fsd_train.repository import find
 
 TEMPLATE = Path(__file__).with_name("card.md.in")
@@ -114,7 +114,7 @@ def measured(head: EagleHead, target: Target, args: argparse.Namespace) -> dict[
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     decoder = FuzzyDecoder(target, EagleDrafter(head, target, shape))
     asked: list[Any] = [row.messages for row in rows]
-    tau = decoder.generate(asked, **options).stats.tau
+    tau = decoder.generate(asked, **options).stats.acceptance_length
     if not tau >= LEAST_TAU:
         raise CheckpointError(
             f"{args.directory} has an acceptance length of {tau:.2f} with {target.name}, where 1 means no draft. "

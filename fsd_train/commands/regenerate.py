@@ -31,8 +31,9 @@ from fsd_core.text.row_check import RowCheck, listing_of
 from fsd_core.text.rows import read_jsonl, rows_digest
 from fsd_core.text.templates import fields_of
 from fsd_infer.decoder import FuzzyDecoder
-from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config, parse_dtype
+from fsd_infer.targets.loading import builtin_dir, is_builtin, load_config
 from fsd_infer.targets.masks import max_positions
+from fsd_infer.targets.placing import parse_dtype
 from fsd_train import LONGEST
 from fsd_train.commands.fit import read_recipe, target_kwargs_of
 from fsd_train.data.backends import RULE, AnswerBackend, EndpointBackend, LocalBackend

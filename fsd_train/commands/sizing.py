@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fsd_bench.estimate import planned_head
-from fsd_bench.planned import EXPERTS, Sizes, count_weights, planned_target, sizes_of
+from fsd_bench.planned import EXPERTS, ModelSizes, count_weights, planned_target, sizes_of
 from fsd_bench.roofline import MemoryItem
 from fsd_core.errors import DataError
 from fsd_infer.heads.head import EagleHead
@@ -28,7 +28,7 @@ LARGEST = GPUS[-1]
 
 
 @dataclass(frozen=True)
-class TrainingFacts(Sizes):
+class TrainingFacts(ModelSizes):
     """The sizes of a target that determine its recipe, and the target itself, without values."""
 
     target: Target = field(kw_only=True)

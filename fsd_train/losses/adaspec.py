@@ -12,8 +12,8 @@ from fsd_train.losses.base import (
     LOSSES,
     DraftBatch,
     Loss,
+    LossIndex,
     LossOutput,
-    Rows,
     Schedule,
     as_loss,
     batch_mean,
@@ -23,7 +23,7 @@ from fsd_train.losses.rows import RowFunction, chunked_rows, divergence_rows
 from fsd_train.types import PositiveInt, Share
 
 
-def largest(values: Tensor, rows: Rows, keep: float) -> Tensor:
+def largest(values: Tensor, rows: LossIndex, keep: float) -> Tensor:
     """Mark the rows with the largest values of their step.
 
     Args:

@@ -82,7 +82,7 @@ class LMHead:
 
 
 @dataclass(frozen=True)
-class Rows:
+class LossIndex:
     """The supervised rows of a batch: R drafts, each of one chain step at one of N positions, sorted by position.
 
     A row at position i predicts token i+2 from the estimate of feature i+1 (:mod:`fsd_train.models.unroll` defines the
@@ -112,7 +112,7 @@ class Rows:
     total: Tensor
     chain_total: Tensor
 
-    def to(self, device: torch.device) -> Rows:
+    def to(self, device: torch.device) -> LossIndex:
         """Copy to a device without waiting for it: integers in one transfer, other numbers in another."""
         moved: dict[str, Any] = {}
         for names in (("position", "feature", "step", "chains"), ("weight", "stands_for", "total", "chain_total")):
@@ -153,7 +153,7 @@ class DraftBatch:
 
     estimates: Tensor
     features: Tensor
-    rows: Rows
+    rows: LossIndex
     head: LMHead
     feature_scale: Tensor | None = None
     own_head: LMHead | None = None
@@ -278,12 +278,12 @@ def has_feature_term(loss: Loss) -> bool:
     return bool(loss.w_feature) or any(map(has_feature_term, loss.parts))
 
 
-def weighted_mean(values: Tensor, rows: Rows) -> Tensor:
+def weighted_mean(values: Tensor, rows: LossIndex) -> Tensor:
     """Return the scalar Σ w·x / total of values [R]: the batch's part of the mean over an optimizer step's rows."""
     return (values * rows.weight).sum() / rows.total.clamp_min(TINY)
 
 
-def batch_mean(values: Tensor, rows: Rows) -> Tensor:
+def batch_mean(values: Tensor, rows: LossIndex) -> Tensor:
     """Return the scalar Σ w·x / Σ w of values [R] over a batch's own rows, detached, for logs; 0 without rows."""
     return (values.detach() * rows.weight).sum() / rows.weight.sum().clamp_min(TINY)
 

@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric, Metric
 from fsd_core.divergence import divergence, reduced
 from fsd_core.errors import DataError
 from fsd_infer.rules import Exact, Fuzzy, parse_rule
-from fsd_train.losses.base import DraftBatch, LMHead, Rows
+from fsd_train.losses.base import DraftBatch, LMHead, LossIndex
 from fsd_train.losses.fsd import expected_length
 from fsd_train.losses.rows import blocks
 
@@ -21,7 +21,7 @@ DEFAULT_RULES = ("exact", "fuzzy:js:0.3")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DraftAgreement:
     """Comparison of drafter and target at every row, [R] each.
 
     Attributes:
@@ -42,7 +42,7 @@ def compare(
     draft_ids: Tensor | None,
     divergences: Sequence[str] = (),
     chunk_size: int | None = None,
-) -> Comparison:
+) -> DraftAgreement:
     """Compare drafter and target over the target's whole vocabulary; q is 0 outside the draft vocabulary.
 
     A rule's gate sees these raw distributions in decoding, while losses renormalise p within the draft vocabulary.
@@ -82,7 +82,7 @@ def compare(
                 values[here] = measure(lumped[at], log_q, log_probs=True)
             else:
                 values[here] = measure.with_reduced_drafter(p[at], q, draft_ids)
-    return Comparison(agree, overlap, distances)
+    return DraftAgreement(agree, overlap, distances)
 
 
 class StepMean(Metric):
@@ -160,7 +160,7 @@ class ValidationMetrics(nn.Module):
         self._named.update({name: mean_metric() for name in means})
         self.metrics = nn.ModuleList(self._named.values())  # they move with the module
 
-    def update(self, seen: Comparison, rows: Rows, loss: Tensor) -> None:
+    def update(self, seen: DraftAgreement, rows: LossIndex, loss: Tensor) -> None:
         """Add a batch's rows, their :func:`compare`, and the batch's loss."""
         self._named["loss"].update(loss.expand(len(rows.position)))
         self._named["agreement"].update(seen.agree, rows.step)

@@ -91,7 +91,7 @@ def blocks(ends: Sequence[int], size: int) -> list[Block]:
     """Divide the rows into blocks of whole positions.
 
     Args:
-        ends: as in :class:`fsd_train.losses.base.Rows`.
+        ends: as in :class:`fsd_train.losses.base.LossIndex`.
         size: most rows of a block with more than one position.
     """
     pieces, first = [], 0

@@ -30,7 +30,7 @@ from fsd_infer.heads.weights import SINGLE
 from fsd_infer.targets.target import Target
 from fsd_train.data.packs import on_host
 from fsd_train.losses import DraftBatch, LMHead
-from fsd_train.losses.base import TINY, Rows
+from fsd_train.losses.base import TINY, LossIndex
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.start import choose_draft_ids
 from fsd_train.models.unroll import supervised
@@ -307,7 +307,7 @@ class BlockPlan:
 
     roots: Tensor
     source: Tensor
-    rows: Rows
+    rows: LossIndex
 
 
 def plan_blocks(loss_mask: Tensor, size: int, most: int, decay: float, generator: torch.Generator) -> BlockPlan:
@@ -338,5 +338,7 @@ def plan_blocks(loss_mask: Tensor, size: int, most: int, decay: float, generator
     whole = there.all(1)
     ends = [0, *torch.bincount(feature, minlength=len(position)).cumsum(0).tolist()]
     total = weight.sum().clamp_min(TINY)
-    rows = Rows(position, feature, slot, weight, row[whole].T, torch.ones(int(whole.sum())), ends, total, whole.sum())
+    rows = LossIndex(
+        position, feature, slot, weight, row[whole].T, torch.ones(int(whole.sum())), ends, total, whole.sum()
+    )
     return BlockPlan(chosen + 1, block * size + slot, rows)

@@ -23,7 +23,7 @@ from fsd_train.data.packs import on_host
 from fsd_train.data.recording import FeatureWriter
 from fsd_train.data.serving import warn_of_differences
 from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
-from fsd_train.losses.base import Rows
+from fsd_train.losses.base import LossIndex
 from fsd_train.losses.confidence import with_confidence
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
 from fsd_train.models.compiled import CompiledLayers
@@ -300,7 +300,7 @@ class DistillationModule(RunModule, ABC):
         self._log_step(out, drafts.rows)
         return out.loss
 
-    def _log_step(self, out: LossOutput, rows: Rows) -> None:
+    def _log_step(self, out: LossOutput, rows: LossIndex) -> None:
         """Log a batch's loss, its parts and agreements; loss and agreements cover all ranks at log steps."""
         steps = self.unroll_steps if self.steps_differ else 1
         seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks, agreeing rows, counted rows

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fsd_core.tensors import to_device
 from fsd_infer.heads.head import EagleHead
-from fsd_train.losses.base import Rows
+from fsd_train.losses.base import LossIndex
 from fsd_train.models.compiled import fixed
 from fsd_train.packed import TextMask, attending
 
@@ -123,7 +123,7 @@ class ChainIndex:
 
     roots: Tensor
     source: Tensor
-    rows: Rows
+    rows: LossIndex
 
 
 def plan_chains(
@@ -177,7 +177,7 @@ def plan_chains(
     # [S, C] place among the N of each step of a chain; a free slot has any
     at = torch.searchsorted(position, starts + torch.arange(steps)[:, None]).clamp_max(len(position) - 1)
     total, chain_total = totals(wanted.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
-    planned = Rows(
+    planned = LossIndex(
         position,
         feature=feature,
         step=step,
@@ -204,7 +204,7 @@ def totals(counts: Tensor | np.ndarray, steps: int, decay: float) -> tuple[Tenso
 
 def plan_positions(
     loss_mask: Tensor, steps: int, decay: float = 1.0, supervised_rows: np.ndarray | None = None, slots: bool = False
-) -> Rows:
+) -> LossIndex:
     """Return the rows for a drafter whose drafts do not depend on the step: one per position, with summed weights.
 
     Arguments as of :func:`plan_chains`.
@@ -224,4 +224,4 @@ def plan_positions(
     if not slots:
         inside, represented = inside[:, represented > 0], represented[represented > 0]
     total, chain_total = totals(counted.sum(1) if supervised_rows is None else supervised_rows, steps, decay)
-    return Rows(position, numbers, zeros, weight, inside, represented, ends, total, chain_total)
+    return LossIndex(position, numbers, zeros, weight, inside, represented, ends, total, chain_total)

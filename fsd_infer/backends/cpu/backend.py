@@ -9,6 +9,7 @@ from torch import nn
 from fsd_core.errors import KernelsError
 from fsd_infer.backends.base import Backend
 from fsd_infer.backends.cpu import functions
+from fsd_infer.backends.cpu.head_step import CpuHeadStep
 from fsd_infer.backends.cpu.kernels import found, kernels
 from fsd_infer.backends.cpu.losses import say_what_is_lost
 from fsd_infer.backends.cpu.packing import (
@@ -61,4 +62,4 @@ class CpuBackend(Backend):
         return unpack(model)
 
     def stack_for(self, owner: StackOwner) -> Stack:
-        return CpuStack.of(owner) or owner.plain_stack
+        return CpuStack.of(owner, CpuHeadStep.of) or owner.plain_stack

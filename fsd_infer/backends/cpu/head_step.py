@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsd_infer.backends.cpu.kernels import address_of
 from fsd_infer.backends.cpu.packing import Packed, packed_of
 from fsd_infer.backends.cpu.stack import CpuStack
-from fsd_infer.backends.cpu.structs import Head, Linear, Step
+from fsd_infer.backends.cpu.structs import Head, HeadStepArguments, Linear
 from fsd_infer.backends.families import hooks_of, is_hooked
 from fsd_infer.targets.stack import HeadParts
 
@@ -88,7 +88,7 @@ class CpuHeadStep:
         extra = 0 if more is None else len(more)
         logits = features.new_empty(batch, count, lm_head.columns + extra)
         call = stack.call(x, positions, [visible] * stack.number, cache)
-        step = Step(
+        step = HeadStepArguments(
             ids=tokens.data_ptr() if embeds is None else None,
             embeds=address_of(embeds),
             features=features.data_ptr(),

@@ -32,7 +32,7 @@ from fsd_core.errors import KernelsError
 from fsd_infer.backends.cpu.codebooks import rewritten
 from fsd_infer.backends.cpu.pages import zeroed
 from fsd_infer.backends.cpu.sets import VARIABLE, wanted
-from fsd_infer.backends.cpu.structs import Forward, Head, Linear, Mixing, StackStruct, Step, Tree
+from fsd_infer.backends.cpu.structs import Forward, Head, HeadStepArguments, Linear, Mixing, StackStruct, Tree
 from fsd_infer.device.cores import team_size
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "scratch": (c_int64, POINTER(StackStruct), POINTER(Forward)),
     "row_statistics": (None, *_ROWS, c_int64, *[c_void_p] * 3, c_int),
     "row_entropies": (None, *_ROWS, c_int64, c_void_p, c_int),
-    "head_step": (c_int64, POINTER(StackStruct), POINTER(Forward), POINTER(Head), POINTER(Step)),
+    "head_step": (c_int64, POINTER(StackStruct), POINTER(Forward), POINTER(Head), POINTER(HeadStepArguments)),
     "rows": (c_int64, POINTER(Linear), c_void_p, c_int64, c_int, c_void_p, c_int),
     "block_bytes": (c_int64, *[c_int64] * 3),
     "block_pack": (c_int64, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int),
@@ -264,7 +264,7 @@ class Kernels:
         if self._library.fsd_stack_forward(stack, forward):
             raise IndexError(f"slots or positions beyond a cache with {forward.capacity} slots.")
 
-    def head_step(self, stack: StackStruct, forward: Forward, head: Head, step: Step) -> None:
+    def head_step(self, stack: StackStruct, forward: Forward, head: Head, step: HeadStepArguments) -> None:
         """Run a draft head's step. Sets ``forward.scratch`` and raises as :meth:`stack`, also for a wrong id."""
         self._give_scratch(stack, forward)
         if self._library.fsd_head_step(stack, forward, head, step):

@@ -108,7 +108,8 @@ class Packed:
         """Convert the weight to fp8 with a scale per output. Does nothing if our kernels cannot read the weight.
 
         Numbers have a sign, three exponent bits and four mantissa bits. The error is at most 1/33 of a number, or for
-        small ones 1/248 of the largest in its output. This is for drafters, whose drafts change no law of `exact`.
+        small ones 1/248 of the largest in its output. This is for drafters, whose drafts change no distribution of
+        `exact`.
         """
         if self.native is None or self.kernels is None or self.scales is not None or self.kind:
             return

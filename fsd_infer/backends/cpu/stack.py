@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_void_p
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ from fsd_infer.targets.stack import HeadParts, HeadStep, Outputs, Stack, StackOw
 
 # most slots that many tokens may attend to, by set of kernels: above, torch is faster
 MOST_SLOTS = {"avx2": 2048, "avx512": 512, "amx": 2048}
+
+
+HeadSteps = Callable[["CpuStack", HeadParts, nn.Module, nn.Module], HeadStep | None]
 
 
 class Call(NamedTuple):
@@ -50,9 +53,12 @@ class CpuStack(Stack):
         compiled: the kernels.
         layers: the layers as the kernels' structs.
         held: tensors whose addresses ``layers`` holds.
+        head_steps: makes the step of a draft head over these layers.
     """
 
-    def __init__(self, owner: StackOwner, compiled: Kernels, layers: Sequence[Layer], held: list[Any]) -> None:
+    def __init__(
+        self, owner: StackOwner, compiled: Kernels, layers: Sequence[Layer], held: list[Any], head_steps: HeadSteps
+    ) -> None:
         decoder: Any = owner.decoder
         self.fallback, self.norm = owner.plain_stack, owner.final_norm
         self._first: Any = decoder.layers[0]
@@ -62,7 +68,7 @@ class CpuStack(Stack):
         self.number, self.width, self.rotary = len(layers), int(attention.head_dim), decoder.rotary_emb
         self.key_heads = layers[0].key.columns // self.width
         self.epsilon: float = self._first.post_attention_layernorm.variance_epsilon
-        self.kernels, self._held = compiled, held
+        self.kernels, self._held, self._head_steps = compiled, held, head_steps
         self.struct = StackStruct(
             layers=(Layer * self.number)(*layers),
             number=self.number,
@@ -81,8 +87,8 @@ class CpuStack(Stack):
         self._hooks = hooks_of(decoder.layers)
 
     @classmethod
-    def of(cls, owner: StackOwner) -> CpuStack | None:
-        """Return the stack of a target or head, or None if the kernels do not know its layers."""
+    def of(cls, owner: StackOwner, head_steps: HeadSteps) -> CpuStack | None:
+        """Return the stack of a target or head, or None if the kernels do not know its layers. Arguments as above."""
         decoder, compiled = owner.decoder, kernels()
         layers: Any = getattr(decoder, "layers", None)
         rotary: Any = getattr(decoder, "rotary_emb", None)
@@ -96,7 +102,7 @@ class CpuStack(Stack):
         sizes = {(layer.down.columns, layer.down.depth, layer.query.columns, layer.key.columns) for layer in known}
         if len(known) < len(layers) or len(sizes) > 1 or not owner.lm_head_is_plain:
             return None
-        return cls(owner, compiled, known, held)
+        return cls(owner, compiled, known, held, head_steps)
 
     @property
     def norms(self) -> bool:
@@ -105,9 +111,7 @@ class CpuStack(Stack):
 
     def head_step(self, head: HeadParts, embeddings: nn.Module, lm_head: nn.Module) -> HeadStep | None:
         """See :meth:`fsd_infer.targets.stack.Stack.head_step`."""
-        from fsd_infer.backends.cpu.head_step import CpuHeadStep
-
-        return CpuHeadStep.of(self, head, embeddings, lm_head)
+        return self._head_steps(self, head, embeddings, lm_head)
 
     def takes(self, visible: Tensor) -> bool:
         """Return whether the kernels are fastest for a mask [B, M, S]; above their limits torch is."""

@@ -63,7 +63,7 @@ class Head(Structure):
     ]
 
 
-class Step(Structure):
+class HeadStepArguments(Structure):
     """``fsd_step`` of kernels.cpp."""
 
     _fields_ = [

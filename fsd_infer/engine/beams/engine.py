@@ -15,8 +15,9 @@ from fsd_core.tensors import at_nodes, lists, padded, to_device
 from fsd_infer.device.clock import clock_of
 from fsd_infer.device.cores import Team
 from fsd_infer.device.memory import check_caches
-from fsd_infer.drafters.base import Drafter, DraftRequest, NoDrafter
+from fsd_infer.drafters.base import Drafter, NoDrafter
 from fsd_infer.drafters.frontier import Frontier
+from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.engine import Outcome, Request
 from fsd_infer.engine.beams.options import BeamOptions, can_draft, check_beam_request, filled
 from fsd_infer.engine.beams.plan import Planner

@@ -33,8 +33,8 @@ _RANGES = {
 class BeamOptions:
     """Options of speculative beams.
 
-    The first three change only the number of target forwards. The others belong to beam sampling and change its law,
-    see docs/decoding.md.
+    The first three change only the number of target forwards. The others belong to beam sampling and change its
+    distribution, see docs/decoding.md.
 
     Attributes:
         depth: search steps drafted per round; 0: none (default: by device).

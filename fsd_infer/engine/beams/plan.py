@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fsd_infer.drafters.base import DraftSession
 from fsd_infer.drafters.frontier import NOTHING, Frontier
+from fsd_infer.drafters.session import DraftSession
 from fsd_infer.engine.beams.options import BeamOptions
 from fsd_infer.engine.beams.sampling import Draw, arrivals
 from fsd_infer.engine.beams.search import Beam, Search, Terms

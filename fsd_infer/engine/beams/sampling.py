@@ -9,7 +9,7 @@ weights sees the same candidates arrive first.
 keeps the most beams that are all drafted with a given probability. A fixed set of simulated races estimates that
 probability. A race has arrival times by the target's and by the drafter's weights, and chooses nodes as drafting does.
 The races are the same for every step and seed, and independent of the draws of beams. So the width is a function of the
-two models' distributions. Given the width, the draws have the law of beam sampling with that width.
+two models' distributions. Given the width, the draws have the distribution of beam sampling with that width.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""A CPU "backend" for Triton: nothing is compiled, kernels run in Triton's interpreter. For tests of laws alone."""
+"""A CPU "backend" for Triton: nothing is compiled, kernels run in Triton's interpreter. For tests of distributions
+alone.
+"""

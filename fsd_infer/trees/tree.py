@@ -41,7 +41,8 @@ class DraftTree:
             padding.
         q_logits: [B, I, Vd] the drafter's raw next-token logits (I may be 0).
         q_index: [B, N] each node's row of ``q_logits``. -1 where q is unknown: at nodes without children, and below
-            drafters without distributions (n-gram lookup). There gates stay closed and the law is the target's.
+            drafters without distributions (n-gram lookup). There gates stay closed and the distribution is the
+            target's.
         draft_ids: [Vd] target id of each drafter vocabulary entry, in any order; None if Vd = V.
         q_scores: [B, I, Vd] logits of the distributions from which children were *drawn*, after the request's
             processors and without the tokens of fixed children. None if all children are a function of the context

@@ -1,4 +1,4 @@
-"""One law in Python, on the command line, in the server and in regenerate: no generation config shapes it."""
+"""One distribution in Python, on the command line, in the server and in regenerate: no generation config shapes it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def warpers(monkeypatch: pytest.MonkeyPatch) -> list[Warpers]:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 7, "top_p": 0.9}])
-def test_every_way_to_ask_has_the_same_law(
+def test_every_way_to_ask_has_the_same_distribution(
     sampling: dict[str, Any], shaped: Path, warpers: list[Warpers], tmp_path: Path
 ) -> None:
     """Beside the request's own options nothing counts: neither the model's config nor transformers' top-k of 50."""

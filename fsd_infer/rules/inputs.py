@@ -13,12 +13,11 @@ from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError
 from fsd_core.former import say
 from fsd_core.tensors import wide
-from fsd_infer.rules.contexts import Contexts
-from fsd_infer.rules.texts import Texts, in_sentence, inside, known
+from fsd_infer.rules.texts import TokenHistory, in_sentence, inside, known
 from fsd_infer.rules.verification import Verification
 
 
-class Evidence:
+class RuleInputs:
     """All trees of a round. Quantities are [B, N] unless stated otherwise, and computed on first use.
 
     A node is two things: a *draft*, its token as a child of its parent, and a *context*, at which the next token is
@@ -31,7 +30,8 @@ class Evidence:
     Attributes:
         tree: the drafts.
         greedy: temperature 0.
-        sampled: whether drafts were drawn from q. Then the law of a context must be decided before the draws below it.
+        sampled: whether drafts were drawn from q. Then the distribution of a context must be decided before the draws
+            below it.
         is_chain: whether all of them were, so that they form a chain.
     """
 
@@ -118,7 +118,7 @@ class Evidence:
     @property
     def regret(self) -> Tensor:
         """:attr:`logprob_gap`, which had this name."""
-        say("Evidence.regret", "it is now Evidence.logprob_gap")
+        say("RuleInputs.regret", "it is now RuleInputs.logprob_gap")
         return self.logprob_gap
 
     @cached_property
@@ -183,7 +183,7 @@ class Evidence:
 
     @cached_property
     def chance(self) -> Tensor:
-        """Probability that each draft is emitted (a drawn one: passes) under the law p. At temperature 0 bool."""
+        """Probability that each draft is emitted (a drawn one: passes) under p. At temperature 0 bool."""
         if self.greedy:
             return (self.tree.tokens == self.above(self.likeliest)) & self.tree.is_draft
         p = self.log_p.to(wide(self.log_p.device)).exp()
@@ -196,24 +196,24 @@ class Evidence:
             tv = functional.divergence_rows(self.round.scores, tree.q_scores, divergence("tv"), tree.draft_ids, index)
         return self.tested(p, self.log_p, tv)
 
-    def tested(self, law: Tensor, log_law: Tensor, residual: Tensor) -> Tensor:
-        """Probability that each draft is emitted (a drawn one: passes) under any law r, above temperature 0.
+    def tested(self, r: Tensor, log_r: Tensor, residual: Tensor) -> Tensor:
+        """Probability that each draft is emitted (a drawn one: passes) under any distribution r, above temperature 0.
 
         A drawn draft y is tested first and passes with probability min(1, r(y)/q(y)), with q the distribution that it
         was drawn from. Otherwise the token is drawn from (r - q)+ and may be another child (arXiv:2502.18779).
 
         Args:
-            law: [B, N] r of each draft.
-            log_law: [B, N] its logarithm.
+            r: [B, N] of each draft.
+            log_r: [B, N] its logarithm.
             residual: [B, N] Σ (r - q)+ of each context with a drawn child and others.
         """
-        passes = (log_law - self.log_q).clamp_max(0.0).to(law.dtype).exp().masked_fill(~self.is_drawn, 0.0)
+        passes = (log_r - self.log_q).clamp_max(0.0).to(r.dtype).exp().masked_fill(~self.is_drawn, 0.0)
         if self.is_chain:
             return passes
         fails = 1.0 - self.above(self.total(passes))
-        rest = (law - self.log_q.to(law.dtype).exp()).clamp_min(0.0)
-        rest = rest / self.above(residual).to(law.dtype).clamp_min(1e-30)
-        fixed = torch.where(self.above(self.draws), fails * rest, law).clamp_max(1.0)
+        rest = (r - self.log_q.to(r.dtype).exp()).clamp_min(0.0)
+        rest = rest / self.above(residual).to(r.dtype).clamp_min(1e-30)
+        fixed = torch.where(self.above(self.draws), fails * rest, r).clamp_max(1.0)
         return torch.where(self.is_drawn, passes, fixed)
 
     def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
@@ -247,7 +247,7 @@ class Evidence:
         return self.round.uniforms[..., column]
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> TokenHistory:
         """Each batch row's prompt and answer so far. Raises FsdError if the round has none."""
         if self.round.texts is None:
             raise FsdError("this rule reads prompt and answer; pass texts in Verification.")
@@ -275,18 +275,8 @@ class Evidence:
     def inside(self, phase: str) -> Tensor:
         """bool; whether the token after the context is in a phase, see :mod:`fsd_infer.rules.texts`."""
         if phase not in self.texts.markers:
-            raise FsdError(f"only_in={phase}: the texts have no markers for it; pass them to Texts.")
+            raise FsdError(f"only_in={phase}: the texts have no markers for it; pass them to TokenHistory.")
         return inside(self.texts, self.tree, *self.texts.markers[phase])
-
-    @cached_property
-    def whole(self) -> Contexts:
-        """All contexts in order, R = B·N."""
-        return self.all_of(torch.arange(self.tree.tokens.shape[0], device=self.nodes.device), whole=True)
-
-    def all_of(self, rows: Tensor, whole: bool = False) -> Contexts:
-        """All contexts of these rows, in order."""
-        count = self.nodes.shape[0]
-        return Contexts(self, rows[:, None].expand(-1, count).flatten(), self.nodes.repeat(rows.shape[0]), whole)
 
     def unfit(self, reads_q: bool) -> dict[str, Tensor]:
         """Return by source, [B, N] bool, whether logits are NaN, +inf or all -inf; see :attr:`Verdict.faults`.

@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 
-from tests import vllm_laws
-from tests.vllm_laws import ALLOWED, CASES, FUZZY, NEEDS_VLLM, NGRAM, PROMPT, Case, Toy, flat_target, greedy_answer
+from tests import vllm_distributions
+from tests.vllm_distributions import (
+    ALLOWED,
+    CASES,
+    FUZZY,
+    NEEDS_VLLM,
+    NGRAM,
+    PROMPT,
+    Case,
+    Toy,
+    flat_target,
+    greedy_answer,
+)
 
 SAMPLES, MEASURED = 200, CASES[:4]
 RULES = [
@@ -51,10 +62,12 @@ def engine(target: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers(engine: dict[str, Any]) -> dict[str | Case, list[list[int]]]:
-    """Of one engine with 16 slots: forty greedy requests under several rules, exact ones, then samples for each law."""
+    """Of one engine with 16 slots: forty greedy requests under several rules, exact ones, then samples for each
+    distribution.
+    """
     batches: list[Any] = [[[greedy(n) for n in range(40)], PROMPTS], [[sampled(n) for n in range(16)], PROMPTS[:16]]]
     batches += [[case.params(), [PROMPT] * SAMPLES] for case in MEASURED]
-    found, _ = vllm_laws.run({**engine, "logits_processors": FUZZY}, batches)
+    found, _ = vllm_distributions.run({**engine, "logits_processors": FUZZY}, batches)
     return dict(zip(["greedy", "sampled", *MEASURED], found, strict=True))
 
 
@@ -71,7 +84,7 @@ def test_requests_come_and_go_each_with_its_own_rule(target: Path, answers: dict
 def test_preempted_requests_go_on(target: Path, engine: dict[str, Any], answers: dict[Any, Any]) -> None:
     """Exact answers are the same; lossy ones depend on where rounds begin, and a preemption begins another."""
     small = {**engine, "logits_processors": FUZZY, "block_size": 32, "num_gpu_blocks_override": 12}
-    (found,), preempted = vllm_laws.run(small, [[[greedy(n) for n in range(40)], PROMPTS]])
+    (found,), preempted = vllm_distributions.run(small, [[[greedy(n) for n in range(40)], PROMPTS]])
     assert preempted > 0
     assert [len(answer) for answer in found] == LENGTHS
     assert all(found[n] == answers["greedy"][n] for n in range(40) if n % 8 < 2)
@@ -79,11 +92,13 @@ def test_preempted_requests_go_on(target: Path, engine: dict[str, Any], answers:
 
 def test_exact_requests_are_not_touched(engine: dict[str, Any], answers: dict[Any, Any]) -> None:
     """Without a rule: the tokens of a vLLM without the processor, whatever else it does to logits."""
-    (found,), _ = vllm_laws.run(engine, [[[sampled(n) for n in range(16)], PROMPTS[:16]]])
+    (found,), _ = vllm_distributions.run(engine, [[[sampled(n) for n in range(16)], PROMPTS[:16]]])
     assert answers["sampled"] == found
 
 
 @pytest.mark.parametrize("case", MEASURED)
-def test_laws_by_vllms_sampler_are_those_of_enumeration(case: Case, target: Path, answers: dict[Any, Any]) -> None:
-    found = vllm_laws.compare(Toy(target), case, answers[case])
+def test_distributions_by_vllms_sampler_are_those_of_enumeration(
+    case: Case, target: Path, answers: dict[Any, Any]
+) -> None:
+    found = vllm_distributions.compare(Toy(target), case, answers[case])
     assert found["tv_to_law"] < found["noise"] < found["tv_to_p"], found

@@ -16,14 +16,14 @@ from scipy.optimize import minimize
 from scipy.special import rel_entr, softmax
 from torch import Tensor
 
-from fsd_infer.drafters.base import DraftRequest
 from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.growth import TreeSession
-from fsd_infer.rules import Evidence, Texts, Verification, parse_rule
+from fsd_infer.drafters.session import DraftRequest
+from fsd_infer.rules import RuleInputs, TokenHistory, Verification, VocabRows, parse_rule
 from fsd_infer.rules._walk import _Walk
-from fsd_infer.rules.laws import clipped, least_divergent, passed
-from fsd_infer.tree import DraftTree, Draws
+from fsd_infer.rules.optimal import clipped, least_divergent, passed
 from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree, Draws
 from fsd_infer.trees.visits import likeliest
 from tests.tree_rounds import masked
 
@@ -88,7 +88,7 @@ class Session(TreeSession):
         self.toy, self.q = toy, q
         self.shape = replace(toy.shape, width=min(toy.shape.width, q.shape[1]))
         self.drafter = SimpleNamespace(vocabulary=q.shape[1])  # type: ignore[assignment]
-        self.device, self.tilt, self.lengths = torch.device("cpu"), 0.0, torch.zeros(1, dtype=torch.long)
+        self.device, self.draft_bonus, self.lengths = torch.device("cpu"), 0.0, torch.zeros(1, dtype=torch.long)
         self.cache = SimpleNamespace(after_text=lambda *_: (None, None))  # type: ignore[assignment]
         self.request = DraftRequest(1, 9, False, toy.process, None, draws=Draws.TREE)
         self._visits, self._drawing = torch.zeros(0), None
@@ -169,28 +169,30 @@ def round_of(toy: Grown) -> tuple[Verification, Tensor, Tensor]:
     logits = toy.logits[0][where]
     uniforms = torch.rand(*where.shape, 3, generator=torch.Generator().manual_seed(toy.seed))
     uniforms[..., 2] = uniforms[:1, :1, 2]  # the coins of gates are no draws of the tree
-    texts = Texts(tree.tokens[:, :1].tolist(), markers={})
+    texts = TokenHistory(tree.tokens[:, :1].tolist(), markers={})
     round = Verification(tree, logits, toy.process(logits), False, uniforms, None, toy.process_draft, texts)
     return round, torch.tensor(chances, dtype=torch.double), where
 
 
-def emissions(rule: str, toy: Grown) -> tuple[Evidence, Tensor, Tensor, Tensor, Tensor]:
-    """Evidence, the law that a rule states [B, N, V], its cost [B, N], and what its walk does at each node: [B, N, V]
-    chances to emit each token, and [B, N] to get there."""
+def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor, Tensor]:
+    """RuleInputs, the distribution that a rule states [B, N, V], its cost [B, N], and what its walk does at each node:
+    [B, N, V] chances to emit each token, and [B, N] to get there."""
     round, _, _ = round_of(toy)
-    evidence, parsed = Evidence(round), parse_rule(rule)
-    law = parsed.charged_law(evidence)
+    inputs, parsed = RuleInputs(round), parse_rule(rule)
+    distribution = parsed.restricted_output(inputs)
     rows = list(range(len(round.tree.tokens)))
     budget = None if parsed.budget is None else torch.full((len(rows),), parsed.budget, dtype=torch.double)
-    walk = _Walk(evidence, [(law, rows)], budget)
+    walk = _Walk(inputs, [(distribution, rows)], budget)
     pays, _, _ = walk._taken()
-    tree = evidence.tree
-    stated = torch.where(pays[..., None], law.log_probs(evidence), evidence.whole.log_p.view_as(round.logits).double())
-    chance = torch.where(evidence.above(pays), walk.open, walk.closed).double().masked_fill(~tree.is_draft, 0.0)
+    tree = inputs.tree
+    stated = torch.where(
+        pays[..., None], distribution.log_probs(inputs), VocabRows.every(inputs).log_p.view_as(round.logits).double()
+    )
+    chance = torch.where(inputs.above(pays), walk.open, walk.closed).double().masked_fill(~tree.is_draft, 0.0)
     emits = torch.zeros_like(stated)
     for node in range(tree.tokens.shape[1]):
         weights = walk._weights(torch.full_like(tree.parents[:, :1], node), pays).double()
-        left = (1.0 - evidence.total(chance)[:, node, None]).clamp_min(0.0)
+        left = (1.0 - inputs.total(chance)[:, node, None]).clamp_min(0.0)
         emits[:, node] = left * weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
     batch, drafts = tree.is_draft.nonzero(as_tuple=True)
     emits.index_put_((batch, tree.parents[batch, drafts], tree.tokens[batch, drafts]), chance[batch, drafts], True)
@@ -198,7 +200,7 @@ def emissions(rule: str, toy: Grown) -> tuple[Evidence, Tensor, Tensor, Tensor, 
     for node in range(1, tree.tokens.shape[1]):
         reach[:, node] = reach.gather(1, tree.parents[:, node : node + 1])[:, 0] * chance[:, node]
     cost = torch.zeros_like(chance) if walk.cost is None else walk.cost.masked_fill(~pays, 0.0)
-    return evidence, stated.exp(), cost, emits, reach
+    return inputs, stated.exp(), cost, emits, reach
 
 
 def shape(*sizes: Any) -> TreeShape:
@@ -226,25 +228,25 @@ TOYS = {
 
 @pytest.mark.parametrize("name", TOYS)
 def test_no_draw_shifts_what_a_context_emits(name: str) -> None:
-    """Averaged over the draws, each context that is reached emits by the law that the rule states there.
+    """Averaged over the draws, each context that is reached emits by the distribution that the rule states there.
 
-    The contexts of all trees are grouped by their text and their law. A law that depended on a draw below the context,
-    or a test with another q than the draw's, would make the average differ.
+    The contexts of all trees are grouped by their text and their distribution. A distribution that depended on a draw
+    below the context, or a test with another q than the draw's, would make the average differ.
     """
     toy = TOYS[name]
     round, probability, where = round_of(toy)
     assert abs(float(probability.sum()) - 1) < 1e-5 and round.tree.drawn is not None
     assert len(probability) > 1, "several trees may be drawn"
     for rule in RULES:
-        evidence, law, cost, emits, reach = emissions(rule, toy)
-        assert torch.allclose(law.sum(-1), torch.ones(()).double(), atol=1e-5)
-        p = evidence.whole.p.view_as(law).double()
-        kl = torch.where(law > 0, law * (law / p).log(), 0.0).sum(-1)
-        inner = evidence.tree.inner
+        inputs, distribution, cost, emits, reach = emissions(rule, toy)
+        assert torch.allclose(distribution.sum(-1), torch.ones(()).double(), atol=1e-5)
+        p = VocabRows.every(inputs).p.view_as(distribution).double()
+        kl = torch.where(distribution > 0, distribution * (distribution / p).log(), 0.0).sum(-1)
+        inner = inputs.tree.inner
         torch.testing.assert_close(cost[inner], kl[inner].clamp_min(0.0), atol=2e-5, rtol=1e-4, msg=f"{name} {rule}")
         seen: dict[Any, list[Any]] = defaultdict(lambda: [0.0, 0.0, None])
         for row, node in inner.nonzero().tolist():
-            r, weight = law[row, node].numpy(), float(probability[row] * reach[row, node])
+            r, weight = distribution[row, node].numpy(), float(probability[row] * reach[row, node])
             group = seen[int(where[row, node]), tuple(np.round(r, 4))]
             group[0] += weight
             group[1] += weight * emits[row, node].numpy()
@@ -271,7 +273,7 @@ def best_of(objective: Any, start: np.ndarray, limits: list[tuple[float, float]]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_laws_of_a_node_with_a_drawn_child_are_the_best(seed: int) -> None:
+def test_the_distributions_of_a_node_with_a_drawn_child_are_the_best(seed: int) -> None:
     """`tilted` accepts most for its nats, an open gate of `fuzzy` spends least of all that always accept."""
     p, q, fixed = node_of(seed)
     as_tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x))[None]  # noqa: E731
@@ -296,8 +298,8 @@ def test_the_laws_of_a_node_with_a_drawn_child_are_the_best(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_law_of_both_kinds_is_that_of_either(seed: int) -> None:
-    """Without a drawn child :func:`passed` is the law of a tree, without fixed candidates that of a chain."""
+def test_a_distribution_of_both_kinds_is_that_of_either(seed: int) -> None:
+    """Without a drawn child :func:`passed` is the distribution of a tree, without fixed candidates that of a chain."""
     generator = torch.Generator().manual_seed(seed)
     p, q = (torch.randn(2, 1, 6, generator=generator).double() * 1.5).softmax(-1)
     none, passes, fixed = torch.zeros_like(p), p >= 0.25, torch.arange(6)[None] < 2

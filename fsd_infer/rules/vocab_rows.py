@@ -1,35 +1,40 @@
-"""Distributions over the vocabulary [R, V] at R contexts of a round, for gates and dense laws."""
+"""Distributions over the vocabulary [R, V] at R contexts of a round, for gates and dense distributions."""
 
 from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fsd_core.divergence import Divergence
+from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.texts import known_tokens
 
-if TYPE_CHECKING:
-    from fsd_infer.rules.evidence import Evidence
 
-
-class Contexts:
-    """Distributions over the vocabulary at R contexts, the argument of gates and dense laws; computed on first use.
+class VocabRows:
+    """Distributions over the vocabulary at R contexts, the argument of gates and dense distributions; computed on first
+    use.
 
     Context r is node ``nodes[r]`` of the tree of batch row ``rows[r]``, [R] each.
     """
 
-    def __init__(self, evidence: Evidence, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
-        self.evidence, self.rows, self.nodes = evidence, rows, nodes
+    def __init__(self, inputs: RuleInputs, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
+        self.inputs, self.rows, self.nodes = inputs, rows, nodes
         self._whole = whole  # all nodes of all rows in order, so views replace copies
         self._known: dict[int, Tensor] = {}
 
-    def those(self, wanted: Tensor) -> Contexts:
+    @classmethod
+    def every(cls, inputs: RuleInputs, rows: Tensor | None = None) -> VocabRows:
+        """Return all contexts in order, R = B·N; or those of batch rows ``rows``."""
+        batch, nodes = inputs.tree.tokens.shape[0], inputs.nodes
+        index = torch.arange(batch, device=nodes.device) if rows is None else rows
+        return cls(inputs, index[:, None].expand(-1, len(nodes)).flatten(), nodes.repeat(len(index)), rows is None)
+
+    def those(self, wanted: Tensor) -> VocabRows:
         """The contexts that are ``wanted`` [R]; the same object for all of them. Syncs with the device."""
-        return self if bool(wanted.all()) else Contexts(self.evidence, self.rows[wanted], self.nodes[wanted])
+        return self if bool(wanted.all()) else VocabRows(self.inputs, self.rows[wanted], self.nodes[wanted])
 
     def of(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
@@ -37,17 +42,17 @@ class Contexts:
 
     def _of_drafter(self, values: Tensor) -> Tensor:
         """[B, I, ...] -> [R, ...] in fp32."""
-        return values[self.rows, self.of(self.evidence.tree.q_index).clamp_min(0)].float()
+        return values[self.rows, self.of(self.inputs.tree.q_index).clamp_min(0)].float()
 
     @cached_property
     def logits(self) -> Tensor:
         """[R, V] the target's raw logits, fp32."""
-        return self.of(self.evidence.round.logits).float()
+        return self.of(self.inputs.round.logits).float()
 
     @cached_property
     def scores(self) -> Tensor:
         """[R, V] the logits after the request's processors: ln p up to a constant."""
-        round = self.evidence.round
+        round = self.inputs.round
         return self.logits if round.scores is round.logits else self.of(round.scores).float()
 
     @cached_property
@@ -63,20 +68,20 @@ class Contexts:
     @cached_property
     def has_q(self) -> Tensor:
         """[R] bool"""
-        return self.of(self.evidence.has_q)
+        return self.of(self.inputs.has_q)
 
     @cached_property
     def q_logits(self) -> Tensor:
         """[R, Vd] the drafter's raw logits over its own vocabulary, valid where ``has_q``."""
-        return self._of_drafter(self.evidence.tree.q_logits)
+        return self._of_drafter(self.inputs.tree.q_logits)
 
     @cached_property
     def q_scores(self) -> Tensor:
         """[R, V] ln q up to a constant, over the target's vocabulary; ln p where no q is known."""
-        tree = self.evidence.tree
+        tree = self.inputs.tree
         if not tree.q_logits.shape[1]:
             return self.scores
-        scores = self.evidence.draft_scores
+        scores = self.inputs.draft_scores
         q_scores = self.q_logits if scores is tree.q_logits else self._of_drafter(scores)
         return torch.where(self.has_q[:, None], q_scores, self.scores)
 
@@ -88,20 +93,20 @@ class Contexts:
     @cached_property
     def proposal(self) -> Tensor:
         """[R, V] the distribution from which a child was drawn, 0 at contexts without a drawn child."""
-        tree = self.evidence.tree
+        tree = self.inputs.tree
         assert tree.q_scores is not None
         q = self._of_drafter(tree.q_scores).softmax(-1)
-        return self._over_all(q).masked_fill_(~self.of(self.evidence.draws)[:, None], 0.0)
+        return self._over_all(q).masked_fill_(~self.of(self.inputs.draws)[:, None], 0.0)
 
     def _over_all(self, q: Tensor) -> Tensor:
         """Return probabilities [R, Vd] of the drafter's vocabulary over the target's."""
-        ids = self.evidence.tree.draft_ids
+        ids = self.inputs.tree.draft_ids
         return q if ids is None else q.new_zeros(len(q), self.scores.shape[-1]).index_copy_(1, ids.long(), q)
 
     @cached_property
     def fixed(self) -> Tensor:
         """[R, V] bool; candidates that were fixed before any draw at or below the context, verified or not."""
-        tree, none = self.evidence.tree, torch.zeros_like(self.scores, dtype=torch.bool)
+        tree, none = self.inputs.tree, torch.zeros_like(self.scores, dtype=torch.bool)
         if tree.fixed is None:
             return none
         entries = tree.fixed[self.rows, self.of(tree.q_index).clamp_min(0)]  # [R, w]
@@ -110,27 +115,27 @@ class Contexts:
 
     def _columns(self, entries: Tensor) -> Tensor:
         """Return the columns of these entries of the drafter's vocabulary."""
-        ids = self.evidence.tree.draft_ids
+        ids = self.inputs.tree.draft_ids
         return entries if ids is None else ids[entries]
 
-    def lumped(self) -> Contexts:
+    def lumped(self) -> VocabRows:
         """Return these contexts with one column for all tokens that the drafter lacks, if it lacks any."""
-        evidence = self.evidence
-        if evidence.tree.draft_ids is None or evidence.greedy:
+        inputs = self.inputs
+        if inputs.tree.draft_ids is None or inputs.greedy:
             return self
-        return LumpedContexts(evidence, self.rows, self.nodes)
+        return LumpedVocabRows(inputs, self.rows, self.nodes)
 
-    def of_drafts(self, law: Tensor, slot: Tensor) -> Tensor:
-        """Return the probability [B, N] of each draft's token under row ``slot`` [B, N] of a law [R, V]."""
-        return law.flatten()[slot * law.shape[1] + self.evidence.tree.tokens]
+    def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
+        """Return the probability [B, N] of each draft's token under row ``slot`` [B, N] of r [R, V]."""
+        return r.flatten()[slot * r.shape[1] + self.inputs.tree.tokens]
 
-    def whole(self, law: Tensor, slot: Tensor, p: Tensor) -> Tensor:
-        """Return rows ``slot`` [B] of a law [R, V] over all tokens: [B, V]. p: [B, V] of the target there."""
-        return law[slot]
+    def whole(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
+        """Return rows ``slot`` [B] of r [R, V] over all tokens: [B, V]. p: [B, V] of the target there."""
+        return r[slot]
 
     def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
-        """[R] D(p, q), infinite where no q is known; see :meth:`Evidence.divergence`."""
-        return self.of(self.evidence.divergence(measure, processed))
+        """[R] D(p, q), infinite where no q is known; see :meth:`RuleInputs.divergence`."""
+        return self.of(self.inputs.divergence(measure, processed))
 
     def known_tokens(self, n: int) -> Tensor:
         """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have, or as
@@ -140,50 +145,51 @@ class Contexts:
         return self._known[n]
 
     def _find_known(self, n: int) -> Tensor:
-        evidence, tree = self.evidence, self.evidence.tree
-        found = known_tokens(evidence.texts, tree, self.rows, self.nodes, n, evidence.round.scores.shape[-1])
-        if evidence.round.copies is not None and not tree.sampled:
-            copied = tree.child[self.rows, self.nodes] & evidence.known(n)[self.rows]  # [R, N]
+        inputs, tree = self.inputs, self.inputs.tree
+        found = known_tokens(inputs.texts, tree, self.rows, self.nodes, n, inputs.round.scores.shape[-1])
+        if inputs.round.copies is not None and not tree.sampled:
+            copied = tree.child[self.rows, self.nodes] & inputs.known(n)[self.rows]  # [R, N]
             column = tree.tokens[self.rows].where(copied, found.shape[1])  # one more than there are, for the others
             found = torch.nn.functional.pad(found, (0, 1)).scatter(1, column, True)[:, :-1]
         return found
 
 
-class LumpedContexts(Contexts):
+class LumpedVocabRows(VocabRows):
     """Contexts over the drafter's vocabulary, [R, Vd + 1]; the last column stands for all other tokens together.
 
-    A law that is linear in p where q is 0 gives all these tokens the same multiple of p. So the sums of a law, its cost
-    and its drafts' probabilities are those over the whole vocabulary. A reduced vocabulary has a sixth of the tokens.
+    A distribution that is linear in p where q is 0 gives all these tokens the same multiple of p. So the sums of a
+    distribution, its cost and its drafts' probabilities are those over the whole vocabulary. A reduced vocabulary has a
+    sixth of the tokens.
     """
 
     @property
     def _ids(self) -> Tensor:
-        ids = self.evidence.tree.draft_ids
+        ids = self.inputs.tree.draft_ids
         assert ids is not None
         return ids
 
-    def those(self, wanted: Tensor) -> Contexts:
-        return self if bool(wanted.all()) else LumpedContexts(self.evidence, self.rows[wanted], self.nodes[wanted])
+    def those(self, wanted: Tensor) -> VocabRows:
+        return self if bool(wanted.all()) else LumpedVocabRows(self.inputs, self.rows[wanted], self.nodes[wanted])
 
-    def lumped(self) -> Contexts:
+    def lumped(self) -> VocabRows:
         return self
 
     @cached_property
     def scores(self) -> Tensor:
-        evidence = self.evidence
-        own = evidence.round.scores[self.rows[:, None], self.nodes[:, None], self._ids].float()
-        log_p = own - self.of(evidence.log_total)[:, None].float()
+        inputs = self.inputs
+        own = inputs.round.scores[self.rows[:, None], self.nodes[:, None], self._ids].float()
+        log_p = own - self.of(inputs.log_total)[:, None].float()
         others = (1.0 - log_p.exp().sum(-1, keepdim=True)).clamp_min(0.0).log()
         return torch.cat([log_p, others], 1)
 
     @cached_property
     def q_scores(self) -> Tensor:
-        evidence = self.evidence
-        if not evidence.tree.q_logits.shape[1]:
+        inputs = self.inputs
+        if not inputs.tree.q_logits.shape[1]:
             return self.scores
-        scores = evidence.tree.q_logits if evidence.round.process_draft is None else evidence.draft_scores
+        scores = inputs.tree.q_logits if inputs.round.process_draft is None else inputs.draft_scores
         rows = self._of_drafter(scores)
-        q_scores = self._padded(rows if scores is evidence.tree.q_logits else rows[:, self._ids])
+        q_scores = self._padded(rows if scores is inputs.tree.q_logits else rows[:, self._ids])
         return torch.where(self.has_q[:, None], q_scores, self.scores)
 
     def _over_all(self, q: Tensor) -> Tensor:
@@ -197,18 +203,18 @@ class LumpedContexts(Contexts):
         return entries
 
     def _find_known(self, n: int) -> Tensor:
-        evidence = self.evidence
-        if evidence.round.copies is not None and not evidence.tree.sampled:
+        inputs = self.inputs
+        if inputs.round.copies is not None and not inputs.tree.sampled:
             return torch.nn.functional.pad(super()._find_known(n)[:, self._ids], (0, 1))
-        width, texts = len(self._ids) + 1, evidence.texts
-        return known_tokens(texts, evidence.tree, self.rows, self.nodes, n, width, evidence.places)
+        width, texts = len(self._ids) + 1, inputs.texts
+        return known_tokens(texts, inputs.tree, self.rows, self.nodes, n, width, inputs.places)
 
-    def of_drafts(self, law: Tensor, slot: Tensor) -> Tensor:
-        entries, width = self.evidence.entries, law.shape[1]
-        own = law.flatten()[slot * width + torch.where(entries < 0, width - 1, entries)]
-        share = (law[:, -1] / self.p[:, -1].clamp_min(1e-30))[slot]
-        return torch.where(entries < 0, share * self.evidence.log_p.exp(), own)
+    def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
+        entries, width = self.inputs.entries, r.shape[1]
+        own = r.flatten()[slot * width + torch.where(entries < 0, width - 1, entries)]
+        share = (r[:, -1] / self.p[:, -1].clamp_min(1e-30))[slot]
+        return torch.where(entries < 0, share * self.inputs.log_p.exp(), own)
 
-    def whole(self, law: Tensor, slot: Tensor, p: Tensor) -> Tensor:
-        share = law[:, -1] / self.p[:, -1].clamp_min(1e-30)
-        return (share[slot, None] * p).index_copy(1, self._ids, law[slot, :-1])
+    def whole(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
+        share = r[:, -1] / self.p[:, -1].clamp_min(1e-30)
+        return (share[slot, None] * p).index_copy(1, self._ids, r[slot, :-1])

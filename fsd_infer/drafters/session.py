@@ -1,0 +1,253 @@
+"""What a drafter keeps of a request: a session drafts a tree every round, and reads what was accepted."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from fsd_infer.drafters.frontier import Frontier, Guess
+from fsd_infer.trees.growing import Growth
+from fsd_infer.trees.shape import TreeShape
+from fsd_infer.trees.tree import DraftTree, Draws
+
+if TYPE_CHECKING:
+    from fsd_infer.rules.verification import Verdict
+
+
+@dataclass
+class DraftRequest:
+    """The parts of a request that drafters use.
+
+    Attributes:
+        batch: number of rows B.
+        slots: most tokens of a row: prompt, answer, and padding where a row emits fewer tokens than others.
+        greedy: whether the temperature is 0.
+        process: the request's logits processors that depend neither on the text nor on ids, such as the temperature,
+            [..., Vd] to [..., Vd]; None if there are none.
+        longest: tokens of the longest text at its end, as far as the request limits it.
+        draws: which drafts of heads and small LMs are drawn from q.
+        generator: random generator of drawn drafts; None: torch's global one.
+        temperature: of the request; 0 if it is greedy.
+        seeded: whether the request has a generator of its own, so that its answer comes again.
+        device: of the target. Trees are returned there.
+        draft_bonus: nats that the rule's distribution gives for an accepted draft, on average; 0 for distributions that
+            favour no draft. :mod:`fsd_infer.trees.visits` chooses trees by it.
+        shape: of the first trees, if shapes are chosen round by round; None: always the drafter's own.
+        menu: the shapes among which they are chosen by forecasts, see :mod:`fsd_infer.trees.menu`.
+        clock: returns the seconds that drafters time their work by; None: they time nothing.
+        keys: [B] owner of each text. Texts may draft from each other if they share a key that is not empty. None: all
+            texts have one owner.
+    """
+
+    batch: int
+    slots: int
+    greedy: bool = True
+    process: Callable[[Tensor], Tensor] | None = None
+    generator: torch.Generator | None = None
+    device: torch.device = torch.device("cpu")
+    draft_bonus: float = 0.0
+    shape: TreeShape | None = None
+    menu: Sequence[TreeShape] = ()
+    clock: Callable[[], float] | None = None
+    keys: Sequence[str] | None = None
+    draws: Draws = Draws.NONE
+    longest: int = 0
+    seeded: bool = False
+    temperature: float = 0.0
+
+
+class DraftSession(ABC):
+    """A drafter's state for one batch of texts.
+
+    The tensors of a round are on the target's device, and nothing in :meth:`extend`, :meth:`draft` and :meth:`facts`
+    reads them on the host, unless the session is :attr:`on_host`. What a drafter keeps on the host it learns after the
+    round, from :meth:`append` and :meth:`learn`.
+
+    A round of a session that :attr:`is_fixed` may be recorded. What its draft needs of the host, :meth:`prepared`
+    returns before the round, and :meth:`give` hands over the same on the device.
+
+    Attributes:
+        parts: the sessions that this one combines. By default they take what this one is told.
+        shape: of the next trees, if shapes are chosen round by round.
+        growth: how the last trees were grown, if by prices.
+    """
+
+    parts: Sequence[DraftSession] = ()
+    shape: TreeShape | None = None
+    growth: Growth | None = None
+
+    @property
+    def reads_nodes(self) -> bool:
+        """Whether a model reads the nodes of beams. Then these become text one round late, when it has read them."""
+        return any(part.reads_nodes for part in self.parts)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether a draft takes what the host learned of the round before, so that the host may not lag behind."""
+        return any(part.on_host for part in self.parts)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a round may be recorded with the session: it changes nothing but :meth:`tensors`, in place."""
+        return False
+
+    @property
+    def form(self) -> Hashable:
+        """What fixes the shapes of a fixed session's next round, besides those of :meth:`prepared`."""
+        return tuple(part.form for part in self.parts)
+
+    def prepared(self) -> list[Tensor]:
+        """Do the host's part of a fixed session's next draft; return what :meth:`draft` takes of it.
+
+        The tensors are on the CPU or on the device, always as many, and of few shapes. What is the same object as
+        before has the same values.
+        """
+        return [values for part in self.parts for values in part.prepared()]
+
+    def give(self, inputs: Iterator[Tensor] | None) -> None:
+        """Take what :meth:`prepared` returned, on the device, for all drafts until the next call; None: nothing.
+
+        The tensors stay, and their values are those of each round.
+        """
+        for part in self.parts:
+            part.give(inputs)
+
+    def tensors(self) -> list[Tensor]:
+        """Return what a round of a fixed session changes in place, but for keys and values beyond the texts."""
+        return [values for part in self.parts for values in part.tensors()]
+
+    def restart(self, fresh: Any) -> None:
+        """Take over the texts of a fixed session of the same plan, ``fresh``. The caller resets :meth:`tensors`."""
+        for part, new in zip(self.parts, fresh.parts, strict=True):
+            part.restart(new)
+
+    def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        """Append new tokens to the texts, at the end of a round.
+
+        Args:
+            tokens: [B, K] right-padded. The last real token of a row is the root of its next tree.
+            features: [B, K, F] the target's features (see :class:`Target`) at the position *before* each token.
+            counts: [B] number of real tokens, 0 for a finished row.
+        """
+        for part in self.parts:
+            part.extend(tokens, features, counts)
+
+    def append(self, rows: Sequence[Sequence[int]]) -> None:
+        """Take the tokens of :meth:`extend`, of each row the real ones, on the host and after the round."""
+        for part in self.parts:
+            part.append(rows)
+
+    @abstractmethod
+    def draft(self, roots: Tensor) -> DraftTree:
+        """Return a tree for each row. ``roots`` [B] are the last tokens of the texts."""
+
+    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
+        """Return the likely next tokens of nodes below the texts, for beams (:attr:`Drafter.drafts_beams`).
+
+        Args:
+            frontier: all nodes. Of those that the target has not read, the parents were asked for, or it has read them.
+            nodes: [B][M] some of each row, of one depth, which the target has not read.
+            count: most tokens to return for each.
+
+        Returns:
+            [B][M] log-probabilities and tokens, the likeliest first.
+        """
+        raise NotImplementedError
+
+    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        """Follow beams to the next round, before :meth:`append` gets the tokens by which the texts have grown.
+
+        Args:
+            frontier: the nodes of this round. The target has read them since, but for those without ``likely``.
+            nodes: [B] those that are left, without the root, in their new order.
+            grown: [B] how many of them have become text. The last of these is the new root.
+        """
+        for part in self.parts:
+            part.keep(frontier, nodes, grown)
+
+    def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
+        """Return what :meth:`learn` needs of a verification: :attr:`fact_count` tensors [B, ·].
+
+        Args:
+            tree: the verified tree; after the prefill, the root alone.
+            logits: [B, N, V] the target's logits at every node.
+            verdict: on them.
+        """
+        return [fact for part in self.parts for fact in part.facts(tree, logits, verdict)]
+
+    @property
+    def fact_count(self) -> int:
+        """Number of tensors that :meth:`facts` returns."""
+        return sum(part.fact_count for part in self.parts)
+
+    def learn(self, facts: Sequence[Tensor], verdict: Verdict) -> None:
+        """Learn from a verification, on the host and before :meth:`append`. Both arguments are on the CPU."""
+        for part in self.parts:
+            part.learn(facts[: part.fact_count], verdict)
+            facts = facts[part.fact_count :]
+
+    def forecasts(self) -> list[list[float]]:
+        """Return what :meth:`learn` was last told of :attr:`.DraftTree.forecast`, [B][S + 1]; empty: nobody asks."""
+        return next((found for part in self.parts if (found := part.forecasts())), [])
+
+    @property
+    def remembers(self) -> bool:
+        """Whether other texts than the rows' own are remembered."""
+        return any(part.remembers for part in self.parts)
+
+    def copies(self, tree: DraftTree, n: int) -> Tensor | None:
+        """Return which nodes complete an n-gram of a remembered text. Syncs with the device.
+
+        Args:
+            tree: of this round.
+            n: length of the n-grams, in tokens.
+
+        Returns:
+            [B, N] bool; None if the session remembers no other texts than the rows' own.
+        """
+        found = [copies for part in self.parts if (copies := part.copies(tree, n)) is not None]
+        return torch.stack(found).any(0) if found else None
+
+    def finish(self, row: int, prompt: list[int], answer: list[int]) -> None:
+        """Take a finished text, before :meth:`select` drops its row.
+
+        Args:
+            row: index of the row.
+            prompt: token ids.
+            answer: token ids.
+        """
+        for part in self.parts:
+            part.finish(row, prompt, answer)
+
+    def folded(self, rows: Tensor) -> Self:
+        """Return a session of these rows [B'] in memory for so many. This one is to be restarted before its next use.
+
+        ``rows`` is on the CPU and ascends.
+        """
+        made = self._apart()
+        made.select(rows)
+        made._move()
+        return made
+
+    def _apart(self) -> Self:
+        """Return a copy that :meth:`select` changes alone, as far as :meth:`restart` does not reset it."""
+        made = copy(self)
+        made.parts = [part._apart() for part in self.parts]
+        return made
+
+    def _move(self) -> None:
+        """Move keys and values to memory for as many rows as there are."""
+        for part in self.parts:
+            part._move()
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""
+        for part in self.parts:
+            part.select(rows)

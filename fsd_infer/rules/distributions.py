@@ -1,0 +1,294 @@
+"""Distributions: the distributions r from which rules emit the next token.
+
+A rule returns r. The walk (:mod:`fsd_infer.rules._walk`) draws from it, charges its cost, and enforces budgets. The
+cost is KL(r || p) in nats, with p the processed target. At temperature 0 the KL of one-hot distributions is 0 or
+infinite. So the cost is the log-probability gap ``score(y*) - score(y)``, with y* the target's likeliest token and y
+the emitted one. This gap is the limit of temperature times KL as the temperature falls to 0. Every cost is known before
+the token is drawn. So by the chain rule the expected sum over a sequence is KL(output || target).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsd_core.former import say
+from fsd_core.tensors import wide
+from fsd_infer.rules.inputs import RuleInputs
+from fsd_infer.rules.optimal import clipped, passed
+from fsd_infer.rules.vocab_rows import VocabRows
+
+VocabFunction = Callable[[VocabRows], Tensor]
+ROUNDING = 1e-5  # error of ln p: a token whose own ln p is the cutoff must pass
+
+
+class AcceptanceTest(NamedTuple):
+    """A test of sampled drafts under p, in place of the chance min(1, p/q).
+
+    Attributes:
+        chance: [B, N] that each draft is accepted.
+        rest: contexts -> [R, V] weights of the draw that replaces a rejected draft; None: p without the draft.
+    """
+
+    chance: Tensor
+    rest: VocabFunction | None = None
+
+
+@dataclass(frozen=True)
+class OutputDistribution:
+    """The distribution at each context of a round. Use one of the class methods to construct it.
+
+    Attributes:
+        applies: [B, N] bool; elsewhere, and where the remaining budget does not pay, the distribution is p.
+        logit_bias: [B, N] nats added to each draft's ln p, see :meth:`biased`.
+        log_r: see :meth:`dense`. Where there is a bias, too, it holds at contexts with drawn nodes below them.
+        gate: contexts -> [R] bool, a further condition.
+        test: of sampled drafts where the distribution is p.
+        lumpable: whether ``log_r`` is linear in p where q is 0, so that one column may stand for all such tokens, see
+            :class:`.LumpedVocabRows`.
+    """
+
+    applies: Tensor
+    logit_bias: Tensor | None = None
+    log_r: VocabFunction | None = None
+    gate: VocabFunction | None = None
+    test: AcceptanceTest | None = None
+    lumpable: bool = False
+
+    @property
+    def is_target(self) -> bool:
+        """Whether r = p at all contexts."""
+        return self.logit_bias is None and self.log_r is None
+
+    @classmethod
+    def target(cls, inputs: RuleInputs, test: AcceptanceTest | None = None) -> OutputDistribution:
+        """Return the distribution r = p, which costs nothing."""
+        return cls(torch.zeros_like(inputs.tree.is_draft), test=test)
+
+    @classmethod
+    def biased(
+        cls, inputs: RuleInputs, logit_bias: Tensor | Callable[[], Tensor], gain: VocabFunction | float = 1.0
+    ) -> OutputDistribution:
+        """Return r(y) ∝ p(y)·e^bias(y), with bias 0 for tokens that are not drafted; greedy: argmax ln p + bias.
+
+        Args:
+            inputs: of the round.
+            logit_bias: [B, N] nats per draft, or a function that returns them: at least 0, or -inf. ``inf`` restricts p
+                to the children with ``inf``. ``-inf`` keeps r(y) = p(y), and the other tokens share the remaining mass.
+                At temperature 0 such a y is emitted if it is the likeliest.
+            gain: bias of each token as a draft where drafts are drawn: contexts -> a tensor of the shape of their p, or
+                a number. There the distribution must not depend on what was drawn. So drafts are tested against r =
+                clip(q, p/Z, p·e^gain/Z), and fixed candidates have r = p·e^gain/Z.
+        """
+        fixed_tree = None if inputs.is_chain else logit_bias() if callable(logit_bias) else logit_bias
+        if not inputs.sampled:
+            return cls(inputs.tree.inner, fixed_tree)
+
+        def log_r(at: VocabRows) -> Tensor:
+            gains = gain(at) if callable(gain) else torch.full_like(at.log_p, gain)
+            return clipped(at.log_p, at.proposal.log().masked_fill(at.fixed, math.inf), gains)
+
+        return cls.drawn(inputs, fixed_tree, log_r)
+
+    @classmethod
+    def lifted(
+        cls, inputs: RuleInputs, lift: Tensor | Callable[[], Tensor], gain: VocabFunction | float = 1.0
+    ) -> OutputDistribution:
+        """Return :meth:`biased`, which had this name."""
+        say("OutputDistribution.lifted", "it is now OutputDistribution.biased")
+        return cls.biased(inputs, lift, gain)
+
+    @classmethod
+    def drawn(cls, inputs: RuleInputs, logit_bias: Tensor | None, log_r: VocabFunction) -> OutputDistribution:
+        """Return a dense distribution at contexts with drawn nodes below them, a biased one at the others of a tree."""
+        applies = inputs.has_q
+        if logit_bias is not None:
+            applies = torch.where(inputs.unsettled, applies, inputs.tree.inner)
+        return cls(applies, logit_bias, log_r, lumpable=True)
+
+    @classmethod
+    def dense(cls, inputs: RuleInputs, log_r: VocabFunction) -> OutputDistribution:
+        """Return the distribution r at contexts with a known q.
+
+        A sampled draft x is accepted with probability min(1, r(x)/q(x)), else y is drawn from (r - q)+.
+
+        Args:
+            inputs: of the round.
+            log_r: contexts -> [R, V] ln r up to a constant; at temperature 0 its argmax is emitted.
+        """
+        return cls(inputs.has_q, log_r=log_r)
+
+    @classmethod
+    def passing(
+        cls, inputs: RuleInputs, cutoff: Tensor | float, chance: Callable[[Tensor], Tensor] | None = None
+    ) -> OutputDistribution:
+        """Return the exact distribution, except that a draft passes if its ln p is finite and at least ``cutoff``.
+
+        On a tree p is restricted to the children that pass. On a sampled chain r = q for tokens that pass and min(p, q)
+        for others; the missing mass is drawn from (p - q)+. See :func:`passed` for both at once.
+
+        Args:
+            inputs: of the round.
+            cutoff: [B, N] per context, or one number.
+            chance: maps a probability p to one of at least p. If no child passes, some child is emitted with
+                probability chance(p(C)), in proportion to p. A drawn draft that does not pass is accepted with
+                probability min(1, chance(p(x))/q(x)).
+        """
+        logit_bias = None
+        if not inputs.is_chain:
+            if isinstance(cutoff, float):  # an infinite cutoff decides without ln p
+                passes = inputs.log_p >= cutoff if math.isfinite(cutoff) else inputs.tree.is_draft & (cutoff < 0)
+            else:
+                passes = inputs.log_p >= inputs.above(cutoff - ROUNDING)
+            logit_bias = torch.zeros_like(inputs.logprob_gap)
+            if chance is not None:  # the bias that gives the children chance(p(C)) together
+                mass = inputs.draft_mass
+                raised = chance(mass).clamp(max=1.0)
+                ratio = (torch.logit(raised) - torch.logit(mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
+                ratio = ratio.masked_fill(raised >= 1, math.inf).masked_fill(inputs.some(passes), 0.0)
+                logit_bias = inputs.above(ratio)
+            logit_bias = logit_bias.masked_fill(passes, math.inf)
+        if not inputs.sampled:
+            return cls(inputs.tree.inner, logit_bias)
+
+        def log_r(at: VocabRows) -> Tensor:
+            passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
+            return passed(at.p, at.proposal, at.fixed, passes, chance or (lambda p: p)).log()
+
+        output = cls.drawn(inputs, logit_bias, log_r)
+        if chance is not None:
+            return output
+        return output.where(~inputs.unsettled | (inputs.log_p_max >= cutoff - ROUNDING))
+
+    @classmethod
+    def trusting(cls, inputs: RuleInputs, cutoff: Tensor | float) -> OutputDistribution:
+        """Return r = q + η·p for tokens with ln p of at least ``cutoff`` [B, N], and η·p for others.
+
+        η is the mass that q gives to the other tokens. At temperature 0 the drafter's token is emitted if its ln p
+        reaches the cutoff, else the target's.
+        """
+
+        def log_r(at: VocabRows) -> Tensor:
+            if isinstance(cutoff, float) and cutoff == -math.inf:
+                return at.q_scores
+            limit = _limit(at, cutoff)
+            if inputs.greedy:
+                choice = at.scores.gather(1, at.q_scores.argmax(-1, True)) - at.scores.amax(-1, True)
+                refused = choice + at.of(inputs.log_p_max)[:, None] < limit
+                return torch.where(refused, at.scores, at.q_scores)
+            below = at.log_p < limit
+            from_p = at.q.masked_fill(~below, 0.0).sum(-1, keepdim=True)
+            return (at.q.masked_fill(below, 0.0) + from_p * at.p).log()
+
+        return cls(inputs.has_q, log_r=log_r, lumpable=True)
+
+    def where(self, holds: Tensor | VocabFunction) -> OutputDistribution:
+        """Return the distribution restricted to contexts where ``holds``, with p elsewhere.
+
+        Args:
+            holds: [B, N] bool; or contexts -> [R] bool, for conditions that need work over the vocabulary.
+        """
+        if isinstance(holds, Tensor):
+            return replace(self, applies=self.applies & holds)
+        first = self.gate
+        return replace(self, gate=holds if first is None else lambda at: first(at) & holds(at))
+
+    def without_copies(self, inputs: RuleInputs, n: int) -> OutputDistribution:
+        """Return the distribution with an exact test of tokens that complete a known n-gram.
+
+        Such drafts get the bias -inf. A dense distribution gives such a y at most p(y); the excess is drawn from p.
+        """
+        dense = self.log_r
+        logit_bias = None if self.logit_bias is None else self.logit_bias.masked_fill(inputs.known(n), -math.inf)
+        if dense is None:
+            return replace(self, logit_bias=logit_bias)
+
+        def log_r(at: VocabRows) -> Tensor:
+            known, log_r = at.known_tokens(n), dense(at)
+            if inputs.greedy:
+                return torch.where(known.gather(1, log_r.argmax(-1, keepdim=True)), at.scores, log_r)
+            r = log_r.softmax(-1)
+            kept = torch.where(known, torch.minimum(r, at.p), r)
+            return (kept + (r - kept).sum(-1, keepdim=True) * at.p).log()
+
+        return replace(self, logit_bias=logit_bias, log_r=log_r)
+
+    def dense_at(self, inputs: RuleInputs) -> Tensor | None:
+        """[B, N] bool; contexts where :attr:`log_r` is the distribution, if there is one; None: all that have a q."""
+        return None if self.logit_bias is None else inputs.unsettled
+
+    def log_probs(self, inputs: RuleInputs) -> Tensor:
+        """Return ln r [B, N, V] without regard to budgets; above temperature 0."""
+        at, applies, tree = VocabRows.every(inputs), self.applies, inputs.tree
+        if self.gate is not None:
+            applies = applies & self.gate(at).view_as(applies)
+        log_r = log_p = at.log_p.unflatten(0, applies.shape).double()
+        where = self.dense_at(inputs)
+        if self.logit_bias is not None:
+            of_biased, chance, _, others = biased(inputs, self.logit_bias, applies)
+            applies = of_biased if where is None else torch.where(where, applies, of_biased)
+            log_r = log_p + others[..., None]
+            rows, drafts = inputs.tree.is_draft.nonzero(as_tuple=True)
+            log_r[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
+        if self.log_r is not None:
+            dense = self.log_r(at).log_softmax(-1).view_as(log_p).double()
+            log_r = dense if where is None else torch.where(where[..., None], dense, log_r)
+        return torch.where(applies[..., None], log_r, log_p)
+
+
+def _limit(at: VocabRows, cutoff: Tensor | float) -> Tensor | float:
+    """[R, 1] the least ln p that reaches a cutoff."""
+    return at.of(cutoff - ROUNDING)[:, None] if isinstance(cutoff, Tensor) else cutoff
+
+
+class Odds(NamedTuple):
+    """A biased distribution in numbers, [B, N] each.
+
+    Attributes:
+        applies: contexts where it differs from p.
+        chance: r of each draft.
+        cost: nats at each context.
+        others: ln(r/p) of the tokens that are not drafted, per context; meaningless at temperature 0.
+    """
+
+    applies: Tensor
+    chance: Tensor
+    cost: Tensor
+    others: Tensor
+
+
+def biased(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> Odds:
+    """Compute the distribution r ∝ p·e^bias at contexts with ``applies``, see :meth:`OutputDistribution.biased`.
+
+    Works with logarithms in the device's widest type: p(C) and e^-bias may underflow at a low temperature.
+    """
+    dtype, inf, logprob_gap = wide(logit_bias.device), math.inf, inputs.logprob_gap
+    logit_bias = logit_bias.masked_fill(logprob_gap == inf, 0.0)  # never emit what the processed target forbids
+    held = logit_bias == -inf
+    applies = applies & inputs.some(logit_bias > 0)
+    if inputs.greedy:
+        applies = applies & ~inputs.some(held & inputs.chance)
+        value = inputs.of_children(logit_bias - logprob_gap, -inf)
+        best = value.amax(-1, keepdim=True)
+        # ties: the least gap, then the smallest token, as an argmax over the vocabulary resolves them
+        order = -logprob_gap.to(dtype) - 1e-12 * inputs.tree.tokens
+        child, won = order[:, None].masked_fill(value < best, -inf).argmax(-1), best[..., 0] > 0
+        chance = torch.where(inputs.above(won), inputs.nodes == inputs.above(child), inputs.chance)
+        cost = logprob_gap.gather(1, child).masked_fill(~won, 0.0).to(dtype)
+        return Odds(applies, chance, cost, cost)
+    logit_bias, log_p = logit_bias.to(dtype), inputs.log_p.to(dtype)
+    free = (1.0 - inputs.total(log_p.exp().masked_fill(~held, 0.0))).clamp_min(0.0).log()
+    forced = inputs.some(logit_bias == inf)  # p is restricted to these children
+    outside = (1.0 - inputs.draft_mass).clamp_min(0.0).log().masked_fill(forced, -inf)
+    log_r = log_p + torch.where(inputs.above(forced), torch.where(logit_bias == inf, 0.0, -inf), logit_bias)
+    inside = inputs.of_children(log_r, -inf).logsumexp(-1)
+    others = free - torch.logaddexp(inside, outside)  # ln of the scale of all weights; held children reduce it
+    log_r = torch.where(held, log_p, log_r + inputs.above(others))
+    r, cost = log_r.exp(), ((outside + others).exp() * others).masked_fill(outside == -inf, 0.0)
+    cost = (cost + inputs.total((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)
+    return Odds(applies & others.isfinite(), r, cost, others.masked_fill(forced, -inf))

@@ -1,0 +1,100 @@
+"""Distributions r [R, V] that are the best of their kind at contexts with drawn children, found without a sync."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_STEPS = 24  # of the search for the constant of a clipped distribution
+CLOSE = 1e-6  # error of a distribution's sum at which the search ends; the distribution is then normalised
+_NEAR = 3e-5  # the same of a clipped distribution, whose gain is flat at the best sum
+
+
+def passed(p: Tensor, q: Tensor, fixed: Tensor, passes: Tensor, chance: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return r [R, V] of :meth:`OutputDistribution.passing` at contexts with a drawn child, or above one.
+
+    If fixed candidates pass, r is :func:`least_divergent` of all that always accept: p restricted to them if no child
+    was drawn. Otherwise a drawn draft that passes is accepted, and another one with probability min(1, chance(p)/q).
+    If it is rejected, the candidates get chance(p(C)) or what is left, and the other tokens the rest as (p - q)+.
+
+    Args:
+        p, q: [R, V] the target, and the distribution of the drawn child, 0 where none is drawn.
+        fixed: [R, V] bool, C.
+        passes: [R, V] bool.
+        chance: maps a probability to one that is no smaller.
+    """
+    kept = torch.where(passes, q, torch.minimum(q, chance(p))).masked_fill(fixed, 0.0)
+    left = (1.0 - kept.sum(-1, keepdim=True)).clamp_min(0.0)
+    candidates, outside = p.masked_fill(~fixed, 0.0), (p - q).clamp_min(0.0).masked_fill(fixed, 0.0)
+    mass = candidates.sum(-1, keepdim=True)
+    inside = torch.minimum(left, chance(mass))
+    r = kept + inside * candidates / mass.clamp_min(1e-30)
+    r = r + (left - inside) * outside / outside.sum(-1, keepdim=True).clamp_min(1e-30)
+    chosen = fixed & passes
+    return torch.where(chosen.any(-1, keepdim=True), least_divergent(p, q.masked_fill(~passes, 0.0), chosen), r)
+
+
+def least_divergent(p: Tensor, q: Tensor, fixed: Tensor) -> Tensor:
+    """Return r [R, V] with the least KL(r || p) of all that always accept a draft: r <= q outside ``fixed``.
+
+    r = a·p on the fixed candidates and min(q, a·p) elsewhere; a makes it sum to 1. Where q is 0, r is p restricted to
+    the candidates. Each step finds the a for the tokens that q did not bound so far. a only grows, so bounds stay.
+
+    Args:
+        p, q: [R, V] the target, and the distribution of the drawn child.
+        fixed: [R, V] bool, with p above 0 somewhere.
+    """
+    bound = q.masked_fill(fixed, math.inf)
+    a = torch.ones_like(p[:, :1])
+    for _ in range(_STEPS // 2):
+        free = a * p < bound
+        used = 1.0 - q.masked_fill(free, 0.0).sum(-1, keepdim=True)
+        better = (used / p.masked_fill(~free, 0.0).sum(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1.0)
+        found = better <= a * (1 + CLOSE)
+        a = torch.where(found, a, better)  # a row that is done stays as it is, whatever the others need
+        if _all_on_cpu(found):
+            break
+    r = torch.minimum(a * p, bound)
+    return r / r.sum(-1, keepdim=True).clamp_min(1e-30)
+
+
+def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
+    """Return ln r [R, V] of r = clip(q, p/Z, p·e^gain/Z), which maximises Σ gain·min(r, q) - KL(r || p).
+
+    Z makes r sum to 1. The sum is piecewise linear and increasing in 1/Z, so bracketed Newton steps find Z. Their
+    number is fixed, which avoids a device sync; a final normalisation removes the remaining error.
+
+    Args:
+        log_p, log_q: [R, V] ln p and ln q, -inf where they are 0.
+        gain: [R, V], at least 0.
+    """
+    low, high = -gain.amax(-1, keepdim=True), torch.zeros_like(gain[:, :1])  # ln(1/Z) lies between
+    log_a = high
+    for _ in range(_STEPS):
+        log_r, total, slope = _clip(log_p, log_q, gain, log_a)
+        found = (total - 1).abs() < _NEAR
+        if _all_on_cpu(found):
+            break
+        low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)
+        newton = log_a + ((1 - total + slope).clamp_min(0.0) / slope).log()
+        inside = (newton >= low) & (newton <= high)
+        log_a = torch.where(found, log_a, torch.where(inside, newton, (low + high) / 2))
+    else:
+        log_r, total, _ = _clip(log_p, log_q, gain, log_a)
+    return log_r - total.log()
+
+
+def _all_on_cpu(found: Tensor) -> bool:
+    """Whether a search may stop. On devices that would take a sync, so all steps are made."""
+    return found.device.type == "cpu" and bool(found.all())
+
+
+def _clip(log_p: Tensor, log_q: Tensor, gain: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """ln of clip(q, a·p, a·p·e^gain) [R, V], its sum [R, 1], and the part of the sum proportional to a."""
+    least = log_p + log_a
+    log_r = log_q.clamp(least, least + gain)
+    r = log_r.exp()
+    return log_r, r.sum(-1, keepdim=True), r.masked_fill(log_r == log_q, 0.0).sum(-1, keepdim=True)

@@ -1,0 +1,128 @@
+"""Programs of benchmarks/ that train or decode heads: recipes, seeds, ladders of drafters, and how they compare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from scipy.stats import spearmanr
+
+from benchmarks import ladder, stories
+from benchmarks.beginnings import WORDS, beginnings
+from fsd_train.commands.fit import read_recipe
+from tests.bench_toys import Toy
+from tests.loss_toys import check, distributions, make_batch
+
+
+def test_beginnings_to_judge_by_share_nothing_with_those_to_train_on() -> None:
+    train, judge = ([text for texts in WORDS[kind].values() for text in texts] for kind in ("train", "judge"))
+    assert not set(train) & set(judge)
+    made = beginnings("train", 400)
+    assert len(set(made)) == 400 and made[:50] == beginnings("train", 50) != beginnings("train", 50, seed=1)
+
+
+def test_the_value_of_a_chain_is_what_tilted_gives_for_it() -> None:
+    batch = make_batch()
+    p, q = distributions(batch)
+    gap = p.log().amax(-1, keepdim=True) - p.log()
+    kept = (q * (1 - 0.3 * gap).clamp_min(0)).sum(-1)  # [S, N]
+    # chains that begin at rows 0..4 of the first text, and in the second at those that miss the hole at (1, 11)
+    starts = torch.tensor([0, 1, 2, 3, 4, 7, 8, 9, 11])
+    steps = torch.arange(3)[:, None]
+    lengths = kept[steps, starts + steps].cumprod(0).sum(0)
+    anchor = ((p * (p.log() - q.log())).sum(-1) * batch.weights).sum() / batch.weights.sum()
+    expected = 0.1 * anchor - (lengths / 3).log().mean()
+    check(batch, stories.ValueLoss(kl_coef=0.3)(batch.batch()).loss, expected)
+
+
+def test_every_loss_has_its_recipe(tmp_path: Path) -> None:
+    args = argparse.Namespace(work=tmp_path, target="models/target", drafter="models/drafter", steps=7)
+    for loss, asked in stories.LOSSES.items():
+        file = stories.write_recipe(args, loss, 3, tmp_path / loss)
+        recipe = read_recipe(file)
+        written = yaml.safe_load(file.read_text())
+        arguments = written["model"]["init_args"]
+        assert {name: arguments[name] for name in asked} == asked and arguments["drafter"] == "models/drafter"
+        assert written["seed_everything"] == 3 and recipe.model["drafter"] == "models/drafter"
+        assert recipe.trainer["max_steps"] == 7 and recipe.trainer["default_root_dir"] == str(tmp_path / loss)
+        assert recipe.data["train_files"] == [str(tmp_path / "answers.jsonl")]
+
+
+def test_losses_are_compared_over_seeds_on_the_best_chain() -> None:
+    args = argparse.Namespace(seeds=[0, 1], losses=["lk", "js"], chains=[8, 4], rules=["exact"])
+    tau = {"public": (2.0, 1.6), "lk-0": (3.0, 2.9), "lk-1": (3.0, 2.7), "js-0": (4.0, 2.0), "js-1": (3.0, 2.0)}
+    facts = {
+        "tau": 3.0, "log_likelihood_per_token": -1.0, "repeated_4grams": 0.5, "divergence_spent": 3.2,
+        "answer_tokens": 64.0, "drafts": {"agreement": 0.7, "regret_median": 1.25, "below": {"1": 0.4}},
+    }  # fmt: skip
+    names = {stories.label(name, "exact", n): both[i] for name, both in tau.items() for i, n in enumerate(args.chains)}
+    answers = {name: [{"tau": value, "target_forwards": 10}] for name, value in names.items()}
+    record = {"methods": dict.fromkeys(names, facts), "prompts": [{"methods": answers}] * 2}
+    lk, js = (stories.over_seeds(record, loss, "exact", args) for loss in args.losses)
+    assert (lk["chain"], js["chain"]) == (4, 8) and lk["nats_per_token"] == pytest.approx(0.05)
+    assert lk["tokens_per_cost"] == pytest.approx(2.8 / 1.24) and js["tokens_per_cost"] == pytest.approx(3.5 / 1.48)
+    assert js["x_public"]["ratio"] == pytest.approx(3.5 / 1.48 / (2.0 / 1.48))
+    assert js["x_first"]["ratio"] == pytest.approx(3.5 / 1.48 / (2.8 / 1.24)) and lk["x_first"]["ratio"] == 1.0
+
+
+def test_a_ladder_compares_rules_on_every_rung(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fsd_bench.worth.forecasts.RULES", ())
+    words = f"--target {toy.target} --rungs noise:0.02 --prompts {toy.prompts} --rules draft-only alone --batch 2"
+    words += " --depth 4 --max-new-tokens 8 --forecast --work work --json ladder.json --figure ladder.png"
+    assert ladder.main(words.split()) == 0
+    record = json.loads((tmp_path / "ladder.json").read_text())
+    assert record["settings"]["target"] == "target" and str(tmp_path) not in json.dumps(record["rungs"])
+    rung = record["rungs"]["noise:0.02"]
+    exact, lossy, alone = (rung["rules"][rule] for rule in ("exact", "draft-only", "alone"))
+    assert lossy["gain"]["ratio"] == pytest.approx(lossy["tau"] / exact["tau"], rel=1e-4) and lossy["tau"] > 1
+    assert alone["gain"] is None and alone["differences"].keys() == lossy["differences"].keys()
+    assert rung["forecast"]["exact"]["tau"] == pytest.approx(exact["tau"], rel=0.2) and rung["drafts"]["count"] > 0
+    assert record["forecast_error"]["cases"] == 1 and record["forecast_error"]["mean_error"] < 0.3
+    kept = list((tmp_path / "work").glob("*.json"))
+    before = [file.stat().st_mtime_ns for file in kept]
+    old = {name: json.loads(json.dumps(rung)) for name in ("first", "second", "third")}
+    agreement, gains = [0.1, 0.2, 0.3, rung["drafts"]["agreement"]], [10.0, 20.0, 30.0, lossy["gain"]["ratio"]]
+    for other, share, gain in zip(old.values(), agreement[:3], gains[:3], strict=True):
+        other["drafts"]["agreement"], other["rules"]["draft-only"]["gain"]["ratio"] = share, gain
+    (tmp_path / "old.json").write_text(json.dumps({"rungs": old}))
+    monkeypatch.chdir(tmp_path)
+    assert ladder.main([*words.split(), "--join", "old.json"]) == 0
+    assert len(before) == 2 and [file.stat().st_mtime_ns for file in kept] == before, "a finished rung is kept"
+    assert (tmp_path / "ladder.png").stat().st_size > 1000
+    joined = json.loads((tmp_path / "ladder.json").read_text())
+    assert joined["rungs"] == {**old, "noise:0.02": rung}
+    monkeypatch.chdir(tmp_path)
+    assert ladder.main([*words.split(), "--join", "ladder.json"]) == 0, "a joined rung only gains its forecast"
+    assert json.loads((tmp_path / "ladder.json").read_text())["rungs"] == joined["rungs"]
+    ranked = joined["correlations"]["gain of draft-only"]
+    assert ranked["rungs"] == 4 and ranked["agreement"] == pytest.approx(spearmanr(agreement, gains).statistic)
+
+
+def test_routing_mixes_the_target_with_the_drafter_alone(tmp_path: Path) -> None:
+    facts = {"exact": (2.0, 0.6), "tilted": (4.0, 0.5), "alone": (None, 0.0)}
+    rules = {rule: {"tau": tau, "score": score} for rule, (tau, score) in facts.items()}
+    found = ladder.routing_of(rules, depth=4, cost=0.1)  # rounds of 1.4 forwards: 0.7, 0.35 and 0.1 per token
+    assert {rule: row["tokens_per_cost"] for rule, row in found.items()} == pytest.approx(
+        {"exact": 1 / 0.7, "tilted": 1 / 0.35, "alone": 10.0}
+    )
+    assert {rule: row["routed"] for rule, row in found.items()} == pytest.approx(
+        {"exact": 0.6, "tilted": 0.25, "alone": 0.0}
+    )
+    half = 1 / (0.5 * 0.7 + 0.5 * 0.1)  # tokens per cost of half of the prompts by either
+    assert 1 / 0.7 < half < found["tilted"]["tokens_per_cost"], "so it routes more than half"
+    assert ladder.routing_of({**rules, "alone": {"tau": None, "score": None}}, 4, 0.1) == {}
+    ladder.write_routing({"a": {"routing": found}, "b": {"routing": {}}}, 0.1, tmp_path / "routing.png")
+    assert (tmp_path / "routing.png").stat().st_size > 1000
+
+
+def test_quality_is_equal_within_the_bounds() -> None:
+    assert ladder.is_model("smollm2-135m-maths") and not ladder.is_model("shipped")
+    same = {name: {"mean": 0.0} for name in ladder.BOUNDS}
+    assert ladder.within(same) and ladder.within({"copied_4grams": {"mean": -0.5}})
+    assert not ladder.within({**same, "copied_4grams": {"mean": 0.03}})
+    assert not ladder.within({**same, "score": {"mean": -0.03}})

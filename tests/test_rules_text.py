@@ -1,0 +1,126 @@
+"""Rules as text and as objects: what is read, what is refused by name, and former names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from fsd_core.errors import FsdError
+from fsd_infer.rules import (
+    Exact,
+    Fuzzy,
+    LossyRule,
+    OutputDistribution,
+    RandomGate,
+    Rule,
+    RuleInputs,
+    Tilted,
+    parse_rule,
+)
+from fsd_infer.rules.parameters import FORMER
+from tests.tree_rounds import INF, tree_round
+
+BAD: dict[str, str] = {
+    "fuzzy:js:-0.1": "threshold must be at least 0, not -0.1",
+    "fuzzy:js:nan": "threshold must be a number that fits a float, not 'nan'",
+    "fuzzy:js:1e-400": "threshold must be a number that fits a float, not '1e-400'",
+    "fuzzy:js:much": "threshold must be a number that fits a float, not 'much'",
+    "fuzzy:js:0.3:budget=-1": "budget must be at least 0",
+    "fuzzy:js:0.3:gate=both": "gate_on must be 'raw' or 'processed', not 'both'",
+    "fuzzy:js:0.3:size=2": "cannot use 'size=2'; fuzzy takes divergence, threshold",
+    "fuzzy:tv:2": "threshold must be at most 1, the largest tv, not 2",
+    "fuzzy-strict:top_k_js:20:0.7": "at most 0.6931, the largest top_k_js:20, not 0.7",
+    "fuzzy:jensen:0.3": "unknown divergence 'jensen'", "fuzy:js:0.3": "unknown rule 'fuzy'.*Did you mean 'fuzzy'",
+    "random": "rate is missing", "random:1.1": "rate must be between 0 and 1",
+    "random:0.1:rate=0.2": "rate is given twice", "exact:0.3": "block must be true or false",
+    "tilted:0": "kl_coef must be at least 0.001, not 0", "tilted:1:min_p=inf": "min_p must be between 0 and 1, not inf",
+    "tilted:1:no_repeat=4": "no_repeat is now exact_ngram_size",
+    "tilted:1:exact_ngram_size=2.5": "exact_ngram_size must be a whole number, not '2.5'",
+    "tilted:1:exact_ngram_size=-1": "exact_ngram_size must be between 0 and 64, not -1",
+    "tilted:2:gate=30": "gate must be at most 0.6931, the largest js, not 30",
+    "tilted:2:match_temperature=0.3": "match_temperature adapts kl_coef",
+    "tilted:toll=-1": "toll must be between 0 and 1e",
+    "lenient:0": "lenience must be above 0 and at most 1, not 0.0",
+    "threshold:2": "single must be between 0 and 1, not 2", "threshold:acc=0": "acc must be",
+    "typical:-1": "epsilon must be at least 0", "relaxed:3:2": "delta must be between 0 and 1",
+    "cactus:inf": "delta must be between 0 and 1e.06, not inf", "cascade-token:1.1": "alpha must be at most 1",
+    "ensemble:0": "weight must be", "fly:0": "window must be between 1 and 1024",
+    "fly:6:-1": "entropy must be at least 0", "asd:-1": "gap must be at least 0",
+    "asd:1:1.5": "mismatches must be a whole number, not '1.5'",
+    "asd:budget=-1": "budget must be at least 0", "mars:-0.1": "margin must be at least 0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", BAD)
+def test_bad_parameters_are_named(spec: str) -> None:
+    with pytest.raises(FsdError, match=BAD[spec]):
+        parse_rule(spec)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Fuzzy("js", math.nan), "threshold must be at least 0, not nan"),
+        (lambda: Fuzzy("js", "0.3"), "threshold must be a number"),  # type: ignore[arg-type]
+        (lambda: Exact()(tree_round(0, uniforms=None)), "above temperature 0 needs uniforms"),
+        (lambda: RandomGate(0.5)(tree_round(0, greedy=True, uniforms=None)), "draws at random at every temperature"),
+    ],
+)
+def test_bad_arguments_are_named(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(FsdError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        ("fuzzy", Fuzzy()), ("fuzzy:threshold=0.2:divergence=tv", Fuzzy("tv", 0.2)),
+        ("fuzzy:js:0.3:budget=2:gate=processed", Fuzzy("js", 0.3, budget=2.0, gate_on="processed")),
+        ("fuzzy:js:0.3:budget=none", Fuzzy("js", 0.3)), ("fuzzy:top_k_js:20:0.3", Fuzzy("top_k_js:20", 0.3)),
+        ("fuzzy:kl_qp:inf", Fuzzy("kl_qp", INF)), ("random:0.25", RandomGate(0.25)),
+    ],
+)  # fmt: skip
+def test_rules_as_text(spec: str, rule: Rule) -> None:
+    assert parse_rule(spec) == rule
+    assert parse_rule(rule) is rule
+
+
+@pytest.mark.parametrize(("former", "now"), FORMER.items())
+def test_former_names_of_parameters(former: str, now: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As text, as keywords and as attributes, with one warning for all."""
+    monkeypatch.setattr("fsd_core.former._said", set())
+    with pytest.warns(FutureWarning, match=f"{former} of a rule .* it is now {now}") as said:
+        assert parse_rule(f"tilted:{former}=1") == parse_rule(f"tilted:{now}=1") == Tilted(**{former: 1})
+        assert getattr(Tilted(**{now: 1}), former) == 1
+    assert len(said) == 1
+
+
+def test_former_names_of_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsd_core.former._said", set())
+    inputs = RuleInputs(tree_round(0, greedy=True))
+    with pytest.warns(FutureWarning, match=r"RuleInputs\.regret|OutputDistribution\.lifted") as said:
+        made = OutputDistribution.lifted(inputs, inputs.regret)
+    assert made == OutputDistribution.biased(inputs, inputs.logprob_gap) and len(said) == 2
+
+
+def test_a_rule_written_with_former_names_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsd_core.former._said", set())
+    with pytest.warns(FutureWarning) as said:
+        from fsd_infer.rules import OutputDistribution, RuleInputs  # type: ignore[attr-defined]
+
+        class Always(LossyRule):
+            def distribution(self, inputs: RuleInputs) -> OutputDistribution:
+                return OutputDistribution.passing(inputs, -math.inf)
+
+            def draft_bonus(self, greedy: bool) -> float:
+                return 0.5
+
+    assert {str(each.message).split(" works")[0] for each in said} == {
+        "fsd_infer.rules.RuleInputs", "fsd_infer.rules.OutputDistribution", "Always.distribution", "Always.tilt"
+    }  # fmt: skip
+    round = tree_round(0, greedy=True)
+    assert Always()(round).accepted.tolist() == parse_rule("fuzzy:js:inf")(round).accepted.tolist()
+    assert Always().draft_bonus(True) == 0.5
+    assert OutputDistribution is OutputDistribution and RuleInputs is RuleInputs
