@@ -27,6 +27,11 @@ SHAPES = {name: (TreeShape(3, 3, 8) if place % 2 else TreeShape.chain(3)) for pl
 SHAPES |= {"dspark of SpecForge": TreeShape(3, 1, 4, 0.41)}  # its confidence head cuts
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("heads")
+
+
 @cache
 def table(name: str = "") -> Tensor:
     """[CONTEXTS, V] the target's logits after the prompt and every text of up to six tokens."""
