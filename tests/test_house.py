@@ -73,7 +73,7 @@ def test_drafters_see_shapes_and_no_policy(repo_root: Path) -> None:
     """A shape carries the prices by which a drafter grows its tree. It cannot see what rounds cost, nor who chooses."""
     files = (repo_root / "fsd_infer" / "drafters").rglob("*.py")
     names = {name.split(".")[2] for file in files for name in imports_of(file) if name.startswith("fsd_infer.trees.")}
-    assert names == {"growing", "prices", "shape", "tree", "visits"}
+    assert names == {"forecast", "growing", "prices", "shape", "tree", "visits"}
 
 
 def home_of(name: str, files: dict[str, Path]) -> str | None:

@@ -30,8 +30,8 @@ from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_d
 from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.targets.target import Target
+from fsd_infer.trees.forecast import Masks, forecast
 from fsd_infer.trees.growing import Growth
-from fsd_infer.trees.menu import Masks, forecast
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import LARGEST, MENU, NO_TREE, TreeShape, default_shape
 from fsd_infer.trees.tree import DraftTree, Draws
@@ -351,7 +351,7 @@ class TreeSession(DraftSession):
         return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.draft_bonus, nodes, tree.held))
 
     def _forecast(self, tree: DraftTree) -> Tensor:
-        """Return :func:`.menu.forecast` from all candidates of a tree."""
+        """Return :func:`.trees.forecast.forecast` from all candidates of a tree."""
         assert tree.levels is not None
         key = tree.levels, self.width
         if key not in self._masks:  # at first: a recording cannot copy them to the device
