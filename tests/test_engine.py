@@ -246,10 +246,7 @@ def test_log_likelihood_and_counts(model: Any, oracle: FuzzyDecoder) -> None:
     assert row.acceptance_length == pytest.approx((row.new_tokens - 1) / row.target_forwards)
     assert out.stats.acceptance_length == pytest.approx(row.acceptance_length)
     with pytest.warns(FutureWarning, match="it is now acceptance_length"):
-        assert (out.stats.acceptance_length, row.acceptance_length) == (
-            out.stats.acceptance_length,
-            row.acceptance_length,
-        )
+        assert (out.stats.tau, row.tau) == (out.stats.acceptance_length, row.acceptance_length)
 
 
 def test_broken_logits_are_named() -> None:

@@ -108,19 +108,19 @@ def test_former_names_of_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rule_written_with_former_names_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsd_core.former._said", set())
     with pytest.warns(FutureWarning) as said:
-        from fsd_infer.rules import OutputDistribution, RuleInputs  # type: ignore[attr-defined]
+        from fsd_infer.rules import Evidence, Law  # type: ignore[attr-defined]
 
         class Always(LossyRule):
-            def distribution(self, inputs: RuleInputs) -> OutputDistribution:
-                return OutputDistribution.passing(inputs, -math.inf)
+            def law(self, evidence: Evidence) -> Law:
+                return Law.passing(evidence, -math.inf)
 
-            def draft_bonus(self, greedy: bool) -> float:
+            def tilt(self, greedy: bool) -> float:
                 return 0.5
 
     assert {str(each.message).split(" works")[0] for each in said} == {
-        "fsd_infer.rules.RuleInputs", "fsd_infer.rules.OutputDistribution", "Always.distribution", "Always.tilt"
+        "fsd_infer.rules.Evidence", "fsd_infer.rules.Law", "Always.law", "Always.tilt"
     }  # fmt: skip
     round = tree_round(0, greedy=True)
     assert Always()(round).accepted.tolist() == parse_rule("fuzzy:js:inf")(round).accepted.tolist()
     assert Always().draft_bonus(True) == 0.5
-    assert OutputDistribution is OutputDistribution and RuleInputs is RuleInputs
+    assert Law is OutputDistribution and Evidence is RuleInputs

@@ -75,12 +75,7 @@ __all__ = [
     "rule_text",
 ]
 
-_FORMER = {
-    "OutputDistribution": "OutputDistribution",
-    "RuleInputs": "RuleInputs",
-    "VocabRows": "VocabRows",
-    "TokenHistory": "TokenHistory",
-}
+_FORMER = {"Law": "OutputDistribution", "Evidence": "RuleInputs", "Contexts": "VocabRows", "Texts": "TokenHistory"}
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import Verdict, Verification, row_index
 from fsd_infer.trees.tree import Draws
 
-_FORMER_METHODS = {"sampled": "output", "restricted_output": "restricted_output", "draft_bonus": "draft_bonus"}
+_FORMER_METHODS = {"law": "output", "charged_law": "restricted_output", "tilt": "draft_bonus"}
 
 
 class Rule:
