@@ -4,8 +4,9 @@
 // headers in native/ keep their contents in an anonymous namespace. bf16 values are passed as uint16_t.
 //
 // A packed weight W [N, K] has oneDNN's layout, in panels of output columns: [N / side][K / 2][side][2]. oneDNN chooses
-// the side, 32 with AMX and else 64; where oneDNN has no bf16, it is 32. A weight may hold fp8 numbers in the same places, with a scale per column: half the
-// bytes, and each number is a bf16. Or it holds ggml's blocks, in records of 16 columns (blocks.h).
+// the side, 32 with AMX and else 64; where oneDNN has no bf16, it is 32. A weight may hold fp8 numbers in the same places,
+// with a scale per column: half the bytes, and each number is a bf16. Or it holds ggml's blocks, in records of 16 columns
+// (blocks.h).
 // Compiled for AMX, products run on its tiles, otherwise on vectors; those of blocks with up to four rows always do.
 // Everything is written in AVX-512's operations. Compiled without it, avx2.h defines them.
 // Arithmetic is in fp32, and with blocks in whole numbers (block_products.h). Values are rounded when they are stored:

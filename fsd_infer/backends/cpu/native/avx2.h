@@ -67,7 +67,9 @@ inline Integers _mm512_set1_epi32(int x) { return {_mm256_set1_epi32(x), _mm256_
 inline Integers _mm512_set1_epi16(short x) { return {_mm256_set1_epi16(x), _mm256_set1_epi16(x)}; }
 inline Integers _mm512_set1_epi8(char x) { return {_mm256_set1_epi8(x), _mm256_set1_epi8(x)}; }
 inline Integers _mm512_setzero_si512() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline Integers _mm512_broadcast_i32x4(__m128i x) { return {_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x)}; }
+inline Integers _mm512_broadcast_i32x4(__m128i x) {
+  return {_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x)};
+}
 
 inline Floats _mm512_loadu_ps(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline Floats _mm512_load_ps(const float* p) { return _mm512_loadu_ps(p); }
@@ -234,7 +236,8 @@ inline Floats _mm512_roundscale_ps(Floats x, int) {
 inline __m256 scaled_half(__m256 x, __m256 whole) {
   const __m256i n = _mm256_cvtps_epi32(whole), first = _mm256_srai_epi32(n, 1), second = _mm256_sub_epi32(n, first);
   const auto power = [](__m256i e) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_min_epi32(e, _mm256_set1_epi32(127)), _mm256_set1_epi32(127)), 23));
+    const __m256i bias = _mm256_set1_epi32(127);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_min_epi32(e, bias), bias), 23));
   };
   return _mm256_mul_ps(_mm256_mul_ps(x, power(first)), power(second));
 }

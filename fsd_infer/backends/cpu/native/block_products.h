@@ -28,10 +28,10 @@ inline int class_of(int rows) {
 }
 
 // What a group of M rows stores for 32 numbers of depth. A number is scale · (2^LOW · high + low), with high and low in int8
-// and a power of two for each row. Without AVX-512 it is stored whole, in 16 bits, the second and third of a quad swapped. The
-// high bytes of PIECE numbers lie beside their low ones. With 4 bits in low bytes, numbers
-// down to 1/8 of a row's largest are exact, others off by at most 1/2048 of it; with 7, 1/64 and 1/16384. A number that dwarfs
-// the other 31, as outliers of activations do, is held apart, so that it takes no bits from them.
+// and a power of two for each row. The high bytes of PIECE numbers lie beside their low ones. Without AVX-512, a number is
+// stored whole, in 16 bits, and the second and third of each quad change places. With 4 bits in low bytes, numbers down to
+// 1/8 of a row's largest are exact, others off by at most 1/2048 of it; with 7, 1/64 and 1/16384. A number that dwarfs the
+// other 31, as outliers of activations do, is held apart, so that it takes no bits from them.
 template <int M>
 struct alignas(64) Step {
   int8_t bytes[M][64];
