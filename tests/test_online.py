@@ -174,7 +174,7 @@ def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float]
 def test_a_machine_unlike_the_assumed_one_is_found_out(of_node: float, of_draft: float, sure: float) -> None:
     """Where drafts lose time, the first eight answers take hardly longer than without: what was assumed hid it."""
     machine = Machine(lambda nodes: 5e-3 * (1 + of_node * (nodes - 1)), 2e-3 * of_draft, reading=3e-3 * of_draft)
-    memory, tokens = TreeMemory(PRIORS["blocks on tiles"], machine), 0
+    memory, tokens = TreeMemory(PRIORS["amx blocks"], machine), 0
     for number in range(8):
         text, choice = Text(sure, number, sibling=0.15), policy_of(memory)
         tokens += sum(round_of(text, machine, choice) for _ in range(60))
@@ -185,7 +185,7 @@ def test_a_machine_unlike_the_assumed_one_is_found_out(of_node: float, of_draft:
 def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, ...]) -> None:
     """Drafts that cost more than they bring pause, and come back within the first rounds of a text where they pay."""
     machine = Machine(blocks_machine, 7.5e-4, reading=8e-4)
-    memory = TreeMemory(PRIORS["blocks"], machine)
+    memory = TreeMemory(PRIORS["avx512 blocks"], machine)
     speeds: dict[float, list[float]] = {kind: [] for kind in kinds}
     for number in range(60):
         kind, start = kinds[number % len(kinds)], machine.spent
@@ -224,7 +224,7 @@ SIDES = [(0.5, 0.0, 0.25), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0), (2.0, 0.2, 0.25)]
 @pytest.mark.parametrize(("side_ms", "right", "share"), SIDES)
 def test_a_grafted_drafter_is_asked_where_its_drafts_pay(side_ms: float, right: float, share: float) -> None:
     """Rounds of 5 ms: 0.5 ms for nothing do not pay, nor 2 ms for a fifth of a token. It is asked again for a copy."""
-    choice, asked = policy_of(TreeMemory(PRIORS["blocks"])), list[bool]()
+    choice, asked = policy_of(TreeMemory(PRIORS["avx512 blocks"])), list[bool]()
     drafts = tree_of(([0, 1], [0, 0], [0.0, math.log(0.5)]), vocab=2)
     drafts = replace(drafts, proposers=torch.ones_like(drafts.tokens))
 

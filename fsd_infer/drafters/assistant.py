@@ -23,9 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from fsd_core.errors import CheckpointError, ModelLoadError, VocabularyMismatchError
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DraftRequest
-from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
+from fsd_infer.drafters.steps import HEADS, FeatureReader, StepDrafter, StepSession
 from fsd_infer.drafters.vocabulary import NEVER
 from fsd_infer.heads.kinds import ASSISTANT
 from fsd_infer.heads.layers import mask_for
@@ -43,7 +42,7 @@ class Source(NamedTuple):
     window: int | None
 
 
-class AssistantModel(CachedModel):
+class AssistantModel(FeatureReader):
     """An assistant whose cache slot i holds the target's keys and values of position i, a layer for each type."""
 
     def __init__(self, head: Any, target: Target, sources: list[Source]) -> None:
@@ -101,10 +100,6 @@ class AssistantModel(CachedModel):
         ids = ordered.token_ordering.long().view(ordered.num_centroids, -1)[best].flatten(2)  # [B, E, tokens]
         found = (lm_head.weight[ids] @ outputs[..., None])[..., 0]
         return found.new_full((*outputs.shape[:2], ordered.vocab_size), NEVER).scatter(2, ids, found)
-
-    def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
-        width = self.target.hidden_size * (1 + len(self.target.captured_layers))
-        self.read(cache, torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device))
 
 
 @HEADS.register(ASSISTANT)

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from fsd_infer.device.cache import SlotCache
-from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.session import DraftRequest
-from fsd_infer.drafters.steps import HEADS, StepDrafter, StepSession
+from fsd_infer.drafters.steps import HEADS, FeatureReader, StepDrafter, StepSession
 from fsd_infer.heads.block_formats import read_block_head
 from fsd_infer.heads.blocks import BlockHead
 from fsd_infer.heads.kinds import BLOCK
@@ -33,7 +32,7 @@ from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
 
 
-class BlockModel(CachedModel):
+class BlockModel(FeatureReader):
     """A block head whose cache slot i holds keys and values of the target's features at position i."""
 
     def __init__(self, head: BlockHead, target: Target) -> None:
@@ -68,10 +67,6 @@ class BlockModel(CachedModel):
         lm_head = self.head.lm_head or self.target.model.get_output_embeddings()
         logits, cap = lm_head(states), self.head.config.softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
-        width = self.target.hidden_size * (1 + len(self.target.captured_layers))
-        self.read(cache, torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device))
 
 
 @HEADS.register(BLOCK)

@@ -113,6 +113,20 @@ class Cacheless(CachedModel):
         pass
 
 
+class FeatureReader(CachedModel):
+    """A model whose reading takes the target's features of a text, [B, M, F]."""
+
+    target: Target
+
+    @abstractmethod
+    def read(self, cache: SlotCache, features: Tensor) -> None:
+        """Write keys and values of features to the cache's slots, after :meth:`SlotCache.set_write_slots`."""
+
+    def _read_one(self, cache: SlotCache, visible: Tensor, zero: Tensor) -> None:
+        width = self.target.hidden_size * (1 + len(self.target.captured_layers))
+        self.read(cache, torch.zeros(1, 1, width, dtype=self.target.dtype, device=self.device))
+
+
 class StepSession(TreeSession):
     """A session that keeps the state of the nodes that were expanded last, [B, E, S], and ``last``.
 

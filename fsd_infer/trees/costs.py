@@ -52,25 +52,20 @@ class CostPrior:
 
 
 PRIORS = {
-    # weights in blocks: a forward over one token is short, and more tokens are bound by arithmetic
-    "blocks": CostPrior((0.07, 0.15, 0.15, *[0.165] * (len(KNOTS) - 3)), (0.13, 0.018), (0.09, 0.3)),
+    # weights in blocks, by set of kernels: a forward over one token is short, and more tokens are bound by arithmetic
+    "avx512 blocks": CostPrior((0.07, 0.15, 0.15, *[0.165] * (len(KNOTS) - 3)), (0.13, 0.018), (0.09, 0.3)),
     # the same on AMX tiles: the built-in model takes 3.0 ms for one row, 5.2 for 4, 8.0 for 8 and 12.1 for 16
-    "blocks on tiles": CostPrior((0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.17, 0.02), (0.15, 0.15)),
+    "amx blocks": CostPrior((0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.17, 0.02), (0.15, 0.15)),
     # the same without AVX-512: it takes 8 ms on one core for one row, 20 for 4, 41 for 8 and 82 for 16
-    "blocks on AVX2": CostPrior((0.3, 0.45, 0.6, *[0.55] * (len(KNOTS) - 3)), (0.2, 0.02), (0.15, 0.3)),
+    "avx2 blocks": CostPrior((0.3, 0.45, 0.6, *[0.55] * (len(KNOTS) - 3)), (0.2, 0.02), (0.15, 0.3)),
     "cpu": CostPrior((0.01, 0.25, 0.05, *[0.09] * (len(KNOTS) - 3)), (0.06, 0.008), (0.04, 0.14)),
     "cuda": CostPrior((*[0.001] * 4, *[0.003] * (len(KNOTS) - 4)), (0.05, 0.0005), (0.03, 0.05)),
 }
 
 
-OF_BLOCKS = {"amx": "blocks on tiles", "avx2": "blocks on AVX2"}  # by set of kernels
-
-
 def prior_for(target: Target, relative_cost: float | None = None) -> CostPrior:
     """Return the costs of a round that are assumed before anything was timed. ``relative_cost``: as of a Drafter."""
-    prior = (
-        PRIORS[OF_BLOCKS.get(target.kernels or "", "blocks")] if target.has_blocks else of_device(PRIORS, target.device)
-    )
+    prior = PRIORS[f"{target.kernels} blocks"] if target.has_blocks else of_device(PRIORS, target.device)
     return prior if relative_cost is None else prior.for_model(relative_cost)
 
 

@@ -22,11 +22,11 @@ from fsd_infer.heads.formats import read_config
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
 from fsd_infer.heads.kinds import MTP, kind_of_head
-from fsd_infer.heads.stitch import stitch_mtp
 from fsd_infer.heads.weights import has_weights
 from fsd_infer.targets.loading import load_config, resolve_target
 from fsd_infer.targets.target import Target
 from fsd_train.checkpoints import read_checkpoint
+from fsd_train.commands.stitch import stitch_mtp
 from fsd_train.data.answers import conclude, read_answers
 from fsd_train.models.block import BlockModule, BlockOptions
 from fsd_train.models.distillation import DistillationModule

@@ -40,8 +40,13 @@ def onednn_packs() -> bool:
 
 
 def can_pack(depth: int) -> bool:
-    """Return whether oneDNN or our kernels take a bf16 weight [columns, depth]."""
+    """Return whether oneDNN or our kernels take a bf16 weight whose rows have this many numbers."""
     return onednn_packs() or (kernels() is not None and depth % 32 == 0)
+
+
+def _kept(panels: Tensor) -> Tensor:
+    """Return a copy in the kernels' memory."""
+    return zeroed(panels.nbytes).view(panels.dtype).view(panels.shape).copy_(panels)
 
 
 class Packed:
@@ -70,8 +75,8 @@ class Packed:
         more = 0  # columns of zeros
         if blocks is None and not onednn_packs():
             more = -self.columns % OWN_SIDE
-            panels = in_panels(nn.functional.pad(weight, (0, 0, 0, more)), OWN_SIDE)
-            self.weight = zeroed(panels.nbytes).view(torch.bfloat16).view(panels.shape).copy_(panels)
+            self.weight = _kept(in_panels(nn.functional.pad(weight, (0, 0, 0, more)), OWN_SIDE))
+            self.bias = None if self.bias is None else nn.functional.pad(self.bias, (0, more))
             place: tuple[int, int] | None = (self.weight.data_ptr(), OWN_SIDE)
         elif blocks is None:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
@@ -83,7 +88,6 @@ class Packed:
                 raise ValueError("blocks of a kind or size that the kernels do not take")
             self.weight, place = packed, (packed.data_ptr(), self.kernels.block_side)
         if place is not None:
-            self.bias = self.bias if self.bias is None else nn.functional.pad(self.bias, (0, more))
             sizes = dict(columns=self.columns + more, depth=self.depth, side=place[1])
             self.products = Linear(panels=place[0], kind=self.kind, bias=address_of(self.bias), **sizes)
         self.native = None if more else self.products
@@ -114,7 +118,7 @@ class Packed:
         if self.native is None or self.kernels is None or self.scales is not None or self.kind:
             return
         panels, self.scales = fp8_panels(self.dense(), self.native.side)
-        self.weight = zeroed(panels.numel()).view(torch.int8).view(panels.shape).copy_(panels)
+        self.weight = _kept(panels)
         self.native.panels, self.native.scales = self.weight.data_ptr(), self.scales.data_ptr()
 
     def dense(self) -> Tensor:
