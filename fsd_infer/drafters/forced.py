@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,14 +19,15 @@ from fsd_infer.trees.tree import DraftTree, Nodes
 from fsd_infer.trees.visits import likeliest
 
 MOST = 16  # forced tokens of a round
-ALONE = 2  # with this many forced tokens in every row the main drafter does not draft
+ALONE = 2  # a row with this many forced tokens takes no drafts of the main drafter
 
 
 class ForcedDrafter(Drafter):
     """A drafter whose tree holds the tokens that a guide forces after the text, as a chain with probability 1.
 
     A forced chain is a function of the text, and the rule verifies it like any other draft. So every distribution stays
-    as it is. A round with a long chain does not call the main drafter; a shorter chain becomes part of the main tree.
+    as it is. A row with a long chain drafts nothing else, whatever the rows beside it do; a shorter chain becomes part
+    of the main tree. If the chains of all rows are long, the main drafter is not called.
 
     Args:
         main: drafts where nothing is forced.
@@ -86,6 +89,7 @@ class ForcedSession(DraftSession):
         self.ends = first_tokens.tolist()  # the last token of each text
         self.finished: set[int] = set()  # of rows that stay in the batch
         self._chains: list[list[int]] = []
+        self._alone = False  # whether the main drafter does not draft in this round
 
     @property
     def main(self) -> DraftSession:
@@ -141,6 +145,9 @@ class ForcedSession(DraftSession):
         main, self.growth = self.main.draft(roots), self.main.growth
         if main.sampled and main.drawn is None or not any(self._chains):
             return main
+        is_long = forced.is_draft.sum(1, keepdim=True) >= ALONE
+        drawn = None if main.drawn is None else main.drawn & ~is_long
+        main = replace(main, scores=main.scores.masked_fill(main.is_draft & is_long, -math.inf), drawn=drawn)
         union = union_of(main, forced, drafter.max_depth, own)
         union.levels = drafter.max_depth
         drafts = union.is_draft.sum(1)
@@ -154,15 +161,15 @@ class ForcedSession(DraftSession):
 
     def _forced(self) -> list[Nodes]:
         """Ask the grammar what it forces; return chains of it."""
-        rows = zip(self.rows, self.answers, strict=True)
-        self._chains = [[] if row in self.finished else self.drafter.forced(row, answer)[:MOST] for row, answer in rows]
+        goes_on = self._going()
+        rows = zip(goes_on, self.rows, self.answers, strict=True)
+        self._chains = [self.drafter.forced(row, answer)[:MOST] if goes_on else [] for goes_on, row, answer in rows]
+        self._alone = min((len(chain) for chain in compress(self._chains, goes_on)), default=0) >= ALONE
         return [_chain([root, *chain]) for root, chain in zip(self.ends, self._chains, strict=True)]
 
-    @property
-    def _alone(self) -> bool:
-        """Whether the grammar forces so much in every row that the main drafter does not draft."""
-        rows = zip(self.rows, self._chains, strict=True)
-        return min((len(chain) for row, chain in rows if row not in self.finished), default=0) >= ALONE
+    def _going(self) -> list[bool]:
+        """[B] whether each row has an answer that goes on: rows that fill a bucket have none."""
+        return [bool(answer) and row not in self.finished for row, answer in zip(self.rows, self.answers, strict=True)]
 
 
 def _chain(tokens: list[int]) -> Nodes:
