@@ -106,6 +106,27 @@ def test_no_files_import_each_other_in_a_ring(repo_root: Path) -> None:
     assert not left, "they import each other, or stand on such files"
 
 
+def test_rooms_of_the_decoder_form_no_ring_and_know_few_others(repo_root: Path) -> None:
+    """A room is a folder of fsd_infer, or a file beside them."""
+    files = {
+        ".".join(file.relative_to(repo_root).with_suffix("").parts): file
+        for file in (repo_root / "fsd_infer").rglob("*.py")
+    }
+    rooms: dict[str, set[str]] = {}
+    for place, file in files.items():
+        own, *_ = place.removeprefix("fsd_infer.").split(".")
+        seen = rooms.setdefault(own, set())
+        for name in imports_of(file):
+            module = name.rpartition(".")[0]
+            homes = (name, f"{name}.__init__", module, f"{module}.__init__")
+            home = next((one for one in homes if one in files), None)
+            seen |= {home.removeprefix("fsd_infer.").split(".")[0]} - {own} if home else set()
+    assert len(rooms) > 10 and 50 < sum(map(len, rooms.values())) <= 59
+    while ground := [room for room, seen in rooms.items() if not seen & rooms.keys()]:
+        rooms = {room: seen for room, seen in rooms.items() if room not in ground}
+    assert not rooms, "they know each other, or stand on such rooms"
+
+
 def test_no_class_name_is_taken_twice(repo_root: Path) -> None:
     files = [file for package in [*PACKAGES, "benchmarks"] for file in (repo_root / package).rglob("*.py")]
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]

@@ -245,7 +245,8 @@ class SlotCache(Cache):
             path: [B, D+1] nodes, the root first.
             accepted: [B] number of nodes after the root; the others stay where they are.
         """
-        self.recurrent.commit(path, accepted)
+        if self.recurrent.kept:
+            self.recurrent.commit(path, accepted)
         steps = torch.arange(path.shape[1], device=path.device)
         nodes = path.where(steps <= accepted[:, None], steps)
         if path.device.type == "cpu" and bool((nodes == steps).all()):  # in place already

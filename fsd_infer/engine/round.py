@@ -105,7 +105,10 @@ class Look:
     @cached_property
     def scores(self) -> Tensor:
         """[B, N, V] the logits after the request's processors."""
-        return self._state.processors.nodes(self.given, self.tree, self._texts, self._state.row_numbers)
+        state = self._state
+        if not state.processors:
+            return self.logits
+        return state.processors.nodes(self.given, self.tree, self._texts, state.row_numbers)
 
     @cached_property
     def drafts(self) -> Tensor:
@@ -157,7 +160,7 @@ def accept(state: DecodeState, look: Look, features: Tensor) -> RoundTensors:
     """Apply each row's rule, and charge its budget and its adaptive KL coefficient. features: [B, N, F]."""
     tree, logits = look.tree, look.logits
     rows, nodes = tree.tokens.shape
-    draws = torch.rand(rows, max(nodes, state.most_nodes), 3, generator=state.generator, device=state.device)
+    draws = torch.rand(rows, max(nodes, state.most_nodes), 3, generator=state.generator, device=logits.device)
     verdict = judged(
         state.rules,
         Verification(

@@ -25,7 +25,6 @@ from fsd_infer.recurrent.conv import Convolution
 from fsd_infer.recurrent.delta import DeltaRule
 from fsd_infer.recurrent.selective import Selective
 from fsd_infer.recurrent.ssd import Duality
-from fsd_infer.targets.weights import stay_plain
 
 STATE_KEEPERS = ("update_conv_state", "update_recurrent_state", "get_linear_cache")  # what code with a state calls
 
@@ -55,12 +54,15 @@ def read_trees(model: nn.Module) -> bool:
                 "verifying a token tree needs their recurrence. Use another target."
             )
         _check_steps(model, layer)
-        steps = getattr(layer, "dt_proj", None)
-        if isinstance(steps, nn.Linear):  # Mamba multiplies by its weight
-            stay_plain(steps)
         layer.__class__ = _reader_of(kind)  # type: ignore[arg-type]
         layer._fsd_name = name  # type: ignore[assignment]
     return bool(layers)
+
+
+def read_past_forward(model: nn.Module) -> list[nn.Linear]:
+    """Return the layers whose weights recurrent layers read, past their forwards: Mamba multiplies by one."""
+    steps = (getattr(layer, "dt_proj", None) for layer in recurrent_layers(model).values())
+    return [layer for layer in steps if isinstance(layer, nn.Linear)]
 
 
 def _check_steps(model: nn.Module, layer: Any) -> None:

@@ -18,9 +18,10 @@ from transformers import __version__ as VERSION
 from fsd_core.errors import CheckpointError, ModelLoadError
 from fsd_core.files import open_safetensors, read_json, read_weight_map
 from fsd_infer.device.cache import RECURRENT, WITHOUT_KEYS
-from fsd_infer.recurrent.mixers import read_trees
+from fsd_infer.recurrent.mixers import read_past_forward, read_trees
 from fsd_infer.targets.kinds import auto_class, check_sight
 from fsd_infer.targets.masks import layer_types, layer_windows, max_positions
+from fsd_infer.targets.weights import stay_plain
 
 MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
 _DOGE_IS_CAUSAL = (5, 18)  # first version of transformers whose Doge has a causal mask under sdpa, too
@@ -185,6 +186,8 @@ def check_decodable(model: Any, name: str) -> None:
         raise ModelLoadError(f"{kind} does not say which module is its decoder (`get_decoder`).")
     _check_decoder(model, decoder)
     recurrent, types = read_trees(model), set(layer_types(config) or ())
+    for layer in read_past_forward(model):
+        stay_plain(layer)
     if not recurrent and types & RECURRENT:
         raise ModelLoadError(
             f"{kind} has layers of type {', '.join(sorted(types & RECURRENT))}, but no code here that knows them: a "
@@ -197,6 +200,17 @@ def check_decodable(model: Any, name: str) -> None:
             f"{kind} takes no positions (it keeps a state, or counts its cache); verifying a token tree in one forward "
             "needs siblings at one position. Use another target."
         )
+    _check_reading(kind, config)
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(places) > 1:
+        raise ModelLoadError(
+            f"{name} lies on several devices ({', '.join(sorted(places))}), layer by layer, but a cache lies on one. "
+            'Load it on one device, or by tp_plan="auto" on one per process (docs/performance.md).'
+        )
+
+
+def _check_reading(kind: str, config: Any) -> None:
+    """Raise ModelLoadError for a text config of layers that do more, or see more, than a draft tree allows."""
     if getattr(config, "is_decoder", True) is False and config.model_type not in _CAUSAL_ANYWAY:
         raise ModelLoadError(
             f"{kind} reads text in both directions, because its config has is_decoder=False: set it if the model was "
@@ -216,10 +230,4 @@ def check_decodable(model: Any, name: str) -> None:
         raise ModelLoadError(
             f"{kind} runs layers {config.n_recurrent_loops} times over a text (n_recurrent_loops) and keeps keys and "
             "values of each time, but a cache here has room for one. Use another target."
-        )
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(places) > 1:
-        raise ModelLoadError(
-            f"{name} lies on several devices ({', '.join(sorted(places))}), layer by layer, but a cache lies on one. "
-            'Load it on one device, or by tp_plan="auto" on one per process (docs/performance.md).'
         )

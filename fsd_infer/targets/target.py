@@ -142,7 +142,7 @@ class Target(CachedModel):
         """H, the width of the final features."""
         return shape_of(self.model.get_output_embeddings())[1]
 
-    @property
+    @cached_property
     def max_positions(self) -> int | None:
         """Longest text in tokens."""
         return max_positions(self.config)
@@ -166,7 +166,7 @@ class Target(CachedModel):
     def eos_token_ids(self) -> list[int]:
         return sorted(eos_ids(self.model.generation_config))
 
-    @property
+    @cached_property
     def layer_windows(self) -> dict[str, int | None]:
         """Attention window by layer type (None: full), e.g. {"full_attention": None, "sliding_attention": 4096}."""
         return layer_windows(self.config)
