@@ -328,7 +328,7 @@ def test_a_sweep_goes_on_wherever_it_was_killed(toy: Toy, tmp_path: Path) -> Non
     finished = sweep(small, tmp_path / "all.jsonl")
     whole, wanted = finished.read_bytes(), untimed(finished)
     first = whole.index(b"\n") + 1
-    cuts = [0, first, len(whole) - 1, *random.Random(0).sample(range(first, len(whole)), 3)]
+    cuts = [0, first, len(whole) - 1, *random.Random(0).sample(range(first, len(whole)), 1)]
     for number, cut in enumerate(cuts):
         file = tmp_path / f"{number}.jsonl"
         file.write_bytes(whole[:cut])

@@ -36,8 +36,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with target/, answers.jsonl, and trained heads eagle3/ and fsd/."""
     root = tmp_path_factory.mktemp("doctor")
     write_answers(root / "answers.jsonl", Target.from_pretrained(str(make_target(root / "target"))), 96)
-    for name, head in (("eagle3", EAGLE3), ("fsd", FSD)):
-        train(root, head)
+    for name, head, steps in (("eagle3", EAGLE3, 60), ("fsd", FSD, 100)):  # enough to see what is planted
+        train(root, head, steps=steps)
         (root / "head").rename(root / name)
     return root
 
@@ -141,7 +141,7 @@ def test_shifted_features(world: Path, tmp_path: Path) -> None:
     target.features = shifted  # type: ignore[method-assign]
     rows = [item["input_ids"] for item in data.train_set]
     assert isinstance(cache_features(target, rows, tmp_path / "features", progress=False), FeatureStore)
-    train(tmp_path, EAGLE3, features=str(tmp_path / "features"), steps=70)  # enough to see it
+    train(tmp_path, EAGLE3, features=str(tmp_path / "features"), steps=60)
     found = examine(world, tmp_path / "head", tmp_path)
     assert wrong(found)[0] == "positions" and "token before" in found["positions"]["says"], found
 
@@ -208,9 +208,14 @@ model:
   head: {layout: eagle3, fused_layers: [1, 2]}
   unroll_steps: 4
   loss: {class_path: fsd_train.losses.EagleLoss, init_args: {w_feature: 0.0, w_ce: 1.0}}
-  optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 4.0e-3}}
+  optimizer: {class_path: fsd_train.models.MuonAdamW, init_args: {lr: 4.0e-3}}
 data: {train_files: [], batch_tokens: 512}
 """
+
+
+def in_this_process(command: list[str], **options: Any) -> SimpleNamespace:
+    assert command[:3] == [sys.executable, "-m", "fsd_train.cli"]
+    return SimpleNamespace(returncode=cli(command[3:]))
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +231,9 @@ def learnt(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "recipe.yaml").write_text(RECIPE.replace("TARGET", str(world / "target")))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "_train", kept)
-        overfit(world, root / "found.json", "40", "--config", str(root / "recipe.yaml"))
+        patched.setattr(module.subprocess, "run", in_this_process)
+        patched.setattr(module, "MOST_STEPS", 120)
+        overfit(world, root / "found.json", "600", "--config", str(root / "recipe.yaml"))
     return root
 
 

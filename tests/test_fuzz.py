@@ -105,7 +105,7 @@ def command(name: str) -> argparse.ArgumentParser:
     return {name: parser for action in actions for name, parser in dict(action.choices or {}).items()}[name]
 
 
-@settings(FUZZ, max_examples=120)
+@settings(FUZZ, max_examples=60)
 @given(data=st.data(), name=st.sampled_from(["generate", "generate", "run", "warmup"]))
 def test_command_lines(
     data: st.DataObject,

@@ -22,13 +22,18 @@ HEAVY = [*MODELS, "safetensors", "fsd_infer.backends.cpu.build"]
 
 
 @cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
 def imports_of(file: Path) -> list[str]:
     """Every module and every name that a file imports, wherever in it."""
     return list(_imports_of(file))
 
 
 def _imports_of(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -129,8 +134,7 @@ def test_rooms_of_the_decoder_form_no_ring_and_know_few_others(repo_root: Path) 
 
 def test_no_class_name_is_taken_twice(repo_root: Path) -> None:
     files = [file for package in [*PACKAGES, "benchmarks"] for file in (repo_root / package).rglob("*.py")]
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
-    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for file in files for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == set()
 
 
@@ -160,7 +164,7 @@ def test_no_exception_is_raised_as_its_own_cause(repo_root: Path) -> None:
     found = [
         f"{file.relative_to(repo_root)}:{node.lineno}"
         for file in files
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(file))
         if isinstance(node, ast.Raise) and node.cause is not None and isinstance(node.exc, (ast.IfExp, ast.BoolOp))
     ]
     assert not found

@@ -88,7 +88,7 @@ def test_in_fp32_drafting_changes_no_token(kind: str, plain: Path, tmp_path: Pat
     assert (made.vocab_size, made.hidden_size) == (whole.vocab_size, whole.hidden_size)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["torchao int8", "gptq int4 with zeros"])  # a library's layers, and our own
 def test_above_temperature_0_the_distribution_is_the_targets(kind: str, tmp_path: Path) -> None:
     """Three tokens of a vocabulary of four, by sampled drafts, against the enumeration of the model's own
     distribution.

@@ -43,7 +43,7 @@ class Run:
             ),
         ]  # fmt: skip
         model = {"target": toys / "target", "draft_vocab_size": 40, "lr": 1e-2, "warmup_steps": 2}
-        data = {"train_files": [toys / "answers.jsonl"], "features": toys / "features", "batch_tokens": 512}
+        data = {"train_files": [toys / "answers.jsonl"], "features": toys / "features", "batch_tokens": 128}
         trainer = {"limit_val_batches": 0, "callbacks": callbacks}
         self.argv = fit_command(root, trainer, model, {**data, "validation_fraction": 0.2})
 

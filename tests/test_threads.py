@@ -49,7 +49,7 @@ def answer(decoder: FuzzyDecoder, drafter: Drafter, case: tuple[Any, ...], strea
 def test_answers_do_not_depend_on_who_else_asks(decoder: FuzzyDecoder, drafters: dict[str, Drafter]) -> None:
     prompts = ["the cat sat on the mat the cat sat", [5, 6, 7, 5, 6]]
     cases = list(enumerate(itertools.product(prompts, RULES, (0.0, 0.9))))
-    drawn = [(drafter, case) for drafter in drafters.values() for case in random.Random(0).sample(cases, 5)]
+    drawn = [(drafter, case) for drafter in drafters.values() for case in random.Random(0).sample(cases, 3)]
     asked = [(*one, stream) for one in drawn for stream in (False, True)]
     alone = [answer(decoder, *one) for one in drawn]
     with ThreadPoolExecutor(8) as pool:
@@ -67,7 +67,7 @@ def test_threads_share_a_model_through_the_hook() -> None:
             assert torch.equal(found, expected)
 
 
-FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt2", "gpt_oss", "cohere"]  # sliding windows and learned positions too
+FAMILIES = ["llama", "gemma3_text", "gpt2"]  # sliding windows and learned positions too
 
 
 def decoder_of(family: str, prefixes: PrefixCache | None) -> FuzzyDecoder:

@@ -31,8 +31,8 @@ from tests.train_toys import (
     in_bf16,
     in_recipe,
     logged,
+    run_group,
     save_toy_target,
-    started,
 )  # fmt: skip
 
 STEPS = 24
@@ -155,6 +155,11 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def in_a_process(rank: int, port: int, argv: list[str]) -> None:
+    torch.set_num_threads(1)
+    cli([*argv, "--trainer.callbacks+", "tests.test_training.Kill"])
+
+
 def test_killed_run_resumes(toys: Path, tmp_path: Path) -> None:
     options = [
         "--trainer.accumulate_grad_batches", "2", "--model.unroll_steps", "2",
@@ -162,8 +167,7 @@ def test_killed_run_resumes(toys: Path, tmp_path: Path) -> None:
         "--trainer.callbacks+", json.dumps(AVERAGING),
     ]  # fmt: skip
     argv = command(toys, tmp_path / "killed", *options)
-    done = started([*argv, "--trainer.callbacks+", "tests.test_training.Kill"], tmp_path)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert run_group(in_a_process, [(argv,)]) == [-signal.SIGKILL]
     last = tmp_path / "killed" / "ckpt" / "last.ckpt"
     assert cli([*argv, "--ckpt_path", str(last)]) == 0
     assert cli(command(toys, tmp_path / "straight", *options)) == 0

@@ -24,8 +24,8 @@ from fsd_infer.rules import Tilted
 from tests.bench_toys import Toy
 from tests.families import noisy_model, tiny_head, tiny_model
 
-PROMPTS = [[5, 17, 3, 44], [60, 2, 9], [33, 8, 71, 71, 15], [90, 12]]
-NEW = 14
+PROMPTS = [[5, 17, 3, 44], [60, 2, 9], [33, 8, 71, 71, 15]]
+NEW = 10
 
 
 FEW = (
@@ -137,7 +137,7 @@ def test_a_narrow_vocabulary_changes_no_verdict(kind: str, decoders: dict[str, F
 
 
 def command(toy: Toy, *more: str) -> int:
-    return main(["worth", *toy.models, "--prompts", str(toy.prompts), "--max-new-tokens", "12", *more])
+    return main(["worth", *toy.models, "--prompts", str(toy.prompts), "--max-new-tokens", "8", *more])
 
 
 @pytest.mark.usefixtures("few")
@@ -152,7 +152,7 @@ def test_the_command_prints_and_records_the_forecast(
     rows = found["forecast"]["rows"]
     assert rows[0]["rule"] == "exact" and {"relaxed:3:0.5", "tilted:2"} <= {row["rule"] for row in rows}
     assert found["forecast"]["drafts"]["count"] > 0 and found["environment"]
-    assert found["options"]["max_new_tokens"] == 12
+    assert found["options"]["max_new_tokens"] == 8
     assert command(toy, "--raw", "--temperature", "0.7", "--limit", "2") == 0
     text = capsys.readouterr().out
     assert "yardstick" not in text and "fsd-infer generate --target" in text and "x speed" not in text
@@ -160,7 +160,7 @@ def test_the_command_prints_and_records_the_forecast(
 
 @pytest.mark.usefixtures("few")
 def test_a_calibration_that_names_no_rules_gets_the_forecasts(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = SweepOptions(prompts=[toy.prompts], rules=["auto"], max_new_tokens=12, **toy.options)
+    options = SweepOptions(prompts=[toy.prompts], rules=["auto"], max_new_tokens=8, **toy.options)
     kept: list[Forecast] = []
 
     def watched(*arguments: Any, **more: Any) -> Forecast:
