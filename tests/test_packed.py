@@ -16,6 +16,7 @@ from fsd_infer import Target
 from fsd_train.data import collate
 from fsd_train.models import DistillationModule, LMModule
 from fsd_train.packed import BLOCK, TextMask, attending, packed_attention, read_packed, reads_packed_rows
+from fsd_train.packed.attention import _in_blocks
 from tests.families import FAMILIES, tiny_model
 from tests.loss_toys import VARIANTS
 from tests.train_toys import answers_of, eagle_module, ready, save_toy_target
@@ -83,6 +84,35 @@ def test_flex_attention_sees_the_same(name: str) -> None:
     plain = torch.nn.functional.scaled_dot_product_attention(query, repeated, repeated, expected)
     torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(flexed, plain, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_flex_attention_is_compiled_for_every_mask_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past torch's limit it would run uncompiled, with the scores of all queries and keys in memory."""
+    made = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    flexed = torch.compile(flex_attention, backend=compiler)
+    monkeypatch.setattr(
+        "transformers.integrations.flex_attention.WrappedFlexAttention", lambda training: lambda: flexed
+    )
+    text = TextMask((40, 24), CPU)
+    steps = [text.chains(torch.arange(0, 64, 2), step) for step in range(5)]
+    for width in (16, 32):  # heads of the target and of the draft head
+        for mask, window in [(each, window) for each in (text, *steps) for window in (None, 30)]:
+            query, key = torch.randn(1, 4, mask.shape[0], width), torch.randn(1, 2, mask.shape[1], width)
+            blocks = replace(mask).block_mask(window)
+            found, _ = _in_blocks(torch.nn.Module(), query, key, key, blocks)
+            spans, _ = packed_attention(torch.nn.Module(), query, key, key, mask, sliding_window=window)
+            torch.testing.assert_close(found, spans, atol=1e-5, rtol=1e-4)
+    kinds = len(made)
+    assert kinds > torch._dynamo.config.recompile_limit
+    _in_blocks(torch.nn.Module(), query, key, key, replace(mask).block_mask(window))
+    assert len(made) == kinds
 
 
 @pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"s_aux": torch.randn(4)}], ids=["plain", "softcap", "sinks"])

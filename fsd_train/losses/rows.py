@@ -19,12 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from fsd_core.divergence import Divergence, divergence
 from fsd_train.losses.base import TINY, DraftBatch
+from fsd_train.shapes import many_shapes
 
 # A block has chunk_size/LIVE rows. At the peak 6 to 18 tensors of its size are alive: logits, log-probabilities and
 # tensors saved by autograd. Together they stay below the size of 1.3·chunk_size rows.
 LIVE = 14
 BACKEND = "inductor"  # of torch.compile
-SHAPES = 64  # most kernels of one function
 _PART = 4096  # rows of an LM head's gradient that are computed at a time
 Distributions = Callable[[Tensor, Tensor], Tensor]
 
@@ -69,11 +69,6 @@ class RowFunction:
 def default_chunk_size(device: str, vocabulary: int) -> int:
     """Return 1024 rows on a CPU, so that blocks fit its caches; elsewhere rows for 1 GiB of logits, at most 8192."""
     return 1024 if device == "cpu" else max(1024, min(8192, 2**28 // vocabulary))
-
-
-def many_shapes() -> AbstractContextManager[Any]:
-    """Let torch.compile make kernels for more than its usual eight shapes of a function."""
-    return torch._dynamo.config.patch(recompile_limit=SHAPES)
 
 
 @dataclass(frozen=True)

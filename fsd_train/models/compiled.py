@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsd_train.losses import rows
+from fsd_train.shapes import many_shapes
 
 EIGHTHS = 8
 _UNIT = 128  # numbers of slots are multiples where rows are long: whole blocks of FlexAttention and of losses
@@ -45,7 +46,7 @@ class CompiledLayers:
                 self._forwards[id(layer)] = torch.compile(layer.forward, dynamic=False, backend=rows.BACKEND)
             vars(layer)["forward"] = self._forwards[id(layer)]
         try:
-            with rows.many_shapes():
+            with many_shapes():
                 yield
         finally:
             for layer in chosen:

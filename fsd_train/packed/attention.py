@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
 from fsd_train.packed.masks import PackedMask
+from fsd_train.shapes import many_shapes
 
 NAME = "fsd_packed"  # of the attention function, in transformers' configs
 SMALL = 2**18  # queries times keys, up to which a span counts as small
@@ -59,10 +61,18 @@ def packed_attention(
     steps = ([key], [value]) if mask.earlier is None else mask.earlier.joined(module, key, value)
     if query.is_cuda and query.shape[-1] >= FLEX_HEAD:
         key, value = map(_joined, steps)
-        return flex_attention_forward(
-            module, query, key, value, mask.block_mask(sliding_window), scaling, softcap, s_aux, dropout=dropout
-        )[0], None
+        return _in_blocks(module, query, key, value, mask.block_mask(sliding_window), scaling, softcap, s_aux, dropout)
     return _by_span(mask, query, steps, sliding_window, dropout, scaling, softcap, s_aux), None
+
+
+def _in_blocks(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, dropout: float = 0.0,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend by FlexAttention. Text, every unrolled step, every window and both models have kernels of their own."""
+    with many_shapes():  # without a kernel it would hold the scores of all queries and keys
+        made, _ = flex_attention_forward(module, query, key, value, mask, scaling, softcap, sinks, dropout=dropout)
+    return made, None
 
 
 def _by_span(
