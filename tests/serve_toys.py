@@ -14,7 +14,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from fsd_infer import FuzzyDecoder, parse_rule
+from fsd_infer import FuzzyDecoder
+from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits
 from fsd_infer.serving.batcher import ServedRequest
 from fsd_infer.serving.listen import server

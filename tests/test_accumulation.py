@@ -71,7 +71,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("loss", "args"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("loss", "args"), [VARIANTS[n] for n in (0, 2, 5, 7, 9)], ids=str)  # of each kind
 def test_accumulated_batches_have_the_gradient_of_one(
     loss: str, args: dict[str, Any], rows: Path, tmp_path: Path
 ) -> None:

@@ -42,7 +42,7 @@ def generate(toy: Toy, *argv: str, prompt: str = PROMPT) -> tuple[int, str, str]
 def test_generate_prints_the_answer_and_its_statistics(toy: Toy, toy_decoder: FuzzyDecoder, tmp_path: Path) -> None:
     rule = "fuzzy:tv:0.4:budget=3"
     asked = ["--rule", rule, "--max-new-tokens", "16", "--seed", "0"]
-    expected = toy_decoder.generate(PROMPT, rule, max_new_tokens=16, temperature=0, seed=0)  # a seed reads no clock
+    expected = toy_decoder.generate(PROMPT, rule=rule, max_new_tokens=16, temperature=0, seed=0)  # which reads no clock
     page = tmp_path / "new" / "answer.html"
     status, out, err = generate(toy, *asked, "--html", str(page))
     assert status == 0 and out == expected.texts[0] + "\n"

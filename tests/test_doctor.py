@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from fsd_core.errors import DataError
 from fsd_core.text.encoding import encode_chat
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import EagleDrafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli
 from fsd_train.commands import overfit as module
@@ -174,7 +175,7 @@ def engine(world: Path, head: Path) -> Iterator[str]:
     rounds: list[int] = []
 
     def answer(prompt: list[int], limit: int) -> list[int]:
-        made = decoder.generate([prompt], max_new_tokens=limit, do_sample=False, chat=False)
+        made = decoder.generate([prompt], max_new_tokens=limit, do_sample=False)
         rounds.extend(runs_of(made.records[0].sources))
         return made.sequences[0]
 

@@ -30,9 +30,10 @@ from fsd_core.text.conversations import row_conversation, row_questions
 from fsd_core.text.encoding import encode_chat, read_prompts
 from fsd_core.text.masks import encode_conversation
 from fsd_core.text.rows import read_rows
-from fsd_infer import RULES, FuzzyDecoder, parse_rule
+from fsd_infer import FuzzyDecoder
 from fsd_infer.cli.main import build_parser, main
 from fsd_infer.request.guide import Guide, GuideProcessor
+from fsd_infer.rules import RULES, parse_rule
 from fsd_infer.serving.app import make_app
 from fsd_infer.serving.listen import Connection
 from fsd_train.commands.command_lines import PARSERS
@@ -80,7 +81,7 @@ def test_rules_as_text(text: str, warm: bool, toy_decoder: FuzzyDecoder) -> None
     said = json.dumps(rule.describe())
     assert "NaN" not in said and parse_rule(text) == rule
     sampling: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 1} if warm else {"do_sample": False}
-    error = refusal(lambda: toy_decoder.generate([5, 6, 7], rule, max_new_tokens=4, **sampling))
+    error = refusal(lambda: toy_decoder.generate([5, 6, 7], rule=rule, max_new_tokens=4, **sampling))
     assert error is None or "temperature 0" in str(error) or "no such phase" in str(error)
 
 
@@ -227,9 +228,8 @@ TURNS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("command", ["fit", "validate"])
 @settings(FUZZ, max_examples=60)
-@given(data=st.data())
+@given(data=st.data(), command=st.sampled_from(["fit", "validate"]))
 def test_rows_of_answers(data: st.DataObject, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `fit` and `validate` read before they train: each row is used, or skipped with its reason."""
     tokenizer = tiny_tokenizer(data.draw(st.sampled_from([CHATML, THINKING])))

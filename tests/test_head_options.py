@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fsd_core.errors import CheckpointError, ModelLoadError
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import EagleDrafter
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.callbacks import ExportHead

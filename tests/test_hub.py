@@ -15,7 +15,9 @@ from huggingface_hub import ModelCard, constants
 from fsd_core.errors import CheckpointError, DataError, FsdError
 from fsd_core.text.conversations import row_conversation, row_messages
 from fsd_core.text.rows import read_rows, rows_digest
-from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, Target, load_drafter
+from fsd_infer import FuzzyDecoder, Target
+from fsd_infer.decoder import load_drafter
+from fsd_infer.drafters import EagleDrafter, LMDrafter
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.cli import main as cli

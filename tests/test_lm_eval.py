@@ -70,7 +70,7 @@ def test_tasks_end_to_end_in_this_process(toy: Toy, model: FsdLM) -> None:
     prompts = [sample["arguments"][0][0] for sample in samples["fsd_gsm8k"]]
     assert prompts[1].startswith("<|start|>user\nthe cat has 1 cats") and prompts[1].endswith("assistant\n")
     ids = model.tokenizer(prompts[1], add_special_tokens=False).input_ids
-    alone = model.decoder.generate([ids], model.rule, max_new_tokens=8, temperature=0)
+    alone = model.decoder.generate([ids], rule=model.rule, max_new_tokens=8, temperature=0)
     assert samples["fsd_gsm8k"][1]["resps"] == [[alone.texts[0]]], "one answer whatever the batch"
     scores = [sample["score"] for sample in samples["fsd_gsm8k"]]
     assert found["results"]["fsd_gsm8k"]["score,none"] == sum(scores) / 4

@@ -11,7 +11,8 @@ import torch
 
 from fsd_core.divergence import divergence
 from fsd_core.errors import DataError
-from fsd_infer import FuzzyDecoder, LMDrafter, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import LMDrafter
 from fsd_infer.drafters.itself import Itself
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.targets.adapters import is_adapter
@@ -175,7 +176,7 @@ def test_what_is_trained_is_exported_and_decodes(toys: Path, tmp_path: Path, opt
     # the callback's drafter is the one that was trained
     decoder = FuzzyDecoder(target, module.make_drafter(target))
     prompts = callback._prompts(module.trainer, target)
-    tau = decoder.generate(prompts, "exact", max_new_tokens=8, do_sample=False).stats.acceptance_length
+    tau = decoder.generate(prompts, rule="exact", max_new_tokens=8, do_sample=False).stats.acceptance_length
     assert callback.points["decoded_tau/exact"][STEPS] == pytest.approx(tau)
     # the command writes the same from a checkpoint
     assert cli(["export", str(checkpoint), str(tmp_path / "again")]) == 0

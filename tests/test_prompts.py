@@ -83,20 +83,6 @@ def test_files_that_cannot_be_read(name: str, files: dict[str, bytes], message: 
         list(read_prompts(tmp_path / name))
 
 
-def test_training_and_decoding_see_identical_ids() -> None:
-    tokenizer = tiny_tokenizer()
-    asked = tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=True, return_dict=True)
-    assert encode_chat(tokenizer, [USER]) == asked["input_ids"]
-    [(ids, mask)] = encode_conversation(tokenizer, [USER, BOT, MORE, LAST])
-    first, second = encode_chat(tokenizer, [USER]), encode_chat(tokenizer, [USER, BOT, MORE])
-    assert ids[: len(first)] == first and ids[: len(second)] == second
-    answer = tokenizer("sat on the mat")["input_ids"] + [tokenizer.eos_token_id]
-    assert ids[len(second) :] == answer  # ends with the end token, without the template's newline
-    marked = [token for token, kept in zip(ids, mask) if kept]
-    assert marked == tokenizer("it is there")["input_ids"] + [tokenizer.eos_token_id] + answer
-    assert not any(mask[: len(first)]) and all(mask[len(second) :])
-
-
 @pytest.mark.parametrize("complete", [True, False])
 def test_templates_that_change_earlier_turns_give_a_sequence_per_answer(complete: bool) -> None:
     tokenizer = tiny_tokenizer(THINKING)

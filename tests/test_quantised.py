@@ -20,9 +20,10 @@ from torch import nn
 from transformers import GenerationConfig
 
 from fsd_core.errors import CheckpointError, ModelLoadError
-from fsd_infer import EagleDrafter, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.backends.cpu.packing import packed_of
 from fsd_infer.backends.cpu.stack import CpuStack
+from fsd_infer.drafters import EagleDrafter, LMDrafter, NoDrafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gptq import expand, load_expanded
 from fsd_infer.targets.loading import load_config, load_target
@@ -79,7 +80,7 @@ def test_in_fp32_drafting_changes_no_token(kind: str, plain: Path, tmp_path: Pat
     for made, names in ((target, ("none", "lookup+recycle")), (Target.of(target.model), ())):
         decoder = FuzzyDecoder(made, drafted(made))
         for drafter in (None, *map(decoder.load_drafter, names)):
-            options = {"max_new_tokens": 16, "do_sample": False, "chat": False, "drafter": drafter}
+            options = {"max_new_tokens": 16, "do_sample": False, "drafter": drafter}
             assert decoder.generate(prompts, **options).sequences == expected
     assert made.precision.startswith(kind.split()[0])
     whole = Target.from_pretrained(str(plain), dtype=torch.float32)
@@ -100,7 +101,7 @@ def test_above_temperature_0_the_distribution_is_the_targets(kind: str, tmp_path
     target.model.generation_config.eos_token_id = None
     drafter = LMDrafter(Target(tiny_model("llama", seed=1, scale=2.0, **small)), target, TreeShape(3, 1, 4))
     rows, prompt = 800, [1, 2, 3]
-    options = {"max_new_tokens": 3, "do_sample": True, "temperature": 1.0, "top_k": 0, "chat": False, "seed": 3}
+    options = {"max_new_tokens": 3, "do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 3}
     answers = FuzzyDecoder(target, drafter).generate([prompt] * rows, **options).sequences
     seen = torch.bincount(torch.tensor(answers) @ torch.tensor([16, 4, 1]), minlength=64)
     texts = torch.cartesian_prod(*[torch.arange(4)] * 3)
@@ -338,7 +339,7 @@ def test_adapters_that_only_peft_computes_stay_beside_quantised_weights(
     like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     whole = FuzzyDecoder.from_pretrained(str(adapter), "none", **like)
     named = FuzzyDecoder.from_pretrained(str(base), "none", adapters={"one": adapter}, **like)
-    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "chat": False}
+    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     right = named.generate([[5, 9, 11]], adapter="one", **asked).sequences
     assert whole.generate([[5, 9, 11]], **asked).sequences == right
     assert named.generate([[5, 9, 11]], **asked).sequences != right

@@ -91,7 +91,9 @@ def test_mixed_requests_are_answered_as_alone(toy_decoder: FuzzyDecoder, clients
             outcomes["malformed" if malformed else "done"] += 2 * (1 if malformed else body.get("n", 1))
             if body.keys() <= plain and body["rule"] == "exact" and body["temperature"] == 0:
                 prompt, limits = body.get("messages") or body["prompt"], {"max_new_tokens": body["max_tokens"]}
-                made = toy_decoder.generate(prompt, "exact", temperature=0, chat=path == CHAT, **limits)
+                made = toy_decoder.generate(
+                    prompt, rule="exact", temperature=0, apply_chat_template=path == CHAT, **limits
+                )
                 assert a[0][:2] == [made.texts[0], made.stats.rows[0].finish_reason]
                 compared += 1
     assert compared > clients // 4 and outcomes["malformed"]
@@ -199,7 +201,7 @@ def test_log_probabilities_are_the_target_s(client: TestClient, toy_decoder: Fuz
     entries = choice["logprobs"]["content"]
     tokenizer, model = toy_decoder.tokenizer, toy_decoder.target.model
     options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0, "seed": 0}
-    out = toy_decoder.generate("the cat sat on the mat", "tilted:0.5:exact_ngram_size=0", **options)
+    out = toy_decoder.generate("the cat sat on the mat", rule="tilted:0.5:exact_ngram_size=0", **options)
     prompt, answer = toy_decoder.encode("the cat sat on the mat"), out.sequences[0]
     with torch.inference_mode():
         log_p = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
@@ -247,7 +249,7 @@ def test_phases_are_part_of_the_rule(client: TestClient, toy_decoder: FuzzyDecod
     """A pair that the target lacks fails its own request alone."""
     opening, closing = toy_decoder.tokenizer.convert_ids_to_tokens([5, 6])
     rule = f"tilted:0.5:exact_ngram_size=0:only_in={opening}..{closing}"
-    wanted = toy_decoder.generate("the cat sat on the mat", rule, max_new_tokens=8, temperature=0, seed=0).texts[0]
+    wanted = toy_decoder.generate("the cat sat on the mat", rule=rule, max_new_tokens=8, temperature=0, seed=0).texts[0]
     found = client.post(CHAT, json=asked(rule=rule, seed=0))
     assert found.json()["choices"][0]["message"]["content"] == wanted
     refused = client.post(CHAT, json=asked(rule="tilted:only_in=think"))

@@ -37,10 +37,10 @@ def found_with(target: Target, directory: str) -> dict[str, Any]:
         "small model, drawn": (small, "exact", {"do_sample": True, "seed": 5}),
     }
     made = {
-        name: FuzzyDecoder(target, drafter).generate(PROMPTS, rule, max_new_tokens=16, chat=False, **options).sequences
+        name: FuzzyDecoder(target, drafter).generate(PROMPTS, rule=rule, max_new_tokens=16, **options).sequences
         for name, (drafter, rule, options) in requests.items()
     }
-    beams = FuzzyDecoder(target, LookupDrafter(VOCAB)).generate(PROMPTS, max_new_tokens=8, num_beams=3, chat=False)
+    beams = FuzzyDecoder(target, LookupDrafter(VOCAB)).generate(PROMPTS, max_new_tokens=8, num_beams=3)
     return {**made, "beams": beams.sequences, "digest": target.weights_digest()}
 
 
@@ -51,7 +51,7 @@ def _one_rank(rank: int, port: int, directory: str, out: str) -> None:
     facts = {"share": held.to_local().numel() / held.numel(), "sharded": target.is_sharded}
     decoder = FuzzyDecoder(target, LookupDrafter(VOCAB))
     try:
-        decoder.generate(PROMPTS, do_sample=True, max_new_tokens=2, chat=False)
+        decoder.generate(PROMPTS, do_sample=True, max_new_tokens=2)
     except FsdError as error:
         facts["refused"] = str(error)
     torch.save({**facts, "found": found_with(target, directory)}, f"{out}/rank{rank}.pt")

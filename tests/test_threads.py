@@ -12,7 +12,8 @@ import torch
 from transformers import TextIteratorStreamer
 
 import fsd_infer
-from fsd_infer import Drafter, FsdError, FuzzyDecoder, NoDrafter, Target
+from fsd_infer import Drafter, FsdError, FuzzyDecoder, Target
+from fsd_infer.drafters import NoDrafter
 from fsd_infer.targets.prefixes import LEAST, Prefix, PrefixCache
 from tests.families import drafter_of, tiny_head, tiny_model, tiny_prompts
 from tests.text_toys import tiny_tokenizer
@@ -40,7 +41,7 @@ def answer(decoder: FuzzyDecoder, drafter: Drafter, case: tuple[Any, ...], strea
     seed, (prompt, rule, temperature) = case
     streamer: Any = TextIteratorStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
     made = decoder.generate(
-        prompt, rule, drafter=drafter, seed=seed, streamer=streamer if stream else None, max_new_tokens=6,
+        prompt, rule=rule, drafter=drafter, seed=seed, streamer=streamer if stream else None, max_new_tokens=6,
         do_sample=temperature > 0, temperature=temperature,
     )  # fmt: skip
     return made.sequences[0], "".join(streamer) if stream else made.texts[0]

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from fsd_core.errors import DataError, NonFiniteLossError, UnknownNameError
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import EagleDrafter
 from fsd_train.callbacks import DecodedTau, LossCurve, TokenRate
 from fsd_train.data import AnswersDataModule
 from fsd_train.losses import DraftBatch, Loss, LossOutput
 from tests.test_training import make, trainer
-from tests.train_toys import (
-    logged,
-)
+from tests.train_toys import logged
 
 
 def test_the_rate_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +58,7 @@ def test_decoded_tau_is_that_of_a_direct_run(toys: Path, tmp_path: Path) -> None
     target = Target.from_pretrained(str(toys / "target"), dtype=torch.float32)
     decoder = FuzzyDecoder(target, EagleDrafter(copy.deepcopy(module.head), target, callback.tree))
     for rule in rules:
-        made = decoder.generate(prompts_of(data, 3), rule, max_new_tokens=10, do_sample=False, seed=0)
+        made = decoder.generate(prompts_of(data, 3), rule=rule, max_new_tokens=10, do_sample=False, seed=0)
         values = {name: callback.points[f"decoded_{name}/{rule}"] for name in ("tau", "gate_open", "spent", "length")}
         assert all(list(points) == [4, 6] for points in values.values())
         assert values["tau"][6] == pytest.approx(made.stats.acceptance_length)

@@ -18,7 +18,8 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target
+from fsd_infer import FuzzyDecoder, Target
+from fsd_infer.drafters import EagleDrafter
 from fsd_train.callbacks import DecodedTau, ExportHead
 from fsd_train.losses import DraftBatch, LMHead, Schedule
 from fsd_train.models import DistillationModule, EagleModule, LMModule, MtpModule

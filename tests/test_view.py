@@ -41,7 +41,7 @@ def test_a_trace_says_what_the_target_and_the_statistics_say(decoder: FuzzyDecod
     prompt = decoder.encode("the cat sat on the mat the cat sat on the", chat=False)
     trace = PageTrace(decoder.tokenizer, prompt, used.proposers)
     out = decoder.generate(
-        [prompt], "tilted:0.05:exact_ngram_size=0:min_p=0", drafter=used, max_new_tokens=40, temperature=0,
+        [prompt], rule="tilted:0.05:exact_ngram_size=0:min_p=0", drafter=used, max_new_tokens=40, temperature=0,
         on_round=lambda row, round: trace.add(round), guide=guide,
     )  # fmt: skip
     tokens = [token for round in trace.rounds for token in round["tokens"]]
@@ -127,7 +127,7 @@ def test_load_stream_click_compare(page: Any, decoder: FuzzyDecoder) -> None:
     answers = page.locator(".answer")
     assert answers.count() == 2 and not page.locator("#message").is_visible()
     for place, rule in enumerate(("exact", "tilted:0.5:exact_ngram_size=0")):
-        wanted = decoder.generate("the cat sat on the mat", rule, max_new_tokens=16, temperature=0)
+        wanted = decoder.generate("the cat sat on the mat", rule=rule, max_new_tokens=16, temperature=0)
         if rule == "exact":
             assert answers.nth(place).text_content().rstrip("\ufffd") == wanted.texts[0].rstrip("\ufffd")
         assert re.search(r"τ\s*\d", page.locator(".numbers").nth(place).inner_text())

@@ -18,7 +18,8 @@ from lightning.pytorch import seed_everything
 from benchmarks.heads_in_vllm import compare
 from benchmarks.peers import vllm_variables
 from fsd_core.text.encoding import encode_chat
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import EagleDrafter
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.head import EagleHead
@@ -159,5 +160,5 @@ def test_lossy_answers_in_vllm_are_ours(name: str, root: Path, results: dict[str
     answers, _ = run(engine, [[each, prompts] for each in params])
     options: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False, "chat": False}
     for rule, found in zip(rules, answers, strict=True):
-        assert found == [decoder.generate([prompt], rule, **options).sequences[0] for prompt in prompts], rule
+        assert found == [decoder.generate([prompt], rule=rule, **options).sequences[0] for prompt in prompts], rule
         assert rule == "exact" or found != answers[0]

@@ -301,40 +301,30 @@ def test_requests_that_make_no_sense_are_refused(params: Params, message: str) -
         Server(sampling="probabilistic")
 
 
-def test_a_server_may_set_a_default_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSD_VLLM_RULE", "tilted:2")
-    monkeypatch.setenv("FSD_VLLM_MOST", "tilted:1:budget=9")
-    with pytest.raises(ValueError, match="this server allows tilted:1:budget=9"):
+# the most that a server allows: what may be asked of it, and what not
+ALLOWED = [
+    ("tilted:1:budget=9",
+     ["exact", "tilted:1:exact_ngram_size=2:budget=9", "tilted:inf:budget=0", "tilted:1:budget=9:only_in=think"],
+     ["tilted", "tilted:2", "tilted:0.9:budget=1", "tilted:1:exact_ngram_size=0:budget=1", "typical",
+      "tilted:2:min_p=0:budget=1"]),
+    ("tilted", ["tilted", "tilted:4:toll=1:settle=64", "tilted:toll=2"],
+     ["tilted:4", "tilted:2:toll=1", "tilted:match_temperature=0.1"]),
+    ("tilted:match_temperature=0.3", ["tilted:match_temperature=0.2"], ["tilted:match_temperature=0.4", "tilted:4"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("most", "allowed", "refused"), ALLOWED)
+def test_a_server_may_set_a_default_and_a_limit(
+    most: str, allowed: list[str], refused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSD_VLLM_MOST", most)
+    for rule in allowed:
+        assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
+        monkeypatch.setenv("FSD_VLLM_RULE", rule)
+        assert RuleRequest.of(Params()).rule == parse_rule(rule)
+    for rule in refused:
+        with pytest.raises(ValueError, match=f"this server allows {most}"):
+            RuleRequest.of(Params(extra_args={"rule": rule}))
+    monkeypatch.setenv("FSD_VLLM_RULE", refused[0])
+    with pytest.raises(ValueError, match=f"this server allows {most}"):
         RuleRequest.of(Params())
-    monkeypatch.setenv("FSD_VLLM_RULE", "tilted:2:budget=4")
-    assert RuleRequest.of(Params()).rule == parse_rule("tilted:2:budget=4")
-    for rule in (
-        "exact",
-        "tilted:1:exact_ngram_size=2:budget=9",
-        "tilted:inf:budget=0",
-        "tilted:1:budget=9:only_in=think",
-    ):
-        assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
-    monkeypatch.setenv("FSD_VLLM_MOST", "tilted")
-    for rule in ("tilted", "tilted:4:toll=1:settle=64", "tilted:toll=2"):
-        assert RuleRequest.of(Params(extra_args={"rule": rule})).rule == parse_rule(rule)
-    for rule in ("tilted:4", "tilted:2:toll=1", "tilted:match_temperature=0.1"):
-        with pytest.raises(ValueError, match="this server allows tilted"):
-            RuleRequest.of(Params(extra_args={"rule": rule}))
-    monkeypatch.setenv("FSD_VLLM_MOST", "tilted:match_temperature=0.3")
-    assert RuleRequest.of(Params(extra_args={"rule": "tilted:match_temperature=0.2"})).rule == parse_rule(
-        "tilted:match_temperature=0.2"
-    )
-    for rule in ("tilted:match_temperature=0.4", "tilted:4"):
-        with pytest.raises(ValueError, match="this server allows tilted"):
-            RuleRequest.of(Params(extra_args={"rule": rule}))
-    monkeypatch.setenv("FSD_VLLM_MOST", "tilted:1:budget=9")
-    for rule in (
-        "tilted",
-        "tilted:0.9:budget=1",
-        "tilted:1:exact_ngram_size=0:budget=1",
-        "typical",
-        "tilted:2:min_p=0:budget=1",
-    ):
-        with pytest.raises(ValueError, match="this server allows"):
-            RuleRequest.of(Params(extra_args={"rule": rule}))

@@ -19,8 +19,9 @@ from fsd_bench.worth.forecasts import Shaped, fixed_coefs, learned
 from fsd_bench.worth.replay import RecordedRound, Replay, walk
 from fsd_bench.worth.run import WorthOptions, brief_text, recommended, verdict, worth_text
 from fsd_bench.worth.watch import Watch
-from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, Rule, Target, TreeShape, parse_rule
-from fsd_infer.rules import Tilted
+from fsd_infer import Drafter, FsdError, FuzzyDecoder, Rule, Target, TreeShape
+from fsd_infer.drafters import LMDrafter
+from fsd_infer.rules import Tilted, parse_rule
 from tests.bench_toys import Toy
 from tests.families import noisy_model, tiny_head, tiny_model
 
@@ -59,7 +60,7 @@ def decoded(decoder: FuzzyDecoder, drafter: Drafter, rule: str | Rule, temperatu
     """(tokens per forward, forwards) of decoding."""
     emitted = forwards = 0
     for number, prompt in enumerate(PROMPTS):
-        made = decoder.generate([prompt], rule, drafter=drafter, seed=number, **decoding(temperature, NEW)).stats
+        made = decoder.generate([prompt], rule=rule, drafter=drafter, seed=number, **decoding(temperature, NEW)).stats
         emitted, forwards = emitted + made.new_tokens - 1, forwards + made.target_forwards
     return emitted / forwards, forwards
 
@@ -93,7 +94,7 @@ def seen_rounds(decoder: FuzzyDecoder, number: int) -> list[RecordedRound]:
     """Of exact greedy decoding from that prompt."""
     rounds: list[RecordedRound] = []
     watch = Watch(rounds.append, 0.0, NEW, torch.Generator().manual_seed(0), {})
-    decoder.generate([PROMPTS[number]], "exact", callbacks=[watch], **decoding(0.0, NEW))
+    decoder.generate([PROMPTS[number]], rule="exact", callbacks=[watch], **decoding(0.0, NEW))
     return rounds
 
 
@@ -108,7 +109,8 @@ def test_a_replayed_first_round_is_decodings(spec: str, length: int, decoders: d
         steps = Replay([rule], [shape], frozenset()).steps(seen, nodes, walk(seen, [part])[part])
         drafter = decoder.drafter.reshaped(shape)
         made, longer = (
-            decoder.generate([prompt], rule, drafter=drafter, **decoding(0.0, len(steps) + more)) for more in (1, 2)
+            decoder.generate([prompt], rule=rule, drafter=drafter, **decoding(0.0, len(steps) + more))
+            for more in (1, 2)
         )
         assert made.stats.target_forwards == 1 and len(made.sequences[0]) == len(steps) + 1
         assert made.stats.divergence_spent == pytest.approx(sum(nats for nats, _ in steps), abs=1e-4)
