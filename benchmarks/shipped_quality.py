@@ -28,7 +28,7 @@ from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
 
 RULE, FORMER = "fly:window=3:exact_ngram_size=3:lead=5", "fly:window=3:novel=3:lead=5"
-STUDY, FRESH, ODD = "lead-study", "findings-made-late", "rules-ifeval-odd-lead"
+STUDY, FRESH, ODD = "lead-study", "rules-made-late", "rules-ifeval-odd-lead"
 CONFIDENCE = 0.9
 
 
@@ -40,27 +40,24 @@ def counted(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
         sets[f"{STUDY}, {name}"] = {key: found[key] for key in ("prompts", "right_by_exact")} | {
             key: facts[key] for key in ("lost", "gained", "tau", "ended", "repeated_4grams")
         }
-    facts = _read(results, FRESH)["temperatures"]["0"]
-    exact, own = facts["exact"]["means"]["score"], facts[RULE]
-    sets[FRESH] = {
-        "prompts": exact["prompts"],
-        "right_by_exact": round(exact["mean"] * exact["prompts"]),
-        **{key: own["flips"][key] for key in ("lost", "gained")},
-        "tau": own["ratios"]["tau"],
-        "ended": own["differences"]["finished_fraction"],
-        "repeated_4grams": own["differences"]["repeated_4grams"],
-    }
+    sets[FRESH] = _beside_exact(_read(results, FRESH), RULE)
     return sets
 
 
 def verified(results: Path = RESULTS) -> dict[str, Any]:
     """Return the same of the odd rows of IFEval."""
     record = _read(results, ODD)
-    less, flips = record["differences"]["exact"][FORMER], record["flips"]["exact"][FORMER]
-    score = less["score"]
+    return {"record": ODD, "score_difference": record["differences"]["exact"][FORMER]["score"]} | _beside_exact(
+        record, FORMER
+    )
+
+
+def _beside_exact(record: Mapping[str, Any], rule: str) -> dict[str, Any]:
+    less, flips = record["differences"]["exact"][rule], record["flips"]["exact"][rule]
+    prompts = less["score"]["prompts"]
     return {
-        "record": ODD, "prompts": score["prompts"], "score_difference": score, "lost": flips["lost"],
-        "gained": flips["gained"], "tau": record["ratios"]["exact"][FORMER]["tau"],
+        "prompts": prompts, "right_by_exact": round(record["methods"]["exact"]["score"] * prompts),
+        "lost": flips["lost"], "gained": flips["gained"], "tau": record["ratios"]["exact"][rule]["tau"],
         "ended": less["finished_fraction"], "repeated_4grams": less["repeated_4grams"],
     }  # fmt: skip
 

@@ -45,7 +45,8 @@ QUOTED = [
     ("rules", "rules-ifeval-odd-rivals", "| {tilted:heat=0.3/more:ratio} | {tilted:heat=0.3/score:points} |"),
     ("rules", "rules-ifeval-odd-rivals", "| `mars` | {mars/more:ratio} | {mars/score:points} | {mars/nats:.3f} |"),
     ("rules", "rules-ifeval-odd-rivals", "| `asd` | {asd/more:ratio} | {asd/score:points} | {asd/nats:.3f} |"),
-    ("README", "rules-ifeval-odd-lead", "{fly:window=3:novel=3:lead=5/more:ratio} × `exact`'s tokens per forward"),
+    ("README", "rules-made-late", "{tilted/more:ratio} × `exact`'s tokens per forward | instructions followed: "
+     "{tilted/score:points} points"),
     ("README", "compare-smollm2-135m", "| {hf-generate/tokens_per_second:.0f} tok/s | "
      "{plain/tokens_per_second:.0f} | {exact/tokens_per_second:.0f} |"),
     ("README", "compare-smollm2-135m-amx", "| {hf-generate/tokens_per_second:.0f} tok/s | "
