@@ -171,6 +171,8 @@ class TreePolicy:
         verifying, drafting = costs.forward(nodes), costs.drafting(growth.depths, growth.expanded)
         cost = verifying + drafting + costs.rest(reads)
         gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.covered
+        # Drawn drafts are verified whatever they cost, and trees of trials need not pay; others are as large as pays.
+        is_chosen = growth.prices.fewest == 1
         draft, forward, rest = report.seconds or (0.0, 0.0, 0.0)
         tokens, seconds = float(sum(report.accepted) + rows), draft + forward + (rest or 0.0)
         self.stats.add(TreeStats([size], tokens, rows + growth.expected, seconds, cost * (costs.pace or 0.0)))
@@ -181,7 +183,7 @@ class TreePolicy:
             costs.learn(nodes, forward, growth.depths, growth.expanded, draft, rest, reads)
         if growth.depths:
             for each in (self.gain, known.gain):
-                each.learn(max(gain, 0.0), sum(growth.prices.missed))
+                each.learn(gain if is_chosen else max(gain, 0.0), sum(growth.prices.missed))
             known.draft_cost.learn(costs.drafting(growth.depths, growth.expanded), 1.0)
             for depth, expected in enumerate(growth.expected_rows):
                 reached, went_on = (sum(count >= least for count in report.accepted) for least in (depth, depth + 1))
