@@ -18,11 +18,12 @@ from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.decoder.recording import _Few, record_rounds
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters import Drafter, DraftSession, TreeShape
-from fsd_infer.drafters.growth import TreeDrafter
+from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.engine import Outcome, Request, decode, loop
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
-from fsd_infer.engine.capture import Recorded, Verified
+from fsd_infer.engine.capture import Recorded
+from fsd_infer.engine.parts import Verified
 from fsd_infer.engine.report import RoundReport
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import parse_rule
@@ -152,13 +153,13 @@ def test_what_a_stopped_answer_emits_in_its_extra_round_is_left_out(kind: str, d
 
 @pytest.mark.parametrize("kind", ["eagle3-own", "lookup"])
 def test_batches_of_one_bucket_share_a_recording(kind: str, device: SimulatedDevice) -> None:
-    """And so does a reshaped drafter of the same tree, as `rule="calibrated"` makes one for every request."""
+    """And so does a copy of the drafter with the same tree, as `rule="calibrated"` makes one for every request."""
     texts = [[7, 8], [1, 2, 3, 1, 2, 3, 4], [9, 9, 2], [4, 5, 6], [5]]
     whole, small = target(SIM), drafter(kind, SIM)
     wanted = decode(target(CPU), drafter(kind, CPU), parse_rule("tilted"), Request(texts, 3 * NEW)).sequences
     with recording(kind, device) as recorder:
         for count in (5, 6, 5, 8, 7):
-            used = small.reshaped(small.shape) if isinstance(small, TreeDrafter) else small
+            used = small.with_shape(small.shape) if isinstance(small, TreeDrafter) else small
             made = decode(whole, used, parse_rule("tilted"), Request((texts * 2)[:count], 3 * NEW))
             assert made.sequences == (wanted * 2)[:count] and len(made.records) == len(made.stats.rows) == count
         assert len(recorder.graphs) == 1 and whole.recorded is not None and len(whole.recorded.slots) == 1

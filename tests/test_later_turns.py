@@ -46,7 +46,7 @@ def test_each_method_continues_its_own_answers(toy: Toy, toy_decoder: FuzzyDecod
     record = measured(toy, tmp_path / "all.json", log_likelihood=True)
     names = [prompt["category"] for prompt in record["prompts"]]
     assert names == ["writing", "writing", "qa", "writing, turn 2", "qa, turn 2", "writing, turn 3"]
-    tokenizer, drafter = toy_decoder.tokenizer, toy_decoder.drafter.reshaped(SHAPE)
+    tokenizer, drafter = toy_decoder.tokenizer, toy_decoder.drafter.with_shape(SHAPE)
     for method in METHODS:
         for place, later in ((0, (3, 5)), (2, (4,))):
             turns: list[dict[str, str]] = []

@@ -96,7 +96,7 @@ def round_of(text: Text, machine: Machine, choice: TreePolicy | TreeShape) -> in
     shape, growth, reads = choice, None, True
     if isinstance(choice, TreePolicy):
         shape = choice.choose(1)
-        growth, reads = Growth(shape, 1), choice.known.trials < TRIALS  # texts wait in pauses
+        growth, reads = Growth(shape, 1), choice.state.trials < TRIALS  # texts wait in pauses
     assert isinstance(shape, TreeShape)
     times = [machine()]
     goes_on = growth is None or growth.starts()
@@ -203,7 +203,7 @@ def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, .
 @pytest.mark.parametrize(("copy", "drafts"), [((0.9,), True), ((0.98,) * 12, False)])
 def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple[float, ...], drafts: bool) -> None:
     choice = policy_of(TreeMemory(PRIORS["cpu"], lambda: 0.0))
-    choice.known.trials = 12
+    choice.state.trials = 12
     shape, scores = choice.choose(1), [0.0, *accumulate(map(math.log, copy))]
     assert shape.prices is not None
     copied = tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1)

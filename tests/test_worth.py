@@ -107,7 +107,7 @@ def test_a_replayed_first_round_is_decodings(spec: str, length: int, decoders: d
         nodes = seen.cut(shape, rule.draft_bonus(True))
         part = rule, seen.walked(rule, nodes)
         steps = Replay([rule], [shape], frozenset()).steps(seen, nodes, walk(seen, [part])[part])
-        drafter = decoder.drafter.reshaped(shape)
+        drafter = decoder.drafter.with_shape(shape)
         made, longer = (
             decoder.generate([prompt], rule=rule, drafter=drafter, **decoding(0.0, len(steps) + more))
             for more in (1, 2)

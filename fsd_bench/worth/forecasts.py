@@ -16,7 +16,7 @@ from fsd_bench.worth.watch import YARDSTICKS, Forwards, Watch
 from fsd_core.errors import FsdError
 from fsd_infer.decoder import FuzzyDecoder
 from fsd_infer.drafters import Drafter, LMDrafter, TreeShape
-from fsd_infer.drafters.growth import TreeDrafter
+from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.engine.drafts import FirstChoiceStats
 from fsd_infer.engine.stats import GenerationStats
 from fsd_infer.rules import Exact, Rule, Tilted, parse_rule
@@ -164,9 +164,9 @@ def deep_drafter(drafter: Drafter) -> TreeDrafter:
     """
     if not isinstance(drafter, TreeDrafter):
         raise FsdError(f"worth forecasts for heads and small LMs, not for drafter {drafter.name!r}: name one of these.")
-    if drafter.by_default or drafter.bounds is not None:
-        return drafter.reshaped(TreeShape.chain(DEPTH) if isinstance(drafter, LMDrafter) else DEEP_TREE)
-    return drafter.reshaped(replace(drafter.shape, stop_below=0.0))
+    if drafter.has_default_shape or drafter.bounds is not None:
+        return drafter.with_shape(TreeShape.chain(DEPTH) if isinstance(drafter, LMDrafter) else DEEP_TREE)
+    return drafter.with_shape(replace(drafter.shape, stop_below=0.0))
 
 
 def _shapes(whole: TreeShape) -> list[TreeShape]:
@@ -229,15 +229,7 @@ def forecast(
         "apply_chat_template": chat,
         **decoding(temperature, max_new_tokens),
     }
-    decoded = _Decoded()
-    jobs = [(rule, number) for rule in replays for number in range(len(prompts))]
-    for rule, number in tqdm(jobs, desc="worth", unit="answer", disable=not progress):
-        watch.seen, prompt = replays[rule].add, prompts[number]
-        stats = decoder.generate([prompt], rule=rule, seed=seed + number, **options).stats
-        if rule == exact:
-            decoded.add(stats, len(decoder.encode(prompt, chat)))
-    if not decoded.rounds:
-        raise FsdError("every answer ended with its first token: give other prompts.")
+    decoded = _decode(decoder, prompts, replays, watch, seed, options, progress)
     forwards = Forwards(decoder.target, decoded.length // len(prompts), deep.max_nodes)
     step, rest = watch.draft_seconds / max(watch.steps, 1), decoded.rest / decoded.rounds
     spent = {t: nats / watch.contexts for t, nats in watch.spent.items()}
@@ -271,6 +263,32 @@ class _Decoded:
         self.rounds += stats.target_forwards
         self.rest += stats.phases.get("rule", 0.0) + stats.phases.get("cache", 0.0)
         self.length += prompt + stats.new_tokens
+
+
+def _decode(
+    decoder: FuzzyDecoder,
+    prompts: Sequence[Any],
+    replays: Mapping[Exact, Replay],
+    watch: Watch,
+    seed: int,
+    options: Mapping[str, Any],
+    progress: bool,
+) -> _Decoded:
+    """Decode the prompts by the rule of each replay, which hears of the rounds. Return sums over the first one's.
+
+    Raises:
+        FsdError: the first rule's answers end with their first tokens.
+    """
+    decoded, exact = _Decoded(), next(iter(replays))
+    jobs = [(rule, number) for rule in replays for number in range(len(prompts))]
+    for rule, number in tqdm(jobs, desc="worth", unit="answer", disable=not progress):
+        watch.seen, prompt = replays[rule].add, prompts[number]
+        stats = decoder.generate([prompt], rule=rule, seed=seed + number, **options).stats
+        if rule == exact:
+            decoded.add(stats, len(decoder.encode(prompt, options["apply_chat_template"])))
+    if not decoded.rounds:
+        raise FsdError("every answer ended with its first token: give other prompts.")
+    return decoded
 
 
 def _rules(rules: Sequence[str | Rule], temperature: float) -> dict[Rule, str]:

@@ -97,6 +97,11 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         help="in place of a rule: the share of exact's score to keep, at most 1, which is exact; by the drafter's "
         "calibration file (fsd-bench calibrate)",
     )  # fmt: skip
+    _request_options(parser)
+    _output_options(parser)
+
+
+def _request_options(parser: argparse.ArgumentParser) -> None:
     request = parser.add_argument_group("request")
     add(request, "--max-new-tokens", "--temperature")
     request.add_argument(
@@ -125,6 +130,9 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         "--max-cache-gib", type=gibibytes, metavar="GIB",
         help="refuse a request whose KV caches need more GiB (default: the free memory)",
     )  # fmt: skip
+
+
+def _output_options(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output").add_mutually_exclusive_group()
     add_flags(
         parser,

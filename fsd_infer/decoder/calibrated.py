@@ -15,7 +15,7 @@ from fsd_core.errors import CheckpointError, FsdError
 from fsd_core.files import read_json, writable, write_json
 from fsd_core.registry import read_float
 from fsd_infer.drafters import Drafter, TreeShape
-from fsd_infer.drafters.growth import TreeDrafter
+from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.rules import Exact, Rule, RuleLike, parse_rule
 from fsd_infer.targets.target import Target
 
@@ -85,7 +85,7 @@ def calibrated(drafter: Drafter, target: Target, temperature: float) -> tuple[Ru
     except (KeyError, TypeError, FsdError) as error:
         raise CheckpointError(f"{file}: damaged ({error}). {_ADVICE}") from error
     if shape is not None and isinstance(drafter, TreeDrafter):
-        drafter = drafter.reshaped(shape)
+        drafter = drafter.with_shape(shape)
     return rule, drafter
 
 

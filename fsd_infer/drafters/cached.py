@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fsd_core.tensors import to_device
 from fsd_infer.drafters.frontier import Frontier
-from fsd_infer.drafters.growth import TreeDrafter, TreeSession
+from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
+from fsd_infer.drafters.tree_drafter import TreeDrafter
 
 
 class CachedSession(TreeSession):

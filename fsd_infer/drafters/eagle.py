@@ -17,8 +17,8 @@ from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
-from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.session import DraftRequest
+from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
-from copy import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,100 +22,19 @@ from typing_extensions import Self
 
 from fsd_core import functional
 from fsd_core.tensors import at_nodes, to_device
-from fsd_infer.device.cuda_graphs import CachedModel, Recorder
-from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
 from fsd_infer.drafters.session import DraftRequest, DraftSession
-from fsd_infer.targets.target import Target
+from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.trees.forecast import Masks, forecast
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.prices import Prices
-from fsd_infer.trees.shape import LARGEST, MENU, NO_TREE, TreeShape, default_shape
+from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
 from fsd_infer.trees.visits import favoured, likeliest, visit_scores
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
-
-
-class TreeDrafter(Drafter):
-    """A drafter whose model grows trees, of a fixed shape or chosen round by round.
-
-    Args:
-        target: the model to draft for.
-        model: the model that grows the trees.
-        vocabulary: number of entries of the drafter's distributions.
-        shape: tree options (default: :func:`default_shape` of the device and the distribution).
-
-    Attributes:
-        by_default: whether the shape is the default.
-        largest: by device, the largest shape within which trees are chosen round by round.
-        grows: whether they can be chosen so.
-        all_shapes: among which they are chosen where rounds are recorded.
-    """
-
-    target: Target
-    samples = grows = True
-    largest: Mapping[str, TreeShape] = LARGEST
-    all_shapes: Sequence[TreeShape] = MENU
-
-    def __init__(self, target: Target, model: CachedModel, vocabulary: int, shape: TreeShape | None) -> None:
-        self.target, self.model, self.vocabulary = target, model, vocabulary
-        self.by_default = shape is None
-        self.shares: dict[Hashable, Shares] = {}  # by distribution and temperature
-        self.shape = self._within(shape or default_shape(target.device))
-
-    def _within(self, shape: TreeShape) -> TreeShape:
-        """Return the shape with at most as many children per node as the vocabulary has entries."""
-        return replace(shape, width=min(shape.width, self.vocabulary))
-
-    def reshaped(self, shape: TreeShape) -> Self:
-        """Return this drafter with another fixed shape. Both share their weights."""
-        made = copy(self)
-        made.shape = self._within(shape)
-        made.by_default, made.bounds, made.menu = False, None, ()
-        return made
-
-    @property
-    def shapes(self) -> tuple[TreeShape, ...]:
-        """Those of :attr:`all_shapes` that the model can draft, none twice."""
-        return tuple(dict.fromkeys(one if one == NO_TREE else self._within(one) for one in self.all_shapes))
-
-    def for_bonus(self, draft_bonus: float) -> Drafter:
-        if not (self.by_default and draft_bonus):
-            return self
-        return self.reshaped(default_shape(self.target.device, draft_bonus))
-
-    @property
-    def max_nodes(self) -> int:
-        return self.shape.max_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return min(self.shape.depth, self.max_nodes - 1)
-
-    @property
-    def plan(self) -> Hashable:
-        return type(self), self.model, self.shape, self.menu
-
-    def slots(self, longest: int) -> int:
-        """Return the cache slots per row for texts of up to ``longest`` tokens and the nodes expanded after them."""
-        return longest + max(1, (self.shape.depth - 1) * self.shape.width)
-
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        return self.model.cache_bytes(batch, self.slots(slots))
-
-    @property
-    def held_bytes(self) -> int:
-        return self.model.held_bytes
-
-    def use_graphs(self, recorder: Recorder | None) -> None:
-        self.model.use_graphs(recorder)
-
-    def describe(self) -> dict[str, Any]:
-        stop = {"stop_below": self.shape.stop_below} if self.shape.stop_below else {}
-        return {**super().describe(), "width": self.shape.width, **stop}
 
 
 class TreeSession(DraftSession):
@@ -295,18 +212,7 @@ class TreeSession(DraftSession):
             count += drafts.shape[1]
             all_expanded.append(expanded)
             all_logits.append(logits)
-        numbers = torch.cat(all_expanded, 1)
-        index = torch.full((batch, count + drafts.shape[1]), -1, device=device)
-        index = index.scatter(1, numbers, torch.arange(numbers.shape[1], device=device).expand_as(numbers))
-        tree = DraftTree(
-            torch.cat(tokens, 1),
-            torch.cat(parents, 1),
-            torch.cat(scores, 1),
-            torch.cat(all_logits, 1),
-            index,
-            ids,
-            levels=level,
-        )
+        tree = _tree_of(tokens, parents, scores, all_expanded, all_logits, ids)
         if self._drawing is not None:
             tree.q_scores = torch.cat(self._drawing.scores, 1)
             if isinstance(self._drawing, Drawing):
@@ -385,3 +291,33 @@ class TreeSession(DraftSession):
             Logits [B, M, Vd] of their successors, padded, and the target id of each entry of Vd; None if Vd = V.
         """
         raise NotImplementedError
+
+
+def _tree_of(
+    tokens: list[Tensor],
+    parents: list[Tensor],
+    scores: list[Tensor],
+    expanded: list[Tensor],
+    logits: list[Tensor],
+    ids: Tensor | None,
+) -> DraftTree:
+    """Return the tree of the candidates of each depth, the root first.
+
+    Args:
+        tokens, parents, scores: [B, n] of each depth.
+        expanded: [B, E] node numbers of those that were expanded, depth by depth.
+        logits: [B, E, Vd] of their children.
+        ids: as of :meth:`TreeSession._grow`.
+    """
+    numbers, parent = torch.cat(expanded, 1), torch.cat(parents, 1)
+    places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    index = torch.full_like(parent, -1).scatter(1, numbers, places)
+    return DraftTree(
+        torch.cat(tokens, 1),
+        parent,
+        torch.cat(scores, 1),
+        torch.cat(logits, 1),
+        index,
+        ids,
+        levels=len(tokens) - 1,
+    )

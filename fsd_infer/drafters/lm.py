@@ -19,8 +19,8 @@ from fsd_core.tensors import at_nodes, padded, to_device
 from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
-from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.session import DraftRequest
+from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import LARGEST_OF_LM, MENU, TreeShape

@@ -14,11 +14,11 @@ from fsd_core.registry import did_you_mean
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
 from fsd_infer.drafters.free import FreeDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
-from fsd_infer.drafters.growth import TreeDrafter
 from fsd_infer.drafters.itself import PREFIX, Itself
 from fsd_infer.drafters.lm import load_lm
 from fsd_infer.drafters.mtp import drafts_by_default
 from fsd_infer.drafters.text import lm_drafter
+from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.heads.formats import head_kind
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target
@@ -112,8 +112,8 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
     if isinstance(main, FreeDrafter):
         main.nodes = max(main.nodes, largest.nodes)
     else:
-        main.shape = largest = main.reshaped(largest).shape
-        main.by_default = False
+        main.shape = largest = main.with_shape(largest).shape
+        main.has_default_shape = False
     part = drafter
     while isinstance(part, GraftedDrafter):
         if isinstance(part.side, FreeDrafter):
@@ -139,7 +139,7 @@ def with_tree(drafter: Drafter, tree: TreeShape | str | None) -> Drafter:
             f"a request cannot give drafter {drafter.name!r} the tree {tree!r}: load it with this tree, "
             "from_pretrained(..., tree=...) or --tree."
         )
-    return drafter.reshaped(shape)
+    return drafter.with_shape(shape)
 
 
 def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:

@@ -25,8 +25,9 @@ from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.frontier import Frontier
-from fsd_infer.drafters.growth import TreeDrafter, TreeSession
+from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
+from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.heads.hub import find_published
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape

@@ -13,19 +13,27 @@ A model whose forward reads values on the host cannot be recorded; a warning tel
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import packed, put, to_device
+from fsd_core.tensors import to_device
 from fsd_infer.device.cuda_graphs import Recorder
-from fsd_infer.engine.report import columns_of
-from fsd_infer.engine.round import Look, RoundTensors, advance, decode_round, settle, verify
+from fsd_infer.engine.parts import (
+    Part,
+    Recording,
+    Verified,
+    advance_session,
+    draft_and_verify,
+    settle_verified,
+    tensors_of,
+)
+from fsd_infer.engine.round import Look, RoundTensors, decode_round, settle
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
@@ -41,42 +49,6 @@ TIMED = 3  # rounds by which a shape is timed
 def bucket(count: int) -> int:
     """Return the rows of the recording that a batch of ``count`` texts uses; beyond the largest bucket, as many."""
     return next((rows for rows in BUCKETS if rows >= count), count)
-
-
-@dataclass
-class Part:
-    """A recorded part of a round.
-
-    Attributes:
-        inputs: what it reads of the host, or of what runs eagerly before it.
-        made: what it makes; every :meth:`replay` updates these tensors.
-        launch: launches it.
-        phases: of the round that it holds.
-    """
-
-    inputs: list[Tensor]
-    made: Any
-    launch: Callable[[], Any]
-    phases: list[str]
-    _taken: list[Tensor] = field(default_factory=list)
-
-    def replay(self, given: Sequence[Tensor], constant: bool = False) -> Any:
-        """Launch it with these inputs. ``constant``: the same object as before has the same values."""
-        before = self._taken if constant and self._taken else [None] * len(given)
-        for buffer, values, earlier in zip(self.inputs, given, before, strict=True):
-            if values is not earlier:
-                put(values, buffer)
-        self._taken = list(given) if constant else []
-        self.launch()
-        return self.made
-
-
-@dataclass
-class Recording:
-    """The parts of a round, and what its rules ask the host between two of them."""
-
-    parts: list[Part] = field(default_factory=list)
-    asked: tuple[Hashable, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -221,8 +193,7 @@ class Recorded:
         else:
             made = self._replayed(state, tree, given, recording)
         if tree is not None:
-            advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
-            state.lap("advance")
+            advance_session(state, made)
         return made
 
     def _replayed(
@@ -232,8 +203,8 @@ class Recorded:
         parts, looks = recording.parts, state.looks
 
         def whole(*inputs: Tensor) -> Any:
-            verified = _verified(state, tree, inputs)
-            return verified if looks else _settled(state, verified, tree is None)
+            verified = draft_and_verify(state, tree, inputs)
+            return verified if looks else settle_verified(state, verified, tree is None)
 
         if not parts and not self._record(state, whole, given, parts):
             return self._eagerly(state, tree, given, recording)
@@ -245,14 +216,14 @@ class Recorded:
         found = self._look(state, made, recording)
 
         def rest(*inputs: Tensor) -> Any:
-            return _settled(state, made, tree is None, dict(zip(found, inputs)))
+            return settle_verified(state, made, tree is None, dict(zip(found, inputs)))
 
         if drawn is not None:
             is_recorded = self._record(state, rest, list(found.values()), parts)
             self.generator.set_state(drawn)
             parts[0].replay(given)  # again, since recording has moved keys and values
             if not is_recorded:
-                return _settled(state, made, tree is None, found)
+                return settle_verified(state, made, tree is None, found)
         settled: RoundTensors = parts[1].replay(list(found.values()))
         state.lap("rule")
         return settled
@@ -268,12 +239,12 @@ class Recorded:
         self, state: DecodeState, tree: DraftTree | None, given: Sequence[Tensor], recording: Recording
     ) -> RoundTensors:
         """Run a round without its recording, and note what its rules ask the host."""
-        verified = _verified(state, tree, [to_device(x, self.device) for x in given])
+        verified = draft_and_verify(state, tree, [to_device(x, self.device) for x in given])
         state.lap("target")
         look = Look(state, verified.tree, verified.logits)
         made = settle(state, look, verified.features)
         recording.asked = tuple(look.taken())
-        return made if tree is not None else _advanced(state, made)
+        return made if tree is not None else advance_session(state, made)
 
     def _record(self, state: DecodeState, run: Callable[..., Any], given: Sequence[Tensor], parts: list[Part]) -> bool:
         """Record the next part of a round; return False if that is not possible. The state stays as it is."""
@@ -333,60 +304,3 @@ class Recorded:
 def _key(state: DecodeState, plan: Plan) -> Hashable:
     """Return what fixes all rounds of a request: requests of one key share recordings."""
     return plan, state.greedy, state.measures, state.budget is None
-
-
-@dataclass
-class Verified:
-    """A tree with the target's logits and features at its nodes, and what recurrent layers keep of them."""
-
-    tree: DraftTree
-    logits: Tensor
-    features: Tensor
-    kept: dict[Hashable, Any]
-
-    @property
-    def outputs(self) -> list[Tensor]:
-        return [self.logits, self.features, *(values for _, values in tensors_of(self.tree))]
-
-
-def _verified(state: DecodeState, tree: DraftTree | None, inputs: Sequence[Tensor]) -> Verified:
-    """Verify a tree of these tensors; None: the session drafts one, to which it takes them."""
-    if tree is not None:
-        own: dict[str, Any] = dict(zip([name for name, _ in tensors_of(tree)], inputs, strict=True))
-        tree = replace(tree, **own)
-    else:
-        state.session.give(iter(inputs))
-        try:
-            tree = state.session.draft(state.roots)
-        finally:
-            state.session.give(None)
-        state.lap("draft")
-    logits, features = verify(state, tree)
-    state.lap("target")
-    return Verified(tree, logits, features, dict(state.cache.recurrent.kept))
-
-
-def _settled(
-    state: DecodeState, verified: Verified, advances: bool, found: Mapping[Hashable, Tensor] | None = None
-) -> RoundTensors:
-    """Settle a verified tree, of which the host has found something out; and advance a fixed session."""
-    tree = replace(verified.tree)  # without what earlier rounds have computed of it
-    look = Look(state, tree, verified.logits).told(found or {})
-    state.cache.recurrent.kept.update(verified.kept)
-    made = settle(state, look, verified.features)
-    if advances:
-        _advanced(state, made)
-    made.packed = packed(*columns_of(made).values())
-    return made
-
-
-def _advanced(state: DecodeState, made: RoundTensors) -> RoundTensors:
-    advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
-    state.lap("advance")
-    return made
-
-
-def tensors_of(tree: DraftTree) -> list[tuple[str, Tensor]]:
-    """Return a tree's tensors by name. The ids of a draft vocabulary are among them: they grow by a text's own."""
-    named = [(each.name, getattr(tree, each.name)) for each in fields(tree)]
-    return [(name, value) for name, value in named if isinstance(value, Tensor)]

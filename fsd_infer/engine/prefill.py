@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -30,51 +31,43 @@ from fsd_infer.trees.tree import DraftTree, Draws
 COLD = 0.5  # a temperature below which drawn nodes gain nothing over likely tokens, and take time
 
 
+class CacheSizes(NamedTuple):
+    """What the caches of a request have room for.
+
+    Attributes:
+        rows: of the batch, with those that fill a bucket.
+        longest: tokens of the longest text at its end.
+        capacity: slots of the target's cache, per row.
+        reach: tokens that the drafter may be told of, per row. It pads rows to the one that emitted most, so its texts
+            exceed the longest one by up to a tree's depth.
+    """
+
+    rows: int
+    longest: int
+    capacity: int
+    reach: int
+
+
 def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> Books:
     """Allocate the state of a request; return its books. Raises as :func:`fsd_infer.engine.decode`."""
     prompts, count, device = request.prompts, len(request.prompts), target.device
-    rules = [rule] * count if isinstance(rule, Rule) else list(rule)
-    if len(rules) != count:
-        raise FsdError(f"{len(rules)} rules for {count} prompts: give one rule, or one per prompt.")
+    rules = _rule_per_prompt(rule, count)
     limits = check_prompts(target, prompts, request.max_new_tokens)
     check_sights(target, request.sights)
     processors, books = TreeProcessors(request.processors, count), Books(target, request, limits)
     markers, marks = markers_of(rules, target.tokenizer), ends_of(rules, target.tokenizer, device)
     draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / count
     drafter = drafter.for_bonus(draft_bonus)
-    longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
-    capacity = longest + drafter.max_nodes
-    # the drafter pads rows to the one that emitted most: its texts exceed the longest by up to a tree's depth
-    reach = longest + 1 + drafter.max_depth
-    recorded = _recorded(target, drafter)
-    generator, keys, rows = request.generator, request.cache_keys, count
-    if recorded is not None:
-        rows = bucket(count)
-        keys = None if keys is None else [*keys, *[""] * (rows - count)]
-        rules, limits = rules + rules[:1] * (rows - count), limits + [1] * (rows - count)
-        reach = capacity = target.slots(capacity)
-        generator = recorded.drawing(generator)
-    prompts = books.prompts = [*prompts, *[prompts[0][:1]] * (rows - count)]
-    cache_bytes = target.cache_bytes(rows, capacity) + drafter.cache_bytes(rows, reach)
-    free = free_bytes(device)
-    if recorded is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
-        recorded.forget()
-    held = target.held_bytes + drafter.held_bytes
-    check_caches(cache_bytes, rows, capacity, device, request.max_cache_bytes, held)
-    temperature = 0.0 if request.greedy else temperature_of(request.processors)
-    draws = _draws(drafter, rules, temperature)
+    recorded, ends = _recorded(target, drafter), [len(prompt) + limit for prompt, limit in zip(prompts, limits)]
+    sizes = _sizes(target, drafter, ends, recorded is not None)
+    cache_bytes = _check_memory(target, drafter, sizes, request, recorded)
+    added = sizes.rows - count
+    rules, ends = rules + rules[:1] * added, ends + [2] * added  # a prompt of one token, and an answer of one
+    prompts = books.prompts = [*prompts, *[prompts[0][:1]] * added]
+    generator = request.generator if recorded is None else recorded.drawing(request.generator)
+    draws = _draws(drafter, rules, _temperature(request))
     policy = _policy(target, drafter, rules, request, draft_bonus, draws)
-    drafted = DraftRequest(
-        rows, reach, request.greedy, processors.of_drafts if processors else None, generator, device, draft_bonus,
-        None if policy is None else policy.choose(count),
-        menu=policy.menu if isinstance(policy, MenuPolicy) else (),
-        clock=policy.clock if isinstance(policy, TreePolicy) else None,
-        keys=keys,
-        draws=draws,
-        seeded=request.generator is not None,
-        longest=longest,
-        temperature=temperature,
-    )  # fmt: skip
+    drafted = _draft_request(request, device, sizes, processors, generator, draft_bonus, draws, policy)
     state = DecodeState(
         target=target,
         processors=processors,
@@ -82,24 +75,90 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         generator=generator,
         rules=rules,
         numbers=list(range(count)),
-        cache=target.new_cache(rows, capacity),
+        cache=target.new_cache(sizes.rows, sizes.capacity),
         session=drafter.start(torch.tensor([prompt[0] for prompt in prompts]), drafted),
         lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
         roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
-        texts=TokenHistory([()] * rows, prompts, device, markers, capacity + drafter.max_nodes + 1, marks),
-        ends=to_device(torch.tensor([len(prompt) + limit for prompt, limit in zip(prompts, limits)]), device),
+        texts=TokenHistory([()] * sizes.rows, prompts, device, markers, sizes.capacity + drafter.max_nodes + 1, marks),
+        ends=to_device(torch.tensor(ends), device),
         budget=nats_of(rules, device),
-        kl_excess=torch.zeros(rows, device=device),
+        kl_excess=torch.zeros(sizes.rows, device=device),
         measures=request.measure_log_likelihood,
         history=books.history,
         most_nodes=drafter.max_nodes,
         policy=policy,
     )
     if recorded is not None:
-        plan = Plan(drafter.plan, tuple(rules), capacity, processors.signature, draft_bonus)
+        plan = Plan(drafter.plan, tuple(rules), sizes.capacity, processors.signature, draft_bonus)
         state = recorded.placed(state, count, plan)
     books.begin(state, drafter, cache_bytes)
     return books
+
+
+def _rule_per_prompt(rule: Rule | Sequence[Rule], count: int) -> list[Rule]:
+    """Raises FsdError if there is neither one rule nor one per prompt."""
+    rules = [rule] * count if isinstance(rule, Rule) else list(rule)
+    if len(rules) != count:
+        raise FsdError(f"{len(rules)} rules for {count} prompts: give one rule, or one per prompt.")
+    return rules
+
+
+def _sizes(target: Target, drafter: Drafter, ends: Sequence[int], is_recorded: bool) -> CacheSizes:
+    """Return the sizes for texts that end with so many tokens; a recording has a bucket's rows and its own slots."""
+    longest = max(ends)
+    capacity = longest + drafter.max_nodes
+    if not is_recorded:
+        return CacheSizes(len(ends), longest, capacity, longest + 1 + drafter.max_depth)
+    slots = target.slots(capacity)
+    return CacheSizes(bucket(len(ends)), longest, slots, slots)
+
+
+def _check_memory(
+    target: Target, drafter: Drafter, sizes: CacheSizes, request: Request, recorded: Recorded | None
+) -> int:
+    """Return the bytes of the caches. Raises CacheMemoryError if they do not fit; recordings make room."""
+    cache_bytes = target.cache_bytes(sizes.rows, sizes.capacity) + drafter.cache_bytes(sizes.rows, sizes.reach)
+    free = free_bytes(target.device)
+    if recorded is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
+        recorded.forget()
+    held = target.held_bytes + drafter.held_bytes
+    check_caches(cache_bytes, sizes.rows, sizes.capacity, target.device, request.max_cache_bytes, held)
+    return cache_bytes
+
+
+def _draft_request(
+    request: Request,
+    device: torch.device,
+    sizes: CacheSizes,
+    processors: TreeProcessors,
+    generator: torch.Generator | None,
+    draft_bonus: float,
+    draws: Draws,
+    policy: TreePolicy | MenuPolicy | None,
+) -> DraftRequest:
+    """Return what the drafter is told of a request."""
+    keys, count = request.cache_keys, len(request.prompts)
+    return DraftRequest(
+        sizes.rows,
+        sizes.reach,
+        request.greedy,
+        processors.of_drafts if processors else None,
+        generator,
+        device,
+        draft_bonus,
+        None if policy is None else policy.choose(count),
+        menu=policy.menu if isinstance(policy, MenuPolicy) else (),
+        clock=policy.clock if isinstance(policy, TreePolicy) else None,
+        keys=None if keys is None else [*keys, *[""] * (sizes.rows - count)],
+        draws=draws,
+        seeded=request.generator is not None,
+        longest=sizes.longest,
+        temperature=_temperature(request),
+    )
+
+
+def _temperature(request: Request) -> float:
+    return 0.0 if request.greedy else temperature_of(request.processors)
 
 
 def _recorded(target: Target, drafter: Drafter) -> Recorded | None:

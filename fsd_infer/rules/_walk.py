@@ -64,7 +64,7 @@ class _Walk:
     ) -> None:
         self.inputs, self.tree, self.device = inputs, inputs.tree, inputs.nodes.device
         self.reads_q = inputs.sampled or any(output.gate or output.log_r for output, _ in outputs)
-        self.unfit = inputs.unfit(self.reads_q)
+        self.non_finite = inputs.non_finite(self.reads_q)
         self.left = left
         self.outputs: list[tuple[OutputDistribution, Tensor | bool]] = []
         self.dense: list[tuple[VocabRows, Tensor]] = []
@@ -203,7 +203,7 @@ class _Walk:
 
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
-        inputs, tree, faults = self.inputs, self.tree, dict(self.unfit)
+        inputs, tree, faults = self.inputs, self.tree, dict(self.non_finite)
         in_chains = tree.drawn is None or any(output.test is not None for output, _ in self.outputs)
         if inputs.sampled and self.outputs and in_chains:
             faults[FORKS] = (tree.child.sum(-1) > 1).any(1, keepdim=True)

@@ -278,7 +278,7 @@ class RuleInputs:
             raise FsdError(f"only_in={phase}: the texts have no markers for it; pass them to TokenHistory.")
         return inside(self.texts, self.tree, *self.texts.markers[phase])
 
-    def unfit(self, reads_q: bool) -> dict[str, Tensor]:
+    def non_finite(self, reads_q: bool) -> dict[str, Tensor]:
         """Return by source, [B, N] bool, whether logits are NaN, +inf or all -inf; see :attr:`Verdict.faults`.
 
         reads_q: check the drafter's logits; otherwise check its trees' scores.

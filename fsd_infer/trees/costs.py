@@ -121,13 +121,13 @@ class CostModel:
         self.forward_slopes = RecursiveLeastSquares(prior.slopes, FORWARD_DOUBT)
         self.draft_slopes = RecursiveLeastSquares(prior.drafting)
         self.rest_slopes = RecursiveLeastSquares(prior.rest)
-        self._paces: deque[float] = deque(maxlen=RECENT)
+        self._forward_seconds: deque[float] = deque(maxlen=RECENT)
         self._before: tuple[int, float, bool] | None = None  # nodes and seconds of the last round; whether it was plain
 
     @property
-    def pace(self) -> float | None:
+    def seconds_per_forward(self) -> float | None:
         """Present seconds of a forward over a single token; None if nothing was timed."""
-        return median(self._paces) if self._paces else None
+        return median(self._forward_seconds) if self._forward_seconds else None
 
     def forward(self, nodes: int) -> float:
         """Return C(N): the cost of verifying ``nodes`` nodes of all rows."""
@@ -164,13 +164,13 @@ class CostModel:
             return
         expected = self.forward(nodes)
         own = forward / expected  # a busy machine slows all parts of a round alike
-        self._paces.append(own)
+        self._forward_seconds.append(own)
         before, self._before = self._before, (nodes, forward, not depths)
         if before is not None and before[2] != (not depths):
             self._compare(*sorted((before[:2], (nodes, forward))))
         else:
-            pace = median(self._paces)
-            self.forward_slopes.learn(spans(nodes), forward / pace - 1.0, SAME_NOISE * expected)
+            usual = median(self._forward_seconds)
+            self.forward_slopes.learn(spans(nodes), forward / usual - 1.0, SAME_NOISE * expected)
         if depths:
             expected = self.drafting(depths, expanded)
             self.draft_slopes.learn((depths, expanded), draft / own, 2 * NOISE * expected)
@@ -183,5 +183,5 @@ class CostModel:
         Rounds alike say little of C: a slow machine and a large C look the same.
         """
         nodes, seconds = drafted
-        pace = plain[1] / self.forward(plain[0])
-        self.forward_slopes.learn(spans(nodes), seconds / pace - 1.0, NOISE * self.forward(nodes))
+        usual = plain[1] / self.forward(plain[0])
+        self.forward_slopes.learn(spans(nodes), seconds / usual - 1.0, NOISE * self.forward(nodes))

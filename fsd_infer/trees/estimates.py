@@ -133,7 +133,7 @@ class SideWorth:
         """
         self.gain.learn(accepted, 1.0)
         verifying = self.costs.forward(nodes) - self.costs.forward(nodes - grafted)
-        self.cost.learn(verifying + seconds / (self.costs.pace or 1.0), 1.0)
+        self.cost.learn(verifying + seconds / (self.costs.seconds_per_forward or 1.0), 1.0)
 
 
 class PolicyState:
@@ -178,15 +178,15 @@ class TreeMemory:
     def __init__(self, prior: CostPrior, clock: Callable[[], float] = time.perf_counter) -> None:
         self.prior, self.clock = prior, clock
         self._costs: dict[int, CostModel] = {}
-        self._known: dict[tuple[int, RuleProfile], PolicyState] = {}
+        self._states: dict[tuple[int, RuleProfile], PolicyState] = {}
 
-    def knowledge(self, batch: int, profile: RuleProfile) -> PolicyState:
+    def state_of(self, batch: int, profile: RuleProfile) -> PolicyState:
         """Return the estimates of earlier requests with a similar batch and profile. The caller updates them in
         place.
         """
         size = batch.bit_length()
         costs = self._costs.setdefault(size, CostModel(self.prior))
         key = size, profile._replace(draft_bonus=round(4 * min(profile.draft_bonus, 4.0)))
-        if key not in self._known:
-            self._known[key] = PolicyState(costs, batch, profile)
-        return self._known[key]
+        if key not in self._states:
+            self._states[key] = PolicyState(costs, batch, profile)
+        return self._states[key]

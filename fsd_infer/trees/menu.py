@@ -56,15 +56,15 @@ class MenuPolicy:
         self, memory: TreeMemory, rows: int, profile: RuleProfile, menu: Sequence[TreeShape], learns: bool = True
     ) -> None:
         self.menu, self.learns, self.clock = tuple(menu), learns, memory.clock
-        self.known = memory.knowledge(rows, profile) if learns else PolicyState(CostModel(memory.prior), rows, profile)
-        costs = self.known.costs
+        self.state = memory.state_of(rows, profile) if learns else PolicyState(CostModel(memory.prior), rows, profile)
+        costs = self.state.costs
         self.costs = [
             costs.forward(shape.max_nodes * rows)
             + costs.drafting(shape.depth, (1 + (shape.depth - 1) * shape.width) * rows if shape.depth else 0)
             + costs.rest(True)
             for shape in self.menu
         ]
-        self.rate = self.known.rate.recent(RATE_MEMORY)
+        self.rate = self.state.rate.recent(RATE_MEMORY)
         self.ratio = Rate(1.0, 1.0, TEXT)  # accepted drafts of this text per expected one
         self.expected = [self._usual(shape).value for shape in self.menu]  # drafts of a row, by shape
         self.stats = TreeStats()
@@ -73,11 +73,11 @@ class MenuPolicy:
     def _usual(self, shape: TreeShape) -> Rate:
         """Return the drafts that earlier rounds expected of a shape, per row."""
         prior = sum(SURVIVAL**depth for depth in range(1, shape.depth + 1))
-        return self.known.usual.setdefault(shape, Rate(prior, 1.0, GAIN_MEMORY))
+        return self.state.usual.setdefault(shape, Rate(prior, 1.0, GAIN_MEMORY))
 
     def _of_shape(self, shape: TreeShape) -> Rate:
         """Return how many drafts are accepted per expected one, by trees of a shape."""
-        return self.known.ratios.setdefault(shape, Rate(1.0, 1.0, SHAPE))
+        return self.state.ratios.setdefault(shape, Rate(1.0, 1.0, SHAPE))
 
     def time(self, seconds: Sequence[float]) -> None:
         """Take the seconds of a round of each shape, timed when they were recorded."""
@@ -99,7 +99,7 @@ class MenuPolicy:
         best = max(range(len(values)), key=values.__getitem__)
         if self.menu[best] == NO_TREE and len(values) > 1:  # attempt again after a while
             second = max((at for at in range(len(values)) if at != best), key=values.__getitem__)
-            if values[best] - values[second] <= self.known.pause.most_loss(rows):
+            if values[best] - values[second] <= self.state.pause.most_loss(rows):
                 return self.menu[second]
         return self.menu[best]
 
@@ -114,10 +114,10 @@ class MenuPolicy:
         place, rows = self.menu.index(shape), len(accepted)
         values, tokens = self._values(rows), float(sum(accepted) + rows)
         loss = 0.0 if NO_TREE not in self.menu else values[self.menu.index(NO_TREE)] - values[place]
-        self.known.pause.note(shape != NO_TREE, loss)
+        self.state.pause.note(shape != NO_TREE, loss)
         cost = self.costs[place]
         self.stats.add(TreeStats([shape.max_nodes], tokens, rows * (1.0 + self._tokens(place))))
-        for rate in (self.rate, self.known.rate):
+        for rate in (self.rate, self.state.rate):
             rate.learn(tokens, cost)
         known = [(row, count) for row, count in zip(forecasts, accepted) if not math.isnan(row[0])]
         if not known or shape == NO_TREE:  # what is expected of this text is forgotten

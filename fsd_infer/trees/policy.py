@@ -108,66 +108,66 @@ class TreePolicy:
     ) -> None:
         self.memory, self.profile, self.largest, self.learns = memory, profile, largest, learns
         self.clock = memory.clock if learns else None
-        self.known = memory.knowledge(rows, profile) if learns else PolicyState(CostModel(memory.prior), rows, profile)
-        self.known.curve.begin_text()
+        self.state = memory.state_of(rows, profile) if learns else PolicyState(CostModel(memory.prior), rows, profile)
+        self.state.curve.begin_text()
         self.stats, self.rows = TreeStats(), 0
 
     def _begin(self, rows: int) -> None:
         """Begin rounds of ``rows`` rows."""
         self.rows = rows
         if self.learns:
-            self.known = self.memory.knowledge(rows, self.profile)
-        self.rate = self.known.rate.recent(RATE_MEMORY)
-        self.gain = self.known.gain.recent(GAIN_MEMORY)
+            self.state = self.memory.state_of(rows, self.profile)
+        self.rate = self.state.rate.recent(RATE_MEMORY)
+        self.gain = self.state.gain.recent(GAIN_MEMORY)
 
     @property
     def _in_trials(self) -> bool:
-        return self.known.trials < max(TRIALS // self.rows, LEAST_TRIALS)
+        return self.state.trials < max(TRIALS // self.rows, LEAST_TRIALS)
 
     def choose(self, rows: int) -> TreeShape:
         """Return the shape of the next trees of ``rows`` texts. Asking again changes nothing."""
         if rows != self.rows:
             self._begin(rows)
-        known, rate = self.known, self.rate.value
-        costs = known.costs
-        is_trial = self._in_trials and known.trials % 2 == 0
+        state, rate = self.state, self.rate.value
+        costs = state.costs
+        is_trial = self._in_trials and state.trials % 2 == 0
         if self._in_trials:  # every other round drafts, and the others show what a plain round costs
             most_loss = math.inf if is_trial else -math.inf if self.learns else 0.0
         else:
-            most_loss = known.pause.most_loss(rows)
+            most_loss = state.pause.most_loss(rows)
         slopes = tuple(rate * slope for slope in costs.forward_slopes.weights)
         sizes = sorted(self.stats.nodes[-RECENT:] or [USUAL])
         typical = max(bisect_left(KNOTS, sizes[len(sizes) // 2] * rows) - 1, 0)
         of_depth, of_node = costs.draft_slopes.weights
         prices = Prices(
-            known.curve, slopes, depth=rate * of_depth, expansion=rate * of_node,
-            accept=known.accept_rate.value, reach=known.reach_ratio.value,
-            drafting=rate * (costs.reading + known.draft_cost.value),
+            state.curve, slopes, depth=rate * of_depth, expansion=rate * of_node,
+            accept=state.accept_rate.value, reach=state.reach_ratio.value,
+            drafting=rate * (costs.reading + state.draft_cost.value),
             gain=self.gain.value, most_loss=most_loss,
             least_chance=min(max(slopes[typical], UNLIKELY), MOST_LEAST), fewest=1 + is_trial,
-            missed=(1.0,) * rows, waits=known.pause.rounds > 0,
-            asks_side=not self.learns or known.side.asks(rate),
+            missed=(1.0,) * rows, waits=state.pause.rounds > 0,
+            asks_side=not self.learns or state.side.asks(rate),
         )  # fmt: skip
         return replace(self.largest, prices=prices)
 
     def update(self, report: TreeReport) -> None:
         """Learn from the round whose shape was chosen last."""
-        known, growth = self.known, report.growth
-        resumed = bool(growth.drafted) and known.pause.rounds > 0  # the drafter first read the text of the pause
+        state, growth = self.state, report.growth
+        resumed = bool(growth.drafted) and state.pause.rounds > 0  # the drafter first read the text of the pause
         if growth.drafted is not None:
             in_trials = self._in_trials
-            known.trials += in_trials
-            known.pause.note(growth.drafted, growth.prices.loss, counts=not in_trials)
+            state.trials += in_trials
+            state.pause.note(growth.drafted, growth.prices.loss, counts=not in_trials)
         if growth.asked_side is not None and self.learns:
-            known.side.note(growth.asked_side, self.rate.value)
+            state.side.note(growth.asked_side, self.rate.value)
         if growth.is_choice:
             self._learn(report, resumed)
 
     def _learn(self, report: TreeReport, resumed: bool) -> None:
         """Update all estimates. ``resumed``: the drafter read more than the last round's tokens."""
-        known, growth, costs, rows = self.known, report.growth, self.known.costs, self.rows
+        state, growth, costs, rows = self.state, report.growth, self.state.costs, self.rows
         size = max(map(len, growth.steps), default=1)  # of a row's tree
-        nodes, reads = size * rows, known.pause.rounds == 0
+        nodes, reads = size * rows, state.pause.rounds == 0
         verifying, drafting = costs.forward(nodes), costs.drafting(growth.depths, growth.expanded)
         cost = verifying + drafting + costs.rest(reads)
         gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.covered
@@ -175,24 +175,26 @@ class TreePolicy:
         is_chosen = growth.prices.fewest == 1
         draft, forward, rest = report.seconds or (0.0, 0.0, 0.0)
         tokens, seconds = float(sum(report.accepted) + rows), draft + forward + (rest or 0.0)
-        self.stats.add(TreeStats([size], tokens, rows + growth.expected, seconds, cost * (costs.pace or 0.0)))
-        for rate in (self.rate, known.rate):
+        self.stats.add(
+            TreeStats([size], tokens, rows + growth.expected, seconds, cost * (costs.seconds_per_forward or 0.0))
+        )
+        for rate in (self.rate, state.rate):
             rate.learn(tokens, cost)
         if not resumed:
             draft, rest = draft - growth.side_seconds, None if rest is None else rest + growth.side_seconds
             costs.learn(nodes, forward, growth.depths, growth.expanded, draft, rest, reads)
         if growth.depths:
-            for each in (self.gain, known.gain):
+            for each in (self.gain, state.gain):
                 each.learn(gain if is_chosen else max(gain, 0.0), sum(growth.prices.missed))
-            known.draft_cost.learn(costs.drafting(growth.depths, growth.expanded), 1.0)
+            state.draft_cost.learn(costs.drafting(growth.depths, growth.expanded), 1.0)
             for depth, expected in enumerate(growth.expected_rows):
                 reached, went_on = (sum(count >= least for count in report.accepted) for least in (depth, depth + 1))
-                known.accept_rate.learn(went_on, reached)
+                state.accept_rate.learn(went_on, reached)
                 if depth:
-                    known.reach_ratio.learn(reached, expected)
+                    state.reach_ratio.learn(reached, expected)
         grafted, right = self._calibrate(report)
-        if growth.asked_side and self.learns and costs.pace is not None:
-            known.side.learn(growth.side_seconds, nodes, grafted, right)
+        if growth.asked_side and self.learns and costs.seconds_per_forward is not None:
+            state.side.learn(growth.side_seconds, nodes, grafted, right)
 
     def _calibrate(self, report: TreeReport) -> tuple[int, int]:
         """Learn of each draft. Return how many drafts of all rows were grafted, and how many of these were accepted."""
@@ -204,7 +206,7 @@ class TreePolicy:
             for node, step in enumerate(steps[1:], 1):
                 if step.parent in depth_of:
                     depth = depth_of[step.parent] + 1
-                    self.known.curve.learn(step.log_q, depth, step.first, step.kind, node in depth_of)
+                    self.state.curve.learn(step.log_q, depth, step.first, step.kind, node in depth_of)
         return grafted, right
 
 

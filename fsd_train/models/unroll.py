@@ -158,13 +158,7 @@ def plan_chains(
         roots, stands_for = _filled(roots, count, length - 1), _filled(stands_for, count, 0)
     at = (roots + later).clamp_max(length - 1)  # [S-1, K]
     there = wanted[later, at] & (roots + later < length) & (stands_for > 0)
-    # by position and step: index of the output or -1, and its weight
-    source, weight = torch.full((length, steps), -1), torch.zeros(length, steps)
-    source[position, 0], weight[position, 0] = position, 1.0
-    step, chain = there.nonzero().unbind(1)
-    place = at[step, chain]
-    source[place, step + 1] = length + step * len(roots) + chain
-    weight[place, step + 1] = stands_for[chain] * decay ** (step + 1)
+    source, weight = _outputs(position, at, there, stands_for * decay**later, length)
     if slots:  # the row's last two places are never supervised at step 0
         position = _filled(position, fixed(len(position), length), max(length - 2, 0))
     source, weight = source[position], weight[position]  # [N, S]
@@ -189,6 +183,26 @@ def plan_chains(
         chain_total=chain_total,
     )
     return ChainIndex(roots, source[taken].clamp_min(0), planned)
+
+
+def _outputs(position: Tensor, at: Tensor, there: Tensor, weights: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return each position's output of every step, as an index or -1, and its weight: [M, S] each.
+
+    Args:
+        position: [N] positions that are supervised at step 0.
+        at: [S-1, K] positions of K chains at the later steps.
+        there: [S-1, K] bool; whether they are supervised.
+        weights: [S-1, K] of the chains' outputs.
+        length: M.
+    """
+    steps, chains = len(at) + 1, at.shape[1]
+    source, weight = torch.full((length, steps), -1), torch.zeros(length, steps)
+    source[position, 0], weight[position, 0] = position, 1.0
+    step, chain = there.nonzero().unbind(1)
+    place = at[step, chain]
+    source[place, step + 1] = length + step * chains + chain
+    weight[place, step + 1] = weights[step, chain]
+    return source, weight
 
 
 def _filled(values: Tensor, count: int, value: float) -> Tensor:
