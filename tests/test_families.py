@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from fsd_core.errors import ModelLoadError
 from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape
 from fsd_infer.device.cache import cache_argument
+from fsd_infer.targets.checks import check_directory
 from tests import families
 from tests.families import (
     CUDA,
     FAMILIES,
+    RECURRENT,
     VOCAB,
     WINDOW,
     OracleDrafter,
@@ -157,6 +160,13 @@ def test_chunked_prefill_equals_whole(family: str, in_turn: bool, monkeypatch: p
     decoder = FuzzyDecoder(target, OracleDrafter(target))
     assert decoder.generate(prompts, max_new_tokens=24, do_sample=False).sequences == expected
     assert decoder.generate(prompts[:1], max_new_tokens=24, do_sample=False).sequences == expected[:1]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
+def test_a_saved_model_of_two_layers_is_not_taken_for_a_damaged_one(family: str, tmp_path: Path) -> None:
+    """Configs count other things by layers than layers: Qwen2's max_window_layers is 28 if nothing is said."""
+    tiny_model(family).save_pretrained(tmp_path)
+    check_directory(tmp_path)
 
 
 def test_context_is_used_to_its_last_position() -> None:

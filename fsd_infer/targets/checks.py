@@ -24,6 +24,7 @@ from fsd_infer.targets.masks import layer_types, layer_windows, max_positions
 from fsd_infer.targets.weights import stay_plain
 
 MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
+_NOT_COUNTS = ("per_layer", "max_window_layers")  # sizes of Gemma 4; Qwen's first layer with a window, by default 28
 _DOGE_IS_CAUSAL = (5, 18)  # first version of transformers whose Doge has a causal mask under sdpa, too
 _CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_decoder that nothing reads
 
@@ -58,7 +59,7 @@ def _check_layers(path: Path, tensors: int) -> None:
         raise CheckpointError(f"{path} is no JSON object: it is not the config of a model.")
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for name, value in (pair for part in parts for pair in part.items()):
-        counts = "layer" in name and "per_layer" not in name  # Gemma 4's are sizes
+        counts = "layer" in name and not any(part in name for part in _NOT_COUNTS)
         if counts and isinstance(value, (int, float)) and value > tensors:
             raise CheckpointError(f"{path}: {name} is {value:g}, but there are {tensors} tensors; copy it again.")
         if name == "num_hidden_layers" and isinstance(value, int) and value < 1:
