@@ -51,9 +51,9 @@ RULES = {
 
 
 REFERENCE_DIVERGENCES = {
-    "kl_qp": lambda p, q: rel_entr(q, p).sum(),
-    "js": lambda p, q: (rel_entr(p, (p + q) / 2).sum() + rel_entr(q, (p + q) / 2).sum()) / 2,
-    "tv": lambda p, q: np.abs(p - q).sum() / 2,
+    "kl_qp": lambda p, q: rel_entr(q, p).sum(-1),
+    "js": lambda p, q: (rel_entr(p, (p + q) / 2).sum(-1) + rel_entr(q, (p + q) / 2).sum(-1)) / 2,
+    "tv": lambda p, q: np.abs(p - q).sum(-1) / 2,
 }
 
 Kernel = list[tuple[float, int, bool, float]]  # probability, token, does it go down, nats spent
@@ -91,8 +91,7 @@ class Enumeration:
         gate_p, gate_q = softmax(raw_p.numpy(), axis=-1), softmax(raw_q.numpy(), axis=-1)
         if self.gate_on == "processed":
             gate_p, gate_q = self.p, self.q
-        measure = REFERENCE_DIVERGENCES[self.divergence]
-        self.wants = np.array([measure(a, b) <= self.threshold for a, b in zip(gate_p, gate_q, strict=True)])
+        self.wants = REFERENCE_DIVERGENCES[self.divergence](gate_p, gate_q) <= self.threshold
         self.distribution: dict[tuple[int, ...], float] = defaultdict(float)
         self.expected_spent = 0.0
         self.largest_spent = 0.0

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 ROOT = Path(__file__).parents[1]
@@ -209,11 +209,11 @@ class SimulatedDevice(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         packet = func.overloadpacket
         tensors = tensors_in((*args, *kwargs.values()) if kwargs else args)
-        wanted = kwargs.get("device")
-        on_sim = any(isinstance(x, SimTensor) for x in tensors) if wanted is None else wanted.type == SIM.type
+        wanted, there = kwargs.get("device"), any(isinstance(x, SimTensor) for x in tensors)
+        on_sim = there if wanted is None else wanted.type == SIM.type
         if packet is aten.copy_:
             on_sim = isinstance(args[0], SimTensor)
-        self._check(func, args, kwargs, tensors, on_sim)
+        self._check(func, args, kwargs, tensors, on_sim, there)
         if packet is aten.is_pinned and not on_sim:
             return args[0].data_ptr() in self._pinned
         if packet is aten._pin_memory:
@@ -225,6 +225,8 @@ class SimulatedDevice(TorchDispatchMode):
         if packet is aten.copy_ and not on_sim and isinstance(args[1], SimTensor) and _unblocked(args, kwargs):
             self.transfers.append((args[0], args[1].value.clone()))
             return args[0].fill_(torch.nan if args[0].is_floating_point() else 0)  # until it has arrived
+        if not on_sim and not there:
+            return func(*args, **kwargs)
         plain_args, plain_kwargs = _mapped(_plain, args), {name: _mapped(_plain, x) for name, x in kwargs.items()}
         out = func(*plain_args, **plain_kwargs)
         if self.graph is not None and on_sim:
@@ -236,7 +238,7 @@ class SimulatedDevice(TorchDispatchMode):
         known = {id(_plain(x)): x for x in tensors}
         return _mapped(lambda x: _known(x, known, on_sim), out)
 
-    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], on_sim: bool) -> None:
+    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], on_sim: bool, there: bool) -> None:
         """Count what waits, refuse what CUDA refuses."""
         packet = func.overloadpacket
         generator = kwargs.get("generator")
@@ -244,7 +246,7 @@ class SimulatedDevice(TorchDispatchMode):
             raise RuntimeError(f"{func}: a generator of another device than {SIM if on_sim else 'cpu'}")
         if generator is not None and self.graph is not None and generator._cdata not in self.graph.generators:
             raise RuntimeError(f"{func}: an unregistered generator while stream is capturing")
-        if not on_sim and not any(isinstance(x, SimTensor) for x in tensors):
+        if not on_sim and not there:
             return
         if packet in (aten._to_copy, aten.copy_):
             return self._check_copy(func, args, kwargs, on_sim)
@@ -285,6 +287,11 @@ class SimulatedDevice(TorchDispatchMode):
         elif isinstance(args[0], SimTensor) and any(not isinstance(x, SimTensor) for x in indices):
             self.waited(func)  # indices on the CPU are copied
         return [x for x in host if not any(x is index for index in indices)] if isinstance(args[0], SimTensor) else host
+
+
+def on(where: torch.device) -> AbstractContextManager[Any]:
+    """What runs on the CPU within an open device does not pass through it, which is slow."""
+    return nullcontext() if where == SIM else _disable_current_modes()
 
 
 def _unblocked(args: Any, kwargs: Any) -> bool:

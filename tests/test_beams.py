@@ -24,8 +24,19 @@ def target() -> Target:
     return Target(doubled("llama"))
 
 
-def expected_beams(model: Any, prompts: list[list[int]], **options: Any) -> tuple[list[list[int]], list[float]]:
+Beams = tuple[list[list[int]], list[float]]
+FOUND: dict[tuple[Any, str], Beams] = {}  # by model, prompts and options
+
+
+def expected_beams(model: Any, prompts: list[list[int]], **options: Any) -> Beams:
     """transformers' answers, prompt by prompt, cut after the token that ends them, and their scores."""
+    key = model, f"{prompts} {options}"
+    if key not in FOUND:
+        FOUND[key] = _expected_beams(model, prompts, options)
+    return FOUND[key]
+
+
+def _expected_beams(model: Any, prompts: list[list[int]], options: dict[str, Any]) -> Beams:
     sequences, scores = [], []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -78,7 +89,8 @@ def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
     options: dict[str, Any] = dict(max_new_tokens=16, num_beams=beams, num_return_sequences=beams, beam_options=WIDE)
     for name, drafter in drafters_for(target, family).items():
         made = check(FuzzyDecoder(target, drafter), tiny_prompts(), **options)
-        check(FuzzyDecoder(target, drafter), [[5], [7, 8, 9]], **options)
+        if beams == 8:  # more beams than the first texts' tokens
+            check(FuzzyDecoder(target, drafter), [[5], [7, 8, 9]], **options)
         if family == "llama" and name in ("noisy", "lookup", "recycle"):  # a random head is of no use
             assert made.stats.acceptance_length > 1.05
 

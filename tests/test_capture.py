@@ -30,7 +30,7 @@ from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
 from tests.families import tiny_head, tiny_model
 from tests.sim_graphs import SimRecorder, address
-from tests.simulated_device import SIM, SimTensor, SimulatedDevice
+from tests.simulated_device import SIM, SimTensor, SimulatedDevice, on
 from tests.test_device_waits import CPU, NEW, PROMPTS, RULES, drafter, target
 
 WHOLE = [["draft", "target", "rule", "cache", "advance"]]  # the recordings of a round, and what each holds
@@ -47,8 +47,19 @@ KINDS = {
     "none, penalty": CUT, "eagle, penalty": CUT, "lm+recycle, penalty": CUT, "guided reduced, penalty": CUT,
 }  # fmt: skip
 CASES = [("eagle", rule, greedy) for rule in RULES for greedy in (True, False)]
-CASES += [(kind, *case) for kind in KINDS for case in (("exact", True), ("tilted", False))]
-CASES += [("lm", rule, False) for rule in list(RULES)[::4]]
+CASES += [(kind, "exact", True) for kind in KINDS]
+SAMPLED = [
+    "none",
+    "lm",
+    "eagle3",
+    "memory",
+    "lm+recycle",
+    "guided eagle",
+    "own",
+    "none, penalty",
+    "guided reduced, penalty",
+]
+CASES += [(kind, "tilted", False) for kind in SAMPLED] + [("lm", rule, False) for rule in RULES[4::4]]
 CASES += [("memory", COPIES, True), ("eagle+memory", COPIES, False), ("eagle, penalty", "fuzzy:js:0.3", False)]
 CASES = [case for case in dict.fromkeys(CASES) if case[2] or not parse_rule(case[1]).greedy_only]
 READS = {"penalty": [RepetitionPenaltyLogitsProcessor(1.3)], "suppress": [SuppressTokensLogitsProcessor([5, 9])]}
@@ -75,7 +86,8 @@ def run(kind: str, rule: str, greedy: bool, where: torch.device = SIM, limit: in
             setattr(processor, name, value.to(where) if isinstance(value, Tensor) else value)
     prompts = [*PROMPTS, [5]] if option == "penalty" else PROMPTS  # one has no text before its root
     request = Request(prompts[:1] if draws else prompts, limit, greedy, processors, generator=generator)
-    return decode(target(where), drafter(kind, where), parse_rule(rule), request)
+    with on(where):
+        return decode(target(where), drafter(kind, where), parse_rule(rule), request)
 
 
 @contextmanager
@@ -89,6 +101,32 @@ def recording(kind: str, device: SimulatedDevice) -> Iterator[SimRecorder]:
     finally:
         for model in models:
             model.use_graphs(None)  # type: ignore[attr-defined]
+
+
+def stands_on_memory_that_stays(kind: str, parts: list[list[str]], recorder: SimRecorder) -> None:
+    """The recordings hold these parts, and read what neither they nor the next request allocate."""
+    whole, small = target(SIM), drafter(kind.partition(", ")[0], SIM)
+    recorded = whole.recorded
+    assert isinstance(recorded, Recorded) and recorded.refused is None and recorded.current is not None
+    state, made = recorded.current.state, [x.parts for x in recorded.current.recordings.values() if x.parts]
+    assert made and all([part.phases for part in one] == parts for one in made)
+    stays: list[Tensor] = [*state.tensors(), *state.session.tensors(), state.live]  # type: ignore[list-item]
+    stays.append(whole.lm_head_rows(None)[0])
+    stays += [x for each in READS.values() for one in each for x in vars(one).values() if isinstance(x, SimTensor)]
+    for module in (whole.model, *small.modules()):
+        stays += [*module.parameters(), *module.buffers()]
+    for owner in (state, *sessions_of(state.session)):
+        cache: Any = getattr(owner, "cache", None)
+        stays += [] if cache is None else cache._pools.values()
+    for part in (part for one in made for part in one):
+        stays += [*part.inputs, *(part.made.outputs if isinstance(part.made, Verified) else [])]
+    known = {address(x.value) for x in stays}  # type: ignore[attr-defined]
+    for graph in recorder.graphs:
+        assert not {place: what for place, what in graph.reads.items() if place not in known}
+
+
+def sessions_of(session: DraftSession) -> list[DraftSession]:
+    return [session, *(one for part in session.parts for one in sessions_of(part))]
 
 
 @pytest.mark.filterwarnings("ignore:lm samples its drafts")
@@ -117,6 +155,7 @@ def test_recorded_rounds_answer_as_a_cpu_does(
         monkeypatch.setattr(loop, "report", noted)
         replayed = recorder.replayed
         assert run(kind, rule, greedy).sequences == wanted
+        stands_on_memory_that_stays(kind, parts, recorder)
     rounds, looks = len(spent) - 1, len(parts) - 1
     assert [waits - spent[0][1] for _, waits in spent] == list(range(0, (1 + looks) * len(spent), 1 + looks))
     if parts == WHOLE:
@@ -141,7 +180,8 @@ def test_what_a_stopped_answer_emits_in_its_extra_round_is_left_out(kind: str, d
 
         ends = frozenset(full[0][4:5])
         request = Request(PROMPTS, 3 * NEW, True, eos_token_ids=ends, callbacks=[Streaming(on_tokens)])
-        return decode(target(where), drafter(kind, where), parse_rule("exact"), request)
+        with on(where):
+            return decode(target(where), drafter(kind, where), parse_rule("exact"), request)
 
     wanted = answers(CPU)
     with recording(kind, device):
@@ -156,44 +196,14 @@ def test_batches_of_one_bucket_share_a_recording(kind: str, device: SimulatedDev
     """And so does a copy of the drafter with the same tree, as `rule="calibrated"` makes one for every request."""
     texts = [[7, 8], [1, 2, 3, 1, 2, 3, 4], [9, 9, 2], [4, 5, 6], [5]]
     whole, small = target(SIM), drafter(kind, SIM)
-    wanted = decode(target(CPU), drafter(kind, CPU), parse_rule("tilted"), Request(texts, 3 * NEW)).sequences
+    with on(CPU):
+        wanted = decode(target(CPU), drafter(kind, CPU), parse_rule("tilted"), Request(texts, 3 * NEW)).sequences
     with recording(kind, device) as recorder:
         for count in (5, 6, 5, 8, 7):
             used = small.with_shape(small.shape) if isinstance(small, TreeDrafter) else small
             made = decode(whole, used, parse_rule("tilted"), Request((texts * 2)[:count], 3 * NEW))
             assert made.sequences == (wanted * 2)[:count] and len(made.records) == len(made.stats.rows) == count
         assert len(recorder.graphs) == 1 and whole.recorded is not None and len(whole.recorded.slots) == 1
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "memory, copies"])
-def test_a_recording_holds_these_parts_and_stands_on_memory_that_stays(kind: str, device: SimulatedDevice) -> None:
-    rule = COPIES if kind == "memory, copies" else "exact"
-    kind = kind.removesuffix(", copies")
-    whole, small = target(SIM), drafter(kind.partition(", ")[0], SIM)
-    with recording(kind, device) as recorder:
-        run(kind, rule, True, limit=6 * NEW)
-        recorded = whole.recorded
-        assert isinstance(recorded, Recorded) and recorded.refused is None and recorded.current is not None
-        state, parts = recorded.current.state, [x.parts for x in recorded.current.recordings.values() if x.parts]
-        assert parts and all([part.phases for part in made] == parts_of(kind, rule) for made in parts)
-        stays: list[Tensor] = [*state.tensors(), *state.session.tensors(), state.live]  # type: ignore[list-item]
-        stays.append(whole.lm_head_rows(None)[0])
-        stays += [x for each in READS.values() for one in each for x in vars(one).values() if isinstance(x, SimTensor)]
-        for module in (whole.model, *small.modules()):
-            stays += [*module.parameters(), *module.buffers()]
-        for session in sessions_of(state.session):
-            cache = getattr(session, "cache", None)
-            stays += [] if cache is None else cache._pools.values()
-        stays += state.cache._pools.values()
-        for part in (part for made in parts for part in made):
-            stays += [*part.inputs, *(part.made.outputs if isinstance(part.made, Verified) else [])]
-        known = {address(x.value) for x in stays}  # type: ignore[attr-defined]
-        for graph in recorder.graphs:
-            assert not {place: what for place, what in graph.reads.items() if place not in known}
-
-
-def sessions_of(session: DraftSession) -> list[DraftSession]:
-    return [session, *(one for part in session.parts for one in sessions_of(part))]
 
 
 def test_each_shape_that_the_host_chooses_has_a_recording(device: SimulatedDevice) -> None:

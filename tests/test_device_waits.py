@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fsd_core.tensors
-from fsd_infer import Target, parse_rule
+from fsd_infer import Target
 from fsd_infer.drafters import (
     Drafter,
     DraftRequest,
@@ -27,8 +27,9 @@ from fsd_infer.drafters import (
 from fsd_infer.drafters.forced import ForcedDrafter
 from fsd_infer.drafters.memory import MemorySession
 from fsd_infer.engine import Request, decode, loop
+from fsd_infer.rules import parse_rule
 from tests.families import VOCAB, drafter_of, tiny_head, tiny_model
-from tests.simulated_device import SIM, SimulatedDevice
+from tests.simulated_device import SIM, SimulatedDevice, on
 
 CPU = torch.device("cpu")
 PROMPTS = [[1, 2, 3, 1, 2, 3, 4], [4, 5, 6], [7, 8]]
@@ -47,8 +48,8 @@ DRAFTERS = [
     *("eagle", "lm", "lookup", "none", "eagle3", "eagle3-own", "fsd", "reduced", "stop", "lm-stop", "recycle"),
     *("eagle+lookup", "reduced+recycle", "lm+lookup", "lm+recycle", "lookup+recycle", "reduced+lookup+recycle"),
 ]
-CASES = [(kind, rule) for kind in ("eagle", "lm") for rule in RULES]
-CASES += [(kind, rule) for kind in DRAFTERS[2:] for rule in ("exact", "tilted:1")]
+# tests/test_capture.py has the other rules, whose every read on the host would be an error
+CASES = [(kind, "exact") for kind in DRAFTERS] + [("eagle", rule) for rule in RULES[3::4]] + [("lm", "tilted:1")]
 
 
 @cache
@@ -113,7 +114,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
 
 def run(kind: str, rule: str, greedy: bool, where: torch.device = SIM) -> loop.Outcome:
     torch.manual_seed(0)
-    return decode(target(where), drafter(kind, where), parse_rule(rule), Request(PROMPTS, NEW, greedy))
+    with on(where):
+        return decode(target(where), drafter(kind, where), parse_rule(rule), Request(PROMPTS, NEW, greedy))
 
 
 def of_rounds(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:

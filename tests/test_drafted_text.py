@@ -121,15 +121,15 @@ def three_words() -> Target:
     return Target(model, relabelled(theirs, order))
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_the_sampled_distribution(temperature: float) -> None:
+@pytest.mark.usefixtures("read_together")
+def test_the_sampled_distribution() -> None:
     """Of whole answers, by enumeration."""
     target, small = three_words(), model_of("letters")
     drafter = TextDrafter(small, target, TreeShape.chain(3))
     allowed = torch.full((small.vocab_size,), -torch.inf)
     allowed[small.tokenizer.convert_tokens_to_ids(["a", "b", "▁", "t", "h", "e"])] = 0.0
     drafter.fitted = lambda logits: logits + allowed  # type: ignore[method-assign]
-    prompt, longest, count = [0, 1, 2, 0], 4, 3000
+    prompt, longest, count, temperature = [0, 1, 2, 0], 4, 2000, 0.7
     distribution: dict[tuple[int, ...], float] = {}
     texts = [((), 1.0)]
     while texts:

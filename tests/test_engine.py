@@ -169,6 +169,7 @@ def sampling(name: str) -> dict[str, Any]:
     return {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **SAMPLED_REQUESTS[name]}
 
 
+@pytest.mark.usefixtures("read_together")
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize(("name", "stop"), [*product(SAMPLED_REQUESTS, [None, 0.0]), ("penalty", 0.03)])
 def test_sampled_distribution_equals_generate(name: str, stop: float | None, device: str) -> None:

@@ -110,6 +110,7 @@ def test_no_rule_leaves_the_grammar(decoder: FuzzyDecoder, rule: str, temperatur
             assert set(json.loads(text)) == {"a", "n"}
 
 
+@pytest.mark.usefixtures("read_together")
 @pytest.mark.parametrize(("pattern", "name"), [("(a|b|c)(d|e)", "head"), (FORCED, "head"), (FORCED, "small LM")])
 def test_samples_have_the_distribution_of_the_masked_target(
     decoder: FuzzyDecoder, toy: Any, pattern: str, name: str
@@ -316,7 +317,7 @@ def valid(answer: str, schema: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
 def test_answers_of_public_schemas_parse(
     toy_decoder: FuzzyDecoder, suite: tuple[list[Any], list[Any]], count: int
 ) -> None:

@@ -25,7 +25,7 @@ from fsd_infer.trees.menu import MenuPolicy, menu_of
 from fsd_infer.trees.shape import MENU, NO_TREE, TreeShape
 from tests.families import VOCAB, tiny_head, tiny_model
 from tests.sim_graphs import SimRecorder
-from tests.simulated_device import SIM, SimulatedDevice
+from tests.simulated_device import SIM, SimulatedDevice, on
 from tests.test_device_waits import CPU, PROMPTS, forced, target
 
 NEW = 16
@@ -81,7 +81,8 @@ def run(kind: str, rule: str, greedy: bool, where: torch.device, seed: int | Non
     shapes, generator = Shapes(), None if seed is None else torch.Generator(device=where).manual_seed(seed)
     request = Request(PROMPTS, NEW, greedy, generator=generator, callbacks=[shapes])
     made = drafter(kind, where, where == SIM)
-    return decode(target(where), made, parse_rule(rule), request), shapes
+    with on(where):
+        return decode(target(where), made, parse_rule(rule), request), shapes
 
 
 @pytest.mark.filterwarnings("ignore:lm samples its drafts")

@@ -87,6 +87,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("read_together")
 @pytest.mark.parametrize("name", CASES)
 def test_a_request_has_the_targets_distribution(name: str) -> None:
     kind, shape, rule, options = CASES[name]
