@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from fsd_infer import Drafter, LMDrafter, NoDrafter, Target
-from fsd_infer.drafters import GraftedDrafter, LookupDrafter, RecycleDrafter
+from fsd_infer import Drafter, Target
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter
 from tests.families import VOCAB, noisy_model, tiny_head, tiny_model
 
 NO_FP64 = {"qwen3_moe", "mixtral", "gpt_oss"}  # torch has no grouped product in fp64

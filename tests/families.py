@@ -14,8 +14,18 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
 
-from fsd_infer import Drafter, EagleDrafter, LMDrafter, NoDrafter, Target, TreeShape
-from fsd_infer.drafters import DraftRequest, DraftSession, GraftedDrafter, LookupDrafter, MemoryDrafter, RecycleDrafter
+from fsd_infer import Drafter, Target, TreeShape
+from fsd_infer.drafters import (
+    DraftRequest,
+    DraftSession,
+    EagleDrafter,
+    GraftedDrafter,
+    LMDrafter,
+    LookupDrafter,
+    MemoryDrafter,
+    NoDrafter,
+    RecycleDrafter,
+)
 from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import attention_for

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsd_infer import FuzzyDecoder, LMDrafter, Target
+from fsd_infer import FuzzyDecoder, Target
+from fsd_infer.drafters import LMDrafter
 from fsd_infer.engine.beams import BeamOptions
 from fsd_infer.engine.beams.sampling import chances_of_width, dynamic_width
 from tests.beam_toys import doubled, drafters_for

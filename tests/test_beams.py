@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import fsd_infer
 from fsd_core.errors import CacheMemoryError
-from fsd_infer import Drafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
-from fsd_infer.drafters import LookupDrafter, RecycleDrafter
+from fsd_infer import Drafter, FsdError, FuzzyDecoder, Target
+from fsd_infer.drafters import LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter
 from fsd_infer.engine.beams import BeamOptions
 from tests.beam_toys import doubled, drafters_for, noisy_target
 from tests.families import FAMILIES, VOCAB, tiny_model, tiny_prompts

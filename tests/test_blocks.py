@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsd_core.errors import ModelLoadError
-from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.backends.cpu.kernels import FEW_TOKENS
 from fsd_infer.backends.cpu.packing import Packed, holds_blocks, pack_stored, packed_of, packed_products
 from fsd_infer.backends.cpu.pages import zeroed
 from fsd_infer.backends.cpu.stack import CpuStack
+from fsd_infer.drafters import EagleDrafter, NoDrafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.loading import load_target

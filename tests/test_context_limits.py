@@ -16,7 +16,8 @@ from transformers import LogitsProcessorList, MoshiConfig, MoshiForCausalLM
 
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_core.errors import ModelLoadError
-from fsd_infer import FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import LMDrafter, NoDrafter
 from fsd_infer.rules import TokenOrigin
 from fsd_infer.targets.prefixes import PrefixCache
 from fsd_train.commands.regenerate import context_of

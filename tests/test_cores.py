@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsd_infer import FsdError, FuzzyDecoder, NoDrafter, Target
+from fsd_infer import FsdError, FuzzyDecoder, Target
 from fsd_infer.device import cores
 from fsd_infer.device.cores import Cores, CpuTimes, Team, cores_taken, team_size, threads_beside
+from fsd_infer.drafters import NoDrafter
 from tests.families import tiny_model
 
 CPU = torch.device("cpu")

@@ -11,7 +11,9 @@ import torch
 
 from fsd_core.errors import CheckpointError, FsdError, VocabularyMismatchError
 from fsd_core.text.encoding import encode_chat, read_prompts
-from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape, load_drafter
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import NoDrafter
+from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import load_target
 from tests.families import save_head, tiny_model, tiny_prompts

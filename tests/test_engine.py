@@ -15,9 +15,9 @@ from transformers import StoppingCriteriaList, SynthIDTextWatermarkingConfig
 
 import fsd_infer
 from fsd_core.errors import ContextLengthError, NonFiniteLogitsError, UnknownNameError, VocabularyMismatchError
-from fsd_infer import Exact, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, RandomGate, Target, TreeShape
-from fsd_infer.drafters import GraftedDrafter
-from fsd_infer.rules import TokenOrigin, parse_rule
+from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, NoDrafter
+from fsd_infer.rules import Exact, RandomGate, TokenOrigin, parse_rule
 from fsd_infer.targets.token_ids import left_pad
 from fsd_infer.trees.tree import Nodes
 from tests.families import (

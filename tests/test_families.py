@@ -9,8 +9,9 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from fsd_core.errors import ModelLoadError
-from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.device.cache import cache_argument
+from fsd_infer.drafters import NoDrafter
 from fsd_infer.targets.checks import check_directory
 from tests import families
 from tests.families import (

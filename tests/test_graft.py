@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fsd_core import functional
-from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target, TreeShape, load_drafter
-from fsd_infer.drafters import GraftedDrafter, LookupDrafter
+from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter
 from fsd_infer.drafters.graft import _warn_sampled, kept_of, union_of
+from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.trees.tree import DraftTree
 from fsd_infer.trees.visits import likeliest

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fsd_core.errors import CheckpointError
-from fsd_infer import EagleDrafter, FuzzyDecoder, Target, load_drafter
+from fsd_infer import FuzzyDecoder, Target
+from fsd_infer.drafters import EagleDrafter
+from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.config import EagleConfig, usual_layers
 from fsd_infer.heads.export import FORMATS, TOKEN_MAP, ExportFacts, export_head
 from fsd_infer.heads.head import EagleHead

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsd_core.errors import CheckpointError, VocabularyMismatchError
-from fsd_infer import Target, load_drafter
+from fsd_infer import Target
+from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.export import export_head
 from fsd_infer.heads.formats import head_kind

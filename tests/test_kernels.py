@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsd_infer import EagleDrafter, FuzzyDecoder, NoDrafter, Target, TreeShape
+from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.backends.cpu import stack as stack_module
 from fsd_infer.backends.cpu.kernels import MOST_ROWS, Kernels
 from fsd_infer.backends.cpu.packing import Packed, packed_of, packed_products
 from fsd_infer.backends.cpu.sets import SETS
 from fsd_infer.backends.cpu.stack import CpuStack
 from fsd_infer.device.cache import SlotCache, cache_argument
+from fsd_infer.drafters import EagleDrafter, NoDrafter
 from fsd_infer.drafters.eagle import EagleSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.heads.head import EagleConfig, EagleHead

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsd_infer import FsdError, FuzzyDecoder, LMDrafter, Target, TreeShape
-from fsd_infer.drafters import GraftedDrafter, LookupDrafter
+from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.engine.ngrams import copied_ngrams, coverage, kinds, repeated_ngrams
 from fsd_infer.rules import Exact, Rule, Tilted, TokenOrigin, parse_rule

@@ -11,10 +11,10 @@ import torch
 
 import fsd_infer
 from fsd_core.errors import CacheMemoryError
-from fsd_infer import FuzzyDecoder, NoDrafter, Target
+from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.memory import free_bytes
-from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, TreeShape
+from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter, TreeShape
 from tests.families import FAMILIES, VOCAB, tiny_head, tiny_model, tiny_prompts
 
 

@@ -15,8 +15,16 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from fsd_infer import EagleDrafter, FsdError, FuzzyDecoder, LMDrafter, NoDrafter, Target
-from fsd_infer.drafters import Drafter, GraftedDrafter, LookupDrafter, RecycleDrafter
+from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer.drafters import (
+    Drafter,
+    EagleDrafter,
+    GraftedDrafter,
+    LMDrafter,
+    LookupDrafter,
+    NoDrafter,
+    RecycleDrafter,
+)
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.trees.costs import PRIORS, CostPrior
 from fsd_infer.trees.estimates import LearnedCalibration, RuleProfile, TreeMemory

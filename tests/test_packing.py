@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from fsd_core.errors import KernelsError
-from fsd_infer import FuzzyDecoder, NoDrafter, Target
+from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.backends.cpu import build
 from fsd_infer.backends.cpu import kernels as module
 from fsd_infer.backends.cpu import sets as kernel_sets
@@ -32,6 +32,7 @@ from fsd_infer.backends.cpu.packing import (
 )
 from fsd_infer.backends.cpu.sets import AVX2, SETS, VARIABLE
 from fsd_infer.backends.cpu.structs import Linear
+from fsd_infer.drafters import NoDrafter
 from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
 from tests.kernel_toys import CAN, logits_through_cache, need_set, needs_kernels, prepare, restore
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsd_infer import parse_rule
 from fsd_infer.drafters import TreeShape
+from fsd_infer.rules import parse_rule
 from fsd_infer.trees.tree import DraftTree, Draws
 from tests.published_blocks import States
 from tests.published_heads import LAYOUTS, layout

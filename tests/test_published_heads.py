@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
 from fsd_core.errors import FsdError
-from fsd_infer import Target, parse_rule
+from fsd_infer import Target
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, TreeShape
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.heads.head import EagleHead
+from fsd_infer.rules import parse_rule
 from fsd_infer.trees.tree import DraftTree
 from tests.published_blocks import BLOCK, MASK, QWEN3, States, block_states, confidence, tiny_target, z_lab
 from tests.published_heads import LAYOUTS, layout

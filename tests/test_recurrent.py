@@ -16,11 +16,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Dynam
 
 from fsd_bench.probe import Probe
 from fsd_core.errors import FsdError, ModelLoadError
-from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape, parse_rule
+from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.backends.cpu.packing import onednn_packs
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.device.states import Branches
-from fsd_infer.drafters import LMDrafter
+from fsd_infer.drafters import LMDrafter, NoDrafter
 from fsd_infer.engine import Request, decode
 from fsd_infer.engine.callback import Callback
 from fsd_infer.recurrent.conv import Convolution
@@ -28,6 +28,7 @@ from fsd_infer.recurrent.delta import DeltaRule
 from fsd_infer.recurrent.selective import Selective
 from fsd_infer.recurrent.ssd import Duality
 from fsd_infer.request.prompts import read_prompts
+from fsd_infer.rules import parse_rule
 from fsd_infer.targets.prefixes import PrefixCache
 from tests.families import RECURRENT, VOCAB, drafter_of, reference, tiny_model, tiny_prompts
 from tests.sim_graphs import SimRecorder

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsd_infer import Drafter, FuzzyDecoder, LMDrafter, Target, TreeShape, load_drafter
+from fsd_infer import Drafter, FuzzyDecoder, Target, TreeShape
 from fsd_infer.decoder.requests import prepare
-from fsd_infer.drafters import EagleDrafter, GraftedDrafter
-from fsd_infer.drafters.loading import choose_trees
+from fsd_infer.drafters import EagleDrafter, GraftedDrafter, LMDrafter
+from fsd_infer.drafters.loading import choose_trees, load_drafter
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
 from tests.rules_toy import ALARM, p_value

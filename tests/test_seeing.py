@@ -19,11 +19,13 @@ from transformers import CONFIG_MAPPING
 
 from fsd_core.errors import FsdError, ModelLoadError
 from fsd_core.tensors import to_device
-from fsd_infer import FuzzyDecoder, NoDrafter, Target, TreeShape, parse_rule
+from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.cli.main import main
 from fsd_infer.decoder.seen import encode_seen, shows_images
 from fsd_infer.device.cache import SlotCache
+from fsd_infer.drafters import NoDrafter
 from fsd_infer.engine import Request, decode
+from fsd_infer.rules import parse_rule
 from fsd_infer.serving.app import Limits, make_app
 from fsd_infer.targets.kinds import auto_class
 from fsd_infer.targets.loading import load_target

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from fsd_core.errors import VocabularyMismatchError
-from fsd_infer import FuzzyDecoder, LMDrafter, Target, TreeShape, load_drafter
-from fsd_infer.drafters import TranslatedDrafter
+from fsd_infer import FuzzyDecoder, Target, TreeShape
+from fsd_infer.drafters import LMDrafter, TranslatedDrafter
+from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.translated import TranslatedSession
 from fsd_infer.drafters.translation import Translation
 from tests import families
