@@ -47,12 +47,12 @@ def counted(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
 def verified(results: Path = RESULTS) -> dict[str, Any]:
     """Return the same of the odd rows of IFEval."""
     record = _read(results, ODD)
-    return {"record": ODD, "score_difference": record["differences"]["exact"][FORMER]["score"]} | _beside_exact(
-        record, FORMER
-    )
+    difference = record["differences"]["exact"][FORMER]["score"]
+    return {"record": ODD, "score_difference": difference, **_beside_exact(record, FORMER)}
 
 
 def _beside_exact(record: Mapping[str, Any], rule: str) -> dict[str, Any]:
+    """Return what a rule did beside exact by a record of `fsd-bench run`, as in :func:`counted`."""
     less, flips = record["differences"]["exact"][rule], record["flips"]["exact"][rule]
     prompts = less["score"]["prompts"]
     return {

@@ -106,7 +106,7 @@ def test_flex_attention_is_compiled_for_every_mask_of_a_step(monkeypatch: pytest
         for mask, window in [(each, window) for each in (text, *steps) for window in (None, 30)]:
             query, key = torch.randn(1, 4, mask.shape[0], width), torch.randn(1, 2, mask.shape[1], width)
             blocks = replace(mask).block_mask(window)
-            found, _ = _in_blocks(torch.nn.Module(), query, key, key, blocks)
+            found = _in_blocks(torch.nn.Module(), query, key, key, blocks)
             spans, _ = packed_attention(torch.nn.Module(), query, key, key, mask, sliding_window=window)
             torch.testing.assert_close(found, spans, atol=1e-5, rtol=1e-4)
     kinds = len(made)

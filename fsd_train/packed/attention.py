@@ -61,18 +61,18 @@ def packed_attention(
     steps = ([key], [value]) if mask.earlier is None else mask.earlier.joined(module, key, value)
     if query.is_cuda and query.shape[-1] >= FLEX_HEAD:
         key, value = map(_joined, steps)
-        return _in_blocks(module, query, key, value, mask.block_mask(sliding_window), scaling, softcap, s_aux, dropout)
+        blocks = mask.block_mask(sliding_window)
+        return _in_blocks(module, query, key, value, blocks, scaling, softcap, s_aux, dropout), None
     return _by_span(mask, query, steps, sliding_window, dropout, scaling, softcap, s_aux), None
 
 
 def _in_blocks(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, dropout: float = 0.0,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Attend by FlexAttention. Text, every unrolled step, every window and both models have kernels of their own."""
     with many_shapes():  # without a kernel it would hold the scores of all queries and keys
-        made, _ = flex_attention_forward(module, query, key, value, mask, scaling, softcap, sinks, dropout=dropout)
-    return made, None
+        return flex_attention_forward(module, query, key, value, mask, scaling, softcap, sinks, dropout=dropout)[0]
 
 
 def _by_span(
