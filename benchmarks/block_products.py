@@ -4,7 +4,7 @@
 
 A column per library: this checkout's kernels, and those of every other checkout that is named. "bf16" is the product of
 the weight that is expanded to bf16, in this checkout's kernels, and "torch" is oneDNN's. Calls go through copies of a
-weight, which no core's cache holds, as in a model. All are timed in turn, and the shortest time of each counts, so that
+weight, which no core's cache holds, as in a model. oneDNN multiplies no bf16 without AVX-512. All are timed in turn, and the shortest time of each counts, so that
 neighbours disturb little. Prints microseconds per million weights.
 """
 
@@ -71,7 +71,7 @@ def main() -> None:
     plain = [nn.Linear(depth, columns, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in copies]
     expanded = [Packed(layer) for layer in plain]
     print(f"{own.name}: µs per million weights of [{columns}, {depth}], up to {FEW_TOKENS} rows as of one text")
-    print("type    rows" + "".join(f"{name:>9}" for name in [*libraries, "bf16", "torch"]))
+    print("type    rows; " + ", ".join(calls_with(torch.zeros(1, 1, depth), libraries, {}, expanded)))
     for name in options.kinds.split(","):
         kind = int(GGMLQuantizationType[name])
         stored = random_rows(GGMLQuantizationType[name], columns, depth)
@@ -99,7 +99,8 @@ def calls_with(
     def of_torch(at: int) -> Tensor:
         return linear_pointwise(x, expanded[at].weight, None, "none", [], "")
 
-    return {which: of_blocks(which) for which in libraries} | {"bf16": of_bf16, "torch": of_torch}
+    calls: dict[str, Callable[[int], object]] = {which: of_blocks(which) for which in libraries} | {"bf16": of_bf16}
+    return calls | {"torch": of_torch} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else calls
 
 
 def packed(library: Kernels, stored: np.ndarray, kind: int, depth: int) -> tuple[Tensor, Linear]:

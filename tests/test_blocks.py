@@ -97,7 +97,11 @@ def test_products_are_closer_than_those_of_bf16_and_rows_stand_alone(kind: GGMLQ
         assert torch.equal(some[-1:], made(x[rows - 1 : rows])), "nor on the others"
     assert torch.equal(made(x.expand(3, 40, 768))[2], made(x)), "nor on the batch"
     many = torch.randn(FEW_TOKENS + 1, 768).bfloat16()
-    assert torch.equal(made(many), expanded(many)), "of many tokens: the bf16 product of the expanded weight"
+    assert made.kernels is not None
+    if made.kernels.name == "avx2":
+        assert torch.equal(made(many)[:7], made(many[:7])), "many tokens are multiplied as few are"
+    else:
+        assert torch.equal(made(many), expanded(many)), "of many tokens: the bf16 product of the expanded weight"
     assert torch.equal(made(x.float()), F.linear(x.float(), made.dense().float(), None if own is None else own.float()))
 
 

@@ -56,8 +56,8 @@ PRIORS = {
     "avx512 blocks": CostPrior((0.07, 0.15, 0.15, *[0.165] * (len(KNOTS) - 3)), (0.13, 0.018), (0.09, 0.3)),
     # the same on AMX tiles: the built-in model takes 3.0 ms for one row, 5.2 for 4, 8.0 for 8 and 12.1 for 16
     "amx blocks": CostPrior((0.25, 0.3, 0.17, *[0.25] * (len(KNOTS) - 4)), (0.17, 0.02), (0.15, 0.15)),
-    # the same without AVX-512: it takes 8 ms on one core for one row, 20 for 4, 41 for 8 and 82 for 16
-    "avx2 blocks": CostPrior((0.3, 0.45, 0.6, *[0.55] * (len(KNOTS) - 3)), (0.2, 0.02), (0.15, 0.3)),
+    # the same without AVX-512: on one core it takes 10 ms for one row, 12 for 2, 15 for 3 and 22 for 6
+    "avx2 blocks": CostPrior((0.25, 0.35, *[0.4] * (len(KNOTS) - 2)), (0.25, 0.02), (0.1, 0.15)),
     "cpu": CostPrior((0.01, 0.25, 0.05, *[0.09] * (len(KNOTS) - 3)), (0.06, 0.008), (0.04, 0.14)),
     "cuda": CostPrior((*[0.001] * 4, *[0.003] * (len(KNOTS) - 4)), (0.05, 0.0005), (0.03, 0.05)),
 }

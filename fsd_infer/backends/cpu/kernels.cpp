@@ -101,7 +101,8 @@ int64_t fsd_block_pack(int64_t kind, const uint8_t* rows, const int64_t* order, 
 // The columns that a weight in blocks counts as a panel.
 int64_t fsd_block_side() { return BLOCK_SIDE; }
 
-// y [rows, columns] of x [rows, depth]. many: widen weights in blocks to bf16 first, as prompts do.
+// y [rows, columns] of x [rows, depth]. many: widen weights in blocks to bf16 first where that is faster,
+// as prompts do.
 void fsd_linear_forward(const bf16* x, const fsd_linear* layer, bf16* y, int64_t rows, int many, int threads) {
 #pragma omp parallel num_threads(threads)
   {

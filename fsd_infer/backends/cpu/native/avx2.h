@@ -140,6 +140,9 @@ inline Floats _mm512_dpbf16_ps(Floats sum, Integers a, Integers b) {
   return {of_pairs(sum.low, a.low, b.low), of_pairs(sum.high, a.high, b.high)};
 }
 
+// Have x computed here. Otherwise compilers put off the additions of an unrolled loop, and keep all that they add in memory.
+inline void in_registers(Integers& x) { asm("" : "+x"(x.low), "+x"(x.high)); }
+
 // Of lanes: masks are bits, the first lane's lowest.
 inline __m256i chosen(unsigned mask) {  // 8 lanes of 32 bits
   const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);

@@ -16,7 +16,12 @@ constexpr int SIZES[] = {1, 2, 4, 6, 8, 9, 12, 16};
 #elif defined(__AVX512F__)
 constexpr int SIZES[] = {1, 2, 3, 4, 5, 6, 7, 8};
 #else
-constexpr int SIZES[] = {1, 2, 3};  // whose sums fit 16 registers
+constexpr int SIZES[] = {1, 2, 3, 4};  // whose sums fit 16 registers
+#endif
+#ifdef __AVX512F__
+constexpr bool WIDENS = true;  // weights for many rows to bf16
+#else
+constexpr bool WIDENS = false;  // products of whole numbers are faster than those of bf16 for any number of rows
 #endif
 constexpr int CLASSES = sizeof SIZES / sizeof *SIZES, TOGETHER = SIZES[CLASSES - 1];
 
@@ -129,7 +134,7 @@ class Interleaved {
   std::vector<Line> found;   // [groups, size] sums of 16 columns
   int groups = 0, size = 0;  // number of groups, and the index of their size
 
-  explicit Interleaved(bool many) : many(many) {}
+  explicit Interleaved(bool many) : many(many && WIDENS) {}
 
   const void* numbers(Layout layout) const { return memory[layout].data(); }
 
@@ -221,6 +226,7 @@ __attribute__((always_inline)) inline void dots_of(const uint8_t* codes, int hal
       std::memcpy(&odds, step.bytes[m] + quad * 8 + 4, 4);
       dots[m] = _mm512_add_epi32(dots[m], _mm512_madd_epi16(even, _mm512_set1_epi32(evens)));
       dots[m] = _mm512_add_epi32(dots[m], _mm512_madd_epi16(odd, _mm512_set1_epi32(odds)));
+      in_registers(dots[m]);
     }
   }
 #endif

@@ -165,17 +165,18 @@ template <int M, int SIDE>
 constexpr int together = SIDE;
 #else
 template <int SIDE>
-constexpr int most = 6;
+constexpr int most = 4;
 template <int M, int SIDE>
 constexpr int together = M > 2 ? LANES : 2 * LANES;
 #endif
 
-// OWN columns of tile(). Not inlined: within a larger function, compilers keep the sums in memory.
+// OWN columns of tile(). Neither inlined nor with loops over rows: there, compilers keep the sums in memory.
 template <int M, int SIDE, int OWN, class Number>
 __attribute__((noinline)) void part_of_tile(const bf16* x, int64_t depth, const Number* panel, const Number* next, int lines,
                                             float* sums) {
   constexpr int V = OWN / LANES;
   __m512 sum[M][V];
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) sum[m][v] = _mm512_setzero_ps();
   for (int64_t k = 0; k < depth / 2; ++k) {
@@ -183,6 +184,7 @@ __attribute__((noinline)) void part_of_tile(const bf16* x, int64_t depth, const 
     for (int v = 0; v < V; ++v) w[v] = (__m512bh)widened(panel + k * 2 * SIDE + v * 2 * LANES);
     if (lines > 0) _mm_prefetch((const char*)(next + k * 2 * SIDE), _MM_HINT_T1);
     if (lines > 1) _mm_prefetch((const char*)(next + k * 2 * SIDE) + 64, _MM_HINT_T1);
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       int32_t pair;
       std::memcpy(&pair, x + m * depth + 2 * k, sizeof pair);
@@ -190,6 +192,7 @@ __attribute__((noinline)) void part_of_tile(const bf16* x, int64_t depth, const 
       for (int v = 0; v < V; ++v) sum[m][v] = _mm512_dpbf16_ps(sum[m][v], both, w[v]);
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) _mm512_storeu_ps(sums + m * SIDE + v * LANES, sum[m][v]);
 }
