@@ -25,6 +25,8 @@ constexpr bool WIDENS = false;  // products of whole numbers are faster than tho
 #endif
 constexpr int CLASSES = sizeof SIZES / sizeof *SIZES, TOGETHER = SIZES[CLASSES - 1];
 
+constexpr int NEAR = 16;  // groups that stay in the second cache while they are multiplied with several columns
+
 // The index of the least size that holds `rows`.
 inline int class_of(int rows) {
   int found = 0;
@@ -58,6 +60,7 @@ class Interleaved {
     float numbers[LANES];
   };
   std::vector<Line> memory[LAYOUTS];
+  size_t lines[LAYOUTS];  // of a group
   int rows = 0;
 
   // The largest of 32 bf16 numbers without signs, as bits.
@@ -116,7 +119,8 @@ class Interleaved {
   template <Layout L, int M>
   void take_as(const bf16* x, int64_t depth) {
     auto& own = memory[L];
-    own.resize(std::max<size_t>(own.size(), groups * (depth / 32) * sizeof(Step<M>) / sizeof(Line)));
+    lines[L] = depth / 32 * sizeof(Step<M>) / sizeof(Line);
+    own.resize(std::max<size_t>(own.size(), groups * lines[L]));
     auto* to = (Step<M>*)own.data();
     for (int group = 0; group < groups; ++group)
       for (int64_t at = 0; at < depth; at += 32, ++to) {
@@ -131,12 +135,12 @@ class Interleaved {
  public:
   const bool many;           // many rows: panels are widened to bf16, and x is read in place
   std::vector<bf16> panel;   // one widened panel
-  std::vector<Line> found;   // [groups, size] sums of 16 columns
+  std::vector<Line> found;   // [NEAR, size] sums of 16 columns of groups
   int groups = 0, size = 0;  // number of groups, and the index of their size
 
   explicit Interleaved(bool many) : many(many && WIDENS) {}
 
-  const void* numbers(Layout layout) const { return memory[layout].data(); }
+  const void* numbers(Layout layout, int group) const { return memory[layout].data() + group * lines[layout]; }
 
   // The first row of a group.
   int first(int group) const { return rows * group / groups; }
@@ -149,7 +153,7 @@ class Interleaved {
     if (layout == JOINED_32) take_for<JOINED_32>(x, depth, sizes);
     else if (layout == JOINED_16) take_for<JOINED_16>(x, depth, sizes);
     else take_for<SEVEN_BITS>(x, depth, sizes);
-    found.resize(groups * SIZES[size]);
+    found.resize(std::min(groups, NEAR) * SIZES[size]);
   }
 
  private:

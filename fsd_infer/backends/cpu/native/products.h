@@ -238,14 +238,18 @@ template <class Done>
 inline void block_panel_product(Multiplier& x, const fsd_linear& layer, int64_t column, Done done) {
   const Products& products = products_of(layer.kind);
   const int64_t bytes = layer.depth / products.span * products.record;
-  const uint8_t* panel = (const uint8_t*)layer.panels + column / LANES * bytes;
+  const uint8_t* const panel = (const uint8_t*)layer.panels + column / LANES * bytes;
   const int size = SIZES[x.size];
   if (size > MOST_ON_VECTORS) x.shape_for_blocks(size, products);
-  for (int at = 0; at < BLOCK_SIDE; at += LANES, panel += bytes) {
-    products.of[x.size](x.numbers(products.layout), x.groups, layer.depth, panel, x.found[0].numbers);
-    for (int group = 0; group < x.groups; ++group)
-      for (int row = x.first(group); row < x.first(group + 1); ++row)
-        done(row, at, _mm512_load_ps(x.found[group * size + row - x.first(group)].numbers));
+  for (int begin = 0; begin < x.groups; begin += NEAR) {
+    const int end = std::min(begin + NEAR, x.groups);
+    for (int at = 0; at < BLOCK_SIDE; at += LANES) {
+      products.of[x.size](x.numbers(products.layout, begin), end - begin, layer.depth, panel + at / LANES * bytes,
+                          x.found[0].numbers);
+      for (int group = begin; group < end; ++group)
+        for (int row = x.first(group); row < x.first(group + 1); ++row)
+          done(row, at, _mm512_load_ps(x.found[(group - begin) * size + row - x.first(group)].numbers));
+    }
   }
 }
 
