@@ -3,9 +3,9 @@
     python -m benchmarks.block_products [--other name=DIRECTORY …] [--kinds Q4_1,Q8_0] [--rows 1,8,16,64,512]
 
 A column per library: this checkout's kernels, and those of every other checkout that is named. "bf16" is the product of
-the weight that is expanded to bf16, in this checkout's kernels, and "torch" is oneDNN's. Calls go through copies of a
-weight, which no core's cache holds, as in a model. oneDNN multiplies no bf16 without AVX-512. All are timed in turn, and the shortest time of each counts, so that
-neighbours disturb little. Prints microseconds per million weights.
+the weight that is expanded to bf16, in this checkout's kernels, and "torch" is oneDNN's, which needs AVX-512. Calls go
+through copies of a weight, which no core's cache holds, as in a model. All are timed in turn, and the shortest time of
+each counts, so that neighbours disturb little. Prints microseconds per million weights.
 """
 
 from __future__ import annotations
