@@ -114,7 +114,7 @@ class TrainCLI(LightningCLI):
 
 
 def has_bf16_products() -> bool:
-    """Return whether oneDNN multiplies bf16 on this processor: torch's own products take several times as long as fp32."""
+    """Return whether oneDNN multiplies bf16 on this processor. Torch's own bf16 products are slower than fp32 ones."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
