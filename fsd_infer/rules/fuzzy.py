@@ -68,6 +68,11 @@ class Fuzzy(DivergenceGate):
     distribution is q there. A token that the processed target forbids is never emitted.
     """
 
+    measured = (
+        "js:0.3 with exact_ngram_size=3 1.22 times exact's tokens per forward at -3.0 points of score (-7.4 to +0.7): "
+        "135 prompts of IFEval, the built-in head, benchmarks/results/rules-ifeval-odd-published.json"
+    )
+
     def output(self, inputs: RuleInputs) -> OutputDistribution:
         return OutputDistribution.passing(inputs, self.cutoff(inputs)).where(inputs.has_q).where(self.gate(inputs))
 

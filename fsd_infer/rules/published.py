@@ -54,6 +54,10 @@ class Typical(LossyRule):
         delta: the bound relative to e^-H.
     """
 
+    measured = (
+        "with exact_ngram_size=3 1.45 times exact's tokens per forward at -5.9 points of score (-10.4 to -1.5): "
+        "135 prompts of IFEval, the built-in head, benchmarks/results/rules-ifeval-odd-published.json"
+    )
     epsilon: float = parameter(0.09, low=0, infinite=True)
     delta: float = parameter(0.3, low=0, infinite=True)
 
@@ -268,6 +272,10 @@ class Cactus(LossyRule):
         delta: nats per token, approximately.
     """
 
+    measured = (
+        "delta = 0.25 with exact_ngram_size=3 1.29 times exact's tokens per forward at -3.7 points of score "
+        "(-8.9 to +1.5): 135 prompts of IFEval, the built-in head, benchmarks/results/rules-ifeval-odd-published.json"
+    )
     delta: float = parameter(low=0, high=1e6)
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
