@@ -49,6 +49,7 @@ class Grown:
     reduced: bool = False
     meddles: bool = False  # whether draws decide which other nodes are verified
     sure: bool = False  # whether the drafter is sure of two tokens at the root, so that it draws none there
+    least: float | None = None  # of :class:`Drawing`; None: what the session gives
     seed: int = 0
 
     @property
@@ -100,6 +101,11 @@ class Session(TreeSession):
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         self._where = self.toy.vocabulary * self._where.gather(1, parents) + 1 + tokens
         return self.q[self._where]
+
+    def _draws(self) -> Drawing:
+        drawing = super()._draws()
+        drawing.least = drawing.least if self.toy.least is None else math.log(self.toy.least)
+        return drawing
 
     def _kept(self, tree: DraftTree) -> DraftTree:
         if not self.toy.meddles:
