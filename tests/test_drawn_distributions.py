@@ -283,7 +283,7 @@ def test_the_distributions_of_a_node_with_a_drawn_child_are_the_best(seed: int) 
     """`tilted` accepts most for its nats, an open gate of `fuzzy` spends least of all that always accept."""
     p, q, fixed = node_of(seed)
     as_tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x))[None]  # noqa: E731
-    gain, price = np.where(np.arange(5) == 4, 0.0, 1.0), 0.7
+    gain, price = np.where(np.arange(5) == 4, 0.0, 1.0), (0.05, 0.3, 0.7, 1.0, 4.0)[seed % 5]
 
     def net(r: np.ndarray) -> float:
         drafted = np.where(fixed, r, np.minimum(r, q))
