@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -173,12 +172,6 @@ def test_lossy_rules_and_several_answers(family: str) -> None:
     assert lossy.stats.divergence_spent > 0
     drawn = dict(max_new_tokens=6, do_sample=True, num_return_sequences=2, seed=3)
     assert decoder.generate(SHOWN[0], **drawn).sequences == decoder.generate(SHOWN[0], **drawn).sequences
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    with SimulatedDevice() as found:
-        yield found
 
 
 def read_on_the_host(twin: Target) -> Any:
