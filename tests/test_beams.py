@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import fsd_infer
 from fsd_core.errors import CacheMemoryError
@@ -16,7 +16,7 @@ from fsd_infer import Drafter, FsdError, FuzzyDecoder, Target
 from fsd_infer.drafters import LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter
 from fsd_infer.engine.beams import BeamOptions
 from tests.beam_toys import doubled, drafters_for, noisy_target
-from tests.families import FAMILIES, VOCAB, tiny_model, tiny_prompts
+from tests.families import FAMILIES, VOCAB, EndsIn, tiny_model, tiny_prompts
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_equals_transformers(family: str) -> None:
 SLOW_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama"]
 
 
-@pytest.mark.parametrize("beams", [2, 8])
+@pytest.mark.parametrize("beams", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("family", ["llama", *SLOW_FAMILIES])
 def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
     target = Target(doubled(family))
@@ -99,7 +99,7 @@ def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
 def test_early_stopping_and_length_penalty(target: Target, early_stopping: Any, length_penalty: float) -> None:
     """Answers of different lengths end among the beams; when the search may stop is up to three rules."""
     decoder = FuzzyDecoder(target, RecycleDrafter(VOCAB))
@@ -147,14 +147,6 @@ def test_processors(target: Target, options: dict[str, Any]) -> None:
     decoder = FuzzyDecoder(target, LMDrafter(noisy_target("llama"), target))
     returned = 1 if "prefix_allowed_tokens_fn" in options else 4  # transformers fills up with answers of no sense
     check(decoder, tiny_prompts(), max_new_tokens=16, num_beams=4, num_return_sequences=returned, **options)
-
-
-class EndsIn(StoppingCriteria):
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = torch.tensor(tokens)
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.isin(input_ids[:, -1], self.tokens)
 
 
 def test_stopping_criteria(target: Target) -> None:
