@@ -109,7 +109,7 @@ def test_verdict_is_a_path_of_the_tree(spec: str, shape: str, greedy: bool) -> N
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "budget" not in spec])
 def test_kernels_and_plain_torch_agree(spec: str, shape: str, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, rounds = parse_rule(spec), [any_round(shape, seed, greedy) for seed in range(8)]
+    rule, rounds = parse_rule(spec), [any_round(shape, seed, greedy) for seed in range(4)]
     found = [verdict_of(rule, round) for round in rounds]
     for kernels in functional.KERNELS.values():
         monkeypatch.delitem(kernels, "cpu", raising=False)
@@ -212,6 +212,21 @@ def agreeing(round: Verification) -> Verification:
     )
     q_logits, q_scores = (x if tree.draft_ids is None else x[..., tree.draft_ids] for x in (raw, processed))
     return replace(round, tree=replace(tree, q_logits=q_logits, q_scores=q_scores if tree.sampled else None))
+
+
+@pytest.mark.parametrize(("shape", "greedy"), KINDS)
+@pytest.mark.parametrize(
+    "spec", ["fuzzy-strict:tv:inf", "draft-only", "tilted:0.1", "cascade-token:0.9", "lenient:0.3"]
+)
+def test_a_row_without_a_budget_pays_any_cost_beside_rows_with_one(spec: str, shape: str, greedy: bool) -> None:
+    """Also what the target forbids, which costs more than any budget."""
+    for seed in (1, 3, 5, 7):  # with masked scores
+        round = any_round(shape, seed, greedy)
+        left = torch.full((len(round.tree.tokens),), INF).index_fill(0, torch.arange(0, 6, 2), 0.3)
+        found, free = (parse_rule(spec)(replace(round, budget_left=each)) for each in (left, None))
+        assert (found.spent.double().sum(1) <= left + 1e-6).all()
+        for name in ("accepted", "tokens", "spent", "gate_open"):
+            assert torch.equal(getattr(found, name)[left.isinf()], getattr(free, name)[left.isinf()]), name
 
 
 WEIGHTS = st.lists(st.just(0.0) | st.floats(2.0**-100, 1.0, width=32), min_size=1, max_size=30)

@@ -23,8 +23,6 @@ from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampl
 from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
 
-KL_COEFS = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
-
 
 def plain(kl_coef: float, **options: Any) -> Tilted:
     """The rule without min_p and exact n-grams unless they are given."""
@@ -75,9 +73,9 @@ def value(tree: DraftTree, row: int, p: list[list[Any]], kl_coef: Any, node: int
     )
 
 
-@pytest.mark.parametrize("kl_coef", KL_COEFS)
+@pytest.mark.parametrize("kl_coef", [0.05, 0.5, 2.0])
 def test_its_distribution_reaches_the_value_that_the_recursion_promises(kl_coef: float) -> None:
-    for seed in range(6):
+    for seed in range(4):
         round = tree_round(seed, batch=2, nodes=6, vocab=5, mask=seed % 2 == 1)
         distribution = distribution_table(plain(kl_coef), round)
         np.testing.assert_allclose(distribution.sum(-1), 1.0, atol=1e-6)
