@@ -120,8 +120,8 @@ NAMES: dict[str, str] = {
     "recycle+memory+memory:keep": "memory twice", "self:": "cannot use", "self:bits": "cannot use",
     "self:bits=1": "2 to 8", "self:bits=9": "2 to 8", "self:bits=x": "2 to 8", "self:bits=3:bits=3": "cannot use",
     "self:a=3": "a=3", "self:layers=": "cannot use", "self:layers=2-1": "nor a range",
-    "self:layers=a": "'a' is neither a layer", "self:layers=1,1": "once", "self:layers=1,0": "ascending",
-    "self:layers=0-3": "has no layer 2", "self:layers=0-99999": "nor a range",
+    "self:layers=a": "'a' is neither a layer", "self:layers=1-2-3": "nor a range", "self:layers=1,1": "once",
+    "self:layers=1,0": "ascending", "self:layers=0-3": "has no layer 2", "self:layers=0-99999": "nor a range",
 }  # fmt: skip
 
 
