@@ -44,17 +44,7 @@ RULES = [
     *("random:0.5", "cactus:0.3", "cascade-token:0.5", "ensemble:0.5", "lenient:0.5", "relaxed", "threshold:0.3"),
     *("typical", "fly", "asd", "mars"),
 ]
-DRAFTERS = [
-    "eagle",
-    "lm",
-    "lookup",
-    "none",
-    "reduced",
-    "recycle",
-    "lm+lookup",
-    "lookup+recycle",
-    "reduced+lookup+recycle",
-]
+DRAFTERS = ["eagle", "lm", "lookup", "none", "reduced", "recycle", "lm+lookup", "reduced+lookup+recycle"]
 # tests/test_capture.py has the other drafters and rules, whose every read on the host would be an error
 CASES = [(kind, "exact") for kind in DRAFTERS] + [("eagle", rule) for rule in RULES[3::4]] + [("lm", "tilted:1")]
 

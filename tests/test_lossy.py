@@ -94,14 +94,10 @@ LOSSY = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("rule", "kind"),
-    [
-        ("exact", "lm"),
-        ("exact", "graft"),
-        *((f"{rule}:budget=0.5", kind) for rule, kind in zip(LOSSY, cycle(["lm", "graft"]))),
-    ],
-)
+BUDGETS = [(f"{rule}:budget=0.5", kind) for rule, kind in zip(LOSSY, cycle(["lm", "graft"]))]
+
+
+@pytest.mark.parametrize(("rule", "kind"), [("exact", "lm"), ("exact", "graft"), *BUDGETS])
 @pytest.mark.filterwarnings("ignore:lm samples its drafts")
 def test_every_row_gets_its_answer_within_its_budget(rule: str, kind: str) -> None:
     """By chains that are drawn from a small LM, or at temperature 0 by trees of a head and a lookup."""
