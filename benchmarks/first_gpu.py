@@ -213,7 +213,7 @@ def toys(directory: Path) -> RunSizes:
         ["--shape", str(toy.target), "--device", "cpu", "--prompt", "8", "--new", "6"],
         ["--prompts", str(toy.prompts), *small], toy.models, ["--target", str(toy.target), "--dtype", "fp32"], [], 0.1,
         ["--target", str(toy.target), "--weights", "1e6"],
-        ["tests/test_engine.py", "-k", "distribution and top_k and cpu"],
+        ["tests/test_sampled_requests.py", "-k", "reduced and cpu"],
         can_record=False,
     )  # fmt: skip
 

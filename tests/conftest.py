@@ -137,6 +137,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
+def device() -> Iterator[Any]:
+    """The simulated device, opened."""
+    from tests.simulated_device import SimulatedDevice
+
+    with SimulatedDevice() as opened:
+        yield opened
+
+
+@pytest.fixture
 def read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are read as one batch, as on other devices: a thousand equal ones in a hundredth of the time."""
     monkeypatch.setattr("fsd_infer.request.prompts.READ_IN_TURN", set())

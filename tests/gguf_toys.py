@@ -50,6 +50,14 @@ def family_model(family: str, **options: Any) -> Any:
     return model
 
 
+def stablelm(folder: Path, facts: dict[str, Any]) -> tuple[Path, Any]:
+    """A file of an architecture that transformers reads, and its model."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    model = tiny_model("stablelm", vocab_size=len(TOKENS), rope_parameters=rope)
+    sizes = {"layer_norm_eps": model.config.layer_norm_eps, "vocab_size": len(TOKENS)}
+    return write_gguf(folder / "stablelm.gguf", model, "stablelm", facts={**sizes, **facts}), model
+
+
 def interleave_rope(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """transformers' rotary layout -> ggml's, written as an index table: row 2i of a head is i, row 2i+1 is i + d/2."""
     dim = weight.shape[0] // heads

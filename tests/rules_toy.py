@@ -5,11 +5,13 @@ Contexts are numbered as in a heap, root 0 and ``child = V * context + 1 + token
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from scipy.special import softmax
 from scipy.stats import chi2
 from torch import Tensor
 
@@ -38,7 +40,6 @@ class Toy:
         p, q: [contexts, V] and [contexts, Vd] raw logits.
         sampled: chains with drafts sampled from q, else deterministic trees.
         processed: the request has a temperature of 0.8 and a top-3 mask.
-        temperature: of a request without processors.
         draft_ids: reduced drafter vocabulary.
         parents: the tree's shape.
     """
@@ -49,12 +50,9 @@ class Toy:
     processed: bool = False
     draft_ids: Tensor | None = None
     parents: tuple[int, ...] = tuple(PARENTS)
-    temperature: float = 1.0
 
     @classmethod
-    def make(
-        cls, seed: int, sampled: bool = False, processed: bool = False, reduced: bool = False, temperature: float = 1.0
-    ) -> Toy:
+    def make(cls, seed: int, sampled: bool = False, processed: bool = False, reduced: bool = False) -> Toy:
         generator = torch.Generator().manual_seed(seed)
         p = torch.randn(CONTEXTS, V, generator=generator) * 1.2
         # every third context's drafter is nearly right, so that gates differ
@@ -62,7 +60,7 @@ class Toy:
         q = p + torch.randn(CONTEXTS, V, generator=generator) * scale
         draft_ids = torch.tensor([0, 1, 3]) if reduced else None
         q = q if draft_ids is None else q[:, draft_ids]
-        return cls(p, q, sampled, processed, draft_ids, tuple(CHAIN if sampled else PARENTS), temperature)
+        return cls(p, q, sampled, processed, draft_ids, tuple(CHAIN if sampled else PARENTS))
 
     def full_q(self) -> Tensor:
         if self.draft_ids is None:
@@ -75,9 +73,7 @@ class Toy:
         return scores if self.draft_ids is None else scores[..., self.draft_ids]
 
     def scores(self, logits: Tensor) -> Tensor:
-        if self.processed:
-            return masked(logits, 0.8, keep=3)
-        return logits if self.temperature == 1.0 else logits / self.temperature
+        return masked(logits, 0.8, keep=3) if self.processed else logits
 
     def draft(self, contexts: Tensor, generator: torch.Generator) -> tuple[DraftTree, Tensor]:
         """Trees for roots at ``contexts`` [B], and the context of every node [B, N]."""
@@ -115,14 +111,13 @@ class Toy:
     ) -> Verification:
         tree, where = self.draft(contexts, generator)
         logits = self.p[where]
-        changed = self.processed or self.temperature != 1.0
         return Verification(
             tree=tree,
             logits=logits,
             scores=self.scores(logits),
             greedy=greedy,
             uniforms=torch.rand(*where.shape, 3, generator=generator),
-            process_draft=self.process_draft if changed else None,
+            process_draft=self.process_draft if self.processed else None,
             texts=TokenHistory(tree.tokens[:, :1].tolist() if answers is None else answers, markers={"1..2": (1, 2)}),
         )
 
@@ -135,14 +130,24 @@ class Toy:
 
 
 TOYS = {
-    "tree": Toy.make(1), "tree-cold": Toy.make(1, temperature=0.7), "tree-processed": Toy.make(2, processed=True),
-    "tree-reduced": Toy.make(3, reduced=True), "tree-reduced-processed": Toy.make(4, reduced=True, processed=True),
-    "chain": Toy.make(5, sampled=True), "chain-cold": Toy.make(5, sampled=True, temperature=0.7),
+    "tree": Toy.make(1), "tree-processed": Toy.make(2, processed=True), "tree-reduced": Toy.make(3, reduced=True),
+    "chain": Toy.make(5, sampled=True),
     "chain-processed": Toy.make(6, sampled=True, processed=True),
     "chain-reduced": Toy.make(7, sampled=True, reduced=True),
     "long-chain": replace(Toy.make(8, sampled=True), parents=tuple(LONG_CHAIN)),
-    "long-chain-processed": replace(Toy.make(9, sampled=True, processed=True), parents=tuple(LONG_CHAIN)),
 }  # fmt: skip
+
+
+def target_distribution(toy: Toy) -> np.ndarray:
+    """[V**LENGTH] by code, what the target alone would emit."""
+    p, distribution = softmax(toy.scores(toy.p.double()).numpy(), axis=-1), []
+    for tokens in itertools.product(range(V), repeat=LENGTH):
+        context, chance = 0, 1.0
+        for token in tokens:
+            chance *= p[context, token]
+            context = V * context + 1 + token
+        distribution.append(chance)
+    return np.array(distribution)
 
 
 def plain_rule(spec: str) -> Rule:

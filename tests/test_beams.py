@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import fsd_infer
 from fsd_core.errors import CacheMemoryError
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, Target
 from fsd_infer.drafters import LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter
 from fsd_infer.engine.beams import BeamOptions
-from tests.beam_toys import doubled, drafters_for, noisy_target
-from tests.families import FAMILIES, VOCAB, tiny_model, tiny_prompts
+from tests.beam_toys import doubled, drafters_for
+from tests.families import FAMILIES, VOCAB, EndsIn, drafter_of, tiny_model, tiny_prompts
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ WIDE = BeamOptions(depth=4, spread=1.5)  # so many drafts that they are of use t
 def test_equals_transformers(family: str) -> None:
     """Windows shorter than the text, scaled and capped logits, eager attention: four beams of every family."""
     target = Target(doubled(family))
-    decoder = FuzzyDecoder(target, LMDrafter(noisy_target(family), target))
+    decoder = FuzzyDecoder(target, drafter_of("lm", target))
     options = dict(max_new_tokens=20, num_beams=4, num_return_sequences=4)
     made = check(decoder, tiny_prompts((5, 21)), beam_options=WIDE, **options)
     assert len({tuple(answer) for answer in made.sequences}) > 5
@@ -82,16 +82,16 @@ def test_equals_transformers(family: str) -> None:
 SLOW_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama"]
 
 
-@pytest.mark.parametrize("beams", [2, 8])
+@pytest.mark.parametrize("beams", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("family", ["llama", *SLOW_FAMILIES])
 def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
     target = Target(doubled(family))
     options: dict[str, Any] = dict(max_new_tokens=16, num_beams=beams, num_return_sequences=beams, beam_options=WIDE)
-    for name, drafter in drafters_for(target, family).items():
+    for name, drafter in drafters_for(target).items():
         made = check(FuzzyDecoder(target, drafter), tiny_prompts(), **options)
         if beams == 8:  # more beams than the first texts' tokens
             check(FuzzyDecoder(target, drafter), [[5], [7, 8, 9]], **options)
-        if family == "llama" and name in ("noisy", "lookup", "recycle"):  # a random head is of no use
+        if family == "llama" and name in ("lm", "lookup", "recycle"):  # a random head is of no use
             assert made.stats.acceptance_length > 1.05
 
 
@@ -99,7 +99,7 @@ def test_every_drafter_equals_transformers(family: str, beams: int) -> None:
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
 def test_early_stopping_and_length_penalty(target: Target, early_stopping: Any, length_penalty: float) -> None:
     """Answers of different lengths end among the beams; when the search may stop is up to three rules."""
     decoder = FuzzyDecoder(target, RecycleDrafter(VOCAB))
@@ -144,17 +144,9 @@ class Lift(LogitsProcessor):
     ids=lambda options: "-".join(options),
 )  # fmt: skip
 def test_processors(target: Target, options: dict[str, Any]) -> None:
-    decoder = FuzzyDecoder(target, LMDrafter(noisy_target("llama"), target))
+    decoder = FuzzyDecoder(target, drafter_of("lm", target))
     returned = 1 if "prefix_allowed_tokens_fn" in options else 4  # transformers fills up with answers of no sense
     check(decoder, tiny_prompts(), max_new_tokens=16, num_beams=4, num_return_sequences=returned, **options)
-
-
-class EndsIn(StoppingCriteria):
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = torch.tensor(tokens)
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.isin(input_ids[:, -1], self.tokens)
 
 
 def test_stopping_criteria(target: Target) -> None:

@@ -50,18 +50,14 @@ def test_answers_are_those_of_generate_across_the_length_at_which_angles_change(
     prompts, target = tiny_prompts((5, 22, 23, 24, 25, 30)), Target(changing(kind))
     right = [reference(changing(kind), [prompt], max_new_tokens=26)[0] for prompt in prompts]
     assert any(len(set(answer)) > 4 for answer in right)
-    for drafter in (
-        NoDrafter(target.vocab_size),
-        OracleDrafter(target),
-        tiny_head(target),
-        LMDrafter(Target(changing(kind, noisy_model)), target, TreeShape(4, 2, 8)),
-    ):
+    small = LMDrafter(Target(changing(kind, noisy_model)), target, TreeShape(4, 2, 8))
+    for drafter in (OracleDrafter(target), tiny_head(target), small):
         decoder = FuzzyDecoder(target, drafter)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             made = decoder.generate(prompts, max_new_tokens=26, do_sample=False)
             alone = decoder.generate([prompts[1]], max_new_tokens=26, do_sample=False)
-        assert made.sequences == right and (drafter.max_depth == 0 or made.stats.acceptance_length > 1)
+        assert made.sequences == right and made.stats.acceptance_length > 1
         assert alone.sequences == [right[1]]
     target.prefixes = PrefixCache(10**7)
     ends = []
@@ -92,9 +88,7 @@ def distribution_of_generate(kind: str, prompt: list[int], answers: list[tuple[i
 
 
 @pytest.mark.usefixtures("read_together")
-@pytest.mark.parametrize(
-    ("kind", "rule"), [("phi3", "exact"), ("phi3", "exact:block=true"), ("llama-dynamic", "exact")]
-)
+@pytest.mark.parametrize(("kind", "rule"), [("phi3", "exact:block=true"), ("llama-dynamic", "exact")])
 def test_sampled_answers_follow_generate_across_the_length_at_which_angles_change(kind: str, rule: str) -> None:
     prompt, rows = tiny_prompts((22,))[0], 300
     target, draft = Target(changing(kind)), Target(changing(kind, noisy_model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 from fsd_core.errors import CheckpointError, FsdError, VocabularyMismatchError
 from fsd_core.text.encoding import encode_chat, read_prompts
 from fsd_infer import FuzzyDecoder, Target, TreeShape
-from fsd_infer.drafters import NoDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.targets.loading import load_target
-from tests.families import save_head, tiny_model, tiny_prompts
+from tests.families import save_head, tiny_model
 
 SLOW_PROMPTS = 60
 
@@ -35,14 +33,14 @@ def prompts(repo_root: Path, decoder: FuzzyDecoder) -> list[list[int]]:
     return [row[-400:] for row in ids][:SLOW_PROMPTS]
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(SLOW_PROMPTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(SLOW_PROMPTS, marks=pytest.mark.slow)])
 def test_greedy_equals_generate(decoder: FuzzyDecoder, prompts: list[list[int]], count: int) -> None:
     """Against the model as transformers loads it, without this package's replacements."""
-    options: dict[str, Any] = dict(max_new_tokens=40 if count > 4 else 24, do_sample=False)
+    options: dict[str, Any] = dict(max_new_tokens=40 if count > 4 else 16, do_sample=False)
     model = load_target("smollm2-135m", dtype=torch.float32)[0]
     asked, taus = sorted(prompts, key=len)[:count], []
     expected = [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in asked]
-    for batch in (1, 4) if count > 4 else (3,):
+    for batch in (1, 4) if count > 4 else (2,):
         for start in range(0, count, batch):
             out = decoder.generate(asked[start : start + batch], rule="exact", seed=0, **options)  # no clock
             assert out.sequences == expected[start : start + batch]
@@ -77,25 +75,6 @@ def test_quality_works_at_once(decoder: FuzzyDecoder) -> None:
     assert lossy.stats.rule["lead"] == 5 and kept.sequences == exact.sequences
     with pytest.raises(FsdError, match=r"nothing was calibrated for temperature 1 \(there is: 0\)"):
         decoder.generate(question, quality=0.8, max_new_tokens=2, do_sample=True, temperature=1.0)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_path_of_a_prompt(count: int) -> None:
-    """Calls from ``generate`` to the model's forward, for prompts, then for rounds."""
-    found: list[list[str]] = []
-
-    def note(*_: Any) -> None:
-        stack = [step for step in traceback.extract_stack() if "/fsd_infer/" in step.filename]
-        found.append([step.name for step in stack if not step.name.startswith("<")])
-
-    target = Target(tiny_model("llama"))
-    decoder = FuzzyDecoder(target, NoDrafter(target.vocab_size))
-    assert target.cache_bytes_per_token  # a forward of its own
-    target.model.register_forward_pre_hook(note)
-    decoder.generate(tiny_prompts()[:count], max_new_tokens=2, do_sample=False)
-    request, model = ["generate", "decode_request", "decode"], ["forward", "_step", "__call__"]
-    rounds = [[*request, "decode_round", "verify", *model]]
-    assert found == [[*request, "prefill", "read_prompts", "read_text", *model]] * count + rounds
 
 
 # loading a drafter ---------------------------------------------------------------------------------------------------
@@ -139,11 +118,10 @@ NAMES: dict[str, str] = {
     "+lookup": "names no drafter", "lookup:keep": "lookup takes no option", "recycle:x": "recycle takes no option",
     "memory:": "no name", "memory:nowhere.jsonl": "nowhere.jsonl: No such file",
     "recycle+memory+memory:keep": "memory twice", "self:": "cannot use", "self:bits": "cannot use",
-    "self:bits=": "cannot use", "self:bits=1": "2 to 8", "self:bits=9": "2 to 8", "self:bits=x": "2 to 8",
-    "self:bits=3:bits=3": "cannot use", "self:a=3": "a=3", "self:layers=": "cannot use",
-    "self:layers=2-1": "nor a range", "self:layers=a": "'a' is neither a layer", "self:layers=1-2-3": "nor a range",
-    "self:layers=1,1": "once", "self:layers=1,0": "ascending", "self:layers=0-3": "has no layer 2",
-    "self:layers=0-99999": "nor a range",
+    "self:bits=1": "2 to 8", "self:bits=9": "2 to 8", "self:bits=x": "2 to 8", "self:bits=3:bits=3": "cannot use",
+    "self:a=3": "a=3", "self:layers=": "cannot use", "self:layers=2-1": "nor a range",
+    "self:layers=a": "'a' is neither a layer", "self:layers=1-2-3": "nor a range", "self:layers=1,1": "once",
+    "self:layers=1,0": "ascending", "self:layers=0-3": "has no layer 2", "self:layers=0-99999": "nor a range",
 }  # fmt: skip
 
 

@@ -49,6 +49,7 @@ class Grown:
     reduced: bool = False
     meddles: bool = False  # whether draws decide which other nodes are verified
     sure: bool = False  # whether the drafter is sure of two tokens at the root, so that it draws none there
+    least: float | None = None  # of :class:`Drawing`; None: what the session gives
     seed: int = 0
 
     @property
@@ -100,6 +101,11 @@ class Session(TreeSession):
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         self._where = self.toy.vocabulary * self._where.gather(1, parents) + 1 + tokens
         return self.q[self._where]
+
+    def _draws(self) -> Drawing:
+        drawing = super()._draws()
+        drawing.least = drawing.least if self.toy.least is None else math.log(self.toy.least)
+        return drawing
 
     def _kept(self, tree: DraftTree) -> DraftTree:
         if not self.toy.meddles:
@@ -277,7 +283,7 @@ def test_the_distributions_of_a_node_with_a_drawn_child_are_the_best(seed: int) 
     """`tilted` accepts most for its nats, an open gate of `fuzzy` spends least of all that always accept."""
     p, q, fixed = node_of(seed)
     as_tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x))[None]  # noqa: E731
-    gain, price = np.where(np.arange(5) == 4, 0.0, 1.0), 0.7
+    gain, price = np.where(np.arange(5) == 4, 0.0, 1.0), (0.05, 0.3, 0.7, 1.0, 4.0)[seed % 5]
 
     def net(r: np.ndarray) -> float:
         drafted = np.where(fixed, r, np.minimum(r, q))

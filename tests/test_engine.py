@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from scipy import stats as scipy_stats
 from transformers import StoppingCriteriaList, SynthIDTextWatermarkingConfig
 
 import fsd_infer
@@ -21,7 +17,6 @@ from fsd_infer.rules import Exact, RandomGate, TokenOrigin, parse_rule
 from fsd_infer.targets.token_ids import left_pad
 from fsd_infer.trees.tree import Nodes
 from tests.families import (
-    CUDA,
     VOCAB,
     EndsIn,
     OracleDrafter,
@@ -145,52 +140,6 @@ def test_a_neighbour_with_a_long_prompt_leaves_an_answer_its_length(model: Any, 
         out = decoder.generate(prompts, max_new_tokens=40, do_sample=False)
         assert out.sequences == expected
         assert [row.finish_reason for row in out.stats.rows] == ["length", "length"]
-
-
-SAMPLED_REQUESTS: dict[str, dict[str, Any]] = {
-    "top_k": dict(temperature=2.0, top_k=5),
-    "top_p": dict(temperature=1.5, top_p=0.8),
-    "penalty": dict(temperature=1.5, repetition_penalty=1.5, top_k=20),
-}
-SAMPLES = 600
-
-
-@cache
-def sampled_by_generate(name: str, device: str) -> tuple[Target, list[list[int]]]:
-    """A target, and the answers that transformers samples from it."""
-    model = tiny_model("llama").to(device)
-    ids = torch.tensor(tiny_prompts((7,)) * SAMPLES, device=device)
-    torch.manual_seed(1)
-    answers = model.generate(ids, attention_mask=torch.ones_like(ids), **sampling(name))
-    return Target(model), answers[:, ids.shape[1] :].tolist()
-
-
-def sampling(name: str) -> dict[str, Any]:
-    return {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **SAMPLED_REQUESTS[name]}
-
-
-@pytest.mark.usefixtures("read_together")
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize(("name", "stop"), [*product(SAMPLED_REQUESTS, [None, 0.0]), ("penalty", 0.03)])
-def test_sampled_distribution_equals_generate(name: str, stop: float | None, device: str) -> None:
-    """The tokens' distributions given the prompt, ours against ``generate``: two-sample chi-square tests with fixed
-    seeds.
-
-    stop: of a small LM's chains. At 0.03 they end after one draft or after two, so flat are these models. None: trees.
-    """
-    target, theirs = sampled_by_generate(name, device)
-    drafter = drafter_of("oracle", target) if stop is None else drafter_of("lm", target, TreeShape.chain(3, stop))
-    decoder = FuzzyDecoder(target, drafter)
-    if device == "cuda":
-        decoder.use_graphs()
-    out = decoder.generate(tiny_prompts((7,)) * SAMPLES, seed=2, **sampling(name))
-    assert out.stats.target_forwards < 3 * SAMPLES, "no draft was ever accepted: the test would be hollow"
-    for position in range(1, 4):  # 1e-5 false alarms in all
-        table = np.stack([np.bincount(np.array(ids)[:, position], minlength=VOCAB) for ids in (out.sequences, theirs)])
-        common = table[:, table.sum(0) >= 10]
-        rest = table.sum(1, keepdims=True) - common.sum(1, keepdims=True)
-        table = np.concatenate([common, rest + 1], axis=1)
-        assert scipy_stats.chi2_contingency(table).pvalue > 1e-5 / 3
 
 
 def test_stopping_criteria_emit_no_token_too_many(model: Any, oracle: FuzzyDecoder) -> None:

@@ -42,9 +42,9 @@ def test_greedy_equals_generate(family: str, device: str) -> None:
     prompts = tiny_prompts()
     expected = reference(model, prompts, **LIMITS)
     assert len({token for row in expected for token in row}) > 3, "degenerate model: the comparison would be hollow"
-    for name, least_tau in {"none": 1.0, "reduced": 1.0, "oracle": 2.0, "self": 3.0}.items():
-        decoder = FuzzyDecoder(target, drafter_of(name, target, TreeShape.chain(3) if name == "self" else None))
-        if name in ("reduced", "oracle"):
+    for name, least_tau in {"none": 1.0, "reduced": 1.0, "oracle": 2.0}.items():
+        decoder = FuzzyDecoder(target, drafter_of(name, target))
+        if name == "oracle":
             assert decoder.generate(prompts[:1], **LIMITS).sequences == expected[:1], f"{name}, batch 1"
         batch = decoder.generate(prompts, **LIMITS)
         assert batch.sequences == expected, f"{name}, ragged batch"
@@ -65,12 +65,13 @@ NAMES = ["lookup", "memory", "recycle", "forgetful", "lookup+recycle", "fused", 
 DRAFTERS = {**{name: {"name": name} for name in NAMES}, **CASES}
 LEAST = {"lookup": 2.0, "memory": 2.0, "recycle": 2.0, "self+lookup": 3.0}  # tokens per forward under llama
 WITH_MODELS = [name for name in DRAFTERS if not name.startswith(("lookup", "memory", "recycle", "forgetful"))]
+WINDOWED = ["fused", "ids of the text", "lm", "oracle+lookup", "reduced+lookup"]  # also with windows and capped logits
 
 
 @pytest.mark.parametrize(
     ("name", "family", "device"),
     [
-        *((name, "llama", "cpu") for name in DRAFTERS), *((name, "gemma2", "cpu") for name in WITH_MODELS),
+        *((name, "llama", "cpu") for name in DRAFTERS), *((name, "gemma2", "cpu") for name in WINDOWED),
         *(pytest.param(name, "llama", "cuda", marks=pytest.mark.gpu) for name in DRAFTERS),
     ],
 )  # fmt: skip
@@ -87,11 +88,11 @@ def test_whatever_drafts_greedy_answers_are_the_targets(name: str, family: str, 
         out = decoder.generate(asked, **limits)
         assert out.sequences == expected[: len(asked)]
     assert out.stats.acceptance_length >= LEAST.get(name, 1.0) or family != "llama"
-    opened = decoder.generate(prompts, "fuzzy:js:inf", **limits)
+    opened = decoder.generate(prompts, rule="fuzzy:js:inf", **limits)
     if name not in WITH_MODELS:
         assert opened.sequences == expected and opened.stats.divergence_spent == 0, "no q is known"
     if "head" in name or "reduced" in name or "ids" in name:
-        alone = [decoder.generate([prompt], "fuzzy:js:inf", **limits).sequences[0] for prompt in prompts]
+        alone = [decoder.generate([prompt], rule="fuzzy:js:inf", **limits).sequences[0] for prompt in prompts]
         assert opened.sequences == alone and opened.stats.gate_open_fraction > 0.15
 
 
@@ -114,7 +115,10 @@ _HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermed
     [
         ("mpt", dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=64)),
         ("rwkv", dict(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)),
-        ("gemma3n_text", dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_kv_shared_layers=0)),
+        (
+            "gemma3n_text",
+            dict(hidden_size=32, num_hidden_layers=2, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=0),
+        ),
         ("gpt_neo", dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])),
         ("falcon", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)),
         ("bert", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)),

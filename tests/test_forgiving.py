@@ -75,12 +75,6 @@ def test_an_answer_prints_as_what_one_looks_for(decoder: FuzzyDecoder) -> None:
     assert repr(decoder) == f"FuzzyDecoder({decoder.target.config.name_or_path!r}, none, torch.float32 on cpu)"
 
 
-def test_a_misspelt_option_names_the_one_meant(decoder: FuzzyDecoder) -> None:
-    for wrong, meant in (("ruel", "rule"), ("max_new_tokns", "max_new_tokens")):
-        with pytest.raises(FsdError, match=f"unknown option '{wrong}'. Did you mean '{meant}'?"):
-            decoder.generate(PROMPT, **{wrong: "exact"})  # type: ignore[arg-type]
-
-
 LOADS: list[tuple[dict[str, Any], str]] = [
     ({"load_in_4bit": True}, r'give quantization_config=\{"quant_method": "bitsandbytes", "load_in_4bit": True\}'),
     ({"load_in_8bit": True}, "load_in_8bit is no argument for a target"),

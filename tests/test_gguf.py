@@ -15,7 +15,7 @@ from fsd_infer import FuzzyDecoder
 from fsd_infer.targets.gguf import expand_gguf
 from fsd_infer.targets.loading import load_config, load_target
 from tests.families import tiny_model
-from tests.gguf_toys import FITTING, TOKENS, family_model, tiny_llama, write_gguf
+from tests.gguf_toys import FITTING, TOKENS, family_model, stablelm, tiny_llama, write_gguf
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -84,12 +84,9 @@ def test_families_give_the_model_the_file_was_made_from(tmp_path: Path, family: 
 
 
 def test_other_architectures_are_read_by_transformers(tmp_path: Path) -> None:
-    original = tiny_model(
-        "stablelm", vocab_size=len(TOKENS), rope_parameters={"rope_type": "default", "rope_theta": 1e4}
-    )
-    facts = {"layer_norm_eps": original.config.layer_norm_eps, "vocab_size": len(TOKENS)}
-    path = write_gguf(tmp_path / "stablelm.gguf", original, "stablelm", facts=facts)
+    path, original = stablelm(tmp_path, {"eos_token_id": 0, "eot_token_id": 2})
     model, _ = load_target(path, dtype="fp32", device="cpu")
+    assert model.generation_config.eos_token_id == [0, 2]
     assert load_config(str(path)).model_type == model.config.model_type == "stablelm"
     ids = torch.randint(3, len(TOKENS), (1, 20))
     with torch.no_grad():

@@ -23,8 +23,7 @@ from fsd_infer.targets.gguf_file import read_gguf
 from fsd_infer.targets.gguf_keys import end_ids
 from fsd_infer.targets.gguf_tokenizer import load_gguf_tokenizer
 from fsd_infer.targets.loading import load_target
-from tests.families import tiny_model
-from tests.gguf_toys import CONTROL, TOKENS, family_model, tiny_llama, write_gguf
+from tests.gguf_toys import CONTROL, TOKENS, family_model, stablelm, tiny_llama, write_gguf
 
 LLAMA, TOK = "llama.", "tokenizer.ggml."
 
@@ -81,18 +80,6 @@ def test_every_end_that_a_file_names_ends_an_answer(tmp_path: Path, facts: dict[
     favoured = right[-1] if isinstance(right, list) else right
     answer = decoder.generate([[7, 8]], max_new_tokens=5, do_sample=False, sequence_bias={(favoured,): 100.0})
     assert answer.sequences[0] == [favoured] and answer.texts == [""]
-
-
-def test_other_architectures_end_alike(tmp_path: Path) -> None:
-    path, _ = stablelm(tmp_path, {"eos_token_id": 0, "eot_token_id": 2})
-    assert loaded(path)[0].generation_config.eos_token_id == [0, 2]
-
-
-def stablelm(folder: Path, facts: dict[str, Any]) -> tuple[Path, Any]:
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    model = tiny_model("stablelm", vocab_size=len(TOKENS), rope_parameters=rope)
-    sizes = {"layer_norm_eps": model.config.layer_norm_eps, "vocab_size": len(TOKENS)}
-    return write_gguf(folder / "stablelm.gguf", model, "stablelm", facts={**sizes, **facts}), model
 
 
 # Rotary scaling ------------------------------------------------------------------------------------------------------

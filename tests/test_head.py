@@ -73,45 +73,24 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("chosen", [range(9), [2, 3, 6]])
-def test_unrolled_training_is_token_by_token_drafting(layout: str, chosen: Sequence[int]) -> None:
-    family, options = LAYOUTS[layout]
-    head = make_head(family, **options)
-    length, steps = 9, 4
-    torch.manual_seed(1)
-    embeds, features = torch.randn(1, length, 32), torch.randn(1, length, head.config.feature_width)
-    with torch.no_grad():
-        roots = torch.tensor(list(chosen))
-        unrolled = unroll(head, embeds, features, TextMask((length,), CPU), steps, roots)
-        compared = 0
-        for chain, root in enumerate(chosen):
-            for step, out in enumerate(decode_chain(head, embeds, features, root, min(steps, length - root))):
-                found = unrolled[step][:, chain if step else root]
-                torch.testing.assert_close(found, out[:, 0], atol=2e-5, rtol=1e-4)
-                compared += step > 0
-    assert compared >= 8
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_conversations_of_a_packed_row_are_unrolled_apart(layout: str) -> None:
+@pytest.mark.parametrize("roots", [range(14), [2, 6, 8, 10]])
+def test_unrolled_training_is_token_by_token_drafting(layout: str, roots: Sequence[int]) -> None:
+    """Of each of two conversations in a packed row, apart from the other."""
     family, options = LAYOUTS[layout]
-    head, lengths, steps = make_head(family, **options), (7, 12, 5), 3
+    head, lengths, steps, compared = make_head(family, **options), (5, 9), 4, 0
     torch.manual_seed(1)
-    embeds, features = torch.randn(1, 24, 32), torch.randn(1, 24, head.config.feature_width)
-    roots = torch.tensor([2, 3, 8, 10, 11, 20])
-    packed = unroll(head, embeds, features, TextMask(lengths, CPU), steps, roots)
-    for begin, length in ((0, 7), (7, 12), (19, 5)):
-        inside = (roots >= begin) & (roots < begin + length)
-        part = slice(begin, begin + length)
-        text = TextMask((length,), CPU)
-        apart = unroll(head, embeds[:, part], features[:, part], text, steps, roots[inside] - begin)
-        torch.testing.assert_close(packed[0][:, part], apart[0], atol=2e-5, rtol=1e-4)
-        for step in range(1, steps):
-            ends = roots[inside] + step < begin + length  # beyond it, outputs are undefined
-            found, wanted = packed[step][:, inside][:, ends], apart[step][:, ends]
-            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+    embeds, features = torch.randn(1, 14, 32), torch.randn(1, 14, head.config.feature_width)
+    unrolled = unroll(head, embeds, features, TextMask(lengths, CPU), steps, torch.tensor(list(roots)))
+    for chain, root in enumerate(roots):
+        begin, end = (0, 5) if root < 5 else (5, 14)
+        own = embeds[:, begin:end], features[:, begin:end]
+        for step, out in enumerate(decode_chain(head, *own, root - begin, min(steps, end - root))):
+            found = unrolled[step][:, chain if step else root]
+            torch.testing.assert_close(found, out[:, 0], atol=2e-5, rtol=1e-4)
+            compared += step > 0
+    assert compared >= 10
 
 
 def test_a_share_of_the_chains_stands_for_all() -> None:

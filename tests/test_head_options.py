@@ -29,7 +29,6 @@ EAGLE3: dict[str, Any] = {"noise": 0.0, "loss_args": {"w_feature": 0.0}, "unroll
 NORMS = {"layout": "eagle3", "fc_norm": True, "norm_output": True, "num_layers": 2, "fused_layers": [0]}
 FUSED = {"num_layers": 2, "fused_layers": [0, 1]}
 CASES: dict[str, dict[str, Any]] = {
-    "draft vocabulary with context ids": {**REDUCED, "context_ids": True},
     "layout eagle": {"head": {"layout": "eagle", "fc_bias": True}, **REDUCED},
     "layout eagle3": {"head": {"layout": "eagle3"}, **REDUCED, **EAGLE3},
     "layout eagle3, whole vocabulary": {"head": {"layout": "eagle3"}, **EAGLE3},

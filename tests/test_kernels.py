@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_train.models.start import initialise_from
 from tests.families import VOCAB, save_head, tell, tiny_model, tiny_prompts
-from tests.kernel_toys import in_each_set, logits_through_cache, needs_kernels, prepare, restore
+from tests.kernel_toys import in_each_set, logits_through_cache, prepare, restore
 
 pytestmark = pytest.mark.usefixtures("several_threads")
 FITTING: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, head_dim=32)  # panels are 32 or 64 columns wide
@@ -70,11 +71,27 @@ def test_products_of_bf16_and_of_fp8_weights(rows: int, bias: bool) -> None:
     assert_products(made, layer, x, 2e-2)
 
 
+SHORT, LONG, WIDE = ((4, 4), 20), ((4, 2), 75), ((16, 2), 75)  # heads of queries and of keys, length of the text
+ROTARY: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": dict(factor=4.0),
+    "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    "dynamic": dict(factor=2.0),
+}
+
+
+def rotary(kind: str) -> dict[str, Any]:
+    return {"rope_parameters": dict(rope_type=kind, rope_theta=1e4, **ROTARY[kind])}
+
+
 @in_each_set
-@pytest.mark.parametrize("family", KNOWN)
-@pytest.mark.parametrize(("heads", "length"), [((4, 4), 20), ((4, 2), 75), ((16, 2), 75)])
-def test_layers_are_closer_to_fp32_than_torchs_own(family: str, heads: tuple[int, int], length: int) -> None:
-    model = fitting_model(family, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+@pytest.mark.parametrize(
+    ("family", "sizes", "rope"),
+    [*product(KNOWN, (SHORT, LONG, WIDE), ["default"]), *product(["llama"], [LONG], ["linear", "llama3"])],
+)
+def test_layers_are_closer_to_fp32_than_torchs_own(family: str, sizes: tuple[tuple[int, int], int], rope: str) -> None:
+    heads, length = sizes
+    model = fitting_model(family, num_attention_heads=heads[0], num_key_value_heads=heads[1], **rotary(rope))
     target = Target(model)
     plain = logits_through_cache(target, length=length)
     assert isinstance(prepare(target, release=True), CpuStack)
@@ -149,10 +166,10 @@ def test_a_forward_is_one_call_and_returns_watched_layers(monkeypatch: pytest.Mo
         assert float((part - whole).norm()) < 0.03 * float(whole.norm())
     assert torch.equal(found.chunk(4, -1)[0], found.chunk(4, -1)[3]), "the last layer's is after the final norm"
     assert torch.equal(logits, target.lm_logits(target.features_of(found)))
-    model = fitting_model("llama")
-    model.config._attn_implementation = "eager"  # which is not theirs
-    target = Target(model)
-    assert prepare(target) is target.plain_stack
+    eager, changing = fitting_model("llama"), fitting_model("llama", **rotary("dynamic"))
+    eager.config._attn_implementation = "eager"
+    for target in (Target(eager), Target(changing)):  # attention and angles that are not theirs
+        assert prepare(target) is target.plain_stack
 
 
 @in_each_set
@@ -232,21 +249,10 @@ def test_threads_run_forwards_of_one_target_at_once() -> None:
 
 @pytest.mark.usefixtures("builtin_target_dir", "each_set")
 def test_exact_from_the_file_emits_what_the_plain_loop_emits() -> None:
-    assert_exact_is_plain(False, {3, 8})  # Q4_1, and embeddings of Q8_0
-
-
-@needs_kernels
-@pytest.mark.usefixtures("builtin_target_dir")
-def test_exact_in_bf16_emits_what_the_plain_loop_emits() -> None:
-    assert_exact_is_plain(True, {0})
-
-
-def assert_exact_is_plain(expand: bool, kinds: set[int]) -> None:
-    """The built-in model's weights are of these kinds, and no draft changes a token."""
-    shape = TreeShape(5, 6, 16)
-    decoder = FuzzyDecoder.from_pretrained("smollm2-135m", "shipped+lookup", tree=shape, expand=expand)
+    """No draft changes a token of the built-in model. That of bf16 weights: the test of heads in fp8, below."""
+    decoder = FuzzyDecoder.from_pretrained("smollm2-135m", "shipped+lookup", tree=TreeShape(5, 6, 16))
     assert isinstance(decoder.target.stack, CpuStack)
-    assert {made.kind for made in packed_products(decoder.target.model)} == kinds
+    assert {made.kind for made in packed_products(decoder.target.model)} == {3, 8}, "Q4_1, and embeddings of Q8_0"
     plain = FuzzyDecoder(decoder.target, NoDrafter(decoder.target.vocab_size))
     prompts = ["Why is the sky blue?", "Name ten rivers."]
     out = decoder.generate(prompts, max_new_tokens=16, do_sample=False)
@@ -325,25 +331,3 @@ def test_slots_that_are_not_there_and_numbers_that_are_none_are_not_hidden() -> 
     with torch.no_grad():
         model.model.embed_tokens.weight[:] = torch.nan
     assert logits_through_cache(target).isnan().all()
-
-
-@in_each_set
-@pytest.mark.parametrize("scaling", ["default", "linear", "llama3", "dynamic"])
-def test_angles_from_a_table(scaling: str) -> None:
-    options: dict[str, Any] = {
-        "default": {},
-        "linear": dict(factor=4.0),
-        "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
-        "dynamic": dict(factor=2.0),
-    }
-    model = fitting_model("llama", rope_parameters=dict(rope_type=scaling, rope_theta=1e4, **options[scaling]))
-    rotary = model.model.rotary_emb
-    stack = prepare(Target(model))
-    assert isinstance(stack, CpuStack) == (scaling != "dynamic"), "whose angles depend on the length of the text"
-    if not isinstance(stack, CpuStack):
-        return
-    for numbers in ([[0, 7, 3]], [[2, 600], [5, 5]], [[1999]]):
-        positions = torch.tensor(numbers)
-        expected = rotary(torch.zeros(1, dtype=torch.bfloat16), positions)
-        tables = stack._tables(int(positions.max()) + 1)
-        assert all(torch.equal(table[positions], x) for table, x in zip(tables, expected))

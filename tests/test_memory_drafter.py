@@ -81,21 +81,14 @@ def test_a_store_keeps_its_bound_and_what_is_used() -> None:
     assert len(store.known) == len(store.texts)
 
 
-def test_the_bound_holds_over_all_keys() -> None:
-    drafter = MemoryDrafter(VOCAB, store_bytes=1 << 14)
-    for user in range(40):
-        drafter.store_of(f"user {user}", drafter.stores).add([[user, *range(50, 250)]])
-        drafter.trim()
-        assert sum(store.held_bytes for store in drafter.stores.values()) <= 1 << 14
-    assert [*drafter.stores][-1] == "user 39" and 3 < len(drafter.stores) < 40
-
-
 def test_a_large_memory_loses_texts_and_not_all_at_once() -> None:
     """One key with as many texts as fit, beside requests of others; keys that say nothing do not pile up."""
     drafter = MemoryDrafter(VOCAB, store_bytes=1 << 16)
     for request in range(300):
         drafter.store_of("large", drafter.stores).add([[request, *range(1000, 1050)]])
         drafter.recalls([f"user {request}"])
+        if request % 10 == 0:
+            drafter.store_of(f"user {request}", drafter.stores).add([[request, *range(50, 250)]])
         drafter.trim()
         assert sum(store.held_bytes for store in drafter.stores.values()) <= 1 << 16
         assert len(drafter.stores["large"].texts) >= min(request, 40)

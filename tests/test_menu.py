@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import cache
 from statistics import fmean
 from typing import Any
@@ -29,9 +28,9 @@ from tests.simulated_device import SIM, SimulatedDevice, on
 from tests.test_device_waits import CPU, PROMPTS, forced, target
 
 NEW = 16
-KINDS = ["eagle", "reduced", "lm", "eagle+lookup", "guided eagle"]
+KINDS = ["eagle", "lm", "eagle+lookup", "guided eagle"]
 LAGGING = ["eagle", "lm"]
-GROWING = ["reduced", "guided eagle", "eagle+lookup"]  # whose vocabulary, chains or host trees have further shapes
+GROWING = ["guided eagle", "eagle+lookup"]  # whose chains or host trees have further shapes
 SMALL = (NO_TREE, TreeShape(1, 3, 4), TreeShape(2, 2, 5), TreeShape(3, 3, 8))  # recorded in seconds here
 
 
@@ -43,8 +42,7 @@ def drafter(kind: str, device: torch.device, chosen: bool) -> Drafter:
         small.check_lm_head()
         made: Drafter = LMDrafter(small, target(device))
     else:
-        options = {"draft_vocab_size": 40} if "reduced" in kind else {"layout": "eagle"}
-        made = tiny_head(target(device), TreeShape(depth=2, width=3, nodes=7), **options)
+        made = tiny_head(target(device), TreeShape(depth=2, width=3, nodes=7), layout="eagle")
     if chosen:
         made.largest = {"cuda": SMALL[-1]}  # type: ignore[attr-defined]
         made.all_shapes = SMALL[1:] if kind == "lm" else SMALL  # type: ignore[attr-defined]
@@ -53,12 +51,6 @@ def drafter(kind: str, device: torch.device, chosen: bool) -> Drafter:
     if chosen:
         choose_trees(made, target(device))
     return ForcedDrafter(made, forced, VOCAB) if kind.startswith("guided") else made
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    with SimulatedDevice() as opened:
-        yield opened
 
 
 class Shapes(Callback):
@@ -199,8 +191,8 @@ def policy_of(memory: TreeMemory) -> MenuPolicy:
     return policy
 
 
-@pytest.mark.parametrize("said", [0.9, 1.0, 1.3])
-@pytest.mark.parametrize("sure", [0.03, 0.3, 0.6, 0.75])
+@pytest.mark.parametrize("said", [0.9, 1.3])
+@pytest.mark.parametrize("sure", [0.03, 0.3, 0.75])
 def test_the_choice_is_as_fast_as_the_best_shape(sure: float, said: float) -> None:
     """Whether or not the drafter is as sure as it is right."""
     memory, draws, rates = TreeMemory(PRIORS["cuda"]), random.Random(0), []

@@ -194,7 +194,7 @@ def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, .
     machine = Machine(blocks_machine, 7.5e-4, reading=8e-4)
     memory = TreeMemory(PRIORS["avx512 blocks"], machine)
     speeds: dict[float, list[float]] = {kind: [] for kind in kinds}
-    for number in range(60):
+    for number in range(40):
         kind, start = kinds[number % len(kinds)], machine.spent
         text, choice = Text(kind, number, sibling=0.15), policy_of(memory)
         tokens = sum(round_of(text, machine, choice) for _ in range(60))
@@ -281,10 +281,10 @@ def adversary_of(drafter: Drafter, target: Target) -> Adversary:
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
-        *((kind, None) for kind in ("head", "head+lookup", "lm", "lm+lookup", "lookup", "lookup+recycle")),
-        ("head+lookup", 3), ("lm", 3),
+        *((kind, None) for kind in ("head+lookup", "lm", "lookup", "lookup+recycle")),
+        *((kind, 3) for kind in ("head+lookup", "lm")),
     ],
-)  # fmt: skip
+)
 def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: int | None) -> None:
     target = Target(tiny_model("llama"))
     drafter = choose_trees(drafter_of(kind, target), target)
@@ -315,8 +315,7 @@ def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("read_together")
-@pytest.mark.parametrize("by_menu", [False, True])
-@pytest.mark.parametrize("rule", ["exact", "exact:block=true"])
+@pytest.mark.parametrize(("rule", "by_menu"), [("exact", True), ("exact:block=true", False)])
 def test_the_distribution_stays_the_targets_whatever_the_clock_says(rule: str, by_menu: bool) -> None:
     """Test the third token of sampled answers against enumeration over a vocabulary of eight.
 

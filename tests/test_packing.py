@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -32,6 +31,7 @@ from fsd_infer.backends.cpu.packing import (
 )
 from fsd_infer.backends.cpu.sets import AVX2, SETS, VARIABLE
 from fsd_infer.backends.cpu.structs import Linear
+from fsd_infer.device.cpuinfo import cpu_flags
 from fsd_infer.drafters import NoDrafter
 from tests.families import FAMILIES, VOCAB, reference, tiny_model, tiny_prompts
 from tests.kernel_toys import CAN, logits_through_cache, need_set, needs_kernels, prepare, restore
@@ -44,6 +44,7 @@ needs_packing = pytest.mark.skipif(not (CAN or onednn_packs()), reason="needs AV
 def test_logits_and_features_are_close(family: str) -> None:
     model = tiny_model(family, scale=2.0).to(torch.bfloat16)
     target, ids = Target(model), torch.tensor(tiny_prompts((20,)))
+    assert pack_linears(tiny_model(family)) == 0, "fp32 stays as it is"
     plain = logits_through_cache(target), target.features(ids), model(ids).logits
     linears = sum(type(part) is torch.nn.Linear for part in model.modules())
     prepare(target, release=True)
@@ -55,35 +56,20 @@ def test_logits_and_features_are_close(family: str) -> None:
     assert reference(model, tiny_prompts((5,)), max_new_tokens=4)[0], "with transformers' own loop and cache"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_restore_undoes_everything(dtype: torch.dtype) -> None:
-    model = tiny_model("llama", tie_word_embeddings=True).to(dtype)
-    target = Target(model)
-    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
-    plain, kinds = logits_through_cache(target), [type(part) for part in model.modules()]
-    prepare(target)
-    state = model.state_dict()
-    assert list(state) == list(before)
-    assert all(state[name].data_ptr() == pointer for name, (pointer, _) in before.items())
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert (restore(target) > 0) == (dtype == torch.bfloat16 and (CAN or onednn_packs()))
-    assert not packed_products(model) and target.stack is target.plain_stack
-    assert [type(part) for part in model.modules()] == kinds
-    assert torch.equal(logits_through_cache(target), plain)
-    assert all(torch.equal(value, before[name][1]) for name, value in model.state_dict().items())
-
-
 @needs_packing
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3", "gpt2", "opt"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_released_weights_are_held_once_and_come_back(family: str, tied: bool) -> None:
+def test_restore_undoes_everything_and_released_weights_are_held_once(family: str, tied: bool) -> None:
     model: Any = tiny_model(family, scale=2.0, tie_word_embeddings=tied).to(torch.bfloat16)
     target = Target(model)
     before, digest = {name: value.clone() for name, value in model.state_dict().items()}, target.weights_digest()
-    ids = torch.tensor(tiny_prompts((12,)))
+    addresses = [value.data_ptr() for value in model.state_dict().values()]
+    ids, plain = torch.tensor(tiny_prompts((12,))), logits_through_cache(target)
     prepare(target)
     expected = logits_through_cache(target), target.features(ids)
-    restore(target)
+    assert [value.data_ptr() for value in model.state_dict().values()] == addresses, "weights of others stay in place"
+    assert restore(target) > 0 and not packed_products(model) and target.stack is target.plain_stack
+    assert torch.equal(logits_through_cache(target), plain)
     prepare(target, release=True)
     gone = {name for name, value in model.state_dict().items() if value.is_meta}
     head = set() if tied else {"lm_head.weight"}
@@ -149,8 +135,11 @@ def test_a_processor_without_amx_or_avx512_is_emulated(name: str, isa: str, side
 
 @needs_kernels
 @pytest.mark.parametrize("name", SETS)
-def test_every_set_compiles_on_every_machine(name: str) -> None:
-    """Also tiles where no processor has them: the compiler's result is not run."""
+def test_every_set_compiles_on_every_machine(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also tiles where no processor has them. What is not run here need not be fast."""
+    if not SETS[name] <= cpu_flags():
+        monkeypatch.setenv("FSD_CACHE", str(tmp_path))
+        monkeypatch.setattr(build, "_FLAGS", [flag.replace("-O3", "-Og") for flag in build._FLAGS])
     assert build.build_for(lambda path: path, name).is_file()
 
 
@@ -249,24 +238,6 @@ def test_compilers_that_fail(place: Place) -> None:
     assert place.run(old, sets="amx avx512") == ("42", 1), "one that knows no AMX compiles without"
 
 
-@pytest.mark.parametrize("compiler, said", [(None, "Install g++"), ("false", "slower")])
-def test_without_a_compiler_decoding_runs_and_says_so(
-    compiler: str | None, said: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    fresh.setenv("FSD_CACHE", str(tmp_path))
-    fresh.setattr(kernel_sets, "cpu_flags", lambda: kernel_sets.AVX512)
-    fresh.setattr(shutil, "which", lambda name: None)
-    if compiler:
-        fresh.setenv("CXX", compiler)
-    with caplog.at_level(logging.WARNING, "fsd_infer.backends.cpu.kernels"):
-        assert module.kernels() is None
-    assert said in caplog.text
-    model = tiny_model("llama").bfloat16()
-    target = Target(model)
-    assert prepare(target) is target.plain_stack
-    assert FuzzyDecoder(target, NoDrafter(VOCAB)).generate(tiny_prompts((5,)), max_new_tokens=3).sequences
-
-
 # sets of kernels ---------------------------------------------------------------------------------------------------
 
 OLD = {"avx", "f16c", "popcnt"}  # flags of an x86-64 processor of 2012; an ARM processor's have other names
@@ -326,21 +297,32 @@ def test_a_set_that_is_asked_for_and_cannot_be_compiled_is_an_error(fresh: pytes
         prepare(Target(tiny_model("llama")))
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_other_processors_decode_through_torch(
-    machine: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    fresh.setattr(kernel_sets, "cpu_flags", lambda: OLD if machine == "x86_64" else set())
+@pytest.mark.parametrize(
+    ("machine", "flags", "compiler", "logger", "says"),
+    [
+        ("x86_64", OLD, None, "targets.weights", "Our CPU kernels need AVX2.*lacks avx2"),
+        ("aarch64", set(), None, "targets.weights", "Our CPU kernels need AVX2.*this is aarch64"),
+        ("x86_64", SETS["avx512"], None, "backends.cpu.kernels", "Install g.."),
+        ("x86_64", SETS["avx512"], "false", "backends.cpu.kernels", "slower"),
+    ],
+)
+def test_without_kernels_decoding_runs_through_torch_and_says_so_once(
+    machine: str, flags: set[str], compiler: str | None, logger: str, says: str, fresh: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, tmp_path: Path,
+) -> None:  # fmt: skip
+    fresh.setattr(kernel_sets, "cpu_flags", lambda: flags)
     fresh.setattr(kernel_sets.platform, "machine", lambda: machine)
+    fresh.setattr(shutil, "which", lambda name: None)
+    for name, value in (("FSD_CACHE", str(tmp_path)), ("CXX", compiler)):
+        fresh.delenv(name, raising=False) if value is None else fresh.setenv(name, value)
     model = tiny_model("llama").bfloat16()
     before = reference(model, tiny_prompts((5,)), max_new_tokens=3)
     target = Target(model)
     for made in (target, Target(tiny_model("llama").bfloat16())):
         prepare(made, release=True)
-    if onednn_packs():
-        [said] = [record.message for record in caplog.records if record.name == "fsd_infer.targets.weights"]
-        assert "Our CPU kernels need AVX2" in said
-        assert ("lacks avx2" if machine == "x86_64" else "this is aarch64") in said
+    said = [record.message for record in caplog.records if record.name == f"fsd_infer.{logger}"]
+    if onednn_packs() or logger != "targets.weights":
+        assert len(said) == 1 and re.search(says, said[0])
     assert module.kernels() is None and target.stack is target.plain_stack
     decoder = FuzzyDecoder(target, NoDrafter(VOCAB))
     assert decoder.generate(tiny_prompts((5,)), max_new_tokens=3, do_sample=False).sequences == before

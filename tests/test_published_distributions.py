@@ -18,8 +18,7 @@ from fsd_infer.rules import parse_rule
 from fsd_infer.trees.tree import DraftTree, Draws
 from tests.published_blocks import States
 from tests.published_heads import LAYOUTS, layout
-from tests.rules_toy import ALARM, DEPTH, LENGTH, ROWS, Toy, V, child_of, p_value, simulate
-from tests.test_drawing import target_distribution
+from tests.rules_toy import ALARM, DEPTH, LENGTH, ROWS, Toy, V, child_of, p_value, simulate, target_distribution
 from tests.test_published_heads import MOSTLY_SLOW, SLOW, drafted, load, over_all, target
 
 PROMPT, DEEPEST = [1, 2, 3, 0, 2], LENGTH + DEPTH + 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -172,12 +171,6 @@ def test_each_recurrence_reads_a_tree_as_it_reads_its_paths() -> None:
         torch.testing.assert_close(outputs[:, path], torch.cat(one_by_one, 1))
         torch.testing.assert_close(recurrence.chain(state, along, torch.tensor([4, 4]))[1], reached)
         torch.testing.assert_close(recurrence.chain(state, along, torch.tensor([0, 4]))[1][0], state[0])
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    with SimulatedDevice() as opened:
-        yield opened
 
 
 RECORDED = [("mamba2", "fused"), ("qwen3_5_text", "lookup")]

@@ -128,17 +128,6 @@ def test_raw_text_is_continued_and_features_are_stored_on_the_way(tmp_path: Path
     assert main(command(target, chat, tmp_path / "chat-answers.jsonl", "--raw")) == 2
 
 
-def test_nothing_but_the_temperature_shapes_the_answers(tmp_path: Path, target: Path) -> None:
-    prompts, options = prompts_file(tmp_path / "p.jsonl", 6), ["--temperature", "0", "0.9"]
-    assert main(command(target, prompts, tmp_path / "expected.jsonl", *options)) == 0
-    shaping = save_tiny_chat_target(tmp_path / "shaping")
-    config = GenerationConfig.from_pretrained(shaping)
-    config.update(do_sample=True, top_k=2, min_p=0.5, repetition_penalty=1.5, no_repeat_ngram_size=1)
-    config.save_pretrained(shaping)
-    assert main(command(shaping, prompts, tmp_path / "a.jsonl", *options)) == 0
-    assert read(tmp_path / "a.jsonl") == read(tmp_path / "expected.jsonl")
-
-
 def test_resumes_exactly_from_any_cut(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, whole, append = prompts_file(tmp_path / "p.jsonl", 14), tmp_path / "whole.jsonl", AnswerFile.append
 

@@ -26,7 +26,7 @@ from fsd_infer.rules import (
 from fsd_infer.rules.fuzzy import _warn_never_opens
 from fsd_infer.rules.texts import in_sentence, sentence_ends
 from fsd_infer.trees.tree import DraftTree
-from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, take, tree_round, verdict_of
+from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -69,20 +69,6 @@ def inner_of(round: Verification, row: int) -> set[int]:
     return set(round.tree.parents[row, 1:].tolist())
 
 
-def one_row(round: Verification, row: int) -> Verification:
-    rows = torch.tensor([row])
-    logits = round.logits[rows]
-    return replace(
-        round,
-        tree=take(round.tree, rows),
-        logits=logits,
-        scores=logits if round.scores is round.logits else round.scores[rows],
-        uniforms=None if round.uniforms is None else round.uniforms[rows],
-        budget_left=None if round.budget_left is None else round.budget_left[rows],
-        texts=TokenHistory(round.tree.tokens[rows, :1].tolist()),
-    )
-
-
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_verdict_is_a_path_of_the_tree(spec: str, shape: str, greedy: bool) -> None:
@@ -121,28 +107,9 @@ def test_verdict_is_a_path_of_the_tree(spec: str, shape: str, greedy: bool) -> N
 
 
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
-@pytest.mark.parametrize("spec", SPECS)
-def test_rows_do_not_see_each_other(spec: str, shape: str, greedy: bool) -> None:
-    rule = parse_rule(spec)
-    for seed in range(4):
-        round = any_round(shape, seed, greedy)
-        batch = round.tree.tokens.shape[0]
-        if rule.budget is not None:
-            round = replace(round, budget_left=torch.linspace(0, rule.budget, batch))
-        together = rule(round)
-        for row in range(batch):
-            alone = rule(one_row(round, row))
-            width = alone.tokens.shape[1]  # a row alone may have a shallower tree
-            for name in ("tokens", "sources", "gate_open", "path"):
-                assert torch.equal(getattr(alone, name)[0], getattr(together, name)[row, :width]), name
-            torch.testing.assert_close(alone.spent[0], together.spent[row, :width])
-            assert alone.accepted[0] == together.accepted[row]
-
-
-@pytest.mark.parametrize(("shape", "greedy"), KINDS)
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "budget" not in spec])
 def test_kernels_and_plain_torch_agree(spec: str, shape: str, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, rounds = parse_rule(spec), [any_round(shape, seed, greedy) for seed in range(8)]
+    rule, rounds = parse_rule(spec), [any_round(shape, seed, greedy) for seed in range(4)]
     found = [verdict_of(rule, round) for round in rounds]
     for kernels in functional.KERNELS.values():
         monkeypatch.delitem(kernels, "cpu", raising=False)
@@ -247,48 +214,19 @@ def agreeing(round: Verification) -> Verification:
     return replace(round, tree=replace(tree, q_logits=q_logits, q_scores=q_scores if tree.sampled else None))
 
 
-OPEN = [("fuzzy:js:inf", KINDS), ("fuzzy:kl_pq:inf", KINDS), ("random:1", KINDS)]
-OPEN += [("fuzzy-strict:kl_qp:inf", KINDS[2:]), ("draft-only", KINDS[2:])]  # on a tree y ~ q may be no child
-
-
-@pytest.mark.parametrize(("spec", "kinds"), OPEN)
-def test_an_open_gate_accepts_to_a_leaf(spec: str, kinds: list[tuple[str, bool]]) -> None:
-    for (shape, greedy), seed in product(kinds, range(0, 10, 2)):
-        round = any_round(shape, seed, greedy)
-        verdict = parse_rule(spec)(round)
-        for row, end in enumerate(verdict.path[:, -1].tolist()):
-            assert end not in inner_of(round, row)
-            assert verdict.accepted[row] == round.tree.depths[row, end]
-
-
 @pytest.mark.parametrize(("shape", "greedy"), KINDS)
 @pytest.mark.parametrize(
-    "spec",
-    [
-        *("fuzzy:js:inf", "fuzzy-strict:tv:inf", "random:0.8", "draft-only", "tilted:0.1"),
-        *("lenient:0.3", "threshold:0.2:0.5", "cactus:1", "cascade-token:0.9", "typical:0:0"),
-    ],
+    "spec", ["fuzzy-strict:tv:inf", "draft-only", "tilted:0.1", "cascade-token:0.9", "lenient:0.3"]
 )
-def test_budget_is_never_exceeded_and_spent_in_order(spec: str, shape: str, greedy: bool) -> None:
-    rule, used = parse_rule(spec), 0
-    for seed in range(10):
+def test_a_row_without_a_budget_pays_any_cost_beside_rows_with_one(spec: str, shape: str, greedy: bool) -> None:
+    """Also what the target forbids, which costs more than any budget."""
+    for seed in (1, 3, 5, 7):  # with masked scores
         round = any_round(shape, seed, greedy)
-        batch = round.tree.tokens.shape[0]
-        budgets = torch.tensor([0.0, 0.1, 0.5, 1.0, 2.0, INF, 0.3, 0.7])[:batch]
-        verdict, free = (rule(replace(round, budget_left=left)) for left in (budgets, None))
-        assert (verdict.spent.double().sum(-1) <= budgets + 1e-6).all()
-        used += int((verdict.spent.sum(-1)[1:5] > 0).sum())
-        assert_same(rule(replace(round, budget_left=torch.full((batch,), INF))), free)
-        assert not parse_rule(f"{spec}:budget=0")(round).spent.any()
-        # a gate closes only for lack of money: as long as the unlimited rule could pay, both do the same
-        for row in range(batch):
-            affordable = free.spent[row].double().cumsum(-1) <= budgets[row] - 1e-6
-            steps = min(int(affordable.long().cumprod(0).sum()), int(free.accepted[row]) + 1)
-            assert verdict.tokens[row, :steps].tolist() == free.tokens[row, :steps].tolist()
-            for step in range(int(verdict.accepted[row]) + 1):  # what the target forbids costs more than any budget
-                forbidden = round.scores[row, verdict.path[row, step], verdict.tokens[row, step]] == -INF
-                assert not forbidden or budgets[row] == INF
-    assert used > 3
+        left = torch.full((len(round.tree.tokens),), INF).index_fill(0, torch.arange(0, 6, 2), 0.3)
+        found, free = (parse_rule(spec)(replace(round, budget_left=each)) for each in (left, None))
+        assert (found.spent.double().sum(1) <= left + 1e-6).all()
+        for name in ("accepted", "tokens", "spent", "gate_open"):
+            assert torch.equal(getattr(found, name)[left.isinf()], getattr(free, name)[left.isinf()]), name
 
 
 WEIGHTS = st.lists(st.just(0.0) | st.floats(2.0**-100, 1.0, width=32), min_size=1, max_size=30)

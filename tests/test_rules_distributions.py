@@ -21,13 +21,12 @@ from tests.rules_enumeration import RULES, check_distribution
 from tests.rules_toy import TOYS, Toy, V
 from tests.tree_rounds import tree_round
 
-# Each rule on each toy, but colder ones, reduced vocabularies and options only where they may matter.
+# Each rule on each toy, but reduced vocabularies and options only where they may matter.
 CASES = [
     (spec, toy)
     for spec in RULES
     for toy in TOYS
-    if ("cold" not in toy or spec in ("exact", "fuzzy:js:0.08", "tilted:1"))
-    and ("reduced" not in toy or spec.startswith("fuzzy") or spec in ("draft-only", "tilted:1"))
+    if ("reduced" not in toy or spec.startswith("fuzzy") or spec in ("draft-only", "tilted:1"))
     and ("block" not in spec or "chain" in toy)
     and (
         not any(option in spec for option in ("exact_ngram_size", "only_in")) or toy in ("tree", "chain", "long-chain")

@@ -13,7 +13,6 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError, FuzzyDecoder
@@ -23,8 +22,6 @@ from fsd_infer.rules.texts import known, known_tokens
 from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampling_cost
 from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
-
-KL_COEFS = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 def plain(kl_coef: float, **options: Any) -> Tilted:
@@ -76,9 +73,9 @@ def value(tree: DraftTree, row: int, p: list[list[Any]], kl_coef: Any, node: int
     )
 
 
-@pytest.mark.parametrize("kl_coef", KL_COEFS)
+@pytest.mark.parametrize("kl_coef", [0.05, 0.5, 2.0])
 def test_its_distribution_reaches_the_value_that_the_recursion_promises(kl_coef: float) -> None:
-    for seed in range(6):
+    for seed in range(4):
         round = tree_round(seed, batch=2, nodes=6, vocab=5, mask=seed % 2 == 1)
         distribution = distribution_table(plain(kl_coef), round)
         np.testing.assert_allclose(distribution.sum(-1), 1.0, atol=1e-6)
@@ -150,30 +147,6 @@ def test_at_temperature_0_it_takes_the_best_way_down(kl_coef: float, options: st
             assert verdict.spent[row, len(best[1]) : taken + 1].sum() == 0
             lossy += sum(best[2]) > 0
     assert lossy > 5
-
-
-@pytest.mark.parametrize("kl_coef", [0.05, 0.3, 1.0, 4.0])
-def test_no_distribution_beats_the_clipped_one_on_a_sampled_chain(kl_coef: float) -> None:
-    """Σ min(r, q) - kl_coef · KL(r || p): found by a search over all r."""
-    generator = np.random.default_rng(1)
-    for _ in range(6):
-        p, q = generator.dirichlet(np.ones(5), size=2)
-
-        def worth(r: np.ndarray, p: np.ndarray = p, q: np.ndarray = q) -> float:
-            return float(np.minimum(r, q).sum() - kl_coef * rel_entr(r, p).sum())
-
-        logs = (torch.tensor(x).log()[None] for x in (p, q))
-        r = clipped(*logs, torch.full((1, 5), 1 / kl_coef, dtype=torch.float64)).exp()[0].numpy()
-        assert r.sum() == pytest.approx(1.0)
-        found = max(
-            -minimize(lambda x: -worth(softmax(x)), np.log(start), method="Nelder-Mead", options={"maxiter": 4000}).fun
-            for start in (p, q, r)
-        )
-        assert found <= worth(r) + 1e-9
-        for distribution in generator.dirichlet(np.ones(5), size=500):
-            assert worth(distribution) <= worth(r)
-        if kl_coef == 0.05:
-            assert worth(r) > worth(p) and np.abs(r - q).max() < np.abs(p - q).max()
 
 
 @pytest.mark.parametrize("kl_coef", [1e-3, 0.1, 1.0, 1e4])

@@ -18,6 +18,7 @@ from fsd_infer.drafters import EagleDrafter, GraftedDrafter, LMDrafter
 from fsd_infer.drafters.loading import choose_trees, load_drafter
 from fsd_infer.heads.config import EagleConfig
 from fsd_infer.heads.head import EagleHead
+from tests.families import CUDA
 from tests.rules_toy import ALARM, p_value
 
 SIZE, TOKENS, ANSWERS = 5, 3, 450
@@ -43,7 +44,7 @@ def drafter_of(kind: str, target: Target, shape: str) -> Drafter:
     main, _, side = kind.partition("+")
     made: Drafter
     if main == "lm":
-        made = LMDrafter(Target.of(llama(7), None), target, TreeShape.parse(shape))
+        made = LMDrafter(Target.of(llama(7).to(target.device), None), target, TreeShape.parse(shape))
     else:
         torch.manual_seed(8)
         head = EagleHead(EagleConfig.for_target(target, draft_vocab_size=3 if main == "reduced" else None)).float()
@@ -52,7 +53,7 @@ def drafter_of(kind: str, target: Target, shape: str) -> Drafter:
                 torch.nn.init.normal_(parameter, std=0.4)
         if head.draft_ids is not None:
             head.draft_ids.copy_(torch.tensor([0, 1, 4]))
-        made = EagleDrafter(head, target, TreeShape.parse(shape))
+        made = EagleDrafter(head.to(target.device), target, TreeShape.parse(shape))
     return GraftedDrafter(made, load_drafter(side, target)) if side else made
 
 
@@ -63,7 +64,7 @@ def target_distribution(target: Target, prompt: list[int], options: dict[str, An
     for _ in range(TOKENS):
         longer: dict[tuple[int, ...], float] = {}
         for text, chance in distribution.items():
-            ids = torch.tensor([[*prompt, *text]])
+            ids = torch.tensor([[*prompt, *text]], device=target.device)
             with torch.no_grad():
                 scores = target.model(ids).logits[:, -1]
             scores = processors(ids, scores) if processors else scores
@@ -81,6 +82,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "chosen": ("lm", "auto", "exact", {"temperature": 1.4, "min_p": 0.05}),
     "reduced": ("reduced", "3x3x7", "exact", {"top_p": 0.8}),
     "grafts": ("lm+recycle", "2x4x12", "exact", {"top_k": 4, "repetition_penalty": 1.3}),
+    "a chain that stops": ("lm", "3x1x4x0.3", "exact:block=true", {"repetition_penalty": 1.5}),
     "penalties": ("head", "3x2x6", "exact", {"repetition_penalty": 0.7, "suppress_tokens": [2]}),
     "block": ("lm", "auto", "exact:block=true", {"no_repeat_ngram_size": 2}),
     "no budget": ("head", "3x3x8", "tilted:1:budget=0:draw=true", {"typical_p": 0.9}),
@@ -88,12 +90,15 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.usefixtures("read_together")
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("name", CASES)
-def test_a_request_has_the_targets_distribution(name: str) -> None:
+def test_a_request_has_the_targets_distribution(name: str, device: str) -> None:
     kind, shape, rule, options = CASES[name]
-    target = Target.of(llama(3), None)
+    target = Target.of(llama(3).to(device), None)
     drafter = drafter_of(kind, target, "4x3x9" if shape == "auto" else shape)
     decoder = FuzzyDecoder(target, choose_trees(drafter, target) if shape == "auto" else drafter)
+    if device == "cuda":
+        decoder.use_graphs()
     options = {"do_sample": True, "temperature": 1.0, "max_new_tokens": TOKENS, **options}
     torch.manual_seed(5)
     found = decoder.generate([prompt for prompt in PROMPTS for _ in range(ANSWERS)], rule=rule, **options).sequences

@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -163,9 +162,8 @@ def test_beams_equal_generate(family: str) -> None:
     assert decoder.generate(SHOWN, **{**LIMITS, **options}).sequences == expected
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl"])
-def test_lossy_rules_and_several_answers(family: str) -> None:
-    decoder = decoder_of(family)
+def test_lossy_rules_and_several_answers() -> None:
+    decoder = decoder_of("qwen2_5_vl")
     drafter = drafter_of("head", decoder.target)
     exact = [expected_of(decoder, messages) for messages in SHOWN]
     assert decoder.generate(SHOWN, "fuzzy:js:0", drafter=drafter, **LIMITS).sequences == exact
@@ -173,12 +171,6 @@ def test_lossy_rules_and_several_answers(family: str) -> None:
     assert lossy.stats.divergence_spent > 0
     drawn = dict(max_new_tokens=6, do_sample=True, num_return_sequences=2, seed=3)
     assert decoder.generate(SHOWN[0], **drawn).sequences == decoder.generate(SHOWN[0], **drawn).sequences
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    with SimulatedDevice() as found:
-        yield found
 
 
 def read_on_the_host(twin: Target) -> Any:

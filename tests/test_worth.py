@@ -68,7 +68,11 @@ def decoded(decoder: FuzzyDecoder, drafter: Drafter, rule: str | Rule, temperatu
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
     ("kind", "temperature"),
-    [("lm", 0.0), ("lm", 0.8), ("head", 0.0), pytest.param("head", 0.8, marks=pytest.mark.slow)],
+    [
+        ("lm", 0.8),
+        ("head", 0.0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("lm", 0.0), ("head", 0.8))),
+    ],
 )
 def test_the_forecast_of_exact_is_measured(kind: str, temperature: float, decoders: dict[str, FuzzyDecoder]) -> None:
     decoder = decoders[kind]
