@@ -65,6 +65,7 @@ UNREADABLE: list[tuple[str, dict[str, bytes], str]] = [
     ("array.json", {"": b'[{"prompt": "a"}, 3]'}, "array.json:2: expected a JSON object"),
     ("cut.json", {"": b'[{"prompt": "a"}'}, "cut.json: not JSON"),
     ("cells.csv", {"": b"prompt\na\nb,c\n"}, "cells.csv:3: more cells"),
+    ("columns.csv", {"": b"prompt,response,prompt\na,b,c\n"}, "columns.csv:1: two columns are called 'prompt'"),
     ("quotes.csv", {"": b'prompt\na\n"b\n'}, "quotes.csv:2: no table row"),
     ("cut.parquet", {"": b"PAR1 and then nothing"}, r"cut\.parquet: unreadable after row 0"),
     ("other", {"a.jsonl": b"{}"}, r"neither \.parquet files nor a dataset"),
