@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
 
 from fsd_core.text.control import encode_with_offsets, hidden, set_control_tokens
 from fsd_core.text.encoding import encode_chat, special_ids
@@ -22,28 +20,13 @@ from fsd_infer.serving.replies import _by_text
 from fsd_infer.serving.text import AnswerText
 from tests.bench_toys import Toy
 from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, asked, events
-from tests.text_toys import CHATML, tiny_tokenizer
+from tests.text_toys import CHATML, tiny_sentencepiece, tiny_tokenizer
 
 EMOJI = "the \U0001f642\u6f22 d\u00e9j\u00e0 \U0001f642\U0001f642 end"
 
 
 def sentencepiece() -> Any:
-    """A tokenizer like Llama's: a space before each text, and bytes of characters that it lacks."""
-    words = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        *"abcdefghijklmnopqrstuvwxyz<|>_",
-    ]
-    merges = [("\u2581", "t"), ("\u2581t", "h"), ("\u2581th", "e"), ("t", "h"), ("th", "e")]
-    vocab = {word: place for place, word in enumerate([*words, *(a + b for a, b in merges)])}
-    core = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    core.decoder = decoders.Sequence(parts)
-    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    made = tiny_sentencepiece()
     made.chat_template = CHATML.replace("<|start|>", "<s>").replace("<|end|>", "</s>")
     return made
 

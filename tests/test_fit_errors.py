@@ -24,7 +24,6 @@ from fsd_core.errors import FsdError, causes
 from fsd_train.cli import main
 from fsd_train.commands.fit import HEAD, TrainCLI, config_errors, configured, quiet
 from tests.fuzzing import FUZZ, JUNK, called, changed, places
-from tests.text_toys import save_tiny_chat_target
 from tests.train_toys import TRAINER, in_recipe
 
 
@@ -216,22 +215,6 @@ def test_other_yaml(text: str, tmp_path: Path) -> None:
     one_line_or_well(["fit", "--config", str(path)])
     path.write_bytes(b"\xff\xfe" + text.encode())
     one_line_or_well(["fit", "--config", str(path)])
-
-
-@pytest.mark.parametrize("row", [{"messages": [{"role": "x", "content": "a"}]}, {"messages": []}, {"prompt": "\ud800"}])
-def test_malformed_rows_end_the_command(row: dict[str, Any], toys: Path, tmp_path: Path) -> None:
-    """Their error once became its own cause, and the search for the innermost cause had no end."""
-    answers = (toys / "answers.jsonl").read_text().splitlines()[:4]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join([*answers, json.dumps(row)]) + "\n")
-    config = recipe(toys, tmp_path / "run")
-    tokenizer = str(save_tiny_chat_target(tmp_path / "target"))
-    config["data"].update(train_files=[str(path)], features=None, tokenizer=tokenizer)
-    (tmp_path / "recipe.yaml").write_text(json.dumps(config))
-    for command in ("fit", "validate"):
-        status, _, err = call([command, "--config", str(tmp_path / "recipe.yaml")])
-        lines = [line for line in err.splitlines() if not line.startswith("validating")]
-        assert status == 2 and len(lines) == 1 and lines[0].startswith(f"fsd-train {command}: {path}:5: "), err
 
 
 def test_a_chain_of_causes_that_leads_into_itself_ends() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from fsd_infer.drafters import loading
 from fsd_train import repository
@@ -240,12 +238,3 @@ def test_quickstart_training_overrides_fit_the_recipe(
     assert config["data"]["train_files"] == [str(quickstart.ANSWERS)] and config["data"]["features"] is None
     assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(quickstart.OUTPUT)
     assert len(config["trainer"]["callbacks"]) == 2 and config["model"]["init_args"]["target"] == quickstart.TARGET
-
-
-def test_full_disk(toys: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "a temporary file")
-
-    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", save)
-    status, err = Run(toys, tmp_path / "run", capsys).fit(5)
-    assert status == 2 and re.search(rf"{tmp_path}/run/.*\.ckpt: No space left on device", err)

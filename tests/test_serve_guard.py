@@ -75,26 +75,6 @@ def test_a_client_that_reads_nothing_is_cut_off(toy_decoder: FuzzyDecoder, monke
         assert health(port).startswith(b"HTTP/1.1 200")
 
 
-def test_requests_whose_clients_left_free_the_queue(toy_decoder: FuzzyDecoder) -> None:
-    started, go = threading.Event(), threading.Event()
-
-    def slow(text: str, done: ServedRequest | None) -> None:
-        started.set()
-        assert go.wait(60)
-
-    batcher = Batcher(toy_decoder, max_batch=1, max_queue=2)
-    running, *waiting = (make_job(toy_decoder, 4, slow) for _ in range(5))
-    batcher.submit([running])
-    assert started.wait(60)
-    for pair in (waiting[:2], waiting[2:]):
-        batcher.submit(pair)
-        batcher.cancel(pair)
-        assert not batcher.waiting
-    go.set()
-    batcher.close()
-    assert running.stats is not None and not any(job.ids for job in waiting)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, "/view/decode"])
 def test_clients_that_leave_at_once_leave_nothing_behind(toy_decoder: FuzzyDecoder, path: str, stream: bool) -> None:
@@ -162,7 +142,9 @@ def test_the_key_comes_before_the_body(toy_decoder: FuzzyDecoder) -> None:
             assert client.post(CHAT, json=asked(max_tokens=2), headers=key).status_code == 200
             described = client.get("/openapi.json", headers=key).json()
             assert CHAT in described["paths"] and "ChatAsked" in described["components"]["schemas"]
-        assert client.get("/openapi.json").status_code == 401
+        assert {client.get(path).status_code for path in ("/openapi.json", "/metrics")} == {401}
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/nothing").json()["error"]["code"] == 404
         assert client.get("/openapi.json").headers["WWW-Authenticate"] == "Bearer"
         assert {client.get(path).status_code for path in ("/docs", "/redoc", "/docs/oauth2-redirect")} == {404}
     for key in ("sésame", "two words", "x\n", "\x7f"):

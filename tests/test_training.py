@@ -119,14 +119,6 @@ def test_a_time_limit_ends_the_schedule(toys: Path, tmp_path: Path, monkeypatch:
     assert trainer.optimizers[0].param_groups[0]["lr"] < 6e-4  # a tenth of the peak
 
 
-def test_another_targets_features_are_refused(toys: Path, tmp_path: Path) -> None:
-    save_toy_target(tmp_path / "target", seed=1)
-    for name in ("answers.jsonl", "features"):
-        (tmp_path / name).symlink_to(toys / name)
-    with pytest.raises(DataError, match="features.*another target.*weights_sha256"):
-        fit(tmp_path, tmp_path / "run")
-
-
 def command(toys: Path, out: Path, *more: str) -> list[str]:
     checkpoints = in_recipe("ModelCheckpoint", dirpath=out / "ckpt", every_n_train_steps=5, save_last=True)
     callbacks = [checkpoints, in_recipe("ExportHead", directory=out / "head")]
