@@ -84,6 +84,8 @@ def test_long_rows_are_cut_and_rows_without_answer_tokens_left_out(tmp_path: Pat
     assert kept.lengths == [6] and kept.answer_tokens == 3
     with pytest.raises(DataError, match=r"no row to train on \(2 read, max_length 3\). Raise data.max_length"):
         read_answers([tmp_path / "a.jsonl"], max_length=3)
+    with pytest.raises(DataError, match="batch_tokens is 0"):
+        PackingSampler([1], 0)
 
 
 def test_a_prompts_rows_fall_on_one_side_of_the_split(tmp_path: Path) -> None:
