@@ -214,6 +214,12 @@ def test_what_is_no_json_is_refused_and_white_space_is_a_prompt(served: Any) -> 
 # control tokens in messages -------------------------------------------------------------------------------------------
 
 
+MARKED = (  # without any of them
+    "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}"
+    "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+)
+
+
 def test_messages_hold_no_control_tokens_unless_allowed(tokenizer: Any) -> None:
     specials = special_ids(tokenizer)
     names = [tokenizer.eos_token, tokenizer.bos_token]
@@ -227,8 +233,12 @@ def test_messages_hold_no_control_tokens_unless_allowed(tokenizer: Any) -> None:
 
     assert count(turns(content)) == count(turns("the"))
     assert content in tokenizer.decode(encode_chat(tokenizer, turns(content)))
-    ((ids, mask),) = encode_conversation(tokenizer, turns(content)[:3])
-    assert sum(mask) and content in tokenizer.decode([token for token, kept in zip(ids, mask) if kept])
+    template = tokenizer.chat_template
+    for tokenizer.chat_template in (template, MARKED):
+        ((ids, mask),) = encode_conversation(tokenizer, turns(content)[:3])
+        assert sum(mask) and content in tokenizer.decode([token for token, kept in zip(ids, mask) if kept])
+    assert not special_ids(tokenizer) & set(ids)
+    tokenizer.chat_template = template
     assert names[0] not in str(hidden(tokenizer, {"properties": {names[0]: [names[0]]}})), "names of fields too"
     shown = hidden(tokenizer, content)
     ids, offsets = encode_with_offsets(tokenizer, shown)
@@ -238,20 +248,6 @@ def test_messages_hold_no_control_tokens_unless_allowed(tokenizer: Any) -> None:
     assert count(turns(content)) == count(turns("the")) + 16
     set_control_tokens(tokenizer, False)
     assert count(turns(content)) == count(turns("the"))
-    template, tokenizer.chat_template = tokenizer.chat_template, None
+    tokenizer.chat_template = None
     assert not specials & set(encode_chat(tokenizer, turns(content)[1:2])[1:])
-    tokenizer.chat_template = template
-
-
-def test_generation_markers_and_control_tokens(tokenizer: Any) -> None:
-    name = tokenizer.eos_token
-    template = tokenizer.chat_template
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}"
-        "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
-    )
-    turns = [{"role": "user", "content": f"a{name}"}, {"role": "assistant", "content": f"b{name}c"}]
-    ((ids, mask),) = encode_conversation(tokenizer, turns)
-    assert tokenizer.decode([token for token, kept in zip(ids, mask) if kept]).strip() == f"b{name}c"
-    assert not special_ids(tokenizer) & set(ids)
     tokenizer.chat_template = template

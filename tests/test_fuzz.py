@@ -70,7 +70,7 @@ def is_a_slip(text: str) -> bool:
         return False
 
 
-@settings(FUZZ, max_examples=200)
+@settings(FUZZ, max_examples=120)
 @given(text=rule_texts(), warm=st.booleans())
 def test_rules_as_text(text: str, warm: bool, toy_decoder: FuzzyDecoder) -> None:
     made: list[Any] = []
@@ -106,7 +106,7 @@ def command(name: str) -> argparse.ArgumentParser:
     return {name: parser for action in actions for name, parser in dict(action.choices or {}).items()}[name]
 
 
-@settings(FUZZ, max_examples=60)
+@settings(FUZZ, max_examples=40)
 @given(data=st.data(), name=st.sampled_from(["generate", "generate", "run", "warmup"]))
 def test_command_lines(
     data: st.DataObject,
@@ -228,7 +228,7 @@ TURNS: list[dict[str, Any]] = [
 ]
 
 
-@settings(FUZZ, max_examples=60)
+@settings(FUZZ, max_examples=35)
 @given(data=st.data(), command=st.sampled_from(["fit", "validate"]))
 def test_rows_of_answers(data: st.DataObject, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `fit` and `validate` read before they train: each row is used, or skipped with its reason."""
@@ -294,7 +294,7 @@ def test_grammars(asked: tuple[str, str], toy_decoder: FuzzyDecoder) -> None:
 
 
 @settings(FUZZ, max_examples=3)
-@given(sent=st.lists(half_requests(), min_size=60, max_size=60))
+@given(sent=st.lists(half_requests(), min_size=40, max_size=40))
 def test_half_requests(sent: list[bytes], toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is answered or closed in time, and the server ends while others are open."""
     monkeypatch.setattr(Connection, "request_seconds", 0.3)

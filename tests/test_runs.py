@@ -171,11 +171,11 @@ def test_the_head_that_decodes_best_is_kept(toys: Path, tmp_path: Path, capsys: 
         os.umask(before)
     files = [path for head in (run.head, run.best) for path in head.iterdir()]
     assert files and {oct(path.stat().st_mode & 0o777) for path in files} == {"0o644"}  # others can read them
-    assert run.fit(30, "--ckpt_path", "auto")[0] == 0
+    assert run.fit(25, "--ckpt_path", "auto")[0] == 0
     state = torch.load(run.checkpoints / "last.ckpt", weights_only=True)
     key = next(name for name in state["callbacks"] if name.startswith("DecodedTau"))
     taus: dict[int, float] = dict(state["callbacks"][key]["points"]["decoded_tau/exact"])
-    assert sorted(taus) == [5, 10, 15, 20, 25, 30]
+    assert sorted(taus) == [5, 10, 15, 20, 25]
     first_best = next(step for step in sorted(taus) if taus[step] == max(taus.values()))
     kept = torch.load(tmp_path / "run" / "best.ckpt", weights_only=True)
     assert kept["global_step"] == first_best

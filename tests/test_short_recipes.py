@@ -6,7 +6,6 @@ import inspect
 import json
 import logging
 import re
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -87,17 +86,6 @@ def test_the_keys_of_ones_own_module_are_not_known(tmp_path: Path) -> None:
     ):
         with pytest.raises(FsdError, match=re.escape(said)):
             check(words)
-
-
-def test_it_is_named_before_anything_heavy_is_imported(tmp_path: Path) -> None:
-    code = (
-        "import sys; from fsd_train.cli import main; status = main(['fit', '--config', sys.argv[1]]); "
-        "assert status == 2 and not {'torch', 'lightning', 'jsonargparse'} & sys.modules.keys(), status"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, written(tmp_path, {"modl": {}})], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0 and "there is no modl. Did you mean 'model'?" in done.stderr, done.stderr
 
 
 def test_a_target_in_tensor_parallel_is_refused() -> None:
