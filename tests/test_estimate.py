@@ -20,7 +20,17 @@ from fsd_bench.cli import main as infer
 from fsd_bench.estimate import Planned, by_device, head_on_paper, planned_head
 from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.probe import Probe
-from fsd_bench.roofline import FORWARD_GRAPHS, HARDWARE, ROUND_GRAPH, Hardware, MemoryItem, Overhead, Work, devices_for
+from fsd_bench.roofline import (
+    FORWARD_GRAPHS,
+    HARDWARE,
+    ROUND_GRAPH,
+    Hardware,
+    MemoryItem,
+    Overhead,
+    Work,
+    device_rows,
+    devices_for,
+)
 from fsd_core.errors import ModelLoadError
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.heads.head import EagleConfig, EagleHead
@@ -140,6 +150,10 @@ def test_the_roofline() -> None:
     shared, whole = MemoryItem("shared", 300.0, "", shared=True), MemoryItem("whole", 10.0, "")
     assert devices_for([shared, whole], hardware) == 4  # of 90 bytes each
     assert devices_for([MemoryItem("whole", 91.0, "")], hardware) is None
+    assert device_rows([MemoryItem("all", 1e15, "")], lambda *_: [], ["device", "count", "ms"])[0][1:] == [
+        "over 8",
+        "-",
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ HEAVY = [*MODELS, "safetensors", "fsd_infer.backends.cpu.build"]
 
 
 @cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+def nodes_of(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 @cache
@@ -33,7 +33,7 @@ def imports_of(file: Path) -> list[str]:
 
 
 def _imports_of(file: Path) -> Iterator[str]:
-    for node in ast.walk(parsed(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -129,7 +129,7 @@ def test_rooms_of_the_decoder_form_no_ring_and_know_few_others(repo_root: Path) 
 
 def test_no_class_name_is_taken_twice(repo_root: Path) -> None:
     files = [file for package in [*PACKAGES, "benchmarks"] for file in (repo_root / package).rglob("*.py")]
-    names = Counter(node.name for file in files for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for file in files for node in nodes_of(file) if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == set()
 
 
@@ -159,7 +159,7 @@ def test_no_exception_is_raised_as_its_own_cause(repo_root: Path) -> None:
     found = [
         f"{file.relative_to(repo_root)}:{node.lineno}"
         for file in files
-        for node in ast.walk(parsed(file))
+        for node in nodes_of(file)
         if isinstance(node, ast.Raise) and node.cause is not None and isinstance(node.exc, (ast.IfExp, ast.BoolOp))
     ]
     assert not found
