@@ -89,10 +89,12 @@ def test_one_row_of_many_is_skipped_and_one_of_few_ends_the_command(
         assert problem in str(caught.value) and ("1 of 11 rows" in str(caught.value)) == (not check.strict)
     # ids are compared with the vocabulary once the target is there
     monkeypatch.setattr("fsd_train.data.module.load_tokenizer", lambda name, **options: tiny_tokenizer())
-    data = AnswersDataModule([str(write(path, 40, row))], tokenizer="toy", validation_fraction=0)
+    file = str(write(path, 40, row))
+    data = AnswersDataModule([file], validation_files=[file], tokenizer="toy")
     data.setup()
     data.check(300, None)
-    assert data.train_set is not None and len(data.train_set) == 40 and data.answer_counts(300).sum() > 0
+    assert data.train_set is not None and data.validation_set is not None
+    assert len(data.train_set) == len(data.validation_set) == 40 and data.answer_counts(300).sum() > 0
 
 
 def test_rows_are_counted_by_reason_and_a_hopeless_file_is_given_up(

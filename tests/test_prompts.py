@@ -152,15 +152,6 @@ def test_measurements_give_a_rows_tools_to_the_template(tmp_path: Path) -> None:
             encode_rows(read, Encoder("toy", tokenizer, raw=True))
 
 
-def test_what_cannot_be_encoded_is_reported() -> None:
-    tokenizer = tiny_tokenizer("{{ raise_exception('roles must alternate') }}" + CHATML)
-    with pytest.raises(DataError, match=r"roles user, user.*must alternate"):
-        encode_chat(tokenizer, [USER, MORE])
-    for messages in ([], [{"role": "user", "content": ""}], "text"):
-        with pytest.raises(DataError):
-            encode_chat(tiny_tokenizer(), messages)  # type: ignore[arg-type]
-
-
 SYSTEM = {"role": "system", "content": "assistant"}
 IT = {"role": "assistant", "content": "it"}
 TURNS = [SYSTEM, USER, BOT, MORE, LAST]
