@@ -70,7 +70,7 @@ def is_a_slip(text: str) -> bool:
         return False
 
 
-@settings(FUZZ, max_examples=120)
+@settings(FUZZ, max_examples=200)
 @given(text=rule_texts(), warm=st.booleans())
 def test_rules_as_text(text: str, warm: bool, toy_decoder: FuzzyDecoder) -> None:
     made: list[Any] = []
@@ -106,7 +106,7 @@ def command(name: str) -> argparse.ArgumentParser:
     return {name: parser for action in actions for name, parser in dict(action.choices or {}).items()}[name]
 
 
-@settings(FUZZ, max_examples=40)
+@settings(FUZZ, max_examples=60)
 @given(data=st.data(), name=st.sampled_from(["generate", "generate", "run", "warmup"]))
 def test_command_lines(
     data: st.DataObject,
@@ -228,7 +228,7 @@ TURNS: list[dict[str, Any]] = [
 ]
 
 
-@settings(FUZZ, max_examples=35)
+@settings(FUZZ, max_examples=60)
 @given(data=st.data(), command=st.sampled_from(["fit", "validate"]))
 def test_rows_of_answers(data: st.DataObject, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `fit` and `validate` read before they train: each row is used, or skipped with its reason."""
