@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -27,6 +28,36 @@ LIMITS = Limits(max_batch=4, max_queue=400, max_new_tokens=24, max_bytes=4096)
 def asked(text: str = "the cat sat on the mat", **more: Any) -> dict[str, Any]:
     """The body of a chat completion."""
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0, **more}
+
+
+async def ask(app: FastAPI, path: str, parts: list[bytes], leaves: bool = False, **scope: Any) -> tuple[int, bytes]:
+    """Status and body of the answer to a request, by the server's own interface.
+
+    Args:
+        parts: of the body; those that the server asks for are taken out.
+        leaves: whether the client leaves after the last part.
+        scope: other values of ASGI's.
+    """
+    said, status = b"", 0
+
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+        if not leaves:
+            await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        nonlocal said, status
+        status, said = message.get("status", status), said + message.get("body", b"")
+
+    usual = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
+        "root_path": "", "scheme": "http", "query_string": b"", "client": ("127.0.0.1", 1), "server": ("x", 8000),
+        "headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0"},
+    }  # fmt: skip
+    await app({**usual, **scope}, receive, send)
+    return status, said
 
 
 def make_job(

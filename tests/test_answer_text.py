@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
 
 from fsd_core.text.control import encode_with_offsets, hidden, set_control_tokens
 from fsd_core.text.encoding import encode_chat, special_ids
@@ -22,28 +20,13 @@ from fsd_infer.serving.replies import _by_text
 from fsd_infer.serving.text import AnswerText
 from tests.bench_toys import Toy
 from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, asked, events
-from tests.text_toys import CHATML, tiny_tokenizer
+from tests.text_toys import CHATML, tiny_sentencepiece, tiny_tokenizer
 
 EMOJI = "the \U0001f642\u6f22 d\u00e9j\u00e0 \U0001f642\U0001f642 end"
 
 
 def sentencepiece() -> Any:
-    """A tokenizer like Llama's: a space before each text, and bytes of characters that it lacks."""
-    words = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        *"abcdefghijklmnopqrstuvwxyz<|>_",
-    ]
-    merges = [("\u2581", "t"), ("\u2581t", "h"), ("\u2581th", "e"), ("t", "h"), ("th", "e")]
-    vocab = {word: place for place, word in enumerate([*words, *(a + b for a, b in merges)])}
-    core = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    core.decoder = decoders.Sequence(parts)
-    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    made = tiny_sentencepiece()
     made.chat_template = CHATML.replace("<|start|>", "<s>").replace("<|end|>", "</s>")
     return made
 
@@ -231,6 +214,12 @@ def test_what_is_no_json_is_refused_and_white_space_is_a_prompt(served: Any) -> 
 # control tokens in messages -------------------------------------------------------------------------------------------
 
 
+MARKED = (  # without any of them
+    "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}"
+    "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+)
+
+
 def test_messages_hold_no_control_tokens_unless_allowed(tokenizer: Any) -> None:
     specials = special_ids(tokenizer)
     names = [tokenizer.eos_token, tokenizer.bos_token]
@@ -244,8 +233,12 @@ def test_messages_hold_no_control_tokens_unless_allowed(tokenizer: Any) -> None:
 
     assert count(turns(content)) == count(turns("the"))
     assert content in tokenizer.decode(encode_chat(tokenizer, turns(content)))
-    ((ids, mask),) = encode_conversation(tokenizer, turns(content)[:3])
-    assert sum(mask) and content in tokenizer.decode([token for token, kept in zip(ids, mask) if kept])
+    template = tokenizer.chat_template
+    for tokenizer.chat_template in (template, MARKED):
+        ((ids, mask),) = encode_conversation(tokenizer, turns(content)[:3])
+        assert sum(mask) and content in tokenizer.decode([token for token, kept in zip(ids, mask) if kept])
+    assert not special_ids(tokenizer) & set(ids)
+    tokenizer.chat_template = template
     assert names[0] not in str(hidden(tokenizer, {"properties": {names[0]: [names[0]]}})), "names of fields too"
     shown = hidden(tokenizer, content)
     ids, offsets = encode_with_offsets(tokenizer, shown)
@@ -255,20 +248,6 @@ def test_messages_hold_no_control_tokens_unless_allowed(tokenizer: Any) -> None:
     assert count(turns(content)) == count(turns("the")) + 16
     set_control_tokens(tokenizer, False)
     assert count(turns(content)) == count(turns("the"))
-    template, tokenizer.chat_template = tokenizer.chat_template, None
+    tokenizer.chat_template = None
     assert not specials & set(encode_chat(tokenizer, turns(content)[1:2])[1:])
-    tokenizer.chat_template = template
-
-
-def test_generation_markers_and_control_tokens(tokenizer: Any) -> None:
-    name = tokenizer.eos_token
-    template = tokenizer.chat_template
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}"
-        "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
-    )
-    turns = [{"role": "user", "content": f"a{name}"}, {"role": "assistant", "content": f"b{name}c"}]
-    ((ids, mask),) = encode_conversation(tokenizer, turns)
-    assert tokenizer.decode([token for token, kept in zip(ids, mask) if kept]).strip() == f"b{name}c"
-    assert not special_ids(tokenizer) & set(ids)
     tokenizer.chat_template = template

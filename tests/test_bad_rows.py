@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "text for ids": ({"prompt_ids": "1 2", "response_ids": [1]}, "`prompt_ids` must be a list of token ids"),
     "id out of range": ({"prompt_ids": [1], "response_ids": [9999]}, "token id 9999 is outside"),
     "id of 33 bits": ({"prompt_ids": [1], "response_ids": [2**32]}, "whole numbers from 0 to 2147483647"),
+    "ids with a fraction": ({"prompt_ids": [1], "response_ids": [1.5]}, "`response_ids` must be a list"),
+    "ids of truth": ({"prompt_ids": [True], "response_ids": [1]}, "`prompt_ids` must be a list"),
+    "turn without text": ({"prompt": [{"role": "user"}], "completion": "x"}, "turn 0 (user) must have `content`"),
+    "answer no text": ({"messages": [USER], "response": 3}, "`response` must hold text"),
+    "completion no text": ({"prompt": "x", "completion": 3}, "`completion` must hold text, found int"),
     "number": (3, "expected a JSON object, found int"),
     "not JSON": (b'{"messages": [', "not JSON"),
     "not UTF-8": (b'{"prompt": "\xff"}', "not UTF-8"),
@@ -83,10 +89,12 @@ def test_one_row_of_many_is_skipped_and_one_of_few_ends_the_command(
         assert problem in str(caught.value) and ("1 of 11 rows" in str(caught.value)) == (not check.strict)
     # ids are compared with the vocabulary once the target is there
     monkeypatch.setattr("fsd_train.data.module.load_tokenizer", lambda name, **options: tiny_tokenizer())
-    data = AnswersDataModule([str(write(path, 40, row))], tokenizer="toy", validation_fraction=0)
+    file = str(write(path, 40, row))
+    data = AnswersDataModule([file], validation_files=[file], tokenizer="toy")
     data.setup()
     data.check(300, None)
-    assert data.train_set is not None and len(data.train_set) == 40 and data.answer_counts(300).sum() > 0
+    assert data.train_set is not None and data.validation_set is not None
+    assert len(data.train_set) == len(data.validation_set) == 40 and data.answer_counts(300).sum() > 0
 
 
 def test_rows_are_counted_by_reason_and_a_hopeless_file_is_given_up(
@@ -107,24 +115,23 @@ def test_rows_are_counted_by_reason_and_a_hopeless_file_is_given_up(
         read_answers([path], tiny_tokenizer(), check=RowCheck())
 
 
-def test_a_limit_reads_on_until_few_of_the_rows_are_bad(tmp_path: Path) -> None:
-    for good, fails in ((30, False), (10, True)):
-        check = RowCheck()
-        path = write(tmp_path / f"{good}.jsonl", good, BAD["no turns"][0])
-        assert len(check.first(read_prompts(path, check), 4)) == 4
-        assert check.read == (11 if fails else 20) and check.too_many == fails
+# rows of a file whose first is bad, a limit, how many are read, and whether too many of those are bad
+LIMITED: list[tuple[list[Any], int, range, bool]] = [
+    ([GOOD] * 30, 4, range(20, 21), False), ([GOOD] * 10, 4, range(11, 12), True),
+    ([*[GOOD] * 9, BAD["no turns"][0]] * 300, 4, range(1000, 1100), True),  # but no whole stream
+    ([GOOD, *[BAD["no turns"][0]] * 3000], 1, range(1000, 1100), True),
+]  # fmt: skip
 
 
-def test_a_limit_does_not_read_a_whole_stream(tmp_path: Path) -> None:
-    """If every tenth row is bad, or all that follow the last one needed are."""
-    bad, path = BAD["no turns"][0], tmp_path / "rows.jsonl"
-    for rows, limit in (([bad, *[GOOD] * 9] * 300, 4), ([GOOD, bad] + [bad] * 3000, 1)):
-        check = RowCheck()
-        write(path, 0, bad, *rows)
-        with pytest.raises(DataError, match="rows.jsonl:1: .* of 10.. rows cannot be used, more than 5%"):
-            check.first(read_prompts(path, check), limit)
-            check.finish()
-        assert 1000 < check.read < 1100
+@pytest.mark.parametrize(("rows", "limit", "read", "fails"), LIMITED)
+def test_a_limit_reads_on_until_few_of_the_rows_are_bad(
+    rows: list[Any], limit: int, read: range, fails: bool, tmp_path: Path
+) -> None:
+    path, check = write(tmp_path / "rows.jsonl", 0, BAD["no turns"][0], *rows), RowCheck()
+    with pytest.raises(DataError, match="rows.jsonl:1: .* rows cannot be used") if fails else nullcontext():
+        assert len(check.first(read_prompts(path, check), limit)) == limit
+        check.finish()
+    assert check.read in read and check.too_many == fails
 
 
 def test_fields_that_nothing_reads_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,18 +156,12 @@ def test_fields_that_nothing_reads_are_named_once(tmp_path: Path, capsys: pytest
         assert {*named} == {f"`{name}` (3 rows)" for name in always | more}
 
 
-def test_a_table_whose_columns_share_a_name_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("prompt,response,prompt\na,b,c\n")
-    with pytest.raises(DataError, match="a.csv:1: two columns are called 'prompt'"):
-        list(read_prompts(tmp_path / "a.csv"))
-
-
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a target/ that has a tokenizer, rows.jsonl with a few bad rows of every kind, and a recipe."""
     root = tmp_path_factory.mktemp("chat")
     save_tiny_chat_target(root / "target")
-    write(root / "rows.jsonl", 420, *(row for row, _ in BAD.values()))
+    write(root / "rows.jsonl", 560, *(row for row, _ in BAD.values()))
     trainer = {
         "accelerator": "cpu", "max_steps": 1, "limit_val_batches": 1, "logger": False, "enable_checkpointing": False,
         "num_sanity_val_steps": 0, "default_root_dir": "run",

@@ -50,7 +50,7 @@ def record(toy: Toy, record_file: Path) -> dict[str, Any]:
 
 def test_a_run_with_a_seed_repeats_whatever_the_clock_says(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees of ``auto`` follow the text alone then. Without a seed they follow the clock, and the answers them."""
-    options = dict(temperature=0.9, tree="auto", max_new_tokens=24)
+    options = dict(temperature=0.9, tree="auto", max_new_tokens=24, limit=2)
 
     def answers(clock: int, seed: int | None) -> list[str]:
         draws, now = Random(clock), [0.0]

@@ -255,7 +255,12 @@ BENCH = ("run", "sweep", "calibrate")
 HELP = {
     "fsd_infer.cli.main": [["--help"], *([name, "--help"] for name in INFER), ["generate", "--no-such-option"]],
     "fsd_bench.cli": [["--help"], *([name, "--help"] for name in BENCH), ["run", "--no-such-option"]],
-    "fsd_train.cli": [["--help"], *([name, "--help"] for name in PARSERS), ["export", "--no-such-option"]],
+    "fsd_train.cli": [
+        ["--help"],
+        *([name, "--help"] for name in PARSERS),
+        ["export", "--no-such-option"],
+        ["fit", "--modl.unroll_steps", "2"],
+    ],
 }
 HEAVY = """
 import sys
@@ -264,7 +269,7 @@ from MODULE import main
 for argv in CASES:
     with suppress(SystemExit):
         main(argv)
-    heavy = {"torch", "transformers", "numpy", "lightning", "fsd_bench.runner"} & set(sys.modules)
+    heavy = {"torch", "transformers", "numpy", "lightning", "jsonargparse", "fsd_bench.runner"} & set(sys.modules)
     assert not heavy, (argv, heavy)
 """
 

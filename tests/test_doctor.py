@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -149,6 +150,7 @@ def test_shifted_features(world: Path, tmp_path: Path) -> None:
 
 REFUSED = [
     ({"rows": "0"}, "--rows: "),
+    ({"head": None}, "--head"),
     ({"url": "here"}, "server 'here': give its address"),
     ({"data": "other.jsonl"}, "other.jsonl:1: token id 99999 is outside the target's vocabulary"),
 ]
@@ -156,13 +158,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_refusals(
-    options: dict[str, str], message: str, world: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    options: dict[str, str | None], message: str, world: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(world)
     Path("other.jsonl").write_text('{"prompt_ids": [5, 6], "response_ids": [7, 99999]}\n')
     given = {"target": "target", "head": "fsd", "data": "answers.jsonl", **options}
     with contextlib.suppress(SystemExit):
-        assert cli(["doctor", *(part for name, value in given.items() for part in (f"--{name}", value))]) == 2
+        assert cli(["doctor", *(part for name, value in given.items() if value for part in (f"--{name}", value))]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -196,9 +198,9 @@ def counters(rounds: list[int], positions: int = 4) -> str:
 
 def test_a_server_with_the_head_agrees(world: Path, tmp_path: Path) -> None:
     with engine(world, world / "eagle3") as url:
-        found = examine(world, world / "eagle3", tmp_path, url=url, rows="8", **{"max-new-tokens": "24"})
+        found = examine(world, world / "eagle3", tmp_path, url=url, rows="4", **{"max-new-tokens": "16"})
     assert wrong(found) == [] and found["engine's answers"]["ok"] and found["engine's acceptance"]["ok"], found
-    assert found["engine's answers"]["says"] == "8 of 8 equal ours"
+    assert found["engine's answers"]["says"] == "4 of 4 equal ours"
     theirs, ours = found["engine's acceptance"]["says"].removeprefix("accepted by position: ").split("; ours ")
     assert theirs == ours and len(theirs.split()) == 4
 
@@ -214,8 +216,10 @@ data: {train_files: [], batch_tokens: 512}
 """
 
 
-def in_this_process(command: list[str], **options: Any) -> SimpleNamespace:
-    assert command[:3] == [sys.executable, "-m", "fsd_train.cli"]
+def in_this_process(command: list[str], start: Any = subprocess.run, **options: Any) -> Any:
+    """A run of `fsd-train` without a process of its own."""
+    if command[:3] != [sys.executable, "-m", "fsd_train.cli"]:
+        return start(command, **options)
     return SimpleNamespace(returncode=cli(command[3:]))
 
 
@@ -233,14 +237,14 @@ def learnt(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "_train", kept)
         patched.setattr(module.subprocess, "run", in_this_process)
-        patched.setattr(module, "MOST_STEPS", 120)
+        patched.setattr(module, "MOST_STEPS", 100)
         overfit(world, root / "found.json", "600", "--config", str(root / "recipe.yaml"))
     return root
 
 
 def overfit(world: Path, record: Path, *words: str) -> dict[str, dict[str, Any]]:
     files = ["--target", str(world / "target"), "--data", str(world / "answers.jsonl"), "--json", str(record)]
-    status = cli(["doctor", *files, "--overfit", *words])
+    status = cli(["doctor", *files, "--max-new-tokens", "32", "--overfit", *words])
     found = {line["check"]: line for line in json.loads(record.read_text())}
     assert status == int(any(line["ok"] is False for line in found.values()))
     return found
@@ -270,36 +274,35 @@ def test_an_encoding_that_loses_the_answer_is_named(template: str, served: str, 
     assert [finding.check for finding in found if not finding.ok] == ([wrong] if wrong else [])
 
 
-def rotate(config: dict[str, Any]) -> None:
-    config["layer"]["rope_parameters"]["rope_theta"] = 1.5
-
-
-# stage: changes of the head's tensors and config, options of the command, whether decoding loses, what is said
-STAGES: dict[str, tuple[Any, ...]] = {
-    "feature layers": (None, {"fused_layers": [2, 3]}, [], True, "fused_layers [1, 2]"),
-    "vocabulary map": (permute, {}, [], True, "d2t or draft_ids are in another order"),
-    "dtype": (enlarge, {}, ["--dtype", "float16"], True, "bfloat16"),
-    "rope": (None, rotate, [], True, "rope_theta"),
+# stage: changes of the learnt head's tensors and config, and how to put it right
+STAGES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "vocabulary map": (permute, {}, "d2t or draft_ids are in another order"),
+    "rope": (None, {"rope_theta": 1.5}, "rope_theta"),
 }
+
+
+def retrained(patch: pytest.MonkeyPatch, head: Path, tensors: Any = None, **layer: Any) -> None:
+    """`--overfit` finds this head in place of one that it trains."""
+
+    def trained(args: Any, directory: Path, tokens: int) -> float:
+        config = json.loads((head / "config.json").read_text())
+        config["layer"]["rope_parameters"] |= layer
+        edited(head, directory / "head", tensors, **config)
+        return 1.0
+
+    patch.setattr(module, "_train", trained)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_stage_that_loses_what_was_learnt_is_named(
     stage: str, world: Path, learnt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors, options, words, loses, fix = STAGES[stage]
-
-    def spoilt(args: Any, directory: Path, tokens: int) -> float:
-        given = json.loads((learnt / "head" / "config.json").read_text())
-        options(given) if callable(options) else given.update(options)
-        edited(learnt / "head", directory / "head", tensors, **given)
-        return 1.0
-
-    monkeypatch.setattr(module, "_train", spoilt)
-    found = overfit(world, tmp_path / "found.json", *words)
+    tensors, layer, fix = STAGES[stage]
+    retrained(monkeypatch, learnt / "head", tensors, **layer)
+    found = overfit(world, tmp_path / "found.json")
     named = [check for check, line in found.items() if line["fix"]]
     assert [check for check in named if check not in ("export", "decoding")] == [stage], found
-    assert fix in found[stage]["fix"] and ("decoding" in wrong(found)) == loses, found
+    assert fix in found[stage]["fix"] and "decoding" in wrong(found), found
     assert "export" not in wrong(found) or fix in found["export"]["fix"], found
 
 
@@ -314,33 +317,21 @@ def test_a_head_that_learnt_nothing_has_no_wrong_vocabulary_map(world: Path) -> 
             assert Doctor(target, head, given)._remapped() is None
 
 
-def test_an_export_that_is_not_what_was_trained(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An export that is not what was trained, and one that vLLM decodes otherwise."""
+# drafts of 40 that vLLM accepts at each place, tokens that it decodes alike, and what is said of it
+IN_VLLM = [(40, 16, True), (4, 16, False), (4, 3, None)]
 
-    def trained(args: Any, directory: Path, tokens: int) -> float:
-        edited(world / "eagle3", directory / "head", permute)
-        return 1.0
 
-    monkeypatch.setattr(module, "_train", trained)
-    monkeypatch.delenv("VLLM_PYTHON", raising=False)
-    words = ["--target", str(world / "target"), "--data", str(world / "answers.jsonl"), "--rows", "4"]
-    found = tmp_path / "found.json"
-    assert cli(["doctor", *words, "--overfit", "--json", str(found)]) == 1
-    lines = {line["check"]: line for line in json.loads(found.read_text())}
-    assert lines["export"]["ok"] is False and lines["decoding"]["ok"] is False and "vllm" not in lines
-    assert cli(["doctor", *words]) == 2
+def test_vllm_is_asked_where_it_is(world: Path, learnt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    retrained(monkeypatch, learnt / "head")
     vllm = tmp_path / "python"
-    for accepted, same, ok in ((40, 48, True), (4, 48, False), (4, 3, None)):
+    for accepted, same, ok in IN_VLLM:
         vllm.write_text(
             f"#!{sys.executable}\nimport json, pathlib, sys\njob = json.loads(pathlib.Path(sys.argv[2]).read_text())\n"
             "assert pathlib.Path(job['head'], 'config.json').is_file() and job['method'] == 'eagle3', job\n"
-            "assert len(job['answer']) == 48, job\n"
             f"reply = dict(same={same}, drafts=40, accepted=[{accepted}] * job['drafted'])\n"
             "pathlib.Path(job['output']).write_text(json.dumps(reply))\n"
         )
         vllm.chmod(0o755)
         monkeypatch.setenv("VLLM_PYTHON", str(vllm))
-        cli(["doctor", *words, "--overfit", "--json", str(found)])
-        (line,) = [line for line in json.loads(found.read_text()) if line["check"] == "vllm"]
-        assert line["ok"] is ok and f"its first {same} of 48 tokens are those of decoding here" in line["says"], line
-        assert ("accepted there by position: " in line["says"]) == (same == 48)
+        line = overfit(world, tmp_path / "found.json")["vllm"]
+        assert line["ok"] is ok and f"its first {same} of 32 tokens are those of decoding here" in line["says"], line

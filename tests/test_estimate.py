@@ -20,7 +20,17 @@ from fsd_bench.cli import main as infer
 from fsd_bench.estimate import Planned, by_device, head_on_paper, planned_head
 from fsd_bench.planned import count_weights, planned_target
 from fsd_bench.probe import Probe
-from fsd_bench.roofline import FORWARD_GRAPHS, HARDWARE, ROUND_GRAPH, Hardware, MemoryItem, Overhead, Work, devices_for
+from fsd_bench.roofline import (
+    FORWARD_GRAPHS,
+    HARDWARE,
+    ROUND_GRAPH,
+    Hardware,
+    MemoryItem,
+    Overhead,
+    Work,
+    device_rows,
+    devices_for,
+)
 from fsd_core.errors import ModelLoadError
 from fsd_infer.drafters import EagleDrafter, TreeShape
 from fsd_infer.heads.head import EagleConfig, EagleHead
@@ -140,47 +150,51 @@ def test_the_roofline() -> None:
     shared, whole = MemoryItem("shared", 300.0, "", shared=True), MemoryItem("whole", 10.0, "")
     assert devices_for([shared, whole], hardware) == 4  # of 90 bytes each
     assert devices_for([MemoryItem("whole", 91.0, "")], hardware) is None
+    assert device_rows([MemoryItem("all", 1e15, "")], lambda *_: [], ["device", "count", "ms"])[0][1:] == [
+        "over 8",
+        "-",
+    ]
 
 
-@pytest.mark.parametrize(
-    "name, weights, cache", [("llama-3.1-8b", 8030261248, 131072), ("llama-3.1-70b", 70553706496, 327680)]
-)
-def test_known_shapes(name: str, weights: int, cache: int, repo_root: Path) -> None:
-    """Weights are counted as published, the page has an 8B's rounds, the recipe what training takes."""
-    target = planned_target(name)
+@pytest.fixture(scope="module")
+def llama() -> Planned:
+    """Llama-3.1-8B with an EAGLE-3 head."""
+    target = planned_target("llama-3.1-8b")
     head = planned_head(target, layout="eagle3", draft_vocab_size=32000)
-    planned = Planned(target, head_on_paper(target, head), graphs=True)
+    return Planned(target, head_on_paper(target, head), graphs=True)
+
+
+def test_a_known_shape(llama: Planned, repo_root: Path) -> None:
+    """Weights are counted as published, the page has the model's rounds, the recipe what training takes."""
+    assert count_weights(llama.target.model) == 8030261248 and llama.target.cache_bytes_per_token == 131072
     shown = (repo_root / "docs" / "performance.md").read_text(encoding="utf-8")
-    rows = [f"| {' | '.join(row)} |" for row in by_device(planned, DEFAULT_SHAPES["cuda"], BONUS_SHAPES["cuda"])]
+    rows = [f"| {' | '.join(row)} |" for row in by_device(llama, DEFAULT_SHAPES["cuda"], BONUS_SHAPES["cuda"])]
     section = shown.partition("| **Llama-3.1-8B**")[2].partition("\n\n")[0].splitlines()[1:]
-    assert len(section) == 3 and (set(section) <= set(rows)) == (name == "llama-3.1-8b")
-    assert count_weights(target.model) == weights and target.cache_bytes_per_token == cache
-    if name == "llama-3.1-8b":
-        path = repo_root / "recipes" / "llama-3.1-8b.yaml"
-        header = re.findall(r"^#   (target|head|activations|masks|logits) .*= +([\d.]+) GB$", path.read_text(), re.M)
-        said = on_paper(head_recipe(path), name)
-        found = re.findall(r"^memory: (\w+) +([\d.]+) GB", said, re.M)
-        assert [(part, f"{float(size):.1f}") for part, size in found] == header and len(header) == 5
-        (row,) = re.findall(r"^H200 .*$", said, re.M)
-        least, likely = map(float, re.findall(r"\d+\.\d+", row)[:2])
-        assert likely == pytest.approx(least / EFFICIENCY, rel=0.03)  # printed with two decimals
+    assert len(section) == 3 and set(section) <= set(rows)
+    path = repo_root / "recipes" / "llama-3.1-8b.yaml"
+    header = re.findall(r"^#   (target|head|activations|masks|logits) .*= +([\d.]+) GB$", path.read_text(), re.M)
+    said = on_paper(head_recipe(path), "llama-3.1-8b")
+    found = re.findall(r"^memory: (\w+) +([\d.]+) GB", said, re.M)
+    assert [(part, f"{float(size):.1f}") for part, size in found] == header and len(header) == 5
+    (row,) = re.findall(r"^H200 .*$", said, re.M)
+    least, likely = map(float, re.findall(r"\d+\.\d+", row)[:2])
+    assert likely == pytest.approx(least / EFFICIENCY, rel=0.03)  # printed with two decimals
 
 
-@pytest.mark.parametrize(
-    ("overhead", "plain", "rounds"),
-    [
-        (FORWARD_GRAPHS, 9.06, {(3, 1, 4): 17.5, (5, 1, 6): 22.2, (6, 4, 24): 24.3, (6, 10, 60): 23.1}),
-        (ROUND_GRAPH, 5.28, {(3, 1, 4): 6.79, (5, 1, 6): 8.28, (6, 4, 24): 8.99, (6, 10, 60): 9.42}),
-    ],
-)
+MEASURED: list[tuple[Overhead, float, dict[Any, float]]] = [
+    (FORWARD_GRAPHS, 9.06, {(3, 1, 4): 17.5, (5, 1, 6): 22.2, (6, 4, 24): 24.3, (6, 10, 60): 23.1}),
+    (ROUND_GRAPH, 5.28, {(3, 1, 4): 6.79, (5, 1, 6): 8.28, (6, 4, 24): 8.99, (6, 10, 60): 9.42}),
+]
+
+
+@pytest.mark.parametrize(("overhead", "plain", "rounds"), MEASURED)
 def test_measured_rounds_are_predicted(
-    overhead: Overhead, plain: float, rounds: dict[Any, float], monkeypatch: pytest.MonkeyPatch
+    overhead: Overhead, plain: float, rounds: dict[Any, float], llama: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Milliseconds on an H200, over about 600 tokens of context."""
     monkeypatch.setattr("fsd_bench.estimate.MEASURED", overhead)
-    target = planned_target("llama-3.1-8b")
-    head = head_on_paper(target, planned_head(target, layout="eagle3", draft_vocab_size=32000))
-    planned, h200 = Planned(target, head, context=600), next(each for each in HARDWARE if each.name == "H200")
+    planned = Planned(llama.target, llama.drafter, context=600)
+    h200 = next(each for each in HARDWARE if each.name == "H200")
     assert 1e3 * planned.expected(planned.plain(), h200) == pytest.approx(plain, rel=0.03)
     for shape, measured in rounds.items():
         assert 1e3 * planned.expected(planned.round(TreeShape(*shape)), h200) == pytest.approx(measured, rel=0.08)

@@ -294,7 +294,7 @@ def test_grammars(asked: tuple[str, str], toy_decoder: FuzzyDecoder) -> None:
 
 
 @settings(FUZZ, max_examples=3)
-@given(sent=st.lists(half_requests(), min_size=60, max_size=60))
+@given(sent=st.lists(half_requests(), min_size=40, max_size=40))
 def test_half_requests(sent: list[bytes], toy_decoder: FuzzyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is answered or closed in time, and the server ends while others are open."""
     monkeypatch.setattr(Connection, "request_seconds", 0.3)

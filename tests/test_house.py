@@ -22,8 +22,8 @@ HEAVY = [*MODELS, "safetensors", "fsd_infer.backends.cpu.build"]
 
 
 @cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+def nodes_of(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 @cache
@@ -33,7 +33,7 @@ def imports_of(file: Path) -> list[str]:
 
 
 def _imports_of(file: Path) -> Iterator[str]:
-    for node in ast.walk(parsed(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -58,20 +58,11 @@ def test_the_algorithm_knows_no_processor(repo_root: Path) -> None:
     assert seen <= SEEN_BY_BACKENDS
 
 
-def test_the_core_stands_alone(repo_root: Path) -> None:
-    files = list((repo_root / "fsd_core").rglob("*.py"))
-    assert len(files) > 10
-    found = {(file.name, name) for file in files for name in imports_of(file) if name.startswith("fsd_")}
-    assert {name for name in found if not name[1].startswith("fsd_core.")} == set()
-
-
-def test_decoding_needs_nothing_of_training_or_of_the_bench(repo_root: Path) -> None:
-    here = repo_root / "fsd_infer"
-    users: dict[str, set[str]] = {"fsd_train": set(), "fsd_bench": set()}
-    for file in here.rglob("*.py"):
-        for name in imports_of(file):
-            users.get(name.partition(".")[0], set()).add(str(file.relative_to(here)))
-    assert users == {"fsd_train": set(), "fsd_bench": set()}
+def test_packages_know_only_those_to_their_left(repo_root: Path) -> None:
+    for place, package in enumerate(PACKAGES):
+        files = list((repo_root / package).rglob("*.py"))
+        theirs = {name.partition(".")[0] for file in files for name in imports_of(file)} & {*PACKAGES}
+        assert len(files) > 10 and theirs <= {*PACKAGES[: place + 1]}, package
 
 
 def test_drafters_see_shapes_and_no_policy(repo_root: Path) -> None:
@@ -79,6 +70,18 @@ def test_drafters_see_shapes_and_no_policy(repo_root: Path) -> None:
     files = (repo_root / "fsd_infer" / "drafters").rglob("*.py")
     names = {name.split(".")[2] for file in files for name in imports_of(file) if name.startswith("fsd_infer.trees.")}
     assert names == {"forecast", "growing", "prices", "shape", "tree", "visits"}
+
+
+def modules_of(repo_root: Path, packages: list[str]) -> dict[str, Path]:
+    files = [file for package in packages for file in (repo_root / package).rglob("*.py")]
+    return {".".join(file.relative_to(repo_root).with_suffix("").parts): file for file in files}
+
+
+def rings(left: dict[str, set[str]]) -> set[str]:
+    """Who is left when those that stand on nobody are taken away, again and again."""
+    while ground := [name for name, seen in left.items() if not seen & left.keys()]:
+        left = {name: seen for name, seen in left.items() if name not in ground}
+    return set(left)
 
 
 def home_of(name: str, files: dict[str, Path]) -> str | None:
@@ -95,46 +98,38 @@ def home_of(name: str, files: dict[str, Path]) -> str | None:
 
 def test_no_files_import_each_other_in_a_ring(repo_root: Path) -> None:
     """Also not for types alone: what names each other is one thing, or one of the two does not need the other."""
-    files = {
-        ".".join(file.relative_to(repo_root).with_suffix("").parts): file
-        for package in PACKAGES
-        for file in (repo_root / package).rglob("*.py")
-    }
-    left = {
+    files = modules_of(repo_root, PACKAGES)
+    seen = {
         module: {home for name in imports_of(file) if (home := home_of(name, files))} - {module}
         for module, file in files.items()
         if file.name != "__init__.py"
     }
-    assert sum(map(len, left.values())) > 500
-    while ground := [module for module, seen in left.items() if not seen & left.keys()]:
-        left = {module: seen for module, seen in left.items() if module not in ground}
-    assert not left, "they import each other, or stand on such files"
+    assert sum(map(len, seen.values())) > 500
+    assert not rings(seen), "they import each other, or stand on such files"
 
 
 def test_rooms_of_the_decoder_form_no_ring_and_know_few_others(repo_root: Path) -> None:
     """A room is a folder of fsd_infer, or a file beside them."""
-    files = {
-        ".".join(file.relative_to(repo_root).with_suffix("").parts): file
-        for file in (repo_root / "fsd_infer").rglob("*.py")
-    }
+    files = modules_of(repo_root, ["fsd_infer"])
     rooms: dict[str, set[str]] = {}
     for place, file in files.items():
-        own, *_ = place.removeprefix("fsd_infer.").split(".")
-        seen = rooms.setdefault(own, set())
-        for name in imports_of(file):
-            module = name.rpartition(".")[0]
-            homes = (name, f"{name}.__init__", module, f"{module}.__init__")
-            home = next((one for one in homes if one in files), None)
-            seen |= {home.removeprefix("fsd_infer.").split(".")[0]} - {own} if home else set()
+        homes = {
+            found
+            for name in imports_of(file)
+            for found in (name, name.rpartition(".")[0])
+            if found.startswith("fsd_infer.")
+        }
+        own = place.split(".")[1]
+        rooms.setdefault(own, set()).update(
+            {home.split(".")[1] for home in homes} & {name.split(".")[1] for name in files} - {own}
+        )
     assert len(rooms) > 10 and 50 < sum(map(len, rooms.values())) <= 59
-    while ground := [room for room, seen in rooms.items() if not seen & rooms.keys()]:
-        rooms = {room: seen for room, seen in rooms.items() if room not in ground}
-    assert not rooms, "they know each other, or stand on such rooms"
+    assert not rings(rooms), "they know each other, or stand on such rooms"
 
 
 def test_no_class_name_is_taken_twice(repo_root: Path) -> None:
     files = [file for package in [*PACKAGES, "benchmarks"] for file in (repo_root / package).rglob("*.py")]
-    names = Counter(node.name for file in files for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for file in files for node in nodes_of(file) if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == set()
 
 
@@ -164,7 +159,7 @@ def test_no_exception_is_raised_as_its_own_cause(repo_root: Path) -> None:
     found = [
         f"{file.relative_to(repo_root)}:{node.lineno}"
         for file in files
-        for node in ast.walk(parsed(file))
+        for node in nodes_of(file)
         if isinstance(node, ast.Raise) and node.cause is not None and isinstance(node.exc, (ast.IfExp, ast.BoolOp))
     ]
     assert not found

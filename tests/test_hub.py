@@ -217,7 +217,9 @@ def test_a_published_head_has_a_card_with_its_measurements(
     assert "bytes" not in card.text and EagleHead.from_pretrained("owner/head").config.layout == "eagle3"
 
 
-def test_what_cannot_be_published_is_refused_in_a_line(hub: Hub, trained: Path, toy: Toy, tmp_path: Path) -> None:
+def test_what_cannot_be_published_is_refused_in_a_line(
+    hub: Hub, trained: Path, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A head that does not fit or drafts nothing, a directory without one, a hub that does not let in."""
     few = ["--max-new-tokens", "4", "--limit", "2", "--yes"]
     refusals = {
@@ -232,6 +234,15 @@ def test_what_cannot_be_published_is_refused_in_a_line(hub: Hub, trained: Path, 
         assert status == 2 and message in said, said
         one_line(said.strip().splitlines()[-1])
     assert not any(line.startswith("POST") for line in hub.asked)
+    monkeypatch.setattr("fsd_train.commands.publish.LEAST_TAU", 0.0)
+    repository = hub.add("owner/new", {})
+    for repository.fault, message in (
+        ("403 Forbidden", "(status 403): log in"),
+        ("429 Busy", "to wait 100000 seconds"),
+    ):
+        repository.headers = {"Retry_After": "100000"}
+        status, _, said = publish(str(trained), "owner/new", *few)
+        assert status == 2 and message in said.splitlines()[-1] and "owner/new" in said.splitlines()[-1], said
 
 
 def lines(rows: list[dict[str, Any]]) -> bytes:

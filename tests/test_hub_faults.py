@@ -23,10 +23,9 @@ from fsd_infer.drafters.corpus import open_corpus
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.hub import find_head
 from fsd_infer.targets.loading import load_config, load_target, load_tokenizer
-from fsd_train.cli import main as cli
 from tests.bench_toys import Toy
 from tests.families import tiny_model
-from tests.fuzzing import called, one_line
+from tests.fuzzing import one_line
 from tests.loopback_hub import Hub, Repository, loopback_hub
 from tests.test_head_formats import LAYERS, make_head
 
@@ -86,10 +85,8 @@ FAULTS = [
 ]
 
 
-# each status of both clients, ours and that of `datasets`, and each way to load with the first and the last
-STATUSES = [
-    (kind, *fault) for kind in LOADS for fault in (FAULTS if kind in ("head", "rows") else FAULTS[:: len(FAULTS) - 1])
-]
+# each status of both clients, ours and that of `datasets`, and each way to load with the last
+STATUSES = [(kind, *fault) for kind in LOADS for fault in (FAULTS if kind in ("head", "rows") else FAULTS[-1:])]
 
 
 @pytest.mark.parametrize(("kind", "fault", "words"), STATUSES)
@@ -147,9 +144,15 @@ def test_a_mistyped_file_is_not_looked_for_on_the_hub(hub: Hub) -> None:
     assert "no such file" in said(load_config, "models/tiny.gguf") and not hub.asked
 
 
-def test_a_connection_that_breaks(hub: Hub, waits: list[float]) -> None:
+@pytest.mark.parametrize("fault", ["cut", "stalls"])
+def test_a_download_that_does_not_end(
+    fault: str, hub: Hub, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a file comes, and then the connection breaks, or nothing comes for as long as the client waits."""
+    for name in ("fsd_core.hub.RECEIPT", "huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT"):
+        monkeypatch.setattr(name, 0.2)
     for repository in everything(hub):
-        repository.fault = "cut"
+        repository.fault = fault
     assert "was not transferred whole, the connection broke or stalled" in said(EagleHead.from_pretrained, "owner/head")
 
 
@@ -168,15 +171,6 @@ def test_a_client_that_is_replaced_is_guarded_too(
     assert not hasattr(other.send, "silent") and not hasattr(get_session().send, "silent")
     close_session()
     assert get_session().get(f"{hub.url}/api/models/owner/one").status_code == 200
-
-
-def test_a_download_that_stalls_ends(hub: Hub, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of a file comes, and then nothing, for as long as the client waits."""
-    for name in ("fsd_core.hub.RECEIPT", "huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT"):
-        monkeypatch.setattr(name, 0.2)
-    for repository in everything(hub):
-        repository.fault = "stalls"
-    assert "the connection broke or stalled" in said(EagleHead.from_pretrained, "owner/head")
 
 
 @pytest.mark.parametrize("kind", ["head", "target"])
@@ -294,26 +288,6 @@ def test_shards_do_not_lead_out_of_the_repository(absolute: bool, hub: Hub, toy:
         with pytest.raises(FsdError, match="outside.safetensors|leads out of"):
             load("owner/shards")
     assert not list(tmp_path.rglob("outside*"))
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [("401 RepoNotFound", "no repository of the Hub that you may read"), ("403 Forbidden", "status 403): log in"),
-     ("429 Busy", "asks to wait 100000 seconds"), ("500 Broken", "which fails (status 500)")],
-)  # fmt: skip
-def test_publishing_to_a_hub_that_fails(
-    fault: str, words: str, hub: Hub, toy: Toy, tmp_path: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = Target.from_pretrained(str(toy.target), dtype=torch.float32)
-    make_head(target, None, layout="fsd").save_pretrained(tmp_path / "mine")
-    monkeypatch.setattr("fsd_train.commands.publish.LEAST_TAU", 0.0)
-    hub.add("owner/new", {}).fault = fault
-    everything(hub)[-1].headers = {"Retry_After": "100000"} if fault[:3] == "429" else {}
-    words_of = ["--target", str(toy.target), "--max-new-tokens", "4", "--limit", "2", "--yes"]
-    status, _, errors = called(cli, ["publish", str(tmp_path / "mine"), "owner/new", *words_of])
-    last = errors.strip().splitlines()[-1]
-    one_line(last)
-    assert status == 2 and "owner/new" in last and words in last and sum(wait for wait in waits if wait >= 1) < 10
 
 
 def test_a_corpus_from_the_hub_is_kept_and_used_offline(

@@ -215,22 +215,18 @@ def test_bad_options_are_named(options: dict[str, Any], problem: str, toys: Path
 
 
 def test_recipe_selects_it_by_class_path(toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoints = in_recipe("ModelCheckpoint", dirpath=tmp_path, filename="first", every_n_train_steps=2)
-    callbacks = [in_recipe("ExportHead", directory=tmp_path / "model"), checkpoints]
+    callbacks = [in_recipe("ExportHead", directory=tmp_path / "model")]
     trainer = {"max_steps": 2, "limit_val_batches": 0, "callbacks": callbacks}
     model = {"target": toys / "target", "drafter": toys / "drafter", "lora": LORA}
     data = {"train_files": [toys / "answers.jsonl"], "batch_tokens": 128}
     named = {"class_path": "LMModule", "init_args": model}
     argv = [*fit_command(tmp_path, trainer, named, data), "--model.optimizer.lr", "0.01"]
 
-    def record() -> tuple[int, float, dict[str, Any]]:
-        made = json.loads((tmp_path / "model" / "training.json").read_text())
-        return made["steps"], made["hyperparameters"]["optimizer"]["init_args"]["lr"], made["hyperparameters"]["lora"]
-
     assert cli([*argv, "--model.on_policy", "2"]) == 2
     assert "on_policy" in capsys.readouterr().err.splitlines()[-1]
     averaging = ["--trainer.callbacks+", "lightning.pytorch.callbacks.EMAWeightAveraging"]
     assert cli([*argv, *averaging]) == 2 and "Omit the callback or model.lora" in capsys.readouterr().err
-    assert cli(argv) == 0 and record() == (2, 0.01, LORA)
-    assert cli([*argv, "--trainer.max_steps", "3", "--ckpt_path", str(tmp_path / "first.ckpt")]) == 0
-    assert record() == (3, 0.01, LORA)
+    assert cli(argv) == 0
+    made = json.loads((tmp_path / "model" / "training.json").read_text())
+    options = made["hyperparameters"]
+    assert (made["steps"], options["optimizer"]["init_args"]["lr"], options["lora"]) == (2, 0.01, LORA)

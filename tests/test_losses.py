@@ -98,19 +98,6 @@ def test_lm_head_is_the_targets(family: str) -> None:
     torch.testing.assert_close(LMHead.of(target, ids)(hidden), target.lm_logits(hidden)[:, ids])
 
 
-WRONG = [
-    ("eagle", {"w_feature": 0.0, "w_ce": 0.0}, "both 0"),
-    ("fsd", {"divergence": "jsd"}, "js"),
-    *(("fsd", {"threshold": wrong}, "threshold") for wrong in ([], [0.3, math.nan], -1.0)),
-]
-
-
-@pytest.mark.parametrize(("name", "args", "message"), WRONG)
-def test_wrong_arguments_are_named(name: str, args: dict[str, Any], message: str) -> None:
-    with pytest.raises(FsdError, match=message):
-        build_loss(name, args)
-
-
 FSD = [
     {"threshold": 0.0, "anchor": 0.0},
     {"threshold": 0.2, "anchor": 0.3},
@@ -297,7 +284,10 @@ def test_a_mix_is_the_weighted_sum_of_its_parts(progress: float, step: float) ->
     assert out.agreement is not None and out.agreement.shape == (S, N)
 
 
-MALFORMED = [
+MALFORMED: list[tuple[Any, dict[str, Any] | None, str]] = [
+    ("eagle", {"w_feature": 0.0, "w_ce": 0.0}, "both 0"),
+    ("fsd", {"divergence": "jsd"}, "js"),
+    *(("fsd", {"threshold": wrong}, "threshold") for wrong in ([], [0.3, math.nan], -1.0)),
     ([], None, "parts is empty"),
     ([{"name": "kl_qp", "weight": 0}], None, "all weights are 0 at the beginning"),
     ([{"name": "kl_qp", "weight": Schedule(start=1.0, end=0.0)}], None, "all weights are 0 at the end"),
@@ -311,8 +301,8 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("parts", "args", "problem"), MALFORMED)
-def test_malformed_mixes_are_refused(parts: Any, args: dict[str, Any] | None, problem: str) -> None:
-    with pytest.raises(DataError, match=problem):
+def test_malformed_losses_and_mixes_are_refused(parts: Any, args: dict[str, Any] | None, problem: str) -> None:
+    with pytest.raises(FsdError, match=problem):
         build_loss(parts, args)
     with pytest.raises(DataError, match="'adaspec' needs reference: give it as class_path"):
         as_loss("adaspec")

@@ -65,6 +65,7 @@ UNREADABLE: list[tuple[str, dict[str, bytes], str]] = [
     ("array.json", {"": b'[{"prompt": "a"}, 3]'}, "array.json:2: expected a JSON object"),
     ("cut.json", {"": b'[{"prompt": "a"}'}, "cut.json: not JSON"),
     ("cells.csv", {"": b"prompt\na\nb,c\n"}, "cells.csv:3: more cells"),
+    ("columns.csv", {"": b"prompt,response,prompt\na,b,c\n"}, "columns.csv:1: two columns are called 'prompt'"),
     ("quotes.csv", {"": b'prompt\na\n"b\n'}, "quotes.csv:2: no table row"),
     ("cut.parquet", {"": b"PAR1 and then nothing"}, r"cut\.parquet: unreadable after row 0"),
     ("other", {"a.jsonl": b"{}"}, r"neither \.parquet files nor a dataset"),
@@ -149,15 +150,6 @@ def test_measurements_give_a_rows_tools_to_the_template(tmp_path: Path) -> None:
         read = list(read_prompts(write_rows(tmp_path / "p.jsonl", [row])))
         with pytest.raises(DataError, match="p.jsonl:1: .*--raw does not support"):
             encode_rows(read, Encoder("toy", tokenizer, raw=True))
-
-
-def test_what_cannot_be_encoded_is_reported() -> None:
-    tokenizer = tiny_tokenizer("{{ raise_exception('roles must alternate') }}" + CHATML)
-    with pytest.raises(DataError, match=r"roles user, user.*must alternate"):
-        encode_chat(tokenizer, [USER, MORE])
-    for messages in ([], [{"role": "user", "content": ""}], "text"):
-        with pytest.raises(DataError):
-            encode_chat(tiny_tokenizer(), messages)  # type: ignore[arg-type]
 
 
 SYSTEM = {"role": "system", "content": "assistant"}

@@ -12,7 +12,6 @@ from typing import Any
 
 import h11
 import pytest
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from fsd_infer import FsdError, FuzzyDecoder
@@ -21,7 +20,7 @@ from fsd_infer.serving.batcher import Batcher, ServedRequest
 from fsd_infer.serving.gate import is_known, known_hosts
 from fsd_infer.serving.listen import Connection
 from fsd_infer.targets.prefixes import PrefixCache
-from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, asked, connections, listening, make_job, rest
+from tests.serve_toys import CHAT, COMPLETIONS, LIMITS, ask, asked, connections, listening, make_job, rest
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HALVES = {
@@ -75,26 +74,6 @@ def test_a_client_that_reads_nothing_is_cut_off(toy_decoder: FuzzyDecoder, monke
         assert health(port).startswith(b"HTTP/1.1 200")
 
 
-def test_requests_whose_clients_left_free_the_queue(toy_decoder: FuzzyDecoder) -> None:
-    started, go = threading.Event(), threading.Event()
-
-    def slow(text: str, done: ServedRequest | None) -> None:
-        started.set()
-        assert go.wait(60)
-
-    batcher = Batcher(toy_decoder, max_batch=1, max_queue=2)
-    running, *waiting = (make_job(toy_decoder, 4, slow) for _ in range(5))
-    batcher.submit([running])
-    assert started.wait(60)
-    for pair in (waiting[:2], waiting[2:]):
-        batcher.submit(pair)
-        batcher.cancel(pair)
-        assert not batcher.waiting
-    go.set()
-    batcher.close()
-    assert running.stats is not None and not any(job.ids for job in waiting)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, "/view/decode"])
 def test_clients_that_leave_at_once_leave_nothing_behind(toy_decoder: FuzzyDecoder, path: str, stream: bool) -> None:
@@ -111,7 +90,7 @@ def test_clients_that_leave_at_once_leave_nothing_behind(toy_decoder: FuzzyDecod
     body = asked(stream=stream) if path == CHAT else {"prompt": "the cat"}
 
     async def several() -> None:
-        await asyncio.gather(*(ask(app, path, [json.dumps(body).encode()]) for _ in range(8)))
+        await asyncio.gather(*(ask(app, path, [json.dumps(body).encode()], leaves=True) for _ in range(8)))
 
     asyncio.run(several())
     assert not batcher.waiting
@@ -119,27 +98,8 @@ def test_clients_that_leave_at_once_leave_nothing_behind(toy_decoder: FuzzyDecod
     batcher.close()
 
 
-async def ask(app: FastAPI, path: str, parts: list[bytes], headers: dict[str, str] | None = None) -> tuple[int, bytes]:
-    """Status and body of the answer to a POST whose client leaves after the last part of its body."""
-    said, status = b"", 0
-
-    async def receive() -> dict[str, Any]:
-        if not parts:
-            return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
-
-    async def send(message: dict[str, Any]) -> None:
-        nonlocal said, status
-        status, said = message.get("status", status), said + message.get("body", b"")
-
-    given = {"content-type": "application/json", **(headers or {})}
-    scope = {
-        "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
-        "root_path": "", "scheme": "http", "query_string": b"", "client": ("127.0.0.1", 1), "server": ("x", 8000),
-        "headers": [(name.encode(), text.encode()) for name, text in given.items()], "asgi": {"version": "3.0"},
-    }  # fmt: skip
-    await app(scope, receive, send)
-    return status, said
+def named(**headers: str) -> list[tuple[bytes, bytes]]:
+    return [(b"content-type", b"application/json"), *((name.encode(), text.encode()) for name, text in headers.items())]
 
 
 def test_more_answers_than_the_queue_holds_are_malformed(toy_decoder: FuzzyDecoder) -> None:
@@ -154,7 +114,7 @@ def test_the_key_comes_before_the_body(toy_decoder: FuzzyDecoder) -> None:
     parts = [b"{", b"}"]
     for path in (CHAT, COMPLETIONS, "/view/decode"):
         for header in ("", "sesame", "Bearer", "Bearer x", "Basic sesame", "Bearer sésame", "Bearersesame"):
-            status, said = asyncio.run(ask(app, path, parts, {"authorization": header}))
+            status, said = asyncio.run(ask(app, path, parts, headers=named(authorization=header)))
             assert (status, len(parts)) == (401, 2) and b"API key" in said
     with TestClient(app) as client:
         for scheme in ("Bearer", "bearer", "BEARER"):
@@ -162,7 +122,9 @@ def test_the_key_comes_before_the_body(toy_decoder: FuzzyDecoder) -> None:
             assert client.post(CHAT, json=asked(max_tokens=2), headers=key).status_code == 200
             described = client.get("/openapi.json", headers=key).json()
             assert CHAT in described["paths"] and "ChatAsked" in described["components"]["schemas"]
-        assert client.get("/openapi.json").status_code == 401
+        assert {client.get(path).status_code for path in ("/openapi.json", "/metrics")} == {401}
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/nothing").json()["error"]["code"] == 404
         assert client.get("/openapi.json").headers["WWW-Authenticate"] == "Bearer"
         assert {client.get(path).status_code for path in ("/docs", "/redoc", "/docs/oauth2-redirect")} == {404}
     for key in ("sésame", "two words", "x\n", "\x7f"):
@@ -187,7 +149,7 @@ def test_pages_of_other_sites_cannot_ask(host: str, known: bool) -> None:
 
 def test_another_host_is_refused_before_its_body(toy_decoder: FuzzyDecoder) -> None:
     app, parts = make_app(toy_decoder, hosts=["127.0.0.1"]), [b"{", b"}"]
-    status, said = asyncio.run(ask(app, CHAT, parts, {"host": "evil.example"}))
+    status, said = asyncio.run(ask(app, CHAT, parts, headers=named(host="evil.example")))
     assert (status, len(parts)) == (403, 2) and b"--allow-host" in said
     app.state.batcher.close()
 

@@ -119,32 +119,13 @@ def test_a_time_limit_ends_the_schedule(toys: Path, tmp_path: Path, monkeypatch:
     assert trainer.optimizers[0].param_groups[0]["lr"] < 6e-4  # a tenth of the peak
 
 
-def test_another_targets_features_are_refused(toys: Path, tmp_path: Path) -> None:
-    save_toy_target(tmp_path / "target", seed=1)
-    for name in ("answers.jsonl", "features"):
-        (tmp_path / name).symlink_to(toys / name)
-    with pytest.raises(DataError, match="features.*another target.*weights_sha256"):
-        fit(tmp_path, tmp_path / "run")
-
-
 def command(toys: Path, out: Path, *more: str) -> list[str]:
     checkpoints = in_recipe("ModelCheckpoint", dirpath=out / "ckpt", every_n_train_steps=5, save_last=True)
     callbacks = [checkpoints, in_recipe("ExportHead", directory=out / "head")]
-    trainer = {"max_steps": 16, "log_every_n_steps": 1, "limit_val_batches": 0, "callbacks": callbacks}
+    trainer = {"max_steps": 10, "log_every_n_steps": 1, "limit_val_batches": 0, "callbacks": callbacks}
     model = {"target": toys / "target", "draft_vocab_size": 40, "noise": 0.1}
     data = {"train_files": [toys / "answers.jsonl"], "features": toys / "features", "batch_tokens": 128}
     return [*fit_command(out, trainer, model, data), *more]
-
-
-def test_another_target_cannot_resume(
-    whole: Whole, toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its own model section counts, not the checkpoint's."""
-    other = save_toy_target(tmp_path / "other", seed=1)
-    resume = ["--model.target", str(other), "--ckpt_path", str(whole[2] / "ckpt" / "step=20.ckpt")]
-    assert cli(command(toys, tmp_path, *resume, "--data.features", "null")) == 2
-    said = capsys.readouterr().err
-    assert f"was trained on another target ({toys}/target, weights" in said and "model.initial_head" in said
 
 
 class Kill(Callback):
@@ -211,6 +192,11 @@ def test_bad_checkpoints_are_refused_before_training(toys: Path, checkpoint: Pat
     torch.save({"model": {}}, foreign)
     torch.save({name: value for name, value in state.items() if name != "optimizer_states"}, weights)
     directory.mkdir()
+    elsewhere = save_toy_target(tmp_path / "elsewhere" / "target", seed=1).parent
+    (elsewhere / "answers.jsonl").symlink_to(toys / "answers.jsonl")
+    another = rf"was trained on another target \({toys}/target, weights.*model.initial_head"
+    with pytest.raises(CheckpointError, match=another):
+        resumed(elsewhere, tmp_path / "again", checkpoint, cached=False)
     for path, words, options in [
         (cut, "truncated", {}),
         (text, "truncated or no Lightning checkpoint", {}),

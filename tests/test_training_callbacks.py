@@ -125,17 +125,3 @@ def test_nan_loss_stops_and_names_the_rows(toys: Path, tmp_path: Path) -> None:
     assert report["step"] == 2 and report["batches"][0]["loss"] == "nan"
     batches = [batch["ids"] for batch in data.train_dataloader()]
     assert report["batches"][0]["ids"] == batches[2]
-
-
-def test_rows_of_another_vocabulary_are_refused_before_training(toys: Path, tmp_path: Path) -> None:
-    """In training and validation files."""
-    good = (toys / "answers.jsonl").read_text().splitlines(keepends=True)
-    other = tmp_path / "other.jsonl"
-    bad = json.dumps({"prompt_ids": [5], "response_ids": [6, 64, 7]}) + "\n"
-    other.write_text(good[0] + 4 * bad + good[2])  # more than 5 % of all rows
-    module = make(toys, draft_vocab_size=None)[0]
-    for train, held in [(other, []), (toys / "answers.jsonl", [str(other)])]:
-        run = trainer(tmp_path / "run")
-        with pytest.raises(DataError, match=f"^{other}:2: token id 64 .* vocabulary of 64. Regenerate"):
-            run.fit(module, AnswersDataModule([str(train)], held, batch_tokens=128))
-        assert run.global_step == 0

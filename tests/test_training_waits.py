@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,10 @@ def eagle(toys: Path, loss: Any = "eagle", args: dict[str, Any] | None = None, *
     return eagle_module(toys, **chosen)
 
 
+def small(toys: Path, **options: Any) -> LMModule:
+    return LMModule(str(toys / "target"), str(save_toy_target(toys / "small", seed=1)), **options)
+
+
 def step_of(module: DistillationModule, toys: Path, device: torch.device, watch: list[int]) -> Any:
     """A step with its gradients and the optimizer's, to be run."""
     torch.manual_seed(0)
@@ -82,9 +86,22 @@ def check_steps(module: Any, toys: Path, device: SimulatedDevice, watch: list[in
         torch.testing.assert_close(of_sim, of_cpu)
 
 
-@pytest.mark.parametrize(("loss", "args"), [LOSSES[0], LOSSES[-1]], ids=str)
-def test_steps_of_a_head_do_not_wait(toys: Path, loss: Any, args: dict[str, Any], device: SimulatedDevice) -> None:
-    check_steps(lambda: eagle(toys, loss, args, head={"fused_layers": [0]}), toys, device, [0])
+# steps: the module of toys/, and the layers whose features its target keeps
+MODULES: dict[str, tuple[Callable[[Path], DistillationModule], list[int]]] = {
+    **{
+        str(loss): (lambda toys, chosen=(loss, args): eagle(toys, *chosen, head={"fused_layers": [0]}), [0])  # type: ignore[misc]
+        for loss, args in (LOSSES[0], LOSSES[-1])
+    },
+    "small model": (lambda toys: small(toys), []),
+    "LoRA": (lambda toys: small(toys, lora={"r": 4}), []),
+    "MTP": (lambda toys: MtpModule(str(toys / "target"), loss=build_loss("fsd")), []),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_steps_do_not_wait(name: str, toys: Path, device: SimulatedDevice) -> None:
+    module, watch = MODULES[name]
+    check_steps(lambda: module(toys), toys, device, watch)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -94,7 +111,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "head": {"layout": "eagle3", "fused_layers": [0, 1], "final_norm": False, "feature_scale": False}, "noise": 0.0
     },
 }  # fmt: skip
-FAST = [("eagle3", n) for n in (2, 5, 7, 9)] + [("fsd", 7), ("eagle", 7)]  # by row, by chain, by gate, of the likeliest
+FAST = [("eagle3", n) for n in (2, 5, 9)] + [("fsd", 7), ("eagle", 7)]  # by row, by chain, by gate, of the likeliest
 WITH_SLOTS = [
     pytest.param(loss, args, layout, marks=() if (layout, n) in FAST else pytest.mark.slow)
     for layout in LAYOUTS for n, (loss, args) in enumerate(VARIANTS)
@@ -146,19 +163,6 @@ def on_device(batch: DraftBatch, where: torch.device) -> DraftBatch:
         batch, estimates=batch.estimates.detach().to(where).requires_grad_(), features=batch.features.to(where),
         rows=batch.rows.to(where), head=kept, own_head=head(batch.own_head, True),
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
-def test_steps_of_a_small_model_do_not_wait(
-    toys: Path, tmp_path: Path, lora: dict[str, Any] | None, device: SimulatedDevice
-) -> None:
-    drafter = save_toy_target(tmp_path / "small", seed=1)
-    check_steps(lambda: LMModule(str(toys / "target"), str(drafter), lora=lora), toys, device)
-
-
-@pytest.mark.parametrize("loss", ["eagle", "fsd"])
-def test_steps_of_an_mtp_layer_do_not_wait(toys: Path, loss: str, device: SimulatedDevice) -> None:
-    check_steps(lambda: MtpModule(str(toys / "target"), loss=build_loss(loss)), toys, device)
 
 
 class Accelerator(CPUAccelerator):

@@ -171,30 +171,22 @@ def test_a_batch_without_rules_is_not_touched() -> None:
     assert torch.equal(server.step(logits[:2], [2]), logits[:2])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "tilted:0.4:exact_ngram_size=2:min_p=0.1",
-        "tilted",
-        "tilted:match_temperature=0.3",
-        "tilted:1:budget=2",
-        "relaxed:3:0.4",
-        "fly:2:0.1",
-        "asd:1",
-        "mars",
-    ],
-)
-def test_nothing_waits_for_the_device(rule: str, temperature: float) -> None:
-    if parse_rule(rule).greedy_only and temperature:
-        return
-    with SimulatedDevice() as device:
-        server = Server(device=SIM, method="ngram")
-        for slot in range(3):
-            server.add(slot, Params(temperature, {"rule": rule}), [1, 2, 3], [3] * (slot + 1))
-        logits, context = torch.randn(9, V).to(SIM), server.context([0, 1, 2])
-        device.waits.clear()
-        assert server.rules.apply(logits, context) is logits and not device.waits
+WITHOUT_WAITS = [
+    "tilted:0.4:exact_ngram_size=2:min_p=0.1", "tilted", "tilted:match_temperature=0.3", "tilted:1:budget=2",
+    "relaxed:3:0.4", "fly:2:0.1", "asd:1", "mars",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", WITHOUT_WAITS)
+def test_nothing_waits_for_the_device(rule: str) -> None:
+    for temperature in (0.0,) if parse_rule(rule).greedy_only else (0.0, 0.7):
+        with SimulatedDevice() as device:
+            server = Server(device=SIM, method="ngram")
+            for slot in range(3):
+                server.add(slot, Params(temperature, {"rule": rule}), [1, 2, 3], [3] * (slot + 1))
+            logits, context = torch.randn(9, V).to(SIM), server.context([0, 1, 2])
+            device.waits.clear()
+            assert server.rules.apply(logits, context) is logits and not device.waits
 
 
 @pytest.mark.parametrize(
@@ -256,28 +248,27 @@ def test_what_was_spent_lives_in_slots(seed: int, options: str) -> None:
     assert float(server.rules.kl_excess[3]) == 0, "of the request before"
 
 
-def test_an_answers_first_tokens_are_exact_in_a_slot() -> None:
-    """A text of 2 tokens is the prompt. With settle=3, tokens 0 to 2 of the answer are the target's own."""
+# rule, and the choices at each step of an answer of a target that says 7: drafts 3 and 4 have a gap of 0.5
+STEPS = [
+    ("budget=1.2", [([], [3, 4, 7]), ([3, 4], [7, 7, 7])]),
+    ("settle=3", [([], [7, 7, 7]), ([5, 5], [7, 4, 7]), ([5, 5, 5], [3, 4, 7])]),  # the first three are the target's
+]
+
+
+@pytest.mark.parametrize(("option", "steps"), STEPS)
+def test_a_slot_begins_anew_with_each_request(option: str, steps: list[tuple[list[int], list[int]]]) -> None:
+    """After a preemption, which forgets what was spent, no budget is left."""
     server, logits = Server(), torch.zeros(3, V)
     logits[:, 7] = 0.5
-    server.add(3, Params(0.0, {"rule": "tilted:0.1:exact_ngram_size=0:min_p=0:settle=3"}), [1, 2], [3, 4])
-    for answer, choices in (([], [7, 7, 7]), ([5, 5], [7, 4, 7]), ([5, 5, 5], [3, 4, 7])):
-        server.grow(3, [1, 2, *answer], [3, 4])
-        assert server.step(logits, [3]).argmax(-1).tolist() == choices
-
-
-def test_a_budget_is_each_requests_own() -> None:
-    """A slot's next request starts with its own; after a preemption, which forgets what was spent, none is left."""
-    server, logits = Server(), torch.zeros(3, V)
-    logits[:, 7] = 0.5  # the target's choice; drafts have a gap of 0.5
-    params = Params(0.0, {"rule": "tilted:0.1:exact_ngram_size=0:min_p=0:budget=1.2"})
+    params = Params(0.0, {"rule": f"tilted:0.1:exact_ngram_size=0:min_p=0:{option}"})
     for _ in range(2):
         server.add(3, params, [1, 2], [3, 4])
-        assert server.step(logits, [3]).argmax(-1).tolist() == [3, 4, 7]
-        server.grow(3, [1, 2, 3, 4], [3, 4])
-        assert server.step(logits, [3]).argmax(-1).tolist() == [7, 7, 7]
-    server.add(3, params, [1, 2], [3, 4], resumed=2)
-    assert torch.equal(server.step(logits, [3]), logits)
+        for answer, choices in steps:
+            server.grow(3, [1, 2, *answer], [3, 4])
+            assert server.step(logits, [3]).argmax(-1).tolist() == choices
+    if "budget" in option:
+        server.add(3, params, [1, 2], [3, 4], resumed=2)
+        assert torch.equal(server.step(logits, [3]), logits)
 
 
 @pytest.mark.parametrize(
