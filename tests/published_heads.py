@@ -149,7 +149,7 @@ def p_eagle_head() -> Layout:
     def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
         t, masks = tensors, len(drafts)
         embeds = embedding(torch.tensor([*text[1:], *[MASK] * masks]), t["embed_tokens.weight"])
-        fused = torch.cat([states.layers[i] for i in (0, 1, 2)], -1)
+        fused = torch.cat([states.layers[i] for i in (0, 1, 3)], -1)
         x = linear(torch.cat([fused, t["mask_hidden"][0].expand(masks, -1)]), t["fc.weight"])
         places = torch.arange(len(x))
         for j in range(2):
@@ -170,7 +170,7 @@ def p_eagle_head() -> Layout:
 
     config = {
         **QWEN3, "model_type": "llama", "architectures": ["PEagleDraftModel"], "draft_vocab_size": len(ids),
-        "mask_token_id": MASK, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "norm_before_residual": False,
+        "mask_token_id": MASK, "eagle_aux_hidden_state_layer_ids": [1, 2, 4], "norm_before_residual": False,
     }  # fmt: skip
     return Layout(config, tensors, estimate, 8, ids)
 
