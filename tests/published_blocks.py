@@ -269,7 +269,8 @@ def of_speculators(kind: str, drafted: int, anchor: bool | None, **options: Any)
     return {
         "speculators_model_type": kind, "architectures": [f"{kind[:2].upper()}{kind[2:]}Speculator"],
         "transformer_layer_config": QWEN3, "draft_vocab_size": drafted, "block_size": BLOCK, "mask_token_id": MASK,
-        "aux_hidden_state_layer_ids": [1, 3], "target_hidden_size": None, "sliding_window_non_causal": False, **said,
+        "aux_hidden_state_layer_ids": [1, LAYERS], "target_hidden_size": None, **said,
+        "sliding_window_non_causal": False,
         "speculators_config": {"algorithm": kind, "proposal_methods": [{"speculative_tokens": BLOCK - 1}]}, **options,
     }  # fmt: skip
 
@@ -342,7 +343,7 @@ def speculators_head(kind: str, markov: str = "", anchor: bool = False) -> Layou
         kind, len(ids), anchor, **({"markov_rank": RANK, "markov_head_type": markov} if markov else {})
     )
     correct = {"": None, "vanilla": vanilla, "rnn": rnn}[markov]
-    return Layout(config, tensors, of_blocks(tensors, [0, 2], 1 - anchor, correct), BLOCK - 1 + anchor, ids)
+    return Layout(config, tensors, of_blocks(tensors, [0, LAYERS - 1], 1 - anchor, correct), BLOCK - 1 + anchor, ids)
 
 
 def domino_head(shifted: bool) -> Layout:

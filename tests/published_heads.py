@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -149,7 +150,7 @@ def p_eagle_head() -> Layout:
     def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
         t, masks = tensors, len(drafts)
         embeds = embedding(torch.tensor([*text[1:], *[MASK] * masks]), t["embed_tokens.weight"])
-        fused = torch.cat([states.layers[i] for i in (0, 1, 2)], -1)
+        fused = torch.cat([states.layers[i] for i in (0, 1, 3)], -1)
         x = linear(torch.cat([fused, t["mask_hidden"][0].expand(masks, -1)]), t["fc.weight"])
         places = torch.arange(len(x))
         for j in range(2):
@@ -170,7 +171,7 @@ def p_eagle_head() -> Layout:
 
     config = {
         **QWEN3, "model_type": "llama", "architectures": ["PEagleDraftModel"], "draft_vocab_size": len(ids),
-        "mask_token_id": MASK, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "norm_before_residual": False,
+        "mask_token_id": MASK, "eagle_aux_hidden_state_layer_ids": [1, 2, 4], "norm_before_residual": False,
     }  # fmt: skip
     return Layout(config, tensors, estimate, 8, ids)
 
@@ -201,5 +202,5 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
 @cache
 def layout(name: str) -> Layout:
     with torch.random.fork_rng():
-        torch.manual_seed(sorted(LAYOUTS).index(name) + 1)
+        torch.manual_seed(crc32(name.encode()))  # further layouts change no other's
         return LAYOUTS[name]()

@@ -48,6 +48,7 @@ MOE: dict[str, Any] = dict(
     n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1,
     first_k_dense_replace=1,
 )  # fmt: skip
+SLIDING: dict[str, Any] = dict(sliding_window=3, layer_types=["full_attention", "sliding_attention"], head_dim=8)
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**MLA, **MOE},
     "glm4_moe": {**MOE, "head_dim": 8},
@@ -60,6 +61,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "longcat_flash": {**MLA, **dict(num_layers=2, n_routed_experts=4, moe_topk=2, expert_ffn_hidden_size=16,
         zero_expert_num=1, ffn_hidden_size=48, head_dim=8)},
     **{family: RECURRENT[family] for family in QWEN},
+    "mimo_v2_flash": {**MOE, **SLIDING, "v_head_dim": 4},
+    "mellum": {**SLIDING, **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)},
+    "nemotron_h": RECURRENT["nemotron_h"],
 }  # fmt: skip
 OWN = {  # embedding's norm, state's norm, projection, norm after the layer; {k} is the layer's number
     "mimo": [
@@ -71,8 +75,10 @@ OWN = {  # embedding's norm, state's norm, projection, norm after the layer; {k}
         "model.mtp.layers.{k}.enorm.m", "model.mtp.layers.{k}.hnorm.m", "model.mtp.layers.{k}.eh_proj",
         "model.mtp.norm",
     ],
+    "mimo_v2_flash": [f"model.mtp.layers.{{k}}.{part}" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")],
+    "nemotron_h": [f"mtp.layers.{part}" for part in ("0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm")],
     **{family: [f"mtp.{part}" for part in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")]
-       for family in QWEN},
+       for family in (*QWEN, "mellum")},
 }  # fmt: skip
 DEEPSEEK = [f"model.layers.{{k}}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
 
@@ -85,9 +91,16 @@ def renamed(family: str, name: str, number: int) -> str | None:
         )
         part = found and {"mlps": "transformer_layer.mlp"}.get(found[1], found[1])
         return f"model.mtp.layers.{number}.{part}.{found[2]}" if found else None
+    if family == "nemotron_h":  # an attention and a block of experts
+        found = re.fullmatch(r"(?:model|backbone)\.layers\.([13])\.(.*)", name)
+        return f"mtp.layers.{int(found[1]) // 2}.{found[2]}" if found else None
+    if family == "mimo_v2_flash":  # the attention of a layer with a window, and a dense MLP
+        found = re.fullmatch(r"model\.layers\.(?:1\.((?!mlp).*)|0\.(mlp.*))", name)
+        part = found and (found[1] or found[2]).replace("post_attention", "pre_mlp")
+        return f"model.mtp.layers.{number}.{part}" if found else None
     layer, prefix = {
         "mimo": (1, f"model.mtp_layers.{number}."), "ernie4_5_moe": (0, f"model.mtp_block.{number}."),
-        **dict.fromkeys(QWEN, (1, f"mtp.layers.{number}.")),
+        **dict.fromkeys((*QWEN, "mellum"), (1, f"mtp.layers.{number}.")),
     }.get(family, (1, f"model.layers.{number}."))  # fmt: skip
     found = re.fullmatch(rf"model\.layers\.{layer}\.(.*)", name)
     return prefix + found[1] if found else None
@@ -140,12 +153,15 @@ def mtp_target(family: str, count: int = 1) -> Target:
 def _mtp(family: str, count: int = 1) -> Layout:
     def estimate(states: States, text: list[int], drafts: list[int]) -> Tensor:
         target = mtp_target(family, count)
-        layers, rotary = _layers(family, count), target.decoder.rotary_emb
+        layers, rotary = _layers(family, count), getattr(target.decoder, "rotary_emb", None)
+        kind, window = (["sliding_attention"], 3) if family in WINDOWED else ([], 1 << 20)
 
         def run(index: int, tokens: list[int], given: Tensor) -> Tensor:
             embeds, places = target.embed(torch.tensor([tokens])), torch.arange(len(tokens))[None]
-            causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()[None, None]
-            angles = {"position_ids": places, "position_embeddings": rotary(embeds, places)}
+            causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril().triu(1 - window)[None, None]
+            angles: dict[str, Any] = {"position_ids": places}
+            if rotary is not None:
+                angles["position_embeddings"] = rotary(embeds, places, *kind)
             made: Tensor = layers[index](embeds, given[None], causal, None, **angles)[0]
             return made
 
@@ -166,6 +182,7 @@ def _layers(family: str, count: int) -> Any:
     return read_layers(mtp_target(family, count)).layers
 
 
+WINDOWED = ("mimo_v2_flash", "mellum")
 MTP: dict[str, Callable[[], Layout]] = {
     **{f"mtp of {family}": lambda family=family: _mtp(family) for family in FAMILIES},
     "mtp of deepseek_v3, two layers": lambda: _mtp("deepseek_v3", 2),

@@ -16,6 +16,7 @@ from fsd_infer import FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import BlockDrafter, DraftRequest
 from fsd_infer.drafters.loading import load_drafter
 from fsd_train.cli import main as cli
+from fsd_train.data.features import open_cache
 from fsd_train.losses.base import LossOutput
 from fsd_train.losses.confidence import with_confidence
 from fsd_train.models import BlockModule, BlockOptions
@@ -147,6 +148,17 @@ def test_features_that_lack_a_layer_are_refused(toys: Path) -> None:
     run = train_toys.trainer(toys / "lacking", 1)
     with pytest.raises(DataError, match=r"lack \[0, 1\]. Cache them again with `--layers 0 1`"):
         run.fit(module, answers_of(toys, features=str(toys / "features")))
+
+
+def test_features_of_the_last_layer_from_after_the_norm_are_refused(toys: Path, tmp_path: Path) -> None:
+    target = whole(toys).target
+    header = open_cache(tmp_path, target).directory / "index.json"
+    header.write_text(json.dumps({**json.loads(header.read_text()), "version": 2}))
+    with pytest.raises(DataError, match="the last layer's output after the final norm"):
+        open_cache(tmp_path, target)
+    header.write_text(json.dumps({**json.loads(header.read_text()), "layers": [0]}))
+    target.captured_layers = (0,)
+    assert open_cache(tmp_path, target).layers == [0], "other layers are the same in both versions"
 
 
 def test_a_batch_without_answers_runs(toys: Path) -> None:

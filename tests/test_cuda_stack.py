@@ -64,11 +64,12 @@ def test_a_tree_is_read_as_its_paths(family: str, told: bool) -> None:
         nodes = texts.gather(1, slots)
         given = masks(visible, positions, model.config, slots)
         final, captured, _ = stack(nodes, positions, given, cache, capture=[0, 1])
+        read_out = model.model.norm(captured[1])  # the last layer's output is from before the norm
         for row in range(2):
             for path in ([0], [0, 1, 3], [0, 2]):
                 text = torch.cat([texts[row, : lengths[row]], nodes[row, path]])[None]
                 right = model.model(text, output_hidden_states=True).hidden_states
-                for found, states in ((final, right[-1]), (captured[0], right[1]), (captured[1], right[2])):
+                for found, states in ((final, right[-1]), (captured[0], right[1]), (read_out, right[2])):
                     torch.testing.assert_close(found[row, path[-1]], states[0, -1], atol=2e-5, rtol=2e-5)
     assert window in (None, WINDOW)
 

@@ -16,12 +16,23 @@ from fsd_core.errors import CheckpointError
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import EagleDrafter
 from fsd_infer.drafters.loading import load_drafter
+from fsd_infer.engine import Callback, RoundReport
 from fsd_infer.heads.config import EagleConfig, usual_layers
 from fsd_infer.heads.export import FORMATS, TOKEN_MAP, ExportFacts, export_head
 from fsd_infer.heads.head import EagleHead
 from fsd_train.cli import main as cli
 from fsd_train.models.start import choose, initialise_from
-from tests.families import VOCAB, load_head, options_of, reference, save_head, tiny_model, tiny_prompts
+from tests.families import (
+    FAMILIES,
+    VOCAB,
+    OracleDrafter,
+    load_head,
+    options_of,
+    reference,
+    save_head,
+    tiny_model,
+    tiny_prompts,
+)
 
 LAYERS = 8
 REDUCED = torch.arange(1, VOCAB, 2)
@@ -213,3 +224,31 @@ def test_command_converts_there_and_back(layout: str, target: Target, tmp_path: 
     assert all(
         torch.equal(load_head(tmp_path / "head").state_dict()[name], value) for name, value in head.state_dict().items()
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_layers_features_are_from_before_the_final_norm(family: str) -> None:
+    """In a forward of its own, which training runs, and in prompts and trees, whatever calls the model."""
+    model = tiny_model(family)
+    target, last, found = Target(model), int(model.config.num_hidden_layers) - 1, list[Tensor]()
+    target.capture_layers([last])
+
+    class Seen(Callback):
+        def on_round(self, report: RoundReport) -> None:
+            found.append(
+                report.tensors.features[0, : 7 if report.phase == "prefill" else int(report.verdict.accepted) + 1]
+            )
+
+    ids = FuzzyDecoder(target, OracleDrafter(target)).generate(
+        PROMPTS[:1], max_new_tokens=9, do_sample=False, callbacks=[Seen()]
+    ).sequences[0]  # fmt: skip
+    raw, text = list[Tensor](), torch.tensor([PROMPTS[0] + ids])
+    handle = target.layers([last])[0].register_forward_hook(
+        lambda *x: raw.append(x[2][0] if isinstance(x[2], tuple) else x[2])
+    )
+    features = target.features(text)[0]
+    handle.remove()
+    decoded = torch.cat(found)[: len(text[0]) - 1]
+    for states in (features, decoded):
+        inner = target.features_of(states, [last])[:, target.hidden_size :]
+        torch.testing.assert_close(inner, raw[0][0][: len(states)], rtol=1e-4, atol=1e-4)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from fsd_core.errors import FsdError, ModelLoadError
+from fsd_core.errors import CheckpointError, FsdError, ModelLoadError
 from fsd_infer import Target
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.drafters.mtp import MtpDrafter, read_layers
@@ -51,15 +51,16 @@ def glm() -> Any:
     mtp_target("glm4_moe").model.name_or_path = str(source)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize(
+    ("family", "count"), [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 3), ("mellum", 1)]
+)
 def test_layers_compute_and_draft_what_transformers_does(
     family: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers drafts a token by each layer."""
     target = mtp_target(family, count)
     model: Any = target.model
-    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[234]\..*"])
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [r"^mtp\.", r"model\.layers\.[234]\..*"])
     theirs = MtpModel.from_pretrained(model)
     text = PROMPTS[0]
     tokens, places = torch.tensor([text]), torch.arange(1, len(text))[None]
@@ -219,6 +220,51 @@ def test_a_layer_with_tables_of_its_own_drafts_by_them(
         states = own.features(text)[:, :-1]
         wanted = head(own.embed(V - 1 - text[:, 1:]), states, torch.arange(6)[None], causal, None)[:, -1] @ other.T
     torch.testing.assert_close(drafted(drafter, PROMPTS[:1]).q_logits[:, 0], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "mimo_v2_flash", "qwen3_next", "nemotron_h"])
+def test_layers_alone_in_a_directory_draft_for_their_target(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Named with and without what stands before the layers in the target; no target is loaded from there."""
+    target, source = mtp_target(family), checkpoint(family)
+    wanted = MtpDrafter.of(target).head.state_dict()
+    found = find_mtp(target)
+    assert found is not None
+    state = load_file(source / "model.safetensors")
+    state = {name: state[name] for name in found.names}
+    for place, prefix in (("with", ""), ("without", "model.")):
+        directory = tmp_path / place
+        directory.mkdir()
+        named = {name.removeprefix(prefix): value for name, value in state.items()}
+        save_file(named | {"lm_head.weight": torch.zeros(V, 16)}, directory / "model.safetensors")
+        shutil.copy(source / "config.json", directory)
+        made = load_drafter(str(directory), target)
+        assert isinstance(made, MtpDrafter) and made.head.state_dict().keys() == wanted.keys()
+        assert all(torch.equal(made.head.state_dict()[name], value) for name, value in wanted.items())
+        with pytest.raises(CheckpointError, match=rf"{directory} holds the MTP layers of a model alone.*--drafter"):
+            Target.from_pretrained(str(directory))
+    whole = tmp_path / "whole"
+    unnamed = {name.removeprefix("model."): value for name, value in state.items()}
+    made = load_drafter(
+        "mtp", changed(target, source, whole, lambda old: [old.pop(n) for n in found.names] + [old.update(unnamed)])
+    )
+    target.model.name_or_path = str(source)
+    assert all(torch.equal(made.head.state_dict()[name], value) for name, value in wanted.items())
+
+
+def test_of_several_layers_of_mimo_v2_the_first_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    target = mtp_target("mimo_v2_flash", 3)
+    found = find_mtp(target)
+    assert found is not None and found.count == 1
+    assert "has 3 MTP layers in its files, and 1 is read in mimo_v2_flash" in caplog.text
+
+
+def test_other_blocks_of_nemotron_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = mtp_target("nemotron_h")
+    monkeypatch.setattr(target.config, "mtp_layers_block_type", ["linear_attention", "moe"])
+    with pytest.raises(ModelLoadError, match=r"blocks \['linear_attention', 'moe'\]"):
+        load_drafter("mtp", target)
 
 
 def test_layers_that_the_config_does_not_count_are_left_out_aloud(caplog: pytest.LogCaptureFixture) -> None:

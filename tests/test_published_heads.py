@@ -133,10 +133,10 @@ def plain(name: str, count: int) -> list[list[int]]:
     return plain_of(target(name), count)
 
 
-@pytest.mark.parametrize("name", ["dflash of z-lab", "dspark of SpecForge"])
-def test_names_may_begin_with_the_name_of_a_model(root: Path, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "prefix"), [("dflash of z-lab", "model."), ("dspark of SpecForge", "draft_model.")])
+def test_names_may_begin_with_the_name_of_a_model(root: Path, name: str, prefix: str, tmp_path: Path) -> None:
     made = layout(name)
-    below = replace(made, tensors={f"model.{tensor}": values for tensor, values in made.tensors.items()})
+    below = replace(made, tensors={f"{prefix}{tensor}": values for tensor, values in made.tensors.items()})
     found = drafted(load_drafter(str(below.write(tmp_path)), target(name), TREE), PROMPTS)
     tree = drafted(load(root, name, TREE), PROMPTS)
     assert torch.equal(found.tokens, tree.tokens) and torch.equal(found.q_logits, tree.q_logits)

@@ -27,6 +27,13 @@ class CachedSession(TreeSession):
         super().select(rows)
         self._cached = [self._cached[row] for row in rows.tolist()]
 
+    def place_nodes(self, positions: Sequence[Tensor], slots: int) -> None:
+        """Tell the cache the positions of the nodes in it, [B, E] of each depth, of ``slots`` slots that are seen."""
+        nodes = torch.cat(list(positions), 1)
+        text = torch.arange(slots, device=self.device).repeat(len(nodes), 1)
+        after = self.lengths[:, None] + torch.arange(nodes.shape[1], device=self.device)
+        self.cache.positions = text.scatter(1, after, nodes)
+
     def _uncached(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return these nodes and those above them that the cache lacks, parents first, and count them as cached."""
         unread = []

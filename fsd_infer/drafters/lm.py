@@ -234,10 +234,7 @@ class LMSession(CachedSession):
                 known.add(row, under)
         if any(self.drafter.model.layer_windows.values()):  # windows go by positions, which differ from slots
             self._positions.append(positions)
-            text = torch.arange(visible.shape[-1], device=self.device).repeat(len(tokens), 1)
-            nodes = torch.cat(self._positions, 1)
-            slots = self.lengths[:, None] + torch.arange(nodes.shape[1], device=self.device)
-            self.cache.positions = text.scatter(1, slots, nodes)
+            self.place_nodes(self._positions, visible.shape[-1])
         return self._forward(tokens, positions, visible)
 
     def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:

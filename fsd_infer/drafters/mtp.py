@@ -12,8 +12,9 @@ and every node has outputs of all layers, and a tree has at most K depths. Layer
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,9 @@ from fsd_infer.drafters.steps import HEADS
 from fsd_infer.drafters.vocabulary import ContextVocabulary
 from fsd_infer.heads.kinds import MTP
 from fsd_infer.heads.layers import mask_for
-from fsd_infer.heads.mtp import EMBEDDINGS, LM_HEAD, Layout, MtpFiles, find_mtp, said_layers
+from fsd_infer.heads.mtp import EMBEDDINGS, LM_HEAD, MtpFiles, find_mtp, said_layers
+from fsd_infer.heads.mtp_layouts import Layout
+from fsd_infer.targets.masks import windowed
 from fsd_infer.targets.stack import StackOwner
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
@@ -57,6 +60,35 @@ class _PlainBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class _TwoBlocks(nn.ModuleList):
+    """Nemotron-H's MTP layer: one block attends, the other is an MLP or experts; each has one norm."""
+
+    def __init__(self, kind: type[nn.Module], config: Any) -> None:
+        types = list(config.layers_block_type)
+        if len(types) != 2 or types.count("full_attention") != 1 or not {"moe", "mlp"} & set(types):
+            raise ModelLoadError(
+                f"the MTP layer consists of blocks {types}, and of one that attends and one of experts or an MLP alone "
+                "it is read. Name another drafter."
+            )
+        super().__init__(kind(config, index) for index in range(2))
+        self.self_attn.layer_idx = 0  # of its keys and values
+
+    @property
+    def self_attn(self) -> Any:
+        return next(block.mixer for block in self if block.block_type == "full_attention")
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        for block in self:
+            x = block(x, **given)
+        return x
+
+
+def _block_of(last: Any, config: Any, index: int) -> Any:
+    if isinstance(getattr(last, "input_layernorm", None), nn.ModuleList):
+        return _PlainBlock(last, config, index)
+    return _TwoBlocks(type(last), config) if hasattr(last, "mixer") else type(last)(config, index)
+
+
 class MtpLayer(nn.Module):
     """One MTP layer.
 
@@ -69,11 +101,11 @@ class MtpLayer(nn.Module):
 
     def __init__(self, last: Any, layout: Layout, config: Any, index: int) -> None:
         super().__init__()
-        width, plain = config.hidden_size, isinstance(last.input_layernorm, nn.ModuleList)
-        self.block = _PlainBlock(last, config, index) if plain else type(last)(config, index)
-        norm = type(self.block.input_layernorm)
-        self.enorm, self.hnorm = (norm(width, eps=config.rms_norm_eps) for _ in range(2))
-        self.norm = norm(width, eps=config.rms_norm_eps) if layout.normed else nn.Identity()
+        self.block, width = _block_of(last, config, index), config.hidden_size
+        norm: Any = type(getattr(self.block, "input_layernorm", None) or self.block[0].norm)
+        epsilon = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+        self.enorm, self.hnorm = (norm(width, eps=epsilon) for _ in range(2))
+        self.norm = norm(width, eps=epsilon) if layout.normed else nn.Identity()
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.state_first = layout.state_first
 
@@ -81,7 +113,8 @@ class MtpLayer(nn.Module):
         """Return g [B, M, H] of pairs of embeddings [B, M, H] and states [B, M, H]."""
         pair = [self.enorm(embeds.to(states.dtype)), self.hnorm(states)]
         x = self.eh_proj(torch.cat(pair[::-1] if self.state_first else pair, -1))
-        given: dict[str, Any] = {cache_argument(type(self.block)): cache, **angles}
+        part = self.block[0] if isinstance(self.block, _TwoBlocks) else self.block
+        given: dict[str, Any] = {cache_argument(type(part)): cache, **angles}
         x = self.block(x, attention_mask=mask_for(nn.ModuleList([self.block]), mask, x.dtype), **given)
         made: Tensor = self.norm(x[0] if isinstance(x, tuple) else x)
         return made
@@ -106,13 +139,17 @@ class MtpHead(nn.Module):
         config = copy.deepcopy(target.config)
         for name, value in layout.config.items():
             if hasattr(config, name):
-                setattr(config, name, value * count if isinstance(value, list) else value)
+                said = getattr(config, f"mtp_{name}", None)
+                setattr(config, name, said or (value * count if isinstance(value, list) else value))
         last: Any = target.decoder.layers[-1]  # type: ignore[index]
         self.layers = nn.ModuleList(MtpLayer(last, layout, config, index) for index in range(count))
         self.width, self.tables = target.hidden_size, [dict[str, Tensor]() for _ in range(count)]
         wide = count * self.width  # of what a node's children read
         self.config = SimpleNamespace(hidden_size=wide, num_layers=count, fused_layers=(), draft_vocab_size=None)
-        self._rotary: tuple[Any, ...] = (target.decoder.rotary_emb,)  # the target's, no part of this module
+        types = [*(getattr(config, "layer_types", None) or [])[:count], *["full_attention"] * count]
+        self._kinds = types[:count]
+        self._window = getattr(config, "sliding_window", None)
+        self._rotary: tuple[Any, ...] = (_rotary_of(target, config, self._kinds),)  # no part of this module
 
     def forward(
         self, embeds: Tensor, states: Tensor, positions: Tensor, attention_mask: Any, cache: Any = None
@@ -129,18 +166,35 @@ class MtpHead(nn.Module):
             [B, M, K · H] each layer's g.
         """
         width, made = self.width, list[Tensor]()
-        angles = self._rotary[0](embeds.to(states.dtype), positions)
+        angles = {kind: self._angles(kind, embeds.to(states.dtype), positions) for kind in set(self._kinds)}
         is_text = states.shape[-1] > len(self.layers) * width
         for index, layer in enumerate(self.layers):
             at = index if is_text else max(index - 1, 0)
             given = states[..., at * width : (at + 1) * width]
             if is_text and index:
                 given = torch.cat([given[:, :1], made[-1][:, :-1]], 1)
-            seen = attention_mask
-            if index:
-                seen = seen & ~self._before(index, positions, seen.shape[-1])
-            made.append(layer(embeds, given, seen, cache, position_ids=positions, position_embeddings=angles))
+            seen = self._seen(index, attention_mask, positions, cache)
+            made.append(layer(embeds, given, seen, cache, position_ids=positions, **angles[self._kinds[index]]))
         return torch.cat(made, -1)
+
+    def _angles(self, kind: str, x: Tensor, positions: Tensor) -> dict[str, Any]:
+        rotary = self._rotary[0]
+        if rotary is None:
+            return {}
+        return {"position_embeddings": rotary(x, positions, *([kind] if _turns_by_kind(rotary) else []))}
+
+    @property
+    def has_windows(self) -> bool:
+        return "sliding_attention" in self._kinds
+
+    def _seen(self, index: int, mask: Any, positions: Tensor, cache: Any) -> Any:
+        """The mask of a layer. Masks of packed rows are no tensors: their attention knows the layer's window."""
+        if index:
+            mask = mask & ~self._before(index, positions, mask.shape[-1])
+        if self._kinds[index] != "sliding_attention" or not isinstance(mask, Tensor):
+            return mask
+        places: Any = cache or SimpleNamespace(positions=torch.arange(mask.shape[-1], device=mask.device)[None])
+        return windowed(mask[:, 0], positions, places, {"": self._window})[""][:, None]
 
     @staticmethod
     def _before(index: int, positions: Tensor, slots: int) -> Tensor:
@@ -160,6 +214,19 @@ class MtpHead(nn.Module):
     def embed(self, ids: Tensor, target: Target) -> Tensor:
         own = self.tables[0].get(EMBEDDINGS)
         return target.embed(ids) if own is None else embedding(ids, own)
+
+
+def _turns_by_kind(rotary: Any) -> bool:
+    return "layer_type" in inspect.signature(type(rotary).forward).parameters
+
+
+def _rotary_of(target: Target, config: Any, kinds: Sequence[str]) -> Any:
+    """Return the target's rotary embedding, or one of its class with the types of the MTP layers; None: no angles."""
+    rotary: Any = getattr(target.decoder, "rotary_emb", None)
+    if rotary is None or not _turns_by_kind(rotary) or set(kinds) <= set(target.config.layer_types):
+        return rotary
+    with torch.device(target.device):
+        return type(rotary)(config)
 
 
 def read_layers(target: Target, directory: Path | None = None) -> MtpHead:
@@ -286,6 +353,7 @@ class MtpSession(EagleSession):
         super().__init__(drafter, request)
         self._carried = self.last  # [B, K · H] outputs before the tokens that are read next
         self._level = 0  # of the nodes that are expanded
+        self._places: list[Tensor] = []  # [B, E] positions of each depth's expanded nodes, if a layer has a window
         if len(drafter.head.layers) > 1:
             self.few_unread = 0
 
@@ -297,11 +365,18 @@ class MtpSession(EagleSession):
         self._carried = made[:, -1]
         return made
 
+    def _read_roots(self) -> tuple[Tensor, Tensor | None]:
+        self._places = []
+        return super()._read_roots()
+
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
         self._level = depth
         return super()._expand(tokens, parents, sees, depth)
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)
+        if self.drafter.head.has_windows:
+            self._places.append(positions)
+            self.place_nodes(self._places, visible.shape[-1])
         self._features = self.drafter.model.forward(self.cache, visible, tokens, before, positions)
         return self.drafter.logits(self._features, self._level)

@@ -38,6 +38,7 @@ _GRU, _EMBED = "prefix_gru.weight_hh_l0", "embed_proj.0.weight"
 _MARKOV, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 _RENAMED = {
     "model.": "",
+    "draft_model.": "",
     "logit_head.": "",
     "midlayer.": "layers.0.",
     "encoder.fc.": "fc.",

@@ -13,8 +13,9 @@ from fsd_core.errors import CheckpointError
 from fsd_core.files import read_weight_map
 from fsd_core.hub import check_mistyped, hub_errors, is_hub_id, load_whole
 from fsd_infer.heads.formats import CONFIG, head_kind, kind_of, read_config, unpickle
-from fsd_infer.heads.kinds import HYDRA, MEDUSA, kind_of_head
+from fsd_infer.heads.kinds import HYDRA, MEDUSA, MTP, kind_of_head
 from fsd_infer.heads.weights import AGAIN, INDEX, PICKLE, SINGLE, Weights, has_weights
+from fsd_infer.targets.checks import is_mtp_alone
 
 PICKLES = {MEDUSA: "medusa_lm_head.pt", HYDRA: "hydra_lm_head.pt"}  # as their authors name them
 _SOME = 8  # most layers of a P-EAGLE head that its config does not tell
@@ -62,7 +63,15 @@ def _fetched_published(source: str, **hub: Any) -> tuple[str, Path, dict[str, An
 def _published(directory: Path, repository: _Repository | None) -> tuple[str, Path, dict[str, Any]] | None:
     config = read_config(directory)
     local = repository is None and config.get("num_hidden_layers") in range(1, _SOME + 1) and has_weights(directory)
-    if (kind := kind_of_head(config, set(Weights(directory).shapes) if local else ())) is None:
+    kind = kind_of_head(config, set(Weights(directory).shapes) if local else ())
+    if (
+        kind is None
+        and repository is None
+        and has_weights(directory)
+        and is_mtp_alone(Weights(directory).shapes, config)
+    ):
+        kind = MTP
+    if kind is None:
         return None
     if repository is not None and repository.file(SINGLE) is None and (index := repository.file(INDEX)) is not None:
         for shard in sorted(set(read_weight_map(index, AGAIN).values())):

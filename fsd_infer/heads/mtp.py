@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from transformers.utils import cached_file
 
 from fsd_core.errors import ModelLoadError
 from fsd_core.files import read_json
+from fsd_infer.heads.mtp_layouts import LAYOUTS, OWN_DIRECTORY, Layout, layout_of, separate_layout
 from fsd_infer.heads.weights import FLOATS, FP8, KINDS, Weights, has_weights
 from fsd_infer.targets.checks import is_mtp_name
 from fsd_infer.targets.target import Target
@@ -27,105 +27,11 @@ logger = logging.getLogger(__name__)
 EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # copies of the target's, or the layer's own
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a family of checkpoints names MTP layers.
-
-    Attributes:
-        names: beginnings of tensors' names, with {layer} for the layer's number, and ours for them; the first that
-            fits counts. Without {layer}, all layers share the tensor.
-        families: ``model_type`` of the targets.
-        follows: whether numbers go on from the target's own layers, else they begin at 0.
-        state_first: whether the projection reads [state ; embedding] instead of [embedding ; state].
-        normed: whether a norm follows the layer.
-        config: fields of the target's config that the layers change; lists are repeated for each layer.
-    """
-
-    names: Mapping[str, str]
-    families: tuple[str, ...]
-    follows: bool = False
-    state_first: bool = False
-    normed: bool = True
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
-        layer = re.escape("{layer}")
-        return [(re.compile(re.escape(name).replace(layer, r"(\d+)")), ours) for name, ours in self.names.items()]
-
-    def part(self, stored: str) -> tuple[int | None, str] | None:
-        """Return the layer's number (None: all) and our name of a tensor; None if it is no MTP tensor."""
-        for pattern, ours in self._patterns:
-            found = pattern.match(stored)
-            if found is not None:
-                return int(found[1]) if found.groups() else None, ours + stored[found.end() :]
-        return None
-
-    def stored(self, ours: str, number: int) -> str:
-        """Return the stored name of our ``ours`` of a layer, as :meth:`part` numbers it."""
-        begun = [pair for pair in self.names.items() if ours.startswith(pair[1])]
-        name, own = max(begun, key=lambda pair: len(pair[1]))
-        return name.format(layer=number) + ours[len(own) :]
-
-
-_DEEPSEEK, _MIMO, _LONGCAT = "model.layers.{layer}.", "model.mtp_layers.{layer}.", "model.mtp.layers.{layer}."
-LAYOUTS = {
-    "deepseek": Layout(
-        {
-            _DEEPSEEK + "embed_tokens.": "embed_tokens.", _DEEPSEEK + "shared_head.head.": "lm_head.",
-            _DEEPSEEK + "enorm.": "enorm.", _DEEPSEEK + "hnorm.": "hnorm.", _DEEPSEEK + "eh_proj.": "eh_proj.",
-            _DEEPSEEK + "shared_head.norm.": "norm.", _DEEPSEEK: "block.",
-        },
-        ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
-        follows=True,
-        config={"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]},
-    ),
-    "qwen": Layout(
-        {
-            "mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
-            "mtp.norm.": "norm.", "mtp.embed_tokens.": "embed_tokens.", "mtp.lm_head.": "lm_head.",
-            "mtp.layers.{layer}.": "block.",
-        },
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-        config={"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1},
-    ),
-    "mimo": Layout(
-        {
-            _MIMO + "token_layernorm.": "enorm.", _MIMO + "hidden_layernorm.": "hnorm.",
-            _MIMO + "input_proj.": "eh_proj.", _MIMO + "final_layernorm.": "norm.", _MIMO: "block.",
-        },
-        ("mimo",),
-        state_first=True,
-        config={"layer_types": ["full_attention"]},
-    ),
-    "ernie": Layout(
-        {
-            "model.mtp_emb_norm.{layer}.": "enorm.", "model.mtp_hidden_norm.{layer}.": "hnorm.",
-            "model.mtp_linear_proj.{layer}.": "eh_proj.", "model.mtp_block.{layer}.": "block.",
-        },
-        ("ernie4_5_moe",),
-        normed=False,
-        config={"moe_layer_start_index": 1 << 20},
-    ),
-    "longcat": Layout(
-        {
-            "model.mtp.embed_tokens.": "embed_tokens.", "model.mtp.norm.": "norm.",
-            _LONGCAT + "enorm.m.": "enorm.", _LONGCAT + "hnorm.m.": "hnorm.", _LONGCAT + "eh_proj.": "eh_proj.",
-            _LONGCAT + "transformer_layer.mlp.": "block.mlp.", _LONGCAT: "block.",
-        },
-        ("longcat_flash",),
-    ),
-}  # fmt: skip
-_SPECULATORS = "mtp_layers.{layer}."
-OWN_DIRECTORY = {  # speculators' names, for a layer in a directory of its own
-    _SPECULATORS + "token_layernorm.": "enorm.", _SPECULATORS + "hidden_layernorm.": "hnorm.",
-    _SPECULATORS + "input_proj.": "eh_proj.", _SPECULATORS + "final_layernorm.": "norm.", _SPECULATORS: "block.",
-}  # fmt: skip
 _QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_(packed|shape|zero_point|g_idx|global_scale)|.*_scale|.*absmax|.*quant_\w+)$"
 )
 _SCALES = ("_scale_inv", "_scale")
-_EXPERT = re.compile(r"(.*mlp\.experts)\.(gate_up|down)_proj$")
+_EXPERT = re.compile(r"(.*(?:mlp|mixer)\.experts)\.(gate_up|up|down)_proj$")
 
 
 class MtpFiles:
@@ -149,20 +55,23 @@ class MtpFiles:
     def __init__(self, target: Target, weights: Weights, names: list[str], layout: Layout) -> None:
         self.target, self.weights, self.names, self.layout = target, weights, names, layout
         first = _own_layers(target) if self.layout.follows else 0
-        self._first, self._stored = first, {}
+        self._first, self._stored = first, dict[tuple[int | None, str], str]()
         for name in names:
             found = self.layout.part(name)
             if found is None:
                 raise self._error(name, f"{name} has no place in the MTP layers of {target.config.model_type}")
+            if found in self._stored:
+                raise self._error(name, f"{name} and {self._stored[found]} are the same tensor")
             self._stored[found] = name
         numbers = {number for number, _ in self._stored if number is not None}
         there = max(numbers, default=first) + 1 - first
-        self.count = there if layout.names is OWN_DIRECTORY else said_layers(target) or there
+        said = there if layout.names is OWN_DIRECTORY else said_layers(target) or there
+        self.count = min(said, layout.most or said)
         if there > self.count:
+            why = f"its config says {said}" if said < there else f"{self.count} is read in {target.config.model_type}"
             logger.warning(
-                "%s has %d MTP layers in its files, and its config says %d: those after are left out.",
-                target.name, there, self.count,
-            )  # fmt: skip
+                "%s has %d MTP layers in its files, and %s: those after are left out.", target.name, there, why
+            )
 
     def _error(self, name: str, fault: str) -> ModelLoadError:
         files = self.weights.files
@@ -280,7 +189,7 @@ def _experts(ours: str, value: Tensor) -> list[tuple[str, tuple[int, ...]]]:
     if found is None:
         return [(ours, tuple(value.shape))]
     count, rows, columns = value.shape
-    parts = ("gate", "up") if found[2] == "gate_up" else ("down",)
+    parts = ("gate", "up") if found[2] == "gate_up" else (found[2],)
     shape = rows // len(parts), columns
     return [(f"{found[1]}.{expert}.{part}_proj.weight", shape) for expert in range(count) for part in parts]
 
@@ -292,20 +201,16 @@ def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
     """
     if directory is not None:
         weights = Weights(directory)
-        return MtpFiles(target, weights, list(weights.shapes), separate_layout(target))
+        if any(name.startswith("mtp_layers.") for name in weights.shapes):
+            return MtpFiles(target, weights, list(weights.shapes), separate_layout(target))
+        names = [name for name in weights.shapes if is_mtp_name(name, _own_layers(target))]
+        return MtpFiles(target, weights, names, layout_of(target, names[0])) if names else None
     directory = files_of(target)
     if directory is None:
         return None
     weights = Weights(directory)
     names = [name for name in weights.shapes if is_mtp_name(name, _own_layers(target))]
     return MtpFiles(target, weights, names, layout_of(target, names[0])) if names else None
-
-
-def separate_layout(target: Target) -> Layout:
-    """Return speculators' layout with the layers that the target's family has, or its last ones with attention."""
-    family = next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
-    config = {"layer_types": ["full_attention"]} if family is None else family.config
-    return Layout(OWN_DIRECTORY, (), normed=family is None or family.normed, config=config)
 
 
 def in_own_layout(target: Target, state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -332,18 +237,6 @@ def said_layers(target: Target) -> int | None:
     """Return how many MTP layers the target's config says that it has; None: it says nothing, or none."""
     given = (getattr(target.config, name, None) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
     return next((count for count in given if isinstance(count, int) and count > 0), None)
-
-
-def layout_of(target: Target, name: str) -> Layout:
-    """Return the layout of the target's family. Raises ModelLoadError, which names a tensor, if there is none."""
-    found = next((one for one in LAYOUTS.values() if target.config.model_type in one.families), None)
-    if found is None:
-        known = ", ".join(family for one in LAYOUTS.values() for family in one.families)
-        raise ModelLoadError(
-            f"{target.name} has MTP layers in the layout of {target.config.model_type} ({name}), which is not "
-            f"read. Name another drafter. Known layouts: {known}."
-        )
-    return found
 
 
 def _own_layers(target: Target) -> int:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from fsd_infer.targets.masks import layer_types, layer_windows, max_positions
 from fsd_infer.targets.weights import stay_plain
 
 MOST = 2**53  # of a whole number in a config, with room for sums in 64 bits
+_TABLE = re.compile(r"(^|\.)(embed_tokens|embeddings|lm_head)\.weight$")
 _NOT_COUNTS = ("per_layer", "max_window_layers")  # sizes of Gemma 4; Qwen's first layer with a window, by default 28
 _DOGE_IS_CAUSAL = (5, 18)  # first version of transformers whose Doge has a causal mask under sdpa, too
 _CAUSAL_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # their configs have an is_decoder that nothing reads
@@ -43,20 +44,25 @@ def check_directory(directory: Path) -> None:
             f"{directory} has no safetensors weights. Other formats can run code and are not loaded; convert the "
             "weights with save_pretrained of transformers."
         )
-    tensors = 0
+    names = list[str]()
     for shard in shards:
         if not shard.is_file():
             raise CheckpointError(f"{shard} is missing although {index.name} names it; copy the model again.")
         with open_safetensors(shard, "Copy or fetch it again.") as file:
-            tensors += len(file.keys())
-    _check_layers(directory / "config.json", tensors)
+            names += file.keys()
+    _check_layers(directory / "config.json", names)
 
 
-def _check_layers(path: Path, tensors: int) -> None:
-    """Raise CheckpointError for a config with more layers than tensors: transformers would build them all first."""
-    config = read_json(path, "Copy the model again.", CheckpointError)
+def _check_layers(path: Path, names: Sequence[str]) -> None:
+    """Raise for MTP layers without a model, and for a config with more layers than tensors, which would be built."""
+    config, tensors = read_json(path, "Copy the model again.", CheckpointError), len(names)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is no JSON object: it is not the config of a model.")
+    if is_mtp_alone(names, config):
+        raise CheckpointError(
+            f"{path.parent} holds the MTP layers of a model alone, not the model: name the model as target, and this "
+            f"directory as its drafter (--drafter {path.parent})."
+        )
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for name, value in (pair for part in parts for pair in part.items()):
         counts = "layer" in name and not any(part in name for part in _NOT_COUNTS)
@@ -108,8 +114,15 @@ def is_mtp_name(name: str, layers: int) -> bool:
     """Whether a tensor of a checkpoint belongs to an MTP layer, which follows the ``layers`` of the model."""
     if re.search(r"(^|\.)mtp(_\w+)?\.", name):
         return True
-    found = re.match(r"(?:(?:model|language_model|backbone|transformer)\.)+layers\.(\d+)\.", name)
+    found = re.match(r"(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.", name)
     return found is not None and int(found[1]) >= layers
+
+
+def is_mtp_alone(names: Iterable[str], config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's tensors are MTP layers of a model with that config.json, and at most its tables."""
+    text, own = config.get("text_config"), [name for name in names if not _TABLE.search(name)]
+    layers = (text if isinstance(text, dict) else config).get("num_hidden_layers")
+    return bool(own) and all(is_mtp_name(name, layers if type(layers) is int else MOST) for name in own)
 
 
 def check_loaded(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:

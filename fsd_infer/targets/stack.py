@@ -26,7 +26,7 @@ class Outputs(NamedTuple):
     Attributes:
         final: [B, M, H] the last layer's output after the final norm, if the owner has one.
         captured: [B, M, H] each, the outputs of the layers that were asked for, in that order. The last layer's is
-            ``final``, as in transformers' ``hidden_states``.
+            from before the final norm, unlike in transformers' ``hidden_states``.
         logits: [B, M or keep, V] if the stack ran the model's own LM head, else None.
     """
 
@@ -200,13 +200,8 @@ class TransformersStack(Stack):
 
         transformers' ``output_hidden_states`` keeps every layer's output instead.
         """
-        last = len(self.layers) - 1
-        inner = [number for number in capture if number != last]
-        found: list[Tensor] = []
-        with _outputs_of([self.decoder, *(self.layers[number] for number in inner)]) as outputs:
+        with _outputs_of([self.decoder, *(self.layers[number] for number in capture)]) as found:
             yield found
-        by_number = dict(zip([last, *inner], outputs, strict=True))
-        found += [by_number[number] for number in (last, *capture)]
 
     def _for_attention(self, mask: Tensor) -> Tensor:
         """[B, M, S] bool -> [B, 1, M, S] as the model's attention takes it, additive if eager."""

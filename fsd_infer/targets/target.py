@@ -39,7 +39,7 @@ class Target(CachedModel):
 
     Drafters read ``features`` [B, M, F]. The first H columns are the final features, the input of the LM head (the last
     hidden state after the final norm). The outputs of captured layers follow, H columns each, in ascending order of
-    layers, as in transformers' ``hidden_states``; see :meth:`capture_layers`. Without such layers F = H.
+    layers, the last layer's from before the final norm; see :meth:`capture_layers`. Without such layers F = H.
 
     Forwards store nothing on the target, so several threads may run them at once, each with its own cache.
 

@@ -32,7 +32,8 @@ from fsd_train.data.sampler import PackingSampler
 from fsd_train.packed import TextMask, read_packed
 
 FORMAT = "fsd-features"
-VERSION = 2
+VERSION = 3
+_NORMED = 2  # the version in which the last layer's output was the final features again
 _WEIGHTS = "weights_sha256"  # in the header's target
 _CHECKSUM = "sha256"  # in a shard's metadata
 _AGAIN = "Delete it, and run `fsd-train cache-features` again."
@@ -81,6 +82,11 @@ class FeatureStore:
     def check_target(self, target: Target) -> None:
         """Raise DataError if the features belong to another target, or to other weights of the same shape."""
         held = self.header["target"]
+        if self.header["version"] == _NORMED and int(target.config.num_hidden_layers) - 1 in self.layers:
+            raise DataError(
+                f"the features in {self.directory} are of version {_NORMED}, which kept the last layer's output after "
+                f"the final norm. {_AGAIN}"
+            )
         for key, ours in _facts(target).items():
             theirs = held.get(key)
             if ours is not None and theirs is not None and ours != theirs:
@@ -286,7 +292,7 @@ def _read_header(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{directory} is not a feature cache (no index.json). Run `fsd-train cache-features`.")
     header = read_json(path, "Delete the cache and make it again.")
-    known = isinstance(header, dict) and header.get("format") == FORMAT and header.get("version") == VERSION
+    known = isinstance(header, dict) and header.get("format") == FORMAT and header.get("version") in (_NORMED, VERSION)
     facts, layers = (header.get("target"), header.get("layers", [])) if known else (None, [])
     numbered = isinstance(layers, list) and all(type(layer) is int for layer in layers)
     if not isinstance(facts, dict) or _WEIGHTS not in facts or not numbered:

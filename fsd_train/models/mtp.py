@@ -22,7 +22,8 @@ from fsd_core.files import disk_errors, replacing, write_text
 from fsd_core.tensors import to_device
 from fsd_infer.drafters import MtpDrafter, TreeShape
 from fsd_infer.drafters.mtp import MtpHead, read_layers
-from fsd_infer.heads.mtp import find_mtp, in_own_layout, separate_layout
+from fsd_infer.heads.mtp import find_mtp, in_own_layout
+from fsd_infer.heads.mtp_layouts import separate_layout
 from fsd_infer.heads.weights import SINGLE
 from fsd_infer.targets.target import Target
 from fsd_train.data.packs import on_host

@@ -30,7 +30,7 @@ class Call(NamedTuple):
     Attributes:
         forward: the struct.
         out: [B, M, H] of the last layer, and normed if the kernels know the norm.
-        outputs: by layer, [B, M, H] of those to capture, and ``out``.
+        outputs: by layer, [B, M, H] of those to capture, none of them normed.
         held: tensors whose addresses the struct holds.
     """
 
@@ -171,12 +171,12 @@ class CpuStack(Stack):
         cosine, sine = self._tables(int(positions.max()) + 1)
         masks = [mask.contiguous() for mask in masks]
         positions, slots = positions.contiguous(), cache.slots.expand(batch, -1).contiguous()
-        last = self.number - 1
-        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in capture if index != last}
+        out, outputs = torch.empty_like(x), {index: torch.empty_like(x) for index in capture}
+        if self._norm_weight is None:
+            outputs[self.number - 1] = out  # the kernels end before the norm, if any
         addresses = (c_void_p * self.number)()
         for index, output in outputs.items():
             addresses[index] = output.data_ptr()
-        outputs[last] = out
         forward = Forward(
             batch=batch,
             count=count,
@@ -208,7 +208,7 @@ class CpuStack(Stack):
         """Return what a forward that has run gave."""
         out, norm = call.out, self.norm
         if norm is not None and self._norm_weight is None:
-            out = call.outputs[self.number - 1] = norm(out)
+            out = norm(out)
         return Outputs(out, [call.outputs[index] for index in capture])
 
     def _tables(self, positions: int) -> tuple[Tensor, Tensor]:

@@ -106,7 +106,7 @@ class CudaStack(Stack):
         attended: Tensor | None,
     ) -> Outputs:
         """Run the layers on x [B, M, H]; ``attended`` [B, M, A] is the first attention's input in place of norm(x)."""
-        shape, last = x.shape, len(self._layers) - 1
+        shape = x.shape
         keys, values = cache.pools(self._key_heads, self._width, x.dtype, x.device)
         angles = self._rotary(x, positions)
         x, delta = x.flatten(0, 1), None
@@ -120,11 +120,11 @@ class CudaStack(Stack):
                                     keys[index], values[index], cache.slots)  # fmt: skip
             x, normed = _normed(layer.post_attention_layernorm, x, _linear(layer.self_attn.o_proj, heads))
             delta = _linear(layer.mlp.down_proj, silu_mul(F.linear(normed, *fused(_gate_up(layer)))))
-            if index in capture and index != last:
+            if index in capture:
                 x, delta = x + delta, None
                 found[index] = x.view(shape)
-        found[last] = _normed(self.norm, x, delta)[1].view(shape)
-        return Outputs(found[last], [found[index] for index in capture])
+        final = _normed(self.norm, x, delta)[1].view(shape)
+        return Outputs(final, [found[index] for index in capture])
 
     def _attention(
         self,
