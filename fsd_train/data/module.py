@@ -218,6 +218,17 @@ class AnswersDataModule(LightningDataModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return keep_on_host(batch)
 
+    def _padded_to(self, tokens: int) -> int:
+        """Return the least tokens of a batch of ``tokens``: all of them where steps are compiled, or planned by shape.
+
+        On a CPU padding would only take time.
+        """
+        trainer = self.trainer
+        if trainer is None or trainer.strategy.root_device.type != "cpu":
+            return tokens
+        module = getattr(trainer, "lightning_module", None)
+        return tokens if getattr(module, "compile_option", None) else 0
+
     def _loader(self, rows: AnswersDataset, tokens: int, shuffle: bool) -> ResumableLoader:
         trainer, store = self.trainer, self.feature_store
         rank, replicas = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
@@ -231,7 +242,7 @@ class AnswersDataModule(LightningDataModule):
             rows, sampler, lambda: int(getattr(trainer, "accumulate_grad_batches", 1)),
             lambda: float(getattr(trainer, "num_training_batches", math.inf)),
             self._renew if shuffle else self._renew_validation,
-            collate_fn=partial(collate, size=tokens), num_workers=workers,
+            collate_fn=partial(collate, size=self._padded_to(tokens)), num_workers=workers,
             pin_memory=on_cuda if self.pin_memory is None else self.pin_memory,
             persistent_workers=workers > 0 and self.record_features is None,  # or they miss what is recorded
         )  # fmt: skip

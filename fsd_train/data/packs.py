@@ -1,4 +1,4 @@
-"""Packed batches: conversations side by side in one row of fixed length."""
+"""Packed batches: conversations side by side in one row."""
 
 from __future__ import annotations
 
