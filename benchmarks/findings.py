@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.results_page import RESULTS, filled
 from benchmarks.tables import beside_exact, sweep_tables
-from fsd_bench.evidence.summary import summarise
-from fsd_bench.evidence.sweep import Sweep, read_sweep
 from fsd_bench.record import write_record
+from fsd_bench.sweep.runner import Sweep, read_sweep
+from fsd_bench.sweep.summary import summarise
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable
 

@@ -5,7 +5,7 @@
 It does what `fsd-bench calibrate` does, from runs that were measured before: those that count answers which the rule
 loses and gains beside exact. All runs are at temperature 0, on made instructions and even rows of IFEval. A quality has
 the rule if a loss of that share of exact's score is ruled out with the confidence, see
-:func:`fsd_bench.evidence.certify.loss_p_value`; otherwise it means exact. The rule was chosen on the first two sets,
+:func:`fsd_bench.sweep.certify.loss_p_value`; otherwise it means exact. The rule was chosen on the first two sets,
 which flatters it there; so the odd rows of IFEval, which chose and calibrated nothing, verify it.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.recorded import BUILT_IN
 from benchmarks.results_page import RESULTS
-from fsd_bench.evidence.certify import QUALITIES, SCORE, loss_p_value
+from fsd_bench.sweep.certify import QUALITIES, SCORE, loss_p_value
 from fsd_infer.decoder.calibrated import Calibrated, write_calibrated
 from fsd_infer.targets.builtin import shipped_drafter
 from fsd_infer.targets.target import Target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsd_bench.evidence.settings import EXACT
+from fsd_bench.sweep.settings import EXACT
 
 RATIOS = {"× τ": "tau", "forwards ×": "target_forwards", "length ×": "answer_tokens", "speed ×": "speed"}
 DIFFERENCES = {  # heading: quantity, scale, digits

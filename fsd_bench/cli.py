@@ -159,7 +159,7 @@ def _sweep_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--examples", type=whole_number(0, 1000), default=4, metavar="N", help="prompts whose answers the report shows"
     )
-    _evidence_options(parser)
+    _shared_options(parser)
 
 
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +188,7 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", required=True, metavar="DIR", help="write sweeps, reports and record to DIR; rerun to resume"
     )
-    _evidence_options(parser)
+    _shared_options(parser)
 
 
 def _worth_options(parser: argparse.ArgumentParser) -> None:
@@ -202,7 +202,7 @@ def _worth_options(parser: argparse.ArgumentParser) -> None:
     add_models(parser)
 
 
-def _evidence_options(parser: argparse.ArgumentParser) -> None:
+def _shared_options(parser: argparse.ArgumentParser) -> None:
     """Add what sweep and calibrate share."""
     add(parser, "--prompts", metavar="FILE,...")
     add(parser, "--strict", "--limit", "--max-new-tokens", "--seed", "--score", "--raw")

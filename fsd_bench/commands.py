@@ -76,9 +76,9 @@ def table(args: argparse.Namespace) -> int:
 def sweep(args: argparse.Namespace) -> int:
     """Run `fsd-bench sweep`."""
     needed("matplotlib")
-    from fsd_bench.evidence.page import write_page
-    from fsd_bench.evidence.settings import SweepOptions
-    from fsd_bench.evidence.sweep import sweep as run_sweep
+    from fsd_bench.sweep.page import write_page
+    from fsd_bench.sweep.runner import sweep as run_sweep
+    from fsd_bench.sweep.settings import SweepOptions
 
     set_threads(args.threads)
     options = SweepOptions(
@@ -95,10 +95,10 @@ def calibrate(args: argparse.Namespace) -> int:
     """Run `fsd-bench calibrate`."""
     needed("scipy")
     needed("matplotlib")
-    from fsd_bench.evidence.calibrate import calibrate as run_calibrate
-    from fsd_bench.evidence.certify import NATS, SCORE, SPEED, Promise
-    from fsd_bench.evidence.settings import SweepOptions
     from fsd_bench.report import calibration_lines
+    from fsd_bench.sweep.calibrate import calibrate as run_calibrate
+    from fsd_bench.sweep.certify import NATS, SCORE, SPEED, Promise
+    from fsd_bench.sweep.settings import SweepOptions
 
     bounds = {
         name: None if most is None else most / 100

@@ -15,12 +15,12 @@ import pytest
 
 from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.cli import main
-from fsd_bench.evidence.calibrate import calibrate, split
-from fsd_bench.evidence.certify import NATS, SCORE, SPEED, Promise, certify, check, loss_p_value, quality_levels
-from fsd_bench.evidence.page import write_page
-from fsd_bench.evidence.settings import SweepOptions, parse_settings
-from fsd_bench.evidence.summary import summarise
-from fsd_bench.evidence.sweep import read_sweep, sweep
+from fsd_bench.sweep.calibrate import calibrate, split
+from fsd_bench.sweep.certify import NATS, SCORE, SPEED, Promise, certify, check, loss_p_value, quality_levels
+from fsd_bench.sweep.page import write_page
+from fsd_bench.sweep.runner import read_sweep, sweep
+from fsd_bench.sweep.settings import SweepOptions, parse_settings
+from fsd_bench.sweep.summary import summarise
 from fsd_core.errors import CheckpointError, DataError
 from fsd_infer import FsdError, FuzzyDecoder, TreeShape
 from fsd_infer.decoder.calibrated import FILE, Calibrated, calibrated, write_calibrated
@@ -135,7 +135,7 @@ def test_promises_are_kept(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, asked: str, said: str
 ) -> None:
     if "--at-most-nats" in asked:  # one report is drawn
-        monkeypatch.setattr("fsd_bench.evidence.calibrate.write_page", lambda *arguments: None)
+        monkeypatch.setattr("fsd_bench.sweep.calibrate.write_page", lambda *arguments: None)
     drafter, out = shutil.copytree(toy.drafter, tmp_path / "drafter"), tmp_path / "out"
     words = f"calibrate --target {toy.target} --drafter {drafter} --dtype fp32 --max-new-tokens 4 --output {out}"
     assert main([*words.split(), "--prompts", str(toy.prompts), "--rules", "fuzzy:js:0.02/0.3", *asked.split()]) == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.shipped_quality import CONFIDENCE, counted, levels, setting
-from fsd_bench.evidence.certify import QUALITIES, loss_p_value
+from fsd_bench.sweep.certify import QUALITIES, loss_p_value
 from fsd_core.files import jsonable
 
 

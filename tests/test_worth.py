@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fsd_bench.cli import main
-from fsd_bench.evidence.candidates import forecast_rules
-from fsd_bench.evidence.settings import SweepOptions
 from fsd_bench.jobs import decoding
+from fsd_bench.sweep.candidates import forecast_rules
+from fsd_bench.sweep.settings import SweepOptions
 from fsd_bench.worth import Forecast, forecast
 from fsd_bench.worth.forecasts import Shaped, fixed_coefs, learned
 from fsd_bench.worth.replay import RecordedRound, Replay, walk
@@ -174,7 +174,7 @@ def test_a_calibration_that_names_no_rules_gets_the_forecasts(toy: Toy, monkeypa
         kept[0].rows[1:] = [row.__class__(**{**vars(row), "speed": 1.0 + n}) for n, row in enumerate(kept[0].rows[1:])]
         return kept[0]
 
-    monkeypatch.setattr("fsd_bench.evidence.candidates.forecast", watched)
+    monkeypatch.setattr("fsd_bench.sweep.candidates.forecast", watched)
     rules = forecast_rules(options)
     assert 1 < len(rules) <= 4
     assert {rule.partition("@")[0] for rule in rules} <= {row.rule for row in kept[0].rows}

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from fsd_bench.base import Comparison
-from fsd_bench.evidence.settings import EXACT
 from fsd_bench.paired import RATES, SUMS, against, intervals
 from fsd_bench.record import summary
+from fsd_bench.sweep.settings import EXACT
 
 POSITIONS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # where bins of positions in the answer end
 KEPT = ("tokens_per_second", "tau", "divergence_spent", "drafts", "gate_open_fraction")

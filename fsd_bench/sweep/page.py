@@ -13,10 +13,10 @@ import numpy as np
 from jinja2 import Template
 
 from fsd_bench.base import MeasuredAnswer
-from fsd_bench.evidence.charts import Point, Series, bars, chart
-from fsd_bench.evidence.summary import summarise, tau_by_position
-from fsd_bench.evidence.sweep import At, Sweep, read_sweep
 from fsd_bench.intervals import mean_text, ratio_text
+from fsd_bench.sweep.charts import Point, Series, bars, chart
+from fsd_bench.sweep.runner import At, Sweep, read_sweep
+from fsd_bench.sweep.summary import summarise, tau_by_position
 from fsd_core.errors import FsdError
 from fsd_core.files import write_text
 from fsd_core.tables import number, percent

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsd_bench.evidence.settings import EXACT, SweepOptions
 from fsd_bench.prompts import Encoder, encode_rows
+from fsd_bench.sweep.settings import EXACT, SweepOptions
 from fsd_bench.worth.forecasts import forecast
 from fsd_bench.worth.run import verdict
 from fsd_core.errors import FsdError

@@ -9,13 +9,13 @@ from typing import Any
 
 from fsd_bench.base import Comparison, MeasuredAnswer, TimedRun
 from fsd_bench.engine import EngineMethod
-from fsd_bench.evidence.settings import SweepOptions
 from fsd_bench.jobs import RunSpec, Session, in_turns, run_jobs, turns_of
 from fsd_bench.likelihood import mean_log_likelihoods
 from fsd_bench.models import Models
 from fsd_bench.prompts import encode_rows, rows_digest
 from fsd_bench.runs import RunFile, Trial, read_lines, read_run
 from fsd_bench.score import Reference, measure, read_references
+from fsd_bench.sweep.settings import SweepOptions
 from fsd_core.errors import FsdError
 from fsd_core.files import jsonable, usable_name, writable
 from fsd_core.text.encoding import PromptRow

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from fsd_bench.base import Comparison
-from fsd_bench.evidence.candidates import AUTO, forecast_rules
-from fsd_bench.evidence.certify import NATS, SCORE, SPEED, Promise, certify, check, quality_levels
-from fsd_bench.evidence.page import write_page
-from fsd_bench.evidence.settings import EXACT, Setting, SweepOptions
-from fsd_bench.evidence.summary import summarise
-from fsd_bench.evidence.sweep import read_sweep, sweep
 from fsd_bench.score import read_references
+from fsd_bench.sweep.candidates import AUTO, forecast_rules
+from fsd_bench.sweep.certify import NATS, SCORE, SPEED, Promise, certify, check, quality_levels
+from fsd_bench.sweep.page import write_page
+from fsd_bench.sweep.runner import read_sweep, sweep
+from fsd_bench.sweep.settings import EXACT, Setting, SweepOptions
+from fsd_bench.sweep.summary import summarise
 from fsd_core.errors import DataError, FsdError
 from fsd_core.files import jsonable, usable_name, writable, write_json
 from fsd_core.text.encoding import PromptRow

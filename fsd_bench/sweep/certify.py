@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from fsd_bench.base import Comparison
-from fsd_bench.evidence.settings import EXACT, Setting
-from fsd_bench.evidence.summary import summarise
 from fsd_bench.paired import RATES, sums
+from fsd_bench.sweep.settings import EXACT, Setting
+from fsd_bench.sweep.summary import summarise
 from fsd_core.errors import FsdError
 
 SCORE, NATS, SPEED = "score", "nats", "speed"
