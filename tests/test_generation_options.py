@@ -6,6 +6,7 @@ Every field of GenerationConfig has a value here. A field that a later version o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -154,7 +155,12 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         (dict(generation_config=GenerationConfig(do_sample=True, num_return_sequences=10**6)), "num_return.* at most"),
         (dict(suppress_tokens="none"), r"transformers refuses these options \(max_new_tokens, suppress_tokens\)"),
         (dict(negative_prompt_ids=torch.ones(1, 1)), "unknown option 'negative_prompt_ids'"),
-        (dict(do_sample=True, temperature=-1.0), "transformers refuses these options"),
+        (dict(temperature=-1.0), "temperature must be 0 or above, and finite, got -1.0"),
+        (dict(temperature=math.nan), "temperature must be 0 or above"),
+        (dict(temperature=math.inf), "temperature must be 0 or above"),
+        (dict(temperature=1.0, top_p=1.5), "top_p must be from 0 to 1, got 1.5"),
+        (dict(no_repeat_ngram_size=-1), "no_repeat_ngram_size must be 0 or above"),
+        (dict(num_beams=0), "num_beams must be at least 1, got 0"),
         (dict(sequence_bias={(10**9,): 1.0}), "SequenceBiasLogitsProcessor fails"),
         (dict(do_sample=True, top_k=1.5), "transformers refuses these options"),
         (dict(stop_strings=[""]), "stop_strings"),
@@ -167,6 +173,11 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
 def test_meaningless_options_are_refused(options: dict[str, Any], message: str, decoder: FuzzyDecoder) -> None:
     with pytest.raises(FsdError, match=message):
         decoder.generate(PROMPT, **{"max_new_tokens": 4, **options})
+
+
+def test_no_stop_strings_are_none(decoder: FuzzyDecoder) -> None:
+    plain = decoder.generate(PROMPT, max_new_tokens=4).sequences
+    assert decoder.generate(PROMPT, max_new_tokens=4, stop_strings=[]).sequences == plain
 
 
 def test_padding_is_no_part_of_a_prompt(decoder: FuzzyDecoder) -> None:

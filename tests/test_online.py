@@ -302,7 +302,7 @@ def test_exact_answers_stay_the_same_whatever_the_clock_says(kind: str, seed: in
     assert len(sizes) > 1 if seed is None else clock.reads == 0
 
 
-@pytest.mark.parametrize("kind", ["head", "lm"])
+@pytest.mark.parametrize("kind", ["head", "lm", "lookup+recycle"])
 def test_texts_sampled_with_a_seed_come_again(kind: str) -> None:
     target = Target(tiny_model("llama"))
     drafter = choose_trees(drafter_of(kind, target), target)

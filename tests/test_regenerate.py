@@ -179,6 +179,7 @@ def test_other_files_are_left_alone(tmp_path: Path, target: Path, capsys: pytest
 
 REFUSED = [
     ("--prompts bad.jsonl", "bad.jsonl:2: not JSON"),
+    ("--prompts empty.jsonl", "empty.jsonl: there is no prompt to answer"),
     ("--max-new-tokens 250 --max-prompt-tokens 100", "exceed the target's context of 256"),
     ("--target=", "no target was given. Give --target"),
     ("--config bad.yaml", "bad.yaml is no recipe: "),
@@ -194,6 +195,7 @@ def test_bad_input_is_named_before_anything_is_written(
     prompts = prompts_file(tmp_path / "p.jsonl", 2)
     Path("bad.jsonl").write_text('{"prompt": "the cat"}\n{\n')
     Path("bad.yaml").write_text("- 1")
+    Path("empty.jsonl").touch()
     shutil.copytree(target, "bare", ignore=shutil.ignore_patterns("*token*"))
     assert main(command(target, prompts, tmp_path / "a.jsonl", *options.split())) == 2
     assert problem in capsys.readouterr().err

@@ -278,9 +278,13 @@ def ending(streamer: Any) -> Iterator[None]:
 
 
 def _check_stop_strings(config: GenerationConfig, target: Target) -> None:
-    """Raise FsdError for stop strings that are no text or empty, or if there is no tokenizer to find them."""
+    """Raise FsdError for stop strings that are no text or empty, or if there is no tokenizer to find them.
+
+    An empty list becomes None.
+    """
     texts = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings
     if not texts:
+        config.stop_strings = None  # transformers fails on an empty list
         return
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) and text for text in texts):
         raise FsdError(f"stop_strings must be one text, or a list of texts, none of them empty; got {texts!r:.60}.")

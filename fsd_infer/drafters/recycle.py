@@ -148,7 +148,7 @@ class RecycleDrafter(FreeDrafter):
         self.recycled = Recycled(width, most)
 
     def tables(self, count: int, shared: bool = True) -> list[Recycled]:
-        """Return the tables of ``count`` texts: the drafter's table, or empty ones if texts keep or share nothing."""
+        """Return the tables of ``count`` texts: the drafter's own, or empty ones if texts keep or share nothing."""
         return [self.recycled if self.keep and shared else Recycled(self.width, self.most) for _ in range(count)]
 
     def forget(self) -> None:
@@ -172,7 +172,7 @@ class RecycleSession(FreeSession):
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(first_tokens, request)
         self.drafter: RecycleDrafter = drafter
-        self.recycled = drafter.tables(request.batch, request.keys is None)
+        self.recycled = drafter.tables(request.batch, request.keys is None and not request.seeded)
 
     fact_count = 5
 

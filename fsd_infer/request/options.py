@@ -7,6 +7,7 @@ this list names it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -73,6 +74,12 @@ _NUMBERS = frozenset(
     "max_time temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty length_penalty "
     "encoder_repetition_penalty".split()
 )
+# bounds that transformers does not check, or checks only if the field has an effect
+_RANGES = {
+    "temperature": (0, sys.float_info.max, "0 or above, and finite"),
+    "top_p": (0, 1, "from 0 to 1"),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0, math.inf, "0 or above")),
+}
 LENGTHS = frozenset({"max_length", "max_new_tokens"})
 NEW_TOKENS = 128  # most of an answer, where nothing says; as on the command line
 # fields whose processors keep the prompts, with the values that switch them off
@@ -146,8 +153,9 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
     """
     eos_ids(config)
     for name in ("num_beams", "num_return_sequences"):
-        if (getattr(config, name) or 1) < 1:
-            raise FsdError(f"{name} must be at least 1, got {getattr(config, name)}.")
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise FsdError(f"{name} must be at least 1, got {value}.")
     blank = GenerationConfig()
     defaults = {**vars(blank), **_defaults(blank)}
     for name in sorted(vars(blank).keys() - _HONOURED - _WITHOUT_EFFECT):
@@ -233,7 +241,7 @@ def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:
-    """Raise FsdError for fields that are no numbers, or so large that they take all memory or time."""
+    """Raise FsdError for fields that are no numbers, out of bounds, or so large that they take all memory or time."""
     for name in values.keys() & (_WHOLE.keys() | _NUMBERS):
         value, kind = values[name], Integral if name in _WHOLE else Real
         if isinstance(value, bool) or not isinstance(value, kind):
@@ -241,6 +249,9 @@ def check_numbers(values: Mapping[str, Any]) -> None:
             raise FsdError(f"{name} must be a {expected}, got {value!r:.60}.")
         if name in _WHOLE and value > _WHOLE[name]:  # type: ignore[operator]
             raise FsdError(f"{name} must be at most {_WHOLE[name]}, got {value!r:.60}.")
+        low, high, bounds = _RANGES.get(name, (-math.inf, math.inf, ""))
+        if bounds and not low <= value <= high:  # type: ignore[operator]
+            raise FsdError(f"{name} must be {bounds}, got {value!r:.60}.")
 
 
 def reads_prompts(config: GenerationConfig) -> bool:

@@ -173,6 +173,8 @@ def run(args: argparse.Namespace) -> Counter[str]:
     )
     output = AnswerFile(args.output, _settings(args))
     check.finish(listing_of(output.path))
+    if not plan.read:
+        raise DataError(f"{', '.join(map(str, args.prompts))}: there is no prompt to answer.")
     check.name_unread({TOOLS} & {*fields_of(backend.tokenizer)})
     _say_what_is_left_out(plan, args)
     window = context_of(args.target)
