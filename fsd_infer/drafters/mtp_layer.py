@@ -1,0 +1,88 @@
+"""One multi-token-prediction layer, made of the blocks that its target's own decoder layers have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsd_core.errors import ModelLoadError
+from fsd_infer.device.cache import cache_argument
+from fsd_infer.heads.layers import mask_for
+from fsd_infer.heads.mtp_layouts import Layout
+
+
+class _PlainBlock(nn.Module):
+    """LongCat's MTP layer: one attention and one dense MLP, while its decoder layers hold two of each and experts."""
+
+    def __init__(self, layer: Any, config: Any, index: int) -> None:
+        super().__init__()
+        self.self_attn = type(layer.self_attn[0])(config, index)
+        self.mlp = type(layer.mlps[0])(config)
+        norms = (type(layer.input_layernorm[0])(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+        self.input_layernorm, self.post_attention_layernorm = norms
+
+    def forward(self, x: Tensor, cache: Any = None, **others: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cache=cache, **others)[0]
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _TwoBlocks(nn.ModuleList):
+    """Nemotron-H's MTP layer: one block attends, the other is an MLP or experts; each has one norm."""
+
+    def __init__(self, kind: type[nn.Module], config: Any) -> None:
+        types = list(config.layers_block_type)
+        if len(types) != 2 or types.count("full_attention") != 1 or not {"moe", "mlp"} & set(types):
+            raise ModelLoadError(
+                f"the MTP layer consists of blocks {types}, and of one that attends and one of experts or an MLP alone "
+                "it is read. Name another drafter."
+            )
+        super().__init__(kind(config, index) for index in range(2))
+        self.self_attn.layer_idx = 0  # of its keys and values
+
+    @property
+    def self_attn(self) -> Any:
+        return next(block.mixer for block in self if block.block_type == "full_attention")
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        for block in self:
+            x = block(x, **given)
+        return x
+
+
+def _block_of(last: Any, config: Any, index: int) -> Any:
+    if isinstance(getattr(last, "input_layernorm", None), nn.ModuleList):
+        return _PlainBlock(last, config, index)
+    return _TwoBlocks(type(last), config) if hasattr(last, "mixer") else type(last)(config, index)
+
+
+class MtpLayer(nn.Module):
+    """One MTP layer.
+
+    Args:
+        last: a decoder layer of the target's own.
+        layout: of the family.
+        config: of the layer.
+        index: of its keys and values in a cache.
+    """
+
+    def __init__(self, last: Any, layout: Layout, config: Any, index: int) -> None:
+        super().__init__()
+        self.block, width = _block_of(last, config, index), config.hidden_size
+        norm: Any = type(getattr(self.block, "input_layernorm", None) or self.block[0].norm)
+        epsilon = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+        self.enorm, self.hnorm = (norm(width, eps=epsilon) for _ in range(2))
+        self.norm = norm(width, eps=epsilon) if layout.normed else nn.Identity()
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.state_first = layout.state_first
+
+    def forward(self, embeds: Tensor, states: Tensor, mask: Tensor, cache: Any, **angles: Any) -> Tensor:
+        """Return g [B, M, H] of pairs of embeddings [B, M, H] and states [B, M, H]."""
+        pair = [self.enorm(embeds.to(states.dtype)), self.hnorm(states)]
+        x = self.eh_proj(torch.cat(pair[::-1] if self.state_first else pair, -1))
+        part = self.block[0] if isinstance(self.block, _TwoBlocks) else self.block
+        given: dict[str, Any] = {cache_argument(type(part)): cache, **angles}
+        x = self.block(x, attention_mask=mask_for(nn.ModuleList([self.block]), mask, x.dtype), **given)
+        made: Tensor = self.norm(x[0] if isinstance(x, tuple) else x)
+        return made
