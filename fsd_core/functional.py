@@ -224,6 +224,17 @@ def upper_bound(values: Tensor, most: int) -> int:
     return most
 
 
+def surely(mask: Tensor) -> bool:
+    """Whether all hold, as far as the host knows without a transfer; False where it does not know."""
+    return upper_bound(~mask, 1) == 0
+
+
+@_replaceable
+def selected(mask: Tensor) -> Tensor | None:
+    """Return the indices of a mask [R], where reading their number costs nothing; None: all, or that is not known."""
+    return None
+
+
 # trees ------------------------------------------------------------------------------------------------------------
 
 

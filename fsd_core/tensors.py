@@ -17,6 +17,11 @@ _STAGED = 2**16  # bytes that CUDA copies from pageable memory without a sync
 _UNPINNED = {"cpu", "mps"}  # devices that share the host's memory
 
 
+def is_host(device: torch.device) -> bool:
+    """Whether the host reads tensors of this device without waiting, so that shapes may follow from values."""
+    return device.type == "cpu"
+
+
 def wide(device: torch.device) -> torch.dtype:
     """Return the widest floating-point type of a device, which holds any token id exactly."""
     return torch.float32 if device.type == "mps" else torch.float64  # mps has no fp64
@@ -31,7 +36,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 def put(values: Tensor, into: Tensor) -> None:
     """Write values of the CPU or of the same device to a tensor there, without a sync."""
-    pins = values.device.type == "cpu" and into.device.type not in _UNPINNED and values.nbytes > _STAGED
+    pins = is_host(values.device) and into.device.type not in _UNPINNED and values.nbytes > _STAGED
     into.copy_(values.pin_memory() if pins else values, non_blocking=True)
 
 
@@ -40,7 +45,7 @@ def on_host(*tensors: Tensor) -> list[Tensor]:
 
     Tensors of other devices arrive in the device's widest floating-point type.
     """
-    if tensors[0].device.type == "cpu":
+    if is_host(tensors[0].device):
         return list(tensors)
     return list(packed(*tensors).cpu().split([tensor.shape[1] for tensor in tensors], dim=1))
 
@@ -74,7 +79,7 @@ def lists(*tensors: Tensor) -> list[Any]:
 
     Integers and booleans become ``int``.
     """
-    if tensors[0].device.type == "cpu":
+    if is_host(tensors[0].device):
         return [tensor.tolist() for tensor in tensors]
     return [
         part.tolist() if tensor.is_floating_point() else [[int(number) for number in row] for row in part.tolist()]
@@ -86,6 +91,14 @@ def padded(rows: Sequence[Sequence[Any]], fill: float = 0) -> Tensor:
     """Pad rows at their ends to [B, N], on the CPU."""
     most = max(map(len, rows))
     return torch.tensor([[*row, *[fill] * (most - len(row))] for row in rows])
+
+
+def without_padding(counts: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Cut what is padding in all rows off tensors [B, K, ...] whose first ``counts`` [B] entries are real, on a CPU."""
+    if not is_host(counts.device):
+        return list(tensors)
+    most = int(counts.max())
+    return [tensor[:, :most] for tensor in tensors]
 
 
 def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
@@ -109,7 +122,7 @@ def visible_slots(lengths: Tensor, sees: Tensor, used: int | None = None) -> Ten
         [B, M, S] bool on the device of ``sees``.
     """
     extra = sees.shape[-1]
-    if lengths.device.type == "cpu":
+    if is_host(lengths.device):
         used = int(lengths.max()) + extra if used is None else used
         if lengths.shape[0] == 1:  # no offsets between rows
             visible = torch.nn.functional.pad(sees, (int(lengths), 0), value=True)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from fsd_core import functional
 from fsd_core.errors import CheckpointError, ModelLoadError, VocabularyMismatchError
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.drafters.base import DraftRequest
@@ -74,7 +75,7 @@ class AssistantModel(FeatureReader):
         Returns:
             Logits [B, E, V] of the tokens after the nodes, and the states [B, E, H] before these.
         """
-        used = int(lengths.max()) if lengths.device.type == "cpu" else cache.window
+        used = functional.upper_bound(lengths, cache.window)
         back = lengths[:, None] - torch.arange(used, device=lengths.device)  # of each slot, from the root
         masks, shared = dict[str, Any](), dict[str, Any]()
         for index, (kind, _, window) in enumerate(self.sources):

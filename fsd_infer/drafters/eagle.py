@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsd_core.tensors import at_nodes, to_device
+from fsd_core.tensors import at_nodes, is_host, to_device
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.device.cuda_graphs import CachedModel
 from fsd_infer.drafters.base import DRAFTERS, Drafter
@@ -276,7 +276,7 @@ class EagleSession(CachedSession):
 
     @property
     def _recordable(self) -> bool:
-        return self.is_fixed and (self.vocabulary is None or self.device.type != "cpu")
+        return self.is_fixed and (self.vocabulary is None or not is_host(self.device))
 
     def prepared(self) -> list[Tensor]:
         return [] if self.vocabulary is None else [self.vocabulary.prepared()]

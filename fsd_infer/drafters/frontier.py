@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import at_nodes, lists, to_device, visible_slots
+from fsd_core.tensors import at_nodes, is_host, lists, to_device, visible_slots
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.trees.tree import DraftTree
 
@@ -85,7 +85,7 @@ class Frontier:
         tree, numbers = self.tree, self.numbers(nodes)
         sees, depths = at_nodes(tree.ancestors, numbers), tree.depths
         slots, start, used = roots[:, None] + numbers, None, cache.window
-        if roots.device.type == "cpu":
+        if is_host(roots.device):
             counts = torch.tensor([len(tokens) for tokens in self.tokens])
             used = int((roots + counts).max()) + 1
             run = len(roots) == 1 and len(nodes[0]) == nodes[0][-1] + 1 - nodes[0][0]

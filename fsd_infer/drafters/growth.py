@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fsd_core import functional
-from fsd_core.tensors import at_nodes, to_device
+from fsd_core.tensors import at_nodes, is_host, to_device
 from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
 from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
 from fsd_infer.drafters.session import DraftRequest, DraftSession
@@ -62,7 +62,7 @@ class TreeSession(DraftSession):
         self._masks: dict[tuple[int, int], Masks] = {}  # by depth and width of the tree
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
-        if request.draws is Draws.TREE and (self.prices is not None or self.device.type == "cpu"):  # else recorded
+        if request.draws is Draws.TREE and (self.prices is not None or is_host(self.device)):  # else recorded
             key = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
             learns = not request.seeded if self.prices is None else request.clock is not None
             self._shares = drafter.shares.setdefault(key, Shares()) if learns else Shares()
@@ -236,11 +236,11 @@ class TreeSession(DraftSession):
         if self.shape.stop_below:
             steps = self._visits[..., None] + favoured(log_q, self.draft_bonus)
             self._visits = steps.flatten(1).gather(1, best)
-            goes_on = self._visits.exp().sum(-1).max() >= self.shape.stop_below
-            if goes_on.device.type != "cpu":  # the next candidates are padding where drafting stops
-                self._stopped = ~goes_on if self._stopped is None else self._stopped | ~goes_on
-            elif not goes_on:
+            stops = ~(self._visits.exp().sum(-1).max() >= self.shape.stop_below)
+            if functional.surely(stops):
                 return None
+            # what the host does not know: the next candidates are padding where drafting stops
+            self._stopped = stops if self._stopped is None else self._stopped | stops
         return best
 
     def _kept(self, tree: DraftTree) -> DraftTree:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsd_core import functional
 from fsd_core.errors import ModelLoadError, VocabularyMismatchError
-from fsd_core.tensors import at_nodes, padded, to_device
+from fsd_core.tensors import at_nodes, is_host, padded, to_device
 from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.cached import CachedSession
 from fsd_infer.drafters.frontier import Frontier
@@ -130,13 +131,14 @@ class LMSession(CachedSession):
         self.lengths += 1
         self.cached = torch.zeros_like(self.lengths)
         self._behind = 1  # at least the tokens of any text that are not in the cache
-        self._expanded = [_Expanded() for _ in range(request.batch)]
+        self._moves = is_host(self.device)
+        self._expanded = [ExpandedNodes() for _ in range(request.batch)]
         self._positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if layers have windows
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         places = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
         self.text.scatter_(1, places, tokens)  # padding is overwritten by the next tokens
-        if self.device.type == "cpu":
+        if self._moves:
             self._keep_expanded(tokens, counts)
         self.lengths += counts
         torch.minimum(self.cached, self.lengths - 1, out=self.cached)  # draft() reads the root
@@ -172,14 +174,13 @@ class LMSession(CachedSession):
             self.cache.move(slots, final)
 
     def _unread(self) -> int:
-        """At least the tokens of any text that are not in the cache; on a CPU exactly as many."""
-        if self.device.type == "cpu":
-            return int((self.lengths - self.cached).max())
-        return max(self._behind, self.drafter.max_depth + 2)  # the same in every round
+        """At least the tokens of any text that are not in the cache."""
+        most = max(self._behind, self.drafter.max_depth + 2)  # the same in every round
+        return functional.upper_bound(self.lengths - self.cached, most)
 
     def _depth(self) -> int:
         self._reaches = self._reach()
-        return int(self._reaches.max()) if self.device.type == "cpu" else self._most_depth
+        return functional.upper_bound(self._reaches, self._most_depth)
 
     @property
     def _most_depth(self) -> int:
@@ -198,13 +199,11 @@ class LMSession(CachedSession):
     def _reach(self) -> Tensor:
         """Return the depth to which each row can be drafted within the small LM's context: [B]."""
         model, depth = self.drafter.model, self._most_depth
-        limit, longest = model.max_positions, self.text.shape[1]
-        if self.device.type == "cpu":
-            longest = int(self.lengths.max())
+        limit, longest = model.max_positions, functional.upper_bound(self.lengths, self.text.shape[1])
         self._ends = limit is not None and longest + depth > limit + 1  # + 1: the last draft is not read
         reach = torch.full_like(self.lengths, depth)
         if limit is not None and self._ends:
-            if self.device.type == "cpu" or self.request.longest + depth > limit + 1:
+            if is_host(self.device) or self.request.longest + depth > limit + 1:
                 warn_context(model.name, limit)
             reach = reach.minimum(limit + 1 - self.lengths)
         return reach
@@ -220,16 +219,15 @@ class LMSession(CachedSession):
         # Rows with fewer new tokens read some again. Tokens beyond `ends` are padding.
         starts = (ends - new).clamp_min(0)
         slots, visible = self.cache.in_text(starts, new)
-        lasts, skipped = ends - 1 - starts, 0
-        if self.device.type == "cpu":  # the others' logits take time, and those of a whole prompt memory
-            skipped = int(lasts.min())
-        logits = self._forward(self.text.gather(1, slots), slots, visible, new - skipped if skipped else 0)
+        lasts = ends - 1 - starts
+        kept = functional.upper_bound(new - lasts, new)  # the others' logits take time, and those of a prompt memory
+        logits = self._forward(self.text.gather(1, slots), slots, visible, kept if kept < new else 0)
         self.cached.copy_(ends)
         self._behind = 1
-        return at_nodes(logits, (lasts - skipped)[:, None])
+        return at_nodes(logits, (lasts - (new - kept))[:, None])
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        if self.device.type == "cpu":
+        if self._moves:
             for known, row, under in zip(self._expanded, tokens.tolist(), parents.tolist()):
                 known.add(row, under)
         if any(self.drafter.model.layer_windows.values()):  # windows go by positions, which differ from slots
@@ -265,7 +263,7 @@ class LMSession(CachedSession):
         return drafter.fitted(model.forward(drafter.known(tokens), positions, visible, self.cache, keep)[0])
 
 
-class _Expanded:
+class ExpandedNodes:
     """The expanded nodes of one row. Their places are their order in the cache after the text."""
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from fsd_core.errors import FsdError, ModelLoadError, UnknownNameError
 from fsd_core.files import usable_name
 from fsd_core.registry import did_you_mean
+from fsd_core.tensors import is_host
 from fsd_infer.drafters.base import DRAFTERS, Drafter, NoDrafter
 from fsd_infer.drafters.free import FreeDrafter, free_drafters
 from fsd_infer.drafters.graft import GraftedDrafter
@@ -68,7 +69,7 @@ def load_drafter(drafter: str | Path | Drafter | None, target: Target, tree: Tre
     else:
         name = _default(target) if drafter is None else usable_name(drafter, "drafter")
         made = _load(name, target, None if isinstance(tree, str) else tree)
-        chosen = tree == AUTO or tree is None and target.device.type == "cpu"
+        chosen = tree == AUTO or tree is None and is_host(target.device)
     asked = tree == AUTO and isinstance(_innermost(made), TreeDrafter)
     return choose_trees(made, target) if asked or chosen and main_of(made) is not None else made
 
@@ -106,7 +107,7 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
     main = main_of(drafter)
     if main is None:
         raise FsdError(f"drafter {drafter.name!r} has no trees to choose. Leave --tree {AUTO} out, or name a drafter.")
-    if isinstance(main, FreeDrafter) and target.device.type != "cpu":
+    if isinstance(main, FreeDrafter) and not is_host(target.device):
         return drafter  # whose trees end where its tables do
     largest = of_device(main.largest, target.device)
     if isinstance(main, FreeDrafter):
@@ -120,7 +121,7 @@ def choose_trees(drafter: Drafter, target: Target) -> Drafter:
             part.side.nodes = max(part.side.nodes, min(part.side.most_chosen, largest.nodes))
         part.nodes, part = largest.nodes, part.main
     drafter.bounds = replace(largest, nodes=drafter.max_nodes)
-    if isinstance(main, TreeDrafter) and target.device.type != "cpu":
+    if isinstance(main, TreeDrafter) and not is_host(target.device):
         drafter.menu = main.shapes
     return drafter
 

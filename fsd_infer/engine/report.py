@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import Transfer, packed
+from fsd_core.tensors import Transfer, is_host, packed
 from fsd_infer.engine.round import RoundTensors
 from fsd_infer.rules.verification import Emission, Verdict
 
@@ -74,7 +74,7 @@ class Reading:
     def __init__(self, phase: str, numbers: Sequence[int], made: RoundTensors) -> None:
         self.phase, self.numbers, self.made = phase, list(numbers), made
         self._columns, self._transfer = columns_of(made), None
-        if made.tree.tokens.device.type != "cpu":
+        if not is_host(made.tree.tokens.device):
             self._transfer = Transfer(packed(*self._columns.values()) if made.packed is None else made.packed)
 
     def report(self, finished: Sequence[int] = ()) -> tuple[RoundReport, list[Tensor]]:

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import at_nodes
+from fsd_core.tensors import at_nodes, without_padding
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import Verdict, Verification
 from fsd_infer.rules.base import judged
@@ -210,8 +210,5 @@ def advance(state: DecodeState, made: RoundTensors, tokens: Tensor, counts: Tens
 
     ``made.features`` [B, K, F] are those before the tokens.
     """
-    features = made.features
-    if tokens.device.type == "cpu":  # drop what is padding in all rows
-        longest = int(counts.max())
-        tokens, features = tokens[:, :longest], features[:, :longest]
+    tokens, features = without_padding(counts, tokens, made.features)
     state.session.extend(tokens, features, counts)

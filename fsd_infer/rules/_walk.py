@@ -110,9 +110,7 @@ class _Walk:
         if output.log_r is None:
             return
         holds = output.dense_at(inputs)
-        wanted = at.of(self.applies if holds is None else self.applies & holds)
-        if self.device.type == "cpu":  # elsewhere the number of such contexts is not known without a sync
-            at = at.those(wanted)
+        at = at.those(functional.selected(at.of(self.applies if holds is None else self.applies & holds)))
         if not len(at.rows):
             return
         at = at.lumped() if output.lumpable else at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -179,7 +179,8 @@ class RuleInputs:
         ids, size = self.tree.draft_ids, self.round.logits.shape[-1]
         if ids is None:
             return None
-        return _kept_places(ids, size) if ids.device.type == "cpu" else _places(ids, size)
+        places = torch.full((size,), -1, device=ids.device)
+        return places.index_copy(0, ids.long(), torch.arange(len(ids), device=ids.device))
 
     @cached_property
     def chance(self) -> Tensor:
@@ -295,11 +296,3 @@ class RuleInputs:
         elif self.tree.parents.shape[1] > 1:
             wrong["the drafter's logits"] = self.tree.scores.isnan()
         return wrong
-
-
-def _places(ids: Tensor, size: int) -> Tensor:
-    places = torch.full((size,), -1, device=ids.device)
-    return places.index_copy(0, ids.long(), torch.arange(len(ids), device=ids.device))
-
-
-_kept_places = lru_cache(maxsize=4)(_places)  # a vocabulary's ids are the same tensor round by round

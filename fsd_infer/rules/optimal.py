@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fsd_core import functional
+
 _STEPS = 24  # of the search for the constant of a clipped distribution
 CLOSE = 1e-6  # error of a distribution's sum at which the search ends; the distribution is then normalised
 _NEAR = 3e-5  # the same of a clipped distribution, whose gain is flat at the best sum
@@ -55,7 +57,7 @@ def least_divergent(p: Tensor, q: Tensor, fixed: Tensor) -> Tensor:
         better = (used / p.masked_fill(~free, 0.0).sum(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1.0)
         found = better <= a * (1 + CLOSE)
         a = torch.where(found, a, better)  # a row that is done stays as it is, whatever the others need
-        if _all_on_cpu(found):
+        if functional.surely(found):
             break
     r = torch.minimum(a * p, bound)
     return r / r.sum(-1, keepdim=True).clamp_min(1e-30)
@@ -76,7 +78,7 @@ def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
     for _ in range(_STEPS):
         log_r, total, slope = _clip(log_p, log_q, gain, log_a)
         found = (total - 1).abs() < _NEAR
-        if _all_on_cpu(found):
+        if functional.surely(found):
             break
         low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)
         newton = log_a + ((1 - total + slope).clamp_min(0.0) / slope).log()
@@ -85,11 +87,6 @@ def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
     else:
         log_r, total, _ = _clip(log_p, log_q, gain, log_a)
     return log_r - total.log()
-
-
-def _all_on_cpu(found: Tensor) -> bool:
-    """Whether a search may stop. On devices that would take a sync, so all steps are made."""
-    return found.device.type == "cpu" and bool(found.all())
 
 
 def _clip(log_p: Tensor, log_q: Tensor, gain: Tensor, log_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:

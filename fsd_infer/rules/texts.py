@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
 from fsd_infer.trees.tree import DraftTree
@@ -66,9 +67,7 @@ class TokenHistory:
     @property
     def tokens(self) -> Tensor:
         """[B, L] on the device, padded at the end with -1. On a CPU L is the longest text, elsewhere it is fixed."""
-        if self._buffer.device.type != "cpu" or not len(self.lengths):
-            return self._buffer
-        return self._buffer[:, : int(self.lengths.max()) or 1]
+        return self._buffer[:, : functional.upper_bound(self.lengths, self._buffer.shape[1]) or 1]
 
     @property
     def answered(self) -> Tensor:

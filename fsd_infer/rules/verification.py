@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError, NonFiniteLogitsError
-from fsd_core.tensors import on_host, to_device
+from fsd_core.tensors import is_host, on_host, to_device
 from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.trees.tree import DraftTree
 
@@ -190,7 +190,7 @@ class Verdict:
 
     def on_host(self) -> Verdict:
         """Return the verdict on the CPU, checked: one transfer, which syncs. Raises as :meth:`check`."""
-        if self.path.device.type == "cpu":
+        if is_host(self.path.device):
             self.check()
             return self
         columns = self.columns()

@@ -32,9 +32,9 @@ class VocabRows:
         index = torch.arange(batch, device=nodes.device) if rows is None else rows
         return cls(inputs, index[:, None].expand(-1, len(nodes)).flatten(), nodes.repeat(len(index)), rows is None)
 
-    def those(self, wanted: Tensor) -> VocabRows:
-        """The contexts that are ``wanted`` [R]; the same object for all of them. Syncs with the device."""
-        return self if bool(wanted.all()) else VocabRows(self.inputs, self.rows[wanted], self.nodes[wanted])
+    def those(self, places: Tensor | None) -> VocabRows:
+        """The contexts at these places [R'] among the rows; the same object for None, which means all."""
+        return self if places is None else VocabRows(self.inputs, self.rows[places], self.nodes[places])
 
     def of(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
@@ -168,8 +168,8 @@ class LumpedVocabRows(VocabRows):
         assert ids is not None
         return ids
 
-    def those(self, wanted: Tensor) -> VocabRows:
-        return self if bool(wanted.all()) else LumpedVocabRows(self.inputs, self.rows[wanted], self.nodes[wanted])
+    def those(self, places: Tensor | None) -> VocabRows:
+        return self if places is None else LumpedVocabRows(self.inputs, self.rows[places], self.nodes[places])
 
     def lumped(self) -> VocabRows:
         return self

@@ -112,11 +112,9 @@ class DraftTree:
 
     @property
     def max_depth(self) -> int:
-        """At least the depth of the deepest node, read from a CPU's tree if its builder does not say."""
+        """At least the depth of the deepest node, found out, where that is free, if its builder does not say."""
         most = self.parents.shape[1] - 1
-        if self.levels is not None:
-            return min(self.levels, most)
-        return int(self.depths.max()) if self.parents.device.type == "cpu" else most
+        return functional.upper_bound(self.depths, most) if self.levels is None else min(self.levels, most)
 
     @cached_property
     def held(self) -> Tensor | None:
