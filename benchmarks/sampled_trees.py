@@ -251,7 +251,7 @@ class SchemeProbe:
         tree = DraftTree(
             torch.tensor([tokens]), torch.tensor([parents]), shape, torch.empty(1, 0, vocabulary), shape.long() - 1
         )
-        p = self._distribution(verify(state, tree)[0][0])
+        p = self._distribution(verify(state, tree).logits[0])
         q = torch.stack([qs.get(node, torch.zeros(vocabulary, dtype=p.dtype)) for node in range(len(tokens))])
         return Sampled(tokens, parents, p, q, fixed)
 

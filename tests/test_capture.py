@@ -23,7 +23,8 @@ from fsd_infer.engine import Outcome, Request, decode, loop
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.engine.capture import Recorded
-from fsd_infer.engine.parts import Verified
+from fsd_infer.engine.parts import outputs_of
+from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.rules import parse_rule
 from fsd_infer.targets.target import Target
 from tests.families import tiny_head, tiny_model
@@ -32,7 +33,7 @@ from tests.simulated_device import SIM, SimTensor, SimulatedDevice, on
 from tests.test_device_waits import CPU, NEW, PROMPTS, RULES, drafter, target
 
 WHOLE = [["draft", "target", "rule", "cache", "advance"]]  # the recordings of a round, and what each holds
-CUT = [["draft", "target"], ["rule", "cache", "advance"]]  # between the two the host looks at the tree
+CUT = [["draft", "target"], ["rule", "cache", "advance"]]  # between the two the host computes something of the tree
 LAGGING = ["none", "eagle", "eagle3", "eagle3-own", "fsd", "stop", "lm", "lm-stop", "eagle, suppress"]
 OWN = [["target", "rule", "cache"]]  # a drafter that knows nothing of recordings drafts and reads by itself
 COPIES = "tilted:1:gate=0.3:exact_ngram_size=2"  # charges for copies of remembered texts
@@ -102,7 +103,7 @@ def stands_on_memory_that_stays(kind: str, parts: list[list[str]], recorder: Sim
         cache: Any = getattr(owner, "cache", None)
         stays += [] if cache is None else cache._pools.values()
     for part in (part for one in made for part in one):
-        stays += [*part.inputs, *(part.made.outputs if isinstance(part.made, Verified) else [])]
+        stays += [*part.inputs, *(outputs_of(part.made) if isinstance(part.made, VerifiedTree) else [])]
     known = {address(x.value) for x in stays}  # type: ignore[attr-defined]
     for graph in recorder.graphs:
         assert not {place: what for place, what in graph.reads.items() if place not in known}
@@ -118,8 +119,8 @@ def test_recorded_rounds_answer_as_a_cpu_does(
     kind: str, rule: str, greedy: bool, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request of the same plan records nothing more. A round launches at most six operations besides its graphs, and
-    the host reads once, after it; where nothing waits for that, after the next one is launched. Where the host looks at
-    the tree it reads once more.
+    the host reads once, after it; where nothing waits for that, after the next one is launched. Where the host computes
+    something of the tree it reads once more.
     """
     spent: list[tuple[int, int]] = []
     launched: list[int] = []

@@ -5,18 +5,18 @@ takes its place in the same tensors. A batch fills a bucket of 1, 2, 4, 8 or 16 
 those that have finished, are masked. When the rest fits a smaller bucket that is recorded, it moves there.
 
 What a drafter finds on the host it gives to the recording before the launch (:meth:`.DraftSession.prepared`). Where the
-host looks at the tree, with logits processors that read texts or rules that charge for remembered ones, the round is
-cut there into two recordings (:class:`.Look`). A drafter that is not fixed drafts and reads eagerly, before and after.
-A model whose forward reads values on the host cannot be recorded; a warning tells so once.
+host computes something of the tree, for logits processors that read texts or rules that charge for remembered ones, the
+round is cut there into two recordings (:class:`.VerifiedTree`). A drafter that is not fixed drafts and reads eagerly,
+before and after. A model whose forward reads values on the host cannot be recorded; a warning tells so once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +27,15 @@ from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.engine.parts import (
     Part,
     Recording,
-    Verified,
     advance_session,
     draft_and_verify,
+    outputs_of,
     settle_verified,
     tensors_of,
 )
-from fsd_infer.engine.round import Look, RoundTensors, decode_round, settle
+from fsd_infer.engine.round import RoundTensors, decode_round, settle
 from fsd_infer.engine.state import DecodeState
+from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.menu import MenuPolicy
@@ -182,13 +183,13 @@ class Recorded:
             names, given = zip(*tensors_of(tree))
             form = tree.levels, names
             state.lap("draft")
-        key = form, state.looks, *((x.shape, x.dtype) for x in given)
+        key = form, state.asks_host, *((x.shape, x.dtype) for x in given)
         recording, is_new = slot.recordings.get(key), key not in slot.recordings
         if recording is None:
             recording = slot.recordings[key] = Recording()
             while len(slot.recordings) > MOST:
                 del slot.recordings[next(iter(slot.recordings))]
-        if is_new and (tree is not None or state.looks):  # shapes may not recur; and nobody knows what rules ask
+        if is_new and (tree is not None or state.asks_host):  # shapes may not recur; and nobody knows what rules ask
             made = self._eagerly(state, tree, given, recording)
         else:
             made = self._replayed(state, tree, given, recording)
@@ -200,20 +201,20 @@ class Recorded:
         self, state: DecodeState, tree: DraftTree | None, given: Sequence[Tensor], recording: Recording
     ) -> RoundTensors:
         """Run a round by its recording, whose parts are recorded when they are reached."""
-        parts, looks = recording.parts, state.looks
+        parts, asks = recording.parts, state.asks_host
 
         def whole(*inputs: Tensor) -> Any:
             verified = draft_and_verify(state, tree, inputs)
-            return verified if looks else settle_verified(state, verified, tree is None)
+            return verified if asks else settle_verified(state, verified, tree is None)
 
         if not parts and not self._record(state, whole, given, parts):
             return self._eagerly(state, tree, given, recording)
-        drawn = self.generator.get_state() if looks and len(parts) < 2 else None
+        drawn = self.generator.get_state() if asks and len(parts) < 2 else None
         made = parts[0].replay(given, tree is None)
         state.lap("target")
-        if not looks:
+        if not asks:
             return made
-        found = self._look(state, made, recording)
+        found = _of_host(state, made, recording.asked)
 
         def rest(*inputs: Tensor) -> Any:
             return settle_verified(state, made, tree is None, dict(zip(found, inputs)))
@@ -228,22 +229,14 @@ class Recorded:
         state.lap("rule")
         return settled
 
-    def _look(self, state: DecodeState, verified: Verified, recording: Recording) -> dict[Hashable, Tensor]:
-        """Return what the host finds out about a verified tree for its rules."""
-        look = Look(state, replace(verified.tree), verified.logits)  # which keeps nothing that it has read before
-        for name in recording.asked:
-            look.ask(name)
-        return look.taken()
-
     def _eagerly(
         self, state: DecodeState, tree: DraftTree | None, given: Sequence[Tensor], recording: Recording
     ) -> RoundTensors:
         """Run a round without its recording, and note what its rules ask the host."""
         verified = draft_and_verify(state, tree, [to_device(x, self.device) for x in given])
         state.lap("target")
-        look = Look(state, verified.tree, verified.logits)
-        made = settle(state, look, verified.features)
-        recording.asked = tuple(look.taken())
+        made = settle(state, verified)
+        recording.asked = tuple(verified.computed())
         return made if tree is not None else advance_session(state, made)
 
     def _record(self, state: DecodeState, run: Callable[..., Any], given: Sequence[Tensor], parts: list[Part]) -> bool:
@@ -252,7 +245,7 @@ class Recorded:
 
         def noted() -> tuple[Tensor, ...]:
             made.append(run(*inputs))
-            return tuple(made[-1].outputs)
+            return outputs_of(made[-1])
 
         phases: list[str] = []
         with self._unchanged(state, phases.append):
@@ -299,6 +292,14 @@ class Recorded:
                 slot.seconds.append((policy.clock() - began) / TIMED)
         policy.time(slot.seconds)
         state.session.shape = policy.choose(len(state.numbers))
+
+
+def _of_host(state: DecodeState, verified: VerifiedTree, names: Iterable[Hashable]) -> dict[Hashable, Tensor]:
+    """Return what the host computes of a verified tree for its rules."""
+    verified = verified.afresh(state)
+    for name in names:
+        verified.compute(name)
+    return verified.computed()
 
 
 def _key(state: DecodeState, plan: Plan) -> Hashable:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fsd_core.tensors import packed, put
 from fsd_infer.engine.report import columns_of
-from fsd_infer.engine.round import Look, RoundTensors, advance, settle, verify
+from fsd_infer.engine.round import RoundTensors, advance, settle, verify
 from fsd_infer.engine.state import DecodeState
+from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.trees.tree import DraftTree
 
 
@@ -51,21 +52,7 @@ class Recording:
     asked: tuple[Hashable, ...] = ()
 
 
-@dataclass
-class Verified:
-    """A tree with the target's logits and features at its nodes, and what recurrent layers keep of them."""
-
-    tree: DraftTree
-    logits: Tensor
-    features: Tensor
-    kept: dict[Hashable, Any]
-
-    @property
-    def outputs(self) -> list[Tensor]:
-        return [self.logits, self.features, *(values for _, values in tensors_of(self.tree))]
-
-
-def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequence[Tensor]) -> Verified:
+def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequence[Tensor]) -> VerifiedTree:
     """Verify a tree of these tensors; None: the session drafts one, to which it takes them."""
     if tree is not None:
         own: dict[str, Any] = dict(zip([name for name, _ in tensors_of(tree)], inputs, strict=True))
@@ -77,19 +64,17 @@ def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequenc
         finally:
             state.session.give(None)
         state.lap("draft")
-    logits, features = verify(state, tree)
+    verified = verify(state, tree)
     state.lap("target")
-    return Verified(tree, logits, features, dict(state.cache.recurrent.kept))
+    return verified
 
 
 def settle_verified(
-    state: DecodeState, verified: Verified, advances: bool, found: Mapping[Hashable, Tensor] | None = None
+    state: DecodeState, verified: VerifiedTree, advances: bool, found: Mapping[Hashable, Tensor] | None = None
 ) -> RoundTensors:
-    """Settle a verified tree, of which the host has found something out; and advance a fixed session."""
-    tree = replace(verified.tree)  # without what earlier rounds have computed of it
-    look = Look(state, tree, verified.logits).told(found or {})
-    state.cache.recurrent.kept.update(verified.kept)
-    made = settle(state, look, verified.features)
+    """Settle a verified tree, of which the host has computed something; and advance a fixed session."""
+    state.cache.recurrent.kept.update(verified.recurrent)
+    made = settle(state, verified.afresh(state, found))
     if advances:
         advance_session(state, made)
     made.packed = packed(*columns_of(made).values())
@@ -100,6 +85,13 @@ def advance_session(state: DecodeState, made: RoundTensors) -> RoundTensors:
     advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
     state.lap("advance")
     return made
+
+
+def outputs_of(made: RoundTensors | VerifiedTree) -> tuple[Tensor, ...]:
+    """Return the tensors that a recorded part leaves to what follows it."""
+    if isinstance(made, RoundTensors):
+        return tuple(made.outputs)
+    return made.logits, made.features, *(values for _, values in tensors_of(made.tree))
 
 
 def tensors_of(tree: DraftTree) -> list[tuple[str, Tensor]]:

@@ -15,8 +15,9 @@ from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.engine.books import Books
 from fsd_infer.engine.capture import Plan, Recorded, bucket
 from fsd_infer.engine.request import Request
-from fsd_infer.engine.round import Look, RoundTensors, accept, advance
+from fsd_infer.engine.round import RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
+from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.request.processors import TreeProcessors, temperature_of
 from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts, read_text
 from fsd_infer.rules import Rule, TokenHistory
@@ -226,7 +227,8 @@ def prefill(state: DecodeState, books: Books) -> RoundTensors:
     tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
     known = books.prefixes.known(books.named_prompts)
     features, logits = read_prompts(state.target, state.cache, tokens, lengths, known, request.sights)
-    made = accept(state, Look(state, DraftTree.root_only(state.roots, logits.shape[-1]), logits), features[:, :1])
+    root = DraftTree.root_only(state.roots, logits.shape[-1])
+    made = accept(state, VerifiedTree(state, root, logits, features[:, :1]))
     # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token
     tokens = to_device(tokens, state.device)
     following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)

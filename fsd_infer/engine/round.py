@@ -7,15 +7,14 @@ allows; elsewhere they are fixed. :mod:`fsd_infer.engine.loop` calls :func:`deco
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fsd_core.tensors import at_nodes, without_padding
 from fsd_infer.engine.state import DecodeState
+from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.rules import Verdict, Verification
 from fsd_infer.rules.base import judged
 from fsd_infer.rules.tilted import INITIAL_KL_COEF
@@ -55,20 +54,20 @@ def decode_round(state: DecodeState) -> RoundTensors:
     # 1. Draft a tree under each text's last token, which the target has not read.
     tree = state.session.draft(state.roots)
     state.lap("draft")
-    # 2. Verify: run the target over all nodes, logits [B, N, V] and features [B, N, F].
-    logits, features = verify(state, tree)
+    # 2. Verify: run the target over all nodes, which gives logits [B, N, V] and features [B, N, F].
+    verified = verify(state, tree)
     state.lap("target")
-    made = settle(state, Look(state, tree, logits), features)
+    made = settle(state, verified)
     # 6. Advance: the drafter reads the emitted tokens [B, D+1] with the features [B, D+1, F] before them.
     advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
     state.lap("advance")
     return made
 
 
-def settle(state: DecodeState, look: Look, features: Tensor) -> RoundTensors:
+def settle(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
     """Accept a path of a verified tree, and commit it to the target's cache and to the texts."""
     # 3. Accept: a path [B, D+1] of nodes, and the token after each of them, by each row's rule.
-    made = accept(state, look, features)
+    made = accept(state, verified)
     state.lap("rule")
     # 4. Commit: the path's keys and values move to the end of the text.
     verdict = made.verdict
@@ -80,100 +79,34 @@ def settle(state: DecodeState, look: Look, features: Tensor) -> RoundTensors:
     return made
 
 
-class Look:
-    """What rules are told of a verified tree beside itself. A device does all of it, unless :attr:`.DecodeState.looks`.
-
-    Args:
-        state: of the round.
-        tree: the drafts.
-        logits: [B, N, V] the target's raw logits.
-    """
-
-    def __init__(self, state: DecodeState, tree: DraftTree, logits: Tensor) -> None:
-        self.tree, self.logits, self._state = tree, logits, state
-        self._copies: dict[int, Tensor | None] = {}
-
-    @cached_property
-    def given(self) -> Tensor:
-        """The logits that processors read: in fp32, as in generate. Rules convert what they look at."""
-        return self.logits.float() if self._state.processors else self.logits
-
-    @cached_property
-    def _texts(self) -> Sequence[Tensor | None]:
-        return self._state.history() if self._state.processors.contextual else ()
-
-    @cached_property
-    def scores(self) -> Tensor:
-        """[B, N, V] the logits after the request's processors."""
-        state = self._state
-        if not state.processors:
-            return self.logits
-        return state.processors.nodes(self.given, self.tree, self._texts, state.row_numbers)
-
-    @cached_property
-    def drafts(self) -> Tensor:
-        """[B, I, V] the drafter's logits after them."""
-        state = self._state
-        return state.processors.drafts(self.tree, self.logits.shape[-1], self._texts, state.row_numbers)
-
-    def copies(self, n: int) -> Tensor | None:
-        """[B, N] bool; the drafts that complete an n-gram of remembered texts."""
-        if n not in self._copies:
-            self._copies[n] = self._state.session.copies(self.tree, n)
-        return self._copies[n]
-
-    def ask(self, name: Hashable) -> None:
-        """Find out what :meth:`taken` returns by this name."""
-        if isinstance(name, int):
-            self.copies(name)
-        else:
-            getattr(self, str(name))
-
-    def taken(self) -> dict[Hashable, Tensor]:
-        """Return what the host has found out so far."""
-        names = ("scores", "drafts") if self._state.processors.contextual else ()
-        found: dict[Hashable, Tensor] = {name: vars(self)[name] for name in names if name in vars(self)}
-        return found | {n: copies for n, copies in self._copies.items() if copies is not None}
-
-    def told(self, found: Mapping[Hashable, Tensor]) -> Look:
-        """Return a look at the same tree that knows what :meth:`taken` returned."""
-        made = Look(self._state, self.tree, self.logits)
-        for name, values in found.items():
-            if isinstance(name, int):
-                made._copies[name] = values
-            else:
-                vars(made)[str(name)] = values
-        return made
-
-
-def verify(state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor]:
-    """Run the target over the nodes; return logits [B, N, V] in its dtype and features [B, N, F]."""
+def verify(state: DecodeState, tree: DraftTree) -> VerifiedTree:
+    """Run the target over the nodes."""
     slots, visible = state.cache.after_text(state.lengths, tree.ancestors, tree.max_depth)  # [B, N], [B, N, S]
     positions = slots[:, :1] + tree.depths
     limit = state.target.max_positions
     if limit is not None:  # the answer ends before nodes beyond the context matter
         positions = positions.clamp_max(limit - 1)
-    return state.target.forward(tree.tokens, positions, visible, state.cache)
+    return VerifiedTree(state, tree, *state.target.forward(tree.tokens, positions, visible, state.cache))
 
 
-def accept(state: DecodeState, look: Look, features: Tensor) -> RoundTensors:
-    """Apply each row's rule, and charge its budget and its adaptive KL coefficient. features: [B, N, F]."""
-    tree, logits = look.tree, look.logits
+def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
+    """Apply each row's rule, and charge its budget and its adaptive KL coefficient."""
+    tree, logits = verified.tree, verified.logits
     rows, nodes = tree.tokens.shape
     draws = torch.rand(rows, max(nodes, state.most_nodes), 3, generator=state.generator, device=logits.device)
     verdict = judged(
         state.rules,
         Verification(
             tree=tree,
-            logits=look.given,
-            scores=look.scores,
+            logits=verified.raw_logits,
+            scores=verified.scores,
             greedy=state.greedy,
             uniforms=draws[:, :nodes],  # as many draws whatever the tree, so padding changes no answer
             budget_left=state.budget,
-            process_draft=(lambda tree: look.drafts) if state.processors else None,
+            process_draft=(lambda tree: verified.draft_scores) if state.processors else None,
             texts=state.texts,
             kl_excess=state.kl_excess,
-            copies=look.copies if state.session.remembers else None,
+            copies=verified.copies if state.session.remembers else None,
             room=room(state, tree),
         ),
     )
@@ -186,7 +119,7 @@ def accept(state: DecodeState, look: Look, features: Tensor) -> RoundTensors:
         state.kl_excess.clamp_(min=-INITIAL_KL_COEF)  # limits saved nats
     if state.budget is not None:  # an infinite budget pays infinite costs
         state.budget.copy_(torch.where(state.budget.isinf(), state.budget, (state.budget - spent).clamp_min(0.0)))
-    made = RoundTensors(tree, logits, at_nodes(features, verdict.path), verdict)
+    made = RoundTensors(tree, logits, at_nodes(verified.features, verdict.path), verdict)
     if state.measures:
         log_p = at_nodes(logits, verdict.path).float().log_softmax(-1)
         made.log_p = log_p.gather(2, verdict.tokens[..., None])[..., 0]

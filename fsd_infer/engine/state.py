@@ -72,8 +72,8 @@ class DecodeState:
         return self.target.device
 
     @property
-    def looks(self) -> bool:
-        """Whether the host looks at a tree between its verification and its acceptance."""
+    def asks_host(self) -> bool:
+        """Whether the host computes something of a tree between its verification and its acceptance."""
         charged = any(getattr(rule, "exact_ngram_size", 0) for rule in self.rules)
         return self.processors.contextual or charged and self.session.remembers
 

@@ -1,0 +1,84 @@
+"""A verified tree, and what rules are told of it beside the target's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from fsd_infer.engine.state import DecodeState
+from fsd_infer.trees.tree import DraftTree
+
+
+class VerifiedTree:
+    """A tree with the target's logits and features at its nodes.
+
+    The rest is computed when a rule asks for it: by the device, or by the host if :attr:`.DecodeState.asks_host`.
+
+    Attributes:
+        tree: the drafts.
+        logits: [B, N, V] the target's, in its dtype.
+        features: [B, N, F] the target's.
+        recurrent: what recurrent layers keep of the nodes until some are accepted.
+    """
+
+    def __init__(self, state: DecodeState, tree: DraftTree, logits: Tensor, features: Tensor) -> None:
+        self.tree, self.logits, self.features, self._state = tree, logits, features, state
+        self.recurrent: dict[Hashable, Any] = dict(state.cache.recurrent.kept)
+        self._copies: dict[int, Tensor | None] = {}
+
+    @cached_property
+    def raw_logits(self) -> Tensor:
+        """The logits that processors read: in fp32, as in generate. Rules convert what they look at."""
+        return self.logits.float() if self._state.processors else self.logits
+
+    @cached_property
+    def _texts(self) -> Sequence[Tensor | None]:
+        return self._state.history() if self._state.processors.contextual else ()
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[B, N, V] the logits after the request's processors."""
+        state = self._state
+        if not state.processors:
+            return self.logits
+        return state.processors.nodes(self.raw_logits, self.tree, self._texts, state.row_numbers)
+
+    @cached_property
+    def draft_scores(self) -> Tensor:
+        """[B, I, V] the drafter's logits after them."""
+        state = self._state
+        return state.processors.drafts(self.tree, self.logits.shape[-1], self._texts, state.row_numbers)
+
+    def copies(self, n: int) -> Tensor | None:
+        """[B, N] bool; the drafts that complete an n-gram of remembered texts."""
+        if n not in self._copies:
+            self._copies[n] = self._state.session.copies(self.tree, n)
+        return self._copies[n]
+
+    def compute(self, name: Hashable) -> None:
+        """Compute what :meth:`computed` returns by this name."""
+        if isinstance(name, int):
+            self.copies(name)
+        else:
+            getattr(self, str(name))
+
+    def computed(self) -> dict[Hashable, Tensor]:
+        """Return what the host has computed so far, by name; copies of n-grams by n."""
+        names = ("scores", "draft_scores") if self._state.processors.contextual else ()
+        found: dict[Hashable, Tensor] = {name: vars(self)[name] for name in names if name in vars(self)}
+        return found | {n: copies for n, copies in self._copies.items() if copies is not None}
+
+    def afresh(self, state: DecodeState, found: Mapping[Hashable, Tensor] | None = None) -> VerifiedTree:
+        """Return the same for a round of ``state``: what earlier ones computed is left out, ``found`` put in."""
+        made = VerifiedTree(state, replace(self.tree), self.logits, self.features)
+        made.recurrent = self.recurrent
+        for name, values in (found or {}).items():
+            if isinstance(name, int):
+                made._copies[name] = values
+            else:
+                vars(made)[str(name)] = values
+        return made
