@@ -167,9 +167,19 @@ class _Walk:
 
     def _undrafted(self) -> Verdict:
         """Return the verdict on roots alone: a token from p each."""
-        none = torch.zeros_like(self.tree.parents)
-        token, nats = self._final(none, none > 0), torch.zeros(none.shape, dtype=wide(self.device), device=self.device)
-        return Verdict(none, none[:, 0], token, none, none > 0, nats, none - 1, nats / 0, faults=self._faults())
+        zeros = torch.zeros_like(self.tree.parents)  # [B, 1]
+        never, nats = zeros > 0, torch.zeros(zeros.shape, dtype=wide(self.device), device=self.device)
+        return Verdict(
+            path=zeros,
+            accepted=zeros[:, 0],
+            tokens=self._final(zeros, never),
+            sources=zeros,
+            gate_open=never,
+            spent=nats,
+            first=zeros - 1,
+            logprob_gap=torch.full_like(nats, math.nan),
+            faults=self._faults(),
+        )
 
     def _gathered(self, reached: Tensor, pays: Tensor, exact: Tensor) -> Verdict:
         """Gather the verdict along the path."""
@@ -181,7 +191,7 @@ class _Walk:
         path = end.expand(-1, width).scatter(1, places, ends)
         last, beyond, below = steps == accepted, steps > accepted, torch.cat([path[:, 1:], end], 1)
         tokens = torch.where(last, self._final(end, pays), tree.tokens.gather(1, below))
-        sources = (steps < accepted) * int(TokenOrigin.EXACT)  # Source.TARGET is 0
+        sources = (steps < accepted) * int(TokenOrigin.EXACT)  # 0 is TARGET
         if self.cost is None:
             is_open = torch.zeros_like(last)
             spent = torch.zeros(last.shape, dtype=wide(self.device), device=self.device)
@@ -196,8 +206,18 @@ class _Walk:
             )
         first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
         logprob_gap = inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
-        numbers = path, accepted[:, 0], tokens.masked_fill_(beyond, 0), sources
-        return Verdict(*numbers, is_open, spent, first, logprob_gap, tree.proposers, faults=self._faults())
+        return Verdict(
+            path=path,
+            accepted=accepted[:, 0],
+            tokens=tokens.masked_fill_(beyond, 0),
+            sources=sources,
+            gate_open=is_open,
+            spent=spent,
+            first=first,
+            logprob_gap=logprob_gap,
+            proposers=tree.proposers,
+            faults=self._faults(),
+        )
 
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""

@@ -1,4 +1,4 @@
-"""The input of a rule: quantities per node [B, N]. :mod:`.contexts` has distributions over the vocabulary."""
+"""The input of a rule: quantities per node [B, N]. :mod:`.vocab_rows` has distributions over the vocabulary."""
 
 from __future__ import annotations
 

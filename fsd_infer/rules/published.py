@@ -204,7 +204,7 @@ class Asd(LossyRule):
 
     A draft that is not the target's choice passes if max z - z(x), in logits, is at most ``gap`` times the
     drafts that it may win. These are the depth of the tree below its parent; on a chain K - i. A round passes at most
-    ``mismatches`` of them, a request as many as the sum of their regrets stays within the budget. Of several, the
+    ``mismatches`` of them, a request as many as the sum of their gaps stays within the budget. Of several, the
     likeliest is emitted. Exact where one of the three is 0. From arXiv:2608.03447, with the defaults of its code.
 
     Args:

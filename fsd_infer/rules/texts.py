@@ -222,7 +222,7 @@ def ends_of(rules: Sequence[Any], tokenizer: Any, device: torch.device | str) ->
 def in_sentence(texts: TokenHistory, tree: DraftTree) -> Tensor:
     """[B, N] tokens of the sentence before the one after each node. Raises FsdError if the texts have no ends."""
     if texts.ends is None:
-        raise FsdError("lead: the texts know no ends of sentences; pass them to Texts.")
+        raise FsdError("lead: the texts know no ends of sentences; pass them to TokenHistory.")
     ends, text = texts.ends, texts.tokens
     last = len(ends) - 1
     places = torch.arange(1, text.shape[1] + 1, device=text.device)
