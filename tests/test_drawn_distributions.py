@@ -189,15 +189,15 @@ def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor
     rows = list(range(len(round.tree.tokens)))
     budget = None if parsed.budget is None else torch.full((len(rows),), parsed.budget, dtype=torch.double)
     walk = _Walk(inputs, [(distribution, rows)], budget)
-    pays, _, _ = walk._taken()
+    lossy, _, _ = walk._picked()
     tree = inputs.tree
     stated = torch.where(
-        pays[..., None], distribution.log_probs(inputs), VocabRows.every(inputs).log_p.view_as(round.logits).double()
+        lossy[..., None], distribution.log_probs(inputs), VocabRows.every(inputs).log_p.view_as(round.logits).double()
     )
-    chance = torch.where(inputs.above(pays), walk.open, walk.closed).double().masked_fill(~tree.is_draft, 0.0)
+    chance = torch.where(inputs.above(lossy), walk.r_draft, walk.p_draft).double().masked_fill(~tree.is_draft, 0.0)
     emits = torch.zeros_like(stated)
     for node in range(tree.tokens.shape[1]):
-        weights = walk._weights(torch.full_like(tree.parents[:, :1], node), pays).double()
+        weights = walk._weights(torch.full_like(tree.parents[:, :1], node), lossy).double()
         left = (1.0 - inputs.total(chance)[:, node, None]).clamp_min(0.0)
         emits[:, node] = left * weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
     batch, drafts = tree.is_draft.nonzero(as_tuple=True)
@@ -205,7 +205,7 @@ def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor
     reach = torch.ones_like(chance)
     for node in range(1, tree.tokens.shape[1]):
         reach[:, node] = reach.gather(1, tree.parents[:, node : node + 1])[:, 0] * chance[:, node]
-    cost = torch.zeros_like(chance) if walk.cost is None else walk.cost.masked_fill(~pays, 0.0)
+    cost = torch.zeros_like(chance) if walk.cost is None else walk.cost.masked_fill(~lossy, 0.0)
     return inputs, stated.exp(), cost, emits, reach
 
 

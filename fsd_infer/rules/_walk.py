@@ -41,7 +41,7 @@ def affordable(inputs: RuleInputs, cost: Tensor, left: Tensor) -> Tensor:
     depths = inputs.tree.depths
     budget = left = left.to(cost.dtype)[:, None].expand_as(cost)
     for _ in range(inputs.tree.max_depth):
-        spent = cost.masked_fill((cost > budget) | cost.isinf(), 0.0)  # an infinite budget pays infinite costs
+        spent = cost.masked_fill((cost > budget) | cost.isinf(), 0.0)  # inf - inf is NaN
         budget = torch.where(depths > 0, inputs.above(budget - spent), left)
     return cost <= budget
 
@@ -50,13 +50,13 @@ class _Walk:
     """The state of a walk, [B, N] each.
 
     Attributes:
-        closed: probability of each draft under the target's distribution.
-        open: probability of each draft under the rule's distribution.
+        p_draft: probability of each draft under the target's distribution.
+        r_draft: probability of each draft under the rule's distribution.
         cost: nats of the rule's distribution at each context; None if all rules have the target's distribution.
         applies: contexts with a distribution other than the target's.
-        opened: at temperature 0, the token of a dense distribution.
+        r_token: at temperature 0, the token of a dense distribution.
         dense: above temperature 0, contexts with their distributions r, [·, V] or lumped.
-        slot: the row of ``dense``, of all together, with the context's distribution; -1 if there is none.
+        r_row: the context's row among those of all ``dense`` together; -1 if it has none.
     """
 
     def __init__(
@@ -65,42 +65,42 @@ class _Walk:
         self.inputs, self.tree, self.device = inputs, inputs.tree, inputs.nodes.device
         self.reads_q = inputs.sampled or any(output.gate or output.log_r for output, _ in outputs)
         self.non_finite = inputs.non_finite(self.reads_q)
-        self.left = left
+        self.budget_left = left
         self.outputs: list[tuple[OutputDistribution, Tensor | bool]] = []
         self.dense: list[tuple[VocabRows, Tensor]] = []
         self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
-        self.closed = self.open = inputs.chance
+        self.p_draft = self.r_draft = inputs.chance
         self.applies = torch.zeros_like(inputs.tree.is_draft)
-        self.opened, self.slot = inputs.likeliest, torch.full_like(self.tree.parents, -1)
+        self.r_token, self.r_row = inputs.likeliest, torch.full_like(self.tree.parents, -1)
         self.outputs = [self._add(output, rows) for output, rows in outputs]
 
     def _add(self, output: OutputDistribution, rows: list[int]) -> tuple[OutputDistribution, Tensor | bool]:
         """Add a distribution, and return it with its rows: [B, 1] bool, or True for all."""
         applies, index = output.applies, row_index(tuple(rows), self.device)
-        mine: Tensor | bool = len(rows) == len(applies)
-        if not mine:
-            mine = torch.zeros_like(applies[:, :1]).index_fill_(0, index, True)
+        of_rule: Tensor | bool = len(rows) == len(applies)
+        if not of_rule:
+            of_rule = torch.zeros_like(applies[:, :1]).index_fill_(0, index, True)
 
         def put(new: Tensor, old: Tensor) -> Tensor:
-            return new if mine is True else torch.where(mine, new, old)
+            return new if of_rule is True else torch.where(of_rule, new, old)
 
         if output.test is not None:
-            self.closed = put(output.test.chance.to(self.closed.dtype), self.closed)
+            self.p_draft = put(output.test.chance.to(self.p_draft.dtype), self.p_draft)
         if output.is_target:
-            return output, mine
+            return output, of_rule
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
             where = output.dense_at(self.inputs) if output.log_r is not None else None
             applies, chance, cost, _ = biased(self.inputs, output.logit_bias, output.applies)
             applies = applies if where is None else torch.where(where, output.applies, applies)
-            self.open, self.cost = put(chance, self.open), put(cost, self.cost)
+            self.r_draft, self.cost = put(chance, self.r_draft), put(cost, self.cost)
         self.applies = put(applies, self.applies)
         if output.gate is not None or output.log_r is not None:
-            self._evaluate(output, VocabRows.every(self.inputs, None if mine is True else index))
-        return output, mine
+            self._evaluate(output, VocabRows.every(self.inputs, None if of_rule is True else index))
+        return output, of_rule
 
     def _evaluate(self, output: OutputDistribution, at: VocabRows) -> None:
         """Evaluate a distribution's gate and dense distribution at these contexts."""
@@ -115,55 +115,55 @@ class _Walk:
             return
         at = at.lumped() if output.lumpable else at
         log_r, where = output.log_r(at), (at.rows, at.nodes)
-        slot = torch.full_like(self.slot, -1).index_put(where, torch.arange(len(log_r), device=self.device))
-        slot = slot if holds is None else slot.masked_fill(~holds, -1)
-        above = inputs.above(slot)
+        r_row = torch.full_like(self.r_row, -1).index_put(where, torch.arange(len(log_r), device=self.device))
+        r_row = r_row if holds is None else r_row.masked_fill(~holds, -1)
+        above = inputs.above(r_row)
         if inputs.greedy:
             token = log_r.argmax(-1)
             pair = at.scores.gather(1, torch.stack([at.of(inputs.likeliest), token], 1))
             cost = (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
-            self.opened = self.opened.index_put(where, token)
-            chance = self.tree.tokens == inputs.above(self.opened)
+            self.r_token = self.r_token.index_put(where, token)
+            chance = self.tree.tokens == inputs.above(self.r_token)
         else:
             r, cost = log_r.softmax(-1), functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
-            chance = at.of_drafts(r, above.clamp_min(0)).to(self.open.dtype)
+            chance = at.of_drafts(r, above.clamp_min(0)).to(self.r_draft.dtype)
             if inputs.sampled:
                 residual = (r - at.proposal).clamp_min(0.0).sum(-1)
                 of_context = torch.zeros_like(chance).index_put(where, residual.to(chance.dtype))
                 chance = inputs.tested(chance, chance.log(), of_context)
-            self.slot = torch.where(slot >= 0, slot + sum(len(each) for _, each in self.dense), self.slot)
+            self.r_row = torch.where(r_row >= 0, r_row + sum(len(each) for _, each in self.dense), self.r_row)
             self.dense.append((at, r))
-        self.open = torch.where((above >= 0) & inputs.tree.is_draft, chance, self.open)
+        self.r_draft = torch.where((above >= 0) & inputs.tree.is_draft, chance, self.r_draft)
         assert self.cost is not None
         cost = torch.zeros_like(self.cost).index_put(where, cost.to(self.cost.dtype))
-        self.cost = torch.where(slot >= 0, cost, self.cost)
+        self.cost = torch.where(r_row >= 0, cost, self.cost)
 
     def verdict(self) -> Verdict:
         """Walk to the nodes whose ancestors were all picked, and gather what they say."""
         if self.tree.parents.shape[1] == 1:
             return self._undrafted()
-        pays, taken, exact = self._taken()
-        taken[:, 0] = True
-        reached = (self.tree.ancestors & ~taken[:, None]).any(-1).logical_not_()
-        return self._gathered(reached, pays, exact)
+        lossy, picked, exact = self._picked()
+        picked[:, 0] = True
+        reached = (self.tree.ancestors & ~picked[:, None]).any(-1).logical_not_()
+        return self._gathered(reached, lossy, exact)
 
-    def _taken(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _picked(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return [B, N] bool: contexts under the rule's distribution, drafts picked, drafts that exact decoding picks,
         too.
         """
-        inputs, pays, chance = self.inputs, self.applies, self.closed
-        if self.left is not None and self.cost is not None:
-            pays = pays & affordable(inputs, self.cost.masked_fill(~pays, 0.0), self.left)
-        if self.open is not self.closed:
-            chance = torch.where(inputs.above(pays), self.open, self.closed)
+        inputs, lossy, chance = self.inputs, self.applies, self.p_draft
+        if self.budget_left is not None and self.cost is not None:
+            lossy = lossy & affordable(inputs, self.cost.masked_fill(~lossy, 0.0), self.budget_left)
+        if self.r_draft is not self.p_draft:
+            chance = torch.where(inputs.above(lossy), self.r_draft, self.p_draft)
         if inputs.greedy:
-            return pays, chance.clone(), self.closed
+            return lossy, chance.clone(), self.p_draft
         # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
-        place = inputs.above(inputs.uniform(0)).to(chance.dtype)
+        offset = inputs.above(inputs.uniform(0)).to(chance.dtype)  # [B, N] from the start of each child's part
         if not inputs.is_chain:
             siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
-            place = place - torch.where(siblings, chance[:, None], 0.0).sum(-1)
-        return pays, (place >= 0) & (place < chance), place < self.closed
+            offset = offset - torch.where(siblings, chance[:, None], 0.0).sum(-1)
+        return lossy, (offset >= 0) & (offset < chance), offset < self.p_draft
 
     def _undrafted(self) -> Verdict:
         """Return the verdict on roots alone: a token from p each."""
@@ -181,7 +181,7 @@ class _Walk:
             faults=self._faults(),
         )
 
-    def _gathered(self, reached: Tensor, pays: Tensor, exact: Tensor) -> Verdict:
+    def _gathered(self, reached: Tensor, lossy: Tensor, exact: Tensor) -> Verdict:
         """Gather the verdict along the path."""
         tree, inputs, width = self.tree, self.inputs, self.tree.max_depth + 1
         nodes, steps = inputs.nodes, inputs.nodes[:width]
@@ -190,19 +190,19 @@ class _Walk:
         places, ends = torch.where(reached, tree.depths, accepted), torch.where(reached, nodes, end)
         path = end.expand(-1, width).scatter(1, places, ends)
         last, beyond, below = steps == accepted, steps > accepted, torch.cat([path[:, 1:], end], 1)
-        tokens = torch.where(last, self._final(end, pays), tree.tokens.gather(1, below))
+        tokens = torch.where(last, self._final(end, lossy), tree.tokens.gather(1, below))
         sources = (steps < accepted) * int(TokenOrigin.EXACT)  # 0 is TARGET
         if self.cost is None:
-            is_open = torch.zeros_like(last)
+            is_lossy = torch.zeros_like(last)
             spent = torch.zeros(last.shape, dtype=wide(self.device), device=self.device)
         else:
-            is_open = pays.gather(1, path) & ~beyond
-            spent = self.cost.gather(1, path).masked_fill_(~is_open, 0.0)
+            is_lossy = lossy.gather(1, path) & ~beyond
+            spent = self.cost.gather(1, path).masked_fill_(~is_lossy, 0.0)
             dense = torch.zeros_like(last)
-            for output, mine in self.outputs if not inputs.sampled else []:
-                dense = dense | mine if output.log_r is not None else dense
+            for output, of_rule in self.outputs if not inputs.sampled else []:
+                dense = dense | of_rule if output.log_r is not None else dense
             sources = sources.masked_fill(
-                torch.where(last, dense, ~exact.gather(1, below)) & is_open, int(TokenOrigin.GATE)
+                torch.where(last, dense, ~exact.gather(1, below)) & is_lossy, int(TokenOrigin.GATE)
             )
         first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
         logprob_gap = inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
@@ -211,7 +211,7 @@ class _Walk:
             accepted=accepted[:, 0],
             tokens=tokens.masked_fill_(beyond, 0),
             sources=sources,
-            gate_open=is_open,
+            gate_open=is_lossy,
             spent=spent,
             first=first,
             logprob_gap=logprob_gap,
@@ -227,34 +227,34 @@ class _Walk:
             faults[FORKS] = (tree.child.sum(-1) > 1).any(1, keepdim=True)
         return faults
 
-    def _final(self, end: Tensor, pays: Tensor) -> Tensor:
+    def _final(self, end: Tensor, lossy: Tensor) -> Tensor:
         """Draw the token after the path, [B, 1]: none of the drafts at the path's end ``end`` [B, 1]."""
         inputs = self.inputs
         if inputs.greedy and self.cost is None:
             return inputs.likeliest.gather(1, end)
         if inputs.greedy:
-            return torch.where(pays.gather(1, end), self.opened.gather(1, end), inputs.likeliest.gather(1, end))
-        weights = self._weights(end, pays)
+            return torch.where(lossy.gather(1, end), self.r_token.gather(1, end), inputs.likeliest.gather(1, end))
+        weights = self._weights(end, lossy)
         token = functional.draw(weights, inputs.uniform(1).gather(1, end)[:, 0])[:, None]
         return torch.where(token < weights.shape[1], token, inputs.likeliest.gather(1, end))  # all weights round to 0
 
-    def _weights(self, end: Tensor, pays: Tensor) -> Tensor:
+    def _weights(self, end: Tensor, lossy: Tensor) -> Tensor:
         """Return the weights [B, V] of the token after a path that ends at ``end`` [B, 1], above temperature 0."""
-        inputs, tree, is_open = self.inputs, self.tree, pays.gather(1, end)
+        inputs, tree, is_lossy = self.inputs, self.tree, lossy.gather(1, end)
         at = VocabRows(inputs, torch.arange(len(end), device=self.device), end[:, 0])
-        r, slot = at.p, self.slot.gather(1, end) if self.dense else end
+        r, r_row = at.p, self.r_row.gather(1, end) if self.dense else end
         for contexts, dense in self.dense:
-            here = is_open & (slot >= 0) & (slot < len(dense))
-            r = torch.where(here, contexts.whole(dense, slot[:, 0].clamp(0, len(dense) - 1), at.p), r)
-            slot = slot - len(dense)
+            here = is_lossy & (r_row >= 0) & (r_row < len(dense))
+            r = torch.where(here, contexts.whole(dense, r_row[:, 0].clamp(0, len(dense) - 1), at.p), r)
+            r_row = r_row - len(dense)
         weights = r
         if inputs.sampled:
             draws = at.of(inputs.draws)[:, None]
             weights = torch.where(draws, (r - at.proposal).clamp_min(0.0), r)
-            for own, mine in self.outputs:
+            for own, of_rule in self.outputs:
                 if own.test is not None:
                     rest = r if own.test.rest is None else own.test.rest(at)
-                    weights = torch.where(~is_open & draws & mine, rest, weights)
+                    weights = torch.where(~is_lossy & draws & of_rule, rest, weights)
         refused = inputs.is_drawn if inputs.is_chain else tree.is_draft
         drafted = torch.where(refused & (tree.parents == end), 0.0, math.inf)
         return weights.scatter_reduce(1, tree.tokens, drafted, "amin")
