@@ -58,7 +58,7 @@ class Books:
         if state.policy is not None:
             policy = state.policy
             self.callbacks.append(MenuUpdate(policy) if isinstance(policy, MenuPolicy) else TreeUpdate(policy))
-        state.lap = self.on_phase
+        state.on_phase = self.on_phase
         waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
         waits = waits or state.asks_host or state.session.on_host
         self.lags = state.live is not None and state.session.is_fixed and not waits

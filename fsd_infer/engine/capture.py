@@ -153,12 +153,12 @@ class Recorded:
         assert before is not None
         others = [row for row in range(len(state.numbers)) if row not in live]  # which finished
         kept = sorted([*live, *others[: rows - len(live)]])
-        lap, before.state = state.lap, copy(state)
-        before.state.forget()
+        on_phase, before.state = state.on_phase, copy(state)
+        before.state.release_request()
         made = self.placed(state.folded(kept), rows, before.plan._replace(rules=before.plan.rules[:rows]))
         assert self.current is not None and made.live is not None
         made.live.copy_(to_device(torch.tensor([row in live for row in kept]), self.device))
-        vars(state).update({**vars(made), "lap": lap})
+        vars(state).update({**vars(made), "on_phase": on_phase})
         self.current.state = state
         if isinstance(state.policy, MenuPolicy):
             state.policy.timed = False  # for so few rows
@@ -179,10 +179,10 @@ class Recorded:
             given = session.prepared()
             form = session.form
         else:
-            tree = session.draft(state.roots).padded_to(state.most_nodes)
+            tree = session.draft(state.roots).padded_to(state.max_nodes)
             names, given = zip(*tensors_of(tree))
             form = tree.levels, names
-            state.lap("draft")
+            state.on_phase("draft")
         key = form, state.asks_host, *((x.shape, x.dtype) for x in given)
         recording, is_new = slot.recordings.get(key), key not in slot.recordings
         if recording is None:
@@ -211,7 +211,7 @@ class Recorded:
             return self._eagerly(state, tree, given, recording)
         drawn = self.generator.get_state() if asks and len(parts) < 2 else None
         made = parts[0].replay(given, tree is None)
-        state.lap("target")
+        state.on_phase("target")
         if not asks:
             return made
         found = _of_host(state, made, recording.asked)
@@ -226,7 +226,7 @@ class Recorded:
             if not is_recorded:
                 return settle_verified(state, made, tree is None, found)
         settled: RoundTensors = parts[1].replay(list(found.values()))
-        state.lap("rule")
+        state.on_phase("rule")
         return settled
 
     def _eagerly(
@@ -234,7 +234,7 @@ class Recorded:
     ) -> RoundTensors:
         """Run a round without its recording, and note what its rules ask the host."""
         verified = draft_and_verify(state, tree, [to_device(x, self.device) for x in given])
-        state.lap("target")
+        state.on_phase("target")
         made = settle(state, verified)
         recording.asked = tuple(verified.computed())
         return made if tree is not None else advance_session(state, made)
@@ -260,15 +260,15 @@ class Recorded:
                 return False
 
     @contextmanager
-    def _unchanged(self, state: DecodeState, lap: Callable[[str], None]) -> Iterator[None]:
-        """Undo what rounds within do to the state. ``lap``: is told of their phases."""
+    def _unchanged(self, state: DecodeState, on_phase: Callable[[str], None]) -> Iterator[None]:
+        """Undo what rounds within do to the state. ``on_phase``: is told of their phases."""
         changed = [*state.tensors(), *state.cache.recurrent.tensors, *state.session.tensors()]
-        before, drawn, own = [x.clone() for x in changed], self.generator.get_state(), state.lap
-        state.lap = lap
+        before, drawn, own = [x.clone() for x in changed], self.generator.get_state(), state.on_phase
+        state.on_phase = on_phase
         try:
             yield
         finally:
-            state.lap = own
+            state.on_phase = own
             for x, value in zip(changed, before, strict=True):
                 x.copy_(value)
             self.generator.set_state(drawn)
@@ -304,4 +304,4 @@ def _of_host(state: DecodeState, verified: VerifiedTree, names: Iterable[Hashabl
 
 def _key(state: DecodeState, plan: Plan) -> Hashable:
     """Return what fixes all rounds of a request: requests of one key share recordings."""
-    return plan, state.greedy, state.measures, state.budget is None
+    return plan, state.greedy, state.measure_log_likelihood, state.budget is None

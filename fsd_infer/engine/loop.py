@@ -57,7 +57,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
                         recorded.fold(state, live)
             return books.outcome()
         finally:
-            state.forget()  # recordings keep the state, but need not keep the request
+            state.release_request()  # recordings keep the state, but need not keep the request
 
 
 def report(books: Books, reading: Reading) -> None:

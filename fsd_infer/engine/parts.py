@@ -63,9 +63,9 @@ def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequenc
             tree = state.session.draft(state.roots)
         finally:
             state.session.give(None)
-        state.lap("draft")
+        state.on_phase("draft")
     verified = verify(state, tree)
-    state.lap("target")
+    state.on_phase("target")
     return verified
 
 
@@ -83,7 +83,7 @@ def settle_verified(
 
 def advance_session(state: DecodeState, made: RoundTensors) -> RoundTensors:
     advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
-    state.lap("advance")
+    state.on_phase("advance")
     return made
 
 

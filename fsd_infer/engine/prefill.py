@@ -81,12 +81,12 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
         roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
         texts=TokenHistory([()] * sizes.rows, prompts, device, markers, sizes.capacity + drafter.max_nodes + 1, marks),
-        ends=to_device(torch.tensor(ends), device),
+        max_lengths=to_device(torch.tensor(ends), device),
         budget=nats_of(rules, device),
         kl_excess=torch.zeros(sizes.rows, device=device),
-        measures=request.measure_log_likelihood,
+        measure_log_likelihood=request.measure_log_likelihood,
         history=books.history,
-        most_nodes=drafter.max_nodes,
+        max_nodes=drafter.max_nodes,
         policy=policy,
     )
     if recorded is not None:

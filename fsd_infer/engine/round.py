@@ -53,14 +53,14 @@ def decode_round(state: DecodeState) -> RoundTensors:
     """Run one round: draft a tree, verify it in one target forward, and accept a path of it by the rules."""
     # 1. Draft a tree under each text's last token, which the target has not read.
     tree = state.session.draft(state.roots)
-    state.lap("draft")
+    state.on_phase("draft")
     # 2. Verify: run the target over all nodes, which gives logits [B, N, V] and features [B, N, F].
     verified = verify(state, tree)
-    state.lap("target")
+    state.on_phase("target")
     made = settle(state, verified)
     # 6. Advance: the drafter reads the emitted tokens [B, D+1] with the features [B, D+1, F] before them.
     advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
-    state.lap("advance")
+    state.on_phase("advance")
     return made
 
 
@@ -68,14 +68,14 @@ def settle(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
     """Accept a path of a verified tree, and commit it to the target's cache and to the texts."""
     # 3. Accept: a path [B, D+1] of nodes, and the token after each of them, by each row's rule.
     made = accept(state, verified)
-    state.lap("rule")
+    state.on_phase("rule")
     # 4. Commit: the path's keys and values move to the end of the text.
     verdict = made.verdict
     state.cache.commit(state.lengths, verdict.path, verdict.accepted)
     # 5. The emitted tokens extend the texts.
     state.lengths += verdict.accepted + 1
     state.extend(verdict.tokens, verdict.accepted)
-    state.lap("cache")
+    state.on_phase("cache")
     return made
 
 
@@ -93,7 +93,7 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
     """Apply each row's rule, and charge its budget and its adaptive KL coefficient."""
     tree, logits = verified.tree, verified.logits
     rows, nodes = tree.tokens.shape
-    draws = torch.rand(rows, max(nodes, state.most_nodes), 3, generator=state.generator, device=logits.device)
+    draws = torch.rand(rows, max(nodes, state.max_nodes), 3, generator=state.generator, device=logits.device)
     verdict = judged(
         state.rules,
         Verification(
@@ -111,7 +111,7 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
         ),
     )
     if state.live is not None:  # finished rows emit nothing; the host may not know yet which are as long as they may be
-        goes_on = state.live & (state.texts.lengths < state.ends)
+        goes_on = state.live & (state.texts.lengths < state.max_lengths)
         verdict.accepted = verdict.accepted.masked_fill(~goes_on, -1)
     spent = verdict.spent.sum(1)
     if verdict.allowed is not None:
@@ -120,7 +120,7 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
     if state.budget is not None:  # an infinite budget pays infinite costs
         state.budget.copy_(torch.where(state.budget.isinf(), state.budget, (state.budget - spent).clamp_min(0.0)))
     made = RoundTensors(tree, logits, at_nodes(verified.features, verdict.path), verdict)
-    if state.measures:
+    if state.measure_log_likelihood:
         log_p = at_nodes(logits, verdict.path).float().log_softmax(-1)
         made.log_p = log_p.gather(2, verdict.tokens[..., None])[..., 0]
     made.facts = state.session.facts(tree, logits, verdict)

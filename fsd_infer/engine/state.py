@@ -35,15 +35,15 @@ class DecodeState:
         lengths: [B] tokens that the target has read; the texts are longer by one, the root.
         roots: [B] the last token of each text.
         texts: prompts and answers.
-        ends: [B] tokens of each text when its answer is as long as it may be.
+        max_lengths: [B] tokens of prompt and longest allowed answer.
         budget: [B] nats that each row may still spend; None: no rule has a budget.
         kl_excess: [B] nats beyond the targets of adaptive KL coefficients, see :class:`~fsd_infer.rules.Verification`.
-        measures: whether to measure the log-likelihood of emitted tokens.
+        measure_log_likelihood: whether to measure the log-likelihood of emitted tokens.
         history: returns the tokens before each row's root, as processors take them; None for finished rows.
-        most_nodes: nodes of the largest tree.
+        max_nodes: nodes of the largest tree.
         live: [B] bool; rows that are not finished. None: finished rows leave the batch at once.
         policy: chooses the shape of every round's trees; None: the drafter's own shape.
-        lap: called with the name of every phase as it ends.
+        on_phase: called with the name of every phase as it ends.
     """
 
     target: Target
@@ -57,15 +57,15 @@ class DecodeState:
     lengths: Tensor
     roots: Tensor
     texts: TokenHistory
-    ends: Tensor
+    max_lengths: Tensor
     budget: Tensor | None
     kl_excess: Tensor
-    measures: bool
+    measure_log_likelihood: bool
     history: Callable[[], list[Tensor | None]]
-    most_nodes: int
+    max_nodes: int
     live: Tensor | None = None
     policy: TreePolicy | MenuPolicy | None = None
-    lap: Callable[[str], None] = field(default=lambda phase: None)
+    on_phase: Callable[[str], None] = field(default=lambda phase: None)
 
     @property
     def device(self) -> torch.device:
@@ -98,14 +98,14 @@ class DecodeState:
         if not rows:
             self.numbers = []
 
-    def forget(self) -> None:
-        """Let go of the request's own objects, callbacks among them."""
-        self.history, self.lap = list, lambda phase: None
+    def release_request(self) -> None:
+        """Drop the references to the request: its history and its callbacks."""
+        self.history, self.on_phase = list, lambda phase: None
 
     def tensors(self) -> list[Tensor]:
         """Return what a round changes in place, without the drafter's, and without keys and values."""
         budget = [] if self.budget is None else [self.budget]
-        return [self.lengths, self.roots, self.kl_excess, self.ends, *budget, *self.texts.tensors]
+        return [self.lengths, self.roots, self.kl_excess, self.max_lengths, *budget, *self.texts.tensors]
 
     def restart(self, fresh: DecodeState) -> DecodeState:
         """Take over the texts of a new request of the same plan, in the same tensors; return this state."""
@@ -145,5 +145,5 @@ class DecodeState:
         kept = to_device(torch.tensor(rows), self.device)
         self.rules, self.numbers = [self.rules[row] for row in rows], [self.numbers[row] for row in rows]
         self.lengths, self.roots, self.kl_excess = self.lengths[kept], self.roots[kept], self.kl_excess[kept]
-        self.ends, self.budget = self.ends[kept], None if self.budget is None else self.budget[kept]
+        self.max_lengths, self.budget = self.max_lengths[kept], None if self.budget is None else self.budget[kept]
         self.texts.select(kept)
