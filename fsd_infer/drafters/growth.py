@@ -121,20 +121,20 @@ class TreeSession(DraftSession):
         return Drawing(self.request.process, self.request.generator, nodes - 1, least, self._shares)
 
     @property
-    def fact_count(self) -> int:
+    def feedback_count(self) -> int:
         return (self._shares is not None) + bool(self.request.menu)
 
-    def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
+    def feedback(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
         made = [] if self._shares is None else [accepted_drafts(tree, verdict.path, verdict.accepted)]
         if self.request.menu and tree.forecast is None:
             return [*made, torch.full((len(logits), len(self.request.menu) + 1), math.nan, device=logits.device)]
         return made if tree.forecast is None else [*made, tree.forecast]
 
-    def learn(self, facts: Sequence[Tensor], verdict: Verdict) -> None:
+    def learn(self, feedback: Sequence[Tensor], verdict: Verdict) -> None:
         if self._shares is not None:
-            self._shares.learn(facts[0].sum(0).tolist())
+            self._shares.learn(feedback[0].sum(0).tolist())
         if self.request.menu:
-            self._forecasts = facts[-1].tolist()
+            self._forecasts = feedback[-1].tolist()
 
     def forecasts(self) -> list[list[float]]:
         return self._forecasts
@@ -253,8 +253,8 @@ class TreeSession(DraftSession):
             return tree
         if self.growth is not None:
             return tree.keep(self.growth.choose(tree))
-        nodes = self.shape.max_nodes
-        return tree.keep(likeliest(tree.scores, tree.parents, self.shape.depth, self.draft_bonus, nodes, tree.held))
+        depth, nodes = self.shape.depth, self.shape.nodes
+        return tree.keep(likeliest(tree.scores, tree.parents, depth, self.draft_bonus, nodes, tree.held))
 
     def _forecast(self, tree: DraftTree) -> Tensor:
         """Return :func:`.trees.forecast.forecast` from all candidates of a tree."""

@@ -174,17 +174,17 @@ class RecycleSession(FreeSession):
         self.drafter: RecycleDrafter = drafter
         self.recycled = drafter.tables(request.batch, request.keys is None and not request.seeded)
 
-    fact_count = 5
+    feedback_count = 5
 
-    def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
+    def feedback(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
         """Return nodes [B, N], -1: padding; the w likeliest tokens there, and their ln p, [B, N·w]; tokens; parents."""
         nodes = torch.arange(logits.shape[1], device=logits.device)
         nodes = nodes.where(tree.is_draft | (nodes == 0), -1)
         log_p, choice = functional.topk_logprobs(logits, min(self.drafter.width, logits.shape[-1]))
         return [nodes, choice.flatten(1), log_p.flatten(1), tree.tokens, tree.parents]
 
-    def learn(self, facts: Sequence[Tensor], verdict: Verdict) -> None:
-        nodes, choice, log_p, tokens, parents = facts
+    def learn(self, feedback: Sequence[Tensor], verdict: Verdict) -> None:
+        nodes, choice, log_p, tokens, parents = feedback
         numbers = (x.long().tolist() for x in (nodes, choice, tokens, parents))
         made = (x.tolist() for x in (log_p, verdict.path, verdict.tokens, verdict.accepted))
         width = choice.shape[1] // nodes.shape[1]

@@ -66,7 +66,7 @@ class DraftRequest:
 class DraftSession(ABC):
     """A drafter's state for one batch of texts.
 
-    The tensors of a round are on the target's device, and nothing in :meth:`extend`, :meth:`draft` and :meth:`facts`
+    The tensors of a round are on the target's device, and nothing in :meth:`extend`, :meth:`draft` and :meth:`feedback`
     reads them on the host, unless the session is :attr:`on_host`. What a drafter keeps on the host it learns after the
     round, from :meth:`append` and :meth:`learn`.
 
@@ -172,26 +172,26 @@ class DraftSession(ABC):
         for part in self.parts:
             part.keep(frontier, nodes, grown)
 
-    def facts(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
-        """Return what :meth:`learn` needs of a verification: :attr:`fact_count` tensors [B, ·].
+    def feedback(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
+        """Return what :meth:`learn` needs of a verification: :attr:`feedback_count` tensors [B, ·].
 
         Args:
             tree: the verified tree; after the prefill, the root alone.
             logits: [B, N, V] the target's logits at every node.
             verdict: on them.
         """
-        return [fact for part in self.parts for fact in part.facts(tree, logits, verdict)]
+        return [values for part in self.parts for values in part.feedback(tree, logits, verdict)]
 
     @property
-    def fact_count(self) -> int:
-        """Number of tensors that :meth:`facts` returns."""
-        return sum(part.fact_count for part in self.parts)
+    def feedback_count(self) -> int:
+        """Number of tensors that :meth:`feedback` returns."""
+        return sum(part.feedback_count for part in self.parts)
 
-    def learn(self, facts: Sequence[Tensor], verdict: Verdict) -> None:
+    def learn(self, feedback: Sequence[Tensor], verdict: Verdict) -> None:
         """Learn from a verification, on the host and before :meth:`append`. Both arguments are on the CPU."""
         for part in self.parts:
-            part.learn(facts[: part.fact_count], verdict)
-            facts = facts[part.fact_count :]
+            part.learn(feedback[: part.feedback_count], verdict)
+            feedback = feedback[part.feedback_count :]
 
     def forecasts(self) -> list[list[float]]:
         """Return what :meth:`learn` was last told of :attr:`.DraftTree.forecast`, [B][S + 1]; empty: nobody asks."""

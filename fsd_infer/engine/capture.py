@@ -29,11 +29,11 @@ from fsd_infer.engine.parts import (
     Recording,
     advance_session,
     draft_and_verify,
+    finish_round,
     outputs_of,
-    settle_verified,
     tensors_of,
 )
-from fsd_infer.engine.round import RoundTensors, decode_round, settle
+from fsd_infer.engine.round import RoundTensors, accept_and_commit, decode_round
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.rules import Rule
@@ -205,7 +205,7 @@ class Recorded:
 
         def whole(*inputs: Tensor) -> Any:
             verified = draft_and_verify(state, tree, inputs)
-            return verified if asks else settle_verified(state, verified, tree is None)
+            return verified if asks else finish_round(state, verified, tree is None)
 
         if not parts and not self._record(state, whole, given, parts):
             return self._eagerly(state, tree, given, recording)
@@ -217,14 +217,14 @@ class Recorded:
         found = _of_host(state, made, recording.asked)
 
         def rest(*inputs: Tensor) -> Any:
-            return settle_verified(state, made, tree is None, dict(zip(found, inputs)))
+            return finish_round(state, made, tree is None, dict(zip(found, inputs)))
 
         if drawn is not None:
             is_recorded = self._record(state, rest, list(found.values()), parts)
             self.generator.set_state(drawn)
             parts[0].replay(given)  # again, since recording has moved keys and values
             if not is_recorded:
-                return settle_verified(state, made, tree is None, found)
+                return finish_round(state, made, tree is None, found)
         settled: RoundTensors = parts[1].replay(list(found.values()))
         state.on_phase("rule")
         return settled
@@ -235,7 +235,7 @@ class Recorded:
         """Run a round without its recording, and note what its rules ask the host."""
         verified = draft_and_verify(state, tree, [to_device(x, self.device) for x in given])
         state.on_phase("target")
-        made = settle(state, verified)
+        made = accept_and_commit(state, verified)
         recording.asked = tuple(verified.computed())
         return made if tree is not None else advance_session(state, made)
 
@@ -296,7 +296,7 @@ class Recorded:
 
 def _of_host(state: DecodeState, verified: VerifiedTree, names: Iterable[Hashable]) -> dict[Hashable, Tensor]:
     """Return what the host computes of a verified tree for its rules."""
-    verified = verified.afresh(state)
+    verified = verified.with_computed(state)
     for name in names:
         verified.compute(name)
     return verified.computed()

@@ -63,11 +63,11 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
 def report(books: Books, reading: Reading) -> None:
     """Read a round on the host, teach the drafters that learn there, and tell the callbacks."""
     state, phase = books.state, reading.phase
-    made, facts = reading.report(books.finished(reading.numbers))
+    made, feedback = reading.report(books.finished(reading.numbers))
     texts = made.emitted
     if phase == "prefill":
         texts = [[*prompt[1:], *new] for prompt, new in zip(books.prompts, texts, strict=True)]
-    state.session.learn(facts, made.verdict)
+    state.session.learn(feedback, made.verdict)
     state.session.append(texts)
     books.on_phase("prefill" if phase == "prefill" else "report")
     books.on_round(made)

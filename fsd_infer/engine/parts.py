@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsd_core.tensors import packed, put
 from fsd_infer.engine.report import columns_of
-from fsd_infer.engine.round import RoundTensors, advance, settle, verify
+from fsd_infer.engine.round import RoundTensors, accept_and_commit, advance, verify
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.trees.tree import DraftTree
@@ -69,12 +69,12 @@ def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequenc
     return verified
 
 
-def settle_verified(
+def finish_round(
     state: DecodeState, verified: VerifiedTree, advances: bool, found: Mapping[Hashable, Tensor] | None = None
 ) -> RoundTensors:
     """Settle a verified tree, of which the host has computed something; and advance a fixed session."""
     state.cache.recurrent.kept.update(verified.recurrent)
-    made = settle(state, verified.afresh(state, found))
+    made = accept_and_commit(state, verified.with_computed(state, found))
     if advances:
         advance_session(state, made)
     made.packed = packed(*columns_of(made).values())
@@ -90,7 +90,7 @@ def advance_session(state: DecodeState, made: RoundTensors) -> RoundTensors:
 def outputs_of(made: RoundTensors | VerifiedTree) -> tuple[Tensor, ...]:
     """Return the tensors that a recorded part leaves to what follows it."""
     if isinstance(made, RoundTensors):
-        return tuple(made.outputs)
+        return () if made.packed is None else (made.packed,)
     return made.logits, made.features, *(values for _, values in tensors_of(made.tree))
 
 

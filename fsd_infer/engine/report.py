@@ -12,7 +12,7 @@ from fsd_core.tensors import Transfer, is_host, packed
 from fsd_infer.engine.round import RoundTensors
 from fsd_infer.rules.verification import Emission, Verdict
 
-_FACT = "fact "  # begins the names of columns for drafters
+_FEEDBACK = "feedback "  # begins the names of columns for drafters
 
 
 @dataclass
@@ -58,8 +58,8 @@ class RoundReport:
 def columns_of(made: RoundTensors) -> dict[str, Tensor]:
     """Return what the host reads of a round, [B, ·] each."""
     log_p = {} if made.log_p is None else {"log_p": made.log_p}
-    facts = {f"{_FACT}{place}": fact for place, fact in enumerate(made.facts)}
-    return {**made.verdict.columns(), **log_p, **facts}
+    feedback = {f"{_FEEDBACK}{place}": values for place, values in enumerate(made.feedback)}
+    return {**made.verdict.columns(), **log_p, **feedback}
 
 
 class Reading:
@@ -78,7 +78,7 @@ class Reading:
             self._transfer = Transfer(packed(*self._columns.values()) if made.packed is None else made.packed)
 
     def report(self, finished: Sequence[int] = ()) -> tuple[RoundReport, list[Tensor]]:
-        """Return the report, and the facts for drafters on the CPU. Syncs with the device.
+        """Return the report, and the feedback for drafters on the CPU. Syncs with the device.
 
         Args:
             finished: rows that had finished when the round began, and which it is to leave out.
@@ -95,4 +95,4 @@ class Reading:
             verdict.accepted[torch.tensor(finished)] = -1
         log_p = columns["log_p"].tolist() if "log_p" in columns else None
         report = RoundReport(self.phase, self.numbers, verdict.emissions(log_p), verdict, made)
-        return report, [column for name, column in columns.items() if name.startswith(_FACT)]
+        return report, [column for name, column in columns.items() if name.startswith(_FEEDBACK)]

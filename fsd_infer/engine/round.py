@@ -15,15 +15,15 @@ from torch import Tensor
 from fsd_core.tensors import at_nodes, without_padding
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.verified import VerifiedTree
-from fsd_infer.rules import Verdict, Verification
-from fsd_infer.rules.base import judged
+from fsd_infer.rules import Verdict
+from fsd_infer.rules.base import device_verdict
 from fsd_infer.rules.tilted import INITIAL_KL_COEF
 from fsd_infer.trees.tree import DraftTree
 
 
 @dataclass
 class RoundTensors:
-    """What a round makes of the state, on the target's device.
+    """The result of a round, on the target's device.
 
     Attributes:
         tree: the drafts, [B, N].
@@ -31,8 +31,8 @@ class RoundTensors:
         features: [B, D+1, F] the target's features at the nodes of the accepted path, padded with the last.
         verdict: the accepted path and the emitted tokens, [B, D+1].
         log_p: [B, D+1] the target's log-probability of each emitted token, if measured.
-        facts: of each drafter that learns from a verification, see :meth:`.DraftSession.facts`.
-        packed: what the host reads of the round, if it was recorded.
+        feedback: for drafters that learn from verification, see :meth:`.DraftSession.feedback`.
+        packed: what the host reads of a recorded round, as one tensor.
     """
 
     tree: DraftTree
@@ -40,13 +40,8 @@ class RoundTensors:
     features: Tensor
     verdict: Verdict
     log_p: Tensor | None = None
-    facts: list[Tensor] = field(default_factory=list)
+    feedback: list[Tensor] = field(default_factory=list)
     packed: Tensor | None = None
-
-    @property
-    def outputs(self) -> list[Tensor]:
-        """What the host reads of a recorded round."""
-        return [] if self.packed is None else [self.packed]
 
 
 def decode_round(state: DecodeState) -> RoundTensors:
@@ -57,26 +52,26 @@ def decode_round(state: DecodeState) -> RoundTensors:
     # 2. Verify: run the target over all nodes, which gives logits [B, N, V] and features [B, N, F].
     verified = verify(state, tree)
     state.on_phase("target")
-    made = settle(state, verified)
+    result = accept_and_commit(state, verified)
     # 6. Advance: the drafter reads the emitted tokens [B, D+1] with the features [B, D+1, F] before them.
-    advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
+    advance(state, result, result.verdict.tokens, result.verdict.accepted + 1)
     state.on_phase("advance")
-    return made
+    return result
 
 
-def settle(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
+def accept_and_commit(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
     """Accept a path of a verified tree, and commit it to the target's cache and to the texts."""
     # 3. Accept: a path [B, D+1] of nodes, and the token after each of them, by each row's rule.
-    made = accept(state, verified)
+    result = accept(state, verified)
     state.on_phase("rule")
     # 4. Commit: the path's keys and values move to the end of the text.
-    verdict = made.verdict
+    verdict = result.verdict
     state.cache.commit(state.lengths, verdict.path, verdict.accepted)
     # 5. The emitted tokens extend the texts.
     state.lengths += verdict.accepted + 1
     state.extend(verdict.tokens, verdict.accepted)
     state.on_phase("cache")
-    return made
+    return result
 
 
 def verify(state: DecodeState, tree: DraftTree) -> VerifiedTree:
@@ -93,42 +88,33 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
     """Apply each row's rule, and charge its budget and its adaptive KL coefficient."""
     tree, logits = verified.tree, verified.logits
     rows, nodes = tree.tokens.shape
-    draws = torch.rand(rows, max(nodes, state.max_nodes), 3, generator=state.generator, device=logits.device)
-    verdict = judged(
-        state.rules,
-        Verification(
-            tree=tree,
-            logits=verified.raw_logits,
-            scores=verified.scores,
-            greedy=state.greedy,
-            uniforms=draws[:, :nodes],  # as many draws whatever the tree, so padding changes no answer
-            budget_left=state.budget,
-            process_draft=(lambda tree: verified.draft_scores) if state.processors else None,
-            texts=state.texts,
-            kl_excess=state.kl_excess,
-            copies=verified.copies if state.session.remembers else None,
-            room=room(state, tree),
-        ),
-    )
-    if state.live is not None:  # finished rows emit nothing; the host may not know yet which are as long as they may be
+    # [B, N, 3], drawn for the largest tree: padding of a tree changes no later draw
+    uniforms = torch.rand(rows, max(nodes, state.max_nodes), 3, generator=state.generator, device=logits.device)
+    verdict = device_verdict(state.rules, verified.round_for_rules(uniforms[:, :nodes], max_accepted(state, tree)))
+    if state.live is not None:  # finished rows emit nothing; the host may not know yet which have reached their limit
         goes_on = state.live & (state.texts.lengths < state.max_lengths)
         verdict.accepted = verdict.accepted.masked_fill(~goes_on, -1)
+    charge(state, verdict)
+    result = RoundTensors(tree, logits, at_nodes(verified.features, verdict.path), verdict)
+    if state.measure_log_likelihood:
+        log_p = at_nodes(logits, verdict.path).float().log_softmax(-1)  # [B, D+1, V]
+        result.log_p = log_p.gather(2, verdict.tokens[..., None])[..., 0]
+    result.feedback = state.session.feedback(tree, logits, verdict)
+    return result
+
+
+def charge(state: DecodeState, verdict: Verdict) -> None:
+    """Take what a round spent from each row's budget, and add what it spent beyond its KL target to the excess."""
     spent = verdict.spent.sum(1)
     if verdict.allowed is not None:
         state.kl_excess += spent.float() - verdict.allowed
-        state.kl_excess.clamp_(min=-INITIAL_KL_COEF)  # limits saved nats
-    if state.budget is not None:  # an infinite budget pays infinite costs
+        state.kl_excess.clamp_(min=-INITIAL_KL_COEF)  # limits how much an easy text may save up
+    if state.budget is not None:  # inf stays inf, whatever was spent: inf - inf is NaN
         state.budget.copy_(torch.where(state.budget.isinf(), state.budget, (state.budget - spent).clamp_min(0.0)))
-    made = RoundTensors(tree, logits, at_nodes(verified.features, verdict.path), verdict)
-    if state.measure_log_likelihood:
-        log_p = at_nodes(logits, verdict.path).float().log_softmax(-1)
-        made.log_p = log_p.gather(2, verdict.tokens[..., None])[..., 0]
-    made.facts = state.session.facts(tree, logits, verdict)
-    return made
 
 
-def room(state: DecodeState, tree: DraftTree) -> Tensor | None:
-    """Return how many drafts each row may accept before the target's angles change, [B]; None: they do not.
+def max_accepted(state: DecodeState, tree: DraftTree) -> Tensor | None:
+    """Return how many drafts each row may accept before the target's rotary angles change, [B]; None: they do not.
 
     Nodes beyond :attr:`.Target.reads_again` are read under the angles of shorter texts.
     """
@@ -138,10 +124,10 @@ def room(state: DecodeState, tree: DraftTree) -> Tensor | None:
     return (longest - 1 - state.lengths).clamp_min(0).where(read <= longest, tree.tokens.shape[1])
 
 
-def advance(state: DecodeState, made: RoundTensors, tokens: Tensor, counts: Tensor) -> None:
+def advance(state: DecodeState, result: RoundTensors, tokens: Tensor, counts: Tensor) -> None:
     """Extend the drafter's texts by tokens [B, K], of which ``counts`` [B] are real.
 
-    ``made.features`` [B, K, F] are those before the tokens.
+    ``result.features`` [B, K, F] are those before the tokens.
     """
-    tokens, features = without_padding(counts, tokens, made.features)
+    tokens, features = without_padding(counts, tokens, result.features)
     state.session.extend(tokens, features, counts)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fsd_infer.engine.state import DecodeState
+from fsd_infer.rules import Verification
 from fsd_infer.trees.tree import DraftTree
 
 
@@ -29,6 +30,23 @@ class VerifiedTree:
         self.tree, self.logits, self.features, self._state = tree, logits, features, state
         self.recurrent: dict[Hashable, Any] = dict(state.cache.recurrent.kept)
         self._copies: dict[int, Tensor | None] = {}
+
+    def round_for_rules(self, uniforms: Tensor, max_accepted: Tensor | None) -> Verification:
+        """Return what rules are told of the round. Arguments as there."""
+        state = self._state
+        return Verification(
+            tree=self.tree,
+            logits=self.raw_logits,
+            scores=self.scores,
+            greedy=state.greedy,
+            uniforms=uniforms,
+            budget_left=state.budget,
+            process_draft=(lambda tree: self.draft_scores) if state.processors else None,
+            texts=state.texts,
+            kl_excess=state.kl_excess,
+            copies=self.copies if state.session.remembers else None,
+            max_accepted=max_accepted,
+        )
 
     @cached_property
     def raw_logits(self) -> Tensor:
@@ -69,16 +87,16 @@ class VerifiedTree:
     def computed(self) -> dict[Hashable, Tensor]:
         """Return what the host has computed so far, by name; copies of n-grams by n."""
         names = ("scores", "draft_scores") if self._state.processors.contextual else ()
-        found: dict[Hashable, Tensor] = {name: vars(self)[name] for name in names if name in vars(self)}
-        return found | {n: copies for n, copies in self._copies.items() if copies is not None}
+        values: dict[Hashable, Tensor] = {name: vars(self)[name] for name in names if name in vars(self)}
+        return values | {n: copies for n, copies in self._copies.items() if copies is not None}
 
-    def afresh(self, state: DecodeState, found: Mapping[Hashable, Tensor] | None = None) -> VerifiedTree:
-        """Return the same for a round of ``state``: what earlier ones computed is left out, ``found`` put in."""
-        made = VerifiedTree(state, replace(self.tree), self.logits, self.features)
-        made.recurrent = self.recurrent
-        for name, values in (found or {}).items():
+    def with_computed(self, state: DecodeState, computed: Mapping[Hashable, Tensor] | None = None) -> VerifiedTree:
+        """Return the same tree for ``state`` with these results of :meth:`computed`, and no others."""
+        tree = VerifiedTree(state, replace(self.tree), self.logits, self.features)
+        tree.recurrent = self.recurrent
+        for name, values in (computed or {}).items():
             if isinstance(name, int):
-                made._copies[name] = values
+                tree._copies[name] = values
             else:
-                vars(made)[str(name)] = values
-        return made
+                vars(tree)[str(name)] = values
+        return tree

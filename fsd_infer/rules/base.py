@@ -214,10 +214,10 @@ def apply_rules(rules: Sequence[Rule], round: Verification) -> Verdict:
         NonFiniteLogitsError: target or drafter logits are NaN, +inf or all -inf.
         FsdError: uniforms or texts are missing, or sampled drafts do not form a chain.
     """
-    return judged(rules, round).on_host()
+    return device_verdict(rules, round).on_host()
 
 
-def judged(rules: Sequence[Rule], round: Verification) -> Verdict:
+def device_verdict(rules: Sequence[Rule], round: Verification) -> Verdict:
     """Return the verdict of :func:`apply_rules` on the device of the tree, unchecked and without a sync."""
     rows: dict[Rule, list[int]] = {}
     for row, rule in enumerate(rules):
@@ -225,8 +225,8 @@ def judged(rules: Sequence[Rule], round: Verification) -> Verdict:
     inputs, left = RuleInputs(round), round.budget_left
     left = nats_of(rules, inputs.nodes.device) if left is None else left
     verdict = walk(inputs, [(rule.restricted_output(inputs), of_rule) for rule, of_rule in rows.items()], left)
-    if round.room is not None:
-        verdict.cut(round.room)
+    if round.max_accepted is not None:
+        verdict.cut(round.max_accepted)
     verdict.allowed = _allowed(rows, inputs, verdict)
     return verdict
 

@@ -71,7 +71,8 @@ class Verification:
         texts: each row's prompt and answer so far, the root included; only rules that look at them need them.
         kl_excess: [B] nats that each row has spent beyond what its rule allowed so far, see :attr:`Verdict.allowed`;
             None: nothing is known.
-        room: [B] most drafts that each row may accept, by its length alone, so that no distribution changes; None: all.
+        max_accepted: [B] most drafts that each row may accept; None: all. It depends on lengths alone, so that no
+            distribution changes.
         copies: n -> [B, N] bool, the drafts that complete an n-gram of remembered texts (None: nothing is remembered);
             for rules that charge for copies. Not asked about sampled drafts.
     """
@@ -86,7 +87,7 @@ class Verification:
     texts: TokenHistory | None = None
     kl_excess: Tensor | None = None
     copies: Callable[[int], Tensor | None] | None = None
-    room: Tensor | None = None
+    max_accepted: Tensor | None = None
 
 
 FORKS = "drafts drawn from q"  # the fault of sampled drafts that form no chain
