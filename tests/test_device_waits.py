@@ -64,7 +64,7 @@ class OwnDrafter(LookupDrafter):
 
 
 class OwnSession(MemorySession):
-    is_fixed = False  # type: ignore[assignment]
+    is_capturable = False  # type: ignore[assignment]
 
 
 def forced(row: int, answer: list[int]) -> list[int]:

@@ -182,10 +182,10 @@ class NoDrafter(Drafter):
 
 
 class _NoSession(DraftSession):
+    is_capturable = True
+
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-
-    is_fixed = True
 
     def draft(self, roots: Tensor) -> DraftTree:
         return DraftTree.root_only(roots, self.vocab_size)

@@ -267,23 +267,23 @@ class EagleSession(CachedSession):
         return self.drafter.model.forward(self.cache, visible, tokens, features, slots)
 
     @property
-    def on_host(self) -> bool:
-        return super().on_host or self.vocabulary is not None
+    def needs_report(self) -> bool:
+        return super().needs_report or self.vocabulary is not None
 
     @property
-    def is_fixed(self) -> bool:
-        return self.prices is None and (self.vocabulary is None or self.vocabulary.is_fixed)
+    def is_capturable(self) -> bool:
+        return self.prices is None and (self.vocabulary is None or self.vocabulary.is_capturable)
 
     @property
     def _recordable(self) -> bool:
-        return self.is_fixed and (self.vocabulary is None or not is_host(self.device))
+        return self.is_capturable and (self.vocabulary is None or not is_host(self.device))
 
-    def prepared(self) -> list[Tensor]:
-        return [] if self.vocabulary is None else [self.vocabulary.prepared()]
+    def host_inputs(self) -> list[Tensor]:
+        return [] if self.vocabulary is None else [self.vocabulary.host_inputs()]
 
-    def give(self, inputs: Iterator[Tensor] | None) -> None:
+    def set_host_inputs(self, inputs: Iterator[Tensor] | None) -> None:
         if self.vocabulary is not None:
-            self.vocabulary.give(None if inputs is None else next(inputs))
+            self.vocabulary.set_host_inputs(None if inputs is None else next(inputs))
 
     def tensors(self) -> list[Tensor]:
         return [self.lengths, self.last]

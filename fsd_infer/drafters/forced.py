@@ -78,7 +78,7 @@ class ForcedDrafter(Drafter):
 class ForcedSession(DraftSession):
     """The main drafter's session with each row's answer so far."""
 
-    on_host = True
+    needs_report = True
     _given: Tensor | None = None  # the chains of recorded rounds
 
     def __init__(self, drafter: ForcedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
@@ -113,19 +113,19 @@ class ForcedSession(DraftSession):
         self.ends = [self.ends[row] for row in kept]
 
     @property
-    def is_fixed(self) -> bool:
-        return (self.shape is None or self.shape.prices is None) and self.main.is_fixed
+    def is_capturable(self) -> bool:
+        return (self.shape is None or self.shape.prices is None) and self.main.is_capturable
 
     @property
-    def form(self) -> Hashable:
-        return self._alone, any(self._chains), self.shape, self.main.form
+    def shape_key(self) -> Hashable:
+        return self._alone, any(self._chains), self.shape, self.main.shape_key
 
-    def prepared(self) -> list[Tensor]:
-        return [DraftTree.packed_lists(self._forced(), 1 + MOST), *super().prepared()]
+    def host_inputs(self) -> list[Tensor]:
+        return [DraftTree.packed_lists(self._forced(), 1 + MOST), *super().host_inputs()]
 
-    def give(self, inputs: Iterator[Tensor] | None) -> None:
+    def set_host_inputs(self, inputs: Iterator[Tensor] | None) -> None:
         self._given = None if inputs is None else next(inputs)
-        super().give(inputs)
+        super().set_host_inputs(inputs)
 
     def restart(self, fresh: ForcedSession) -> None:
         super().restart(fresh)

@@ -159,7 +159,7 @@ class FreeSession(DraftSession):
     """
 
     drafter: FreeDrafter
-    on_host = True
+    needs_report = True
     _given: Tensor | None = None  # the trees of recorded rounds
 
     def __init__(self, first_tokens: Tensor, request: DraftRequest) -> None:
@@ -180,13 +180,13 @@ class FreeSession(DraftSession):
         self.tails = [self.tails[row] for row in rows.tolist()]
 
     @property
-    def is_fixed(self) -> bool:
+    def is_capturable(self) -> bool:
         return self.shape is None
 
-    def prepared(self) -> list[Tensor]:
+    def host_inputs(self) -> list[Tensor]:
         return [DraftTree.packed_lists(self._rows(), self.drafter.nodes)]
 
-    def give(self, inputs: Iterator[Tensor] | None) -> None:
+    def set_host_inputs(self, inputs: Iterator[Tensor] | None) -> None:
         self._given = None if inputs is None else next(inputs)
 
     def restart(self, fresh: FreeSession) -> None:

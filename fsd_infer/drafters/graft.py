@@ -128,12 +128,12 @@ class GraftedSession(DraftSession):
         return self.parts[1]
 
     @property
-    def is_fixed(self) -> bool:
-        return (self.shape is None or self.shape.prices is None) and self.main.is_fixed and self.side.is_fixed
+    def is_capturable(self) -> bool:
+        return (self.shape is None or self.shape.prices is None) and self.main.is_capturable and self.side.is_capturable
 
     @property
-    def form(self) -> Hashable:
-        return self.shape, super().form
+    def shape_key(self) -> Hashable:
+        return self.shape, super().shape_key
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter, shape, clock = self.drafter, self.shape, self.clock

@@ -79,11 +79,11 @@ class TreeSession(DraftSession):
         return 1 if self.request.draws is Draws.CHAIN else self.shape.width
 
     @property
-    def on_host(self) -> bool:
+    def needs_report(self) -> bool:
         return self.prices is not None
 
     @property
-    def form(self) -> Hashable:
+    def shape_key(self) -> Hashable:
         return self.shape
 
     def select(self, rows: Tensor) -> None:

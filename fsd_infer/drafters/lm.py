@@ -152,7 +152,7 @@ class LMSession(CachedSession):
         return self.prices is not None and self.prices.waits and not (self.growth and self.growth.drafted)
 
     @property
-    def is_fixed(self) -> bool:
+    def is_capturable(self) -> bool:
         return self.prices is None
 
     def tensors(self) -> list[Tensor]:

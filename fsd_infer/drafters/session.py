@@ -66,12 +66,12 @@ class DraftRequest:
 class DraftSession(ABC):
     """A drafter's state for one batch of texts.
 
-    The tensors of a round are on the target's device, and nothing in :meth:`extend`, :meth:`draft` and :meth:`feedback`
-    reads them on the host, unless the session is :attr:`on_host`. What a drafter keeps on the host it learns after the
-    round, from :meth:`append` and :meth:`learn`.
+    The tensors of a round are on the target's device, and nothing in :meth:`extend`, :meth:`draft` and
+    :meth:`feedback` reads them on the host, unless :attr:`needs_report`. What a drafter keeps on the host it learns
+    after the round, from :meth:`append` and :meth:`learn`.
 
-    A round of a session that :attr:`is_fixed` may be recorded. What its draft needs of the host, :meth:`prepared`
-    returns before the round, and :meth:`give` hands over the same on the device.
+    A round of a session that :attr:`is_capturable` may be recorded as a CUDA graph. :meth:`host_inputs` returns what
+    its draft needs of the host before the round, and :meth:`set_host_inputs` hands over the same on the device.
 
     Attributes:
         parts: the sessions that this one combines. By default they take what this one is told.
@@ -89,42 +89,42 @@ class DraftSession(ABC):
         return any(part.reads_nodes for part in self.parts)
 
     @property
-    def on_host(self) -> bool:
+    def needs_report(self) -> bool:
         """Whether a draft takes what the host learned of the round before, so that the host may not lag behind."""
-        return any(part.on_host for part in self.parts)
+        return any(part.needs_report for part in self.parts)
 
     @property
-    def is_fixed(self) -> bool:
+    def is_capturable(self) -> bool:
         """Whether a round may be recorded with the session: it changes nothing but :meth:`tensors`, in place."""
         return False
 
     @property
-    def form(self) -> Hashable:
-        """What fixes the shapes of a fixed session's next round, besides those of :meth:`prepared`."""
-        return tuple(part.form for part in self.parts)
+    def shape_key(self) -> Hashable:
+        """What fixes the shapes of a capturable session's next round, besides those of :meth:`host_inputs`."""
+        return tuple(part.shape_key for part in self.parts)
 
-    def prepared(self) -> list[Tensor]:
-        """Do the host's part of a fixed session's next draft; return what :meth:`draft` takes of it.
+    def host_inputs(self) -> list[Tensor]:
+        """Do the host's part of a capturable session's next draft; return what :meth:`draft` takes of it.
 
         The tensors are on the CPU or on the device, always as many, and of few shapes. What is the same object as
         before has the same values.
         """
-        return [values for part in self.parts for values in part.prepared()]
+        return [values for part in self.parts for values in part.host_inputs()]
 
-    def give(self, inputs: Iterator[Tensor] | None) -> None:
-        """Take what :meth:`prepared` returned, on the device, for all drafts until the next call; None: nothing.
+    def set_host_inputs(self, inputs: Iterator[Tensor] | None) -> None:
+        """Take what :meth:`host_inputs` returned, on the device, for all drafts until the next call; None: nothing.
 
         The tensors stay, and their values are those of each round.
         """
         for part in self.parts:
-            part.give(inputs)
+            part.set_host_inputs(inputs)
 
     def tensors(self) -> list[Tensor]:
-        """Return what a round of a fixed session changes in place, but for keys and values beyond the texts."""
+        """Return what a round of a capturable session changes in place, but for keys and values beyond the texts."""
         return [values for part in self.parts for values in part.tensors()]
 
     def restart(self, fresh: Any) -> None:
-        """Take over the texts of a fixed session of the same plan, ``fresh``. The caller resets :meth:`tensors`."""
+        """Take over the texts of a capturable session of an equal drafter, ``fresh``. The caller resets :meth:`tensors`."""
         for part, new in zip(self.parts, fresh.parts, strict=True):
             part.restart(new)
 

@@ -170,7 +170,7 @@ class StepSession(TreeSession):
         self.lengths += counts
 
     @property
-    def is_fixed(self) -> bool:
+    def is_capturable(self) -> bool:
         return self.prices is None
 
     def tensors(self) -> list[Tensor]:

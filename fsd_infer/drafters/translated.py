@@ -80,8 +80,8 @@ class OwnSession(LMSession):
     """
 
     drafter: TranslatedDrafter
-    is_fixed = False
-    on_host = True
+    is_capturable = False
+    needs_report = True
 
     def __init__(self, drafter: TranslatedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(drafter, first_tokens, replace(request, longest=math.ceil(STRETCH * request.longest)))

@@ -104,12 +104,12 @@ class ContextVocabulary:
         self._further = None if self._further is None else self._further._replace(foreign=self._foreign())
 
     @property
-    def is_fixed(self) -> bool:
+    def is_capturable(self) -> bool:
         """Whether a recorded round can take rows of the LM head; of others they would be computed every time."""
         return isinstance(self._target.model.get_output_embeddings(), nn.Linear)
 
-    def prepared(self) -> Tensor:
-        """Return the further ids for :meth:`DraftSession.prepared`, padded to a power of two by ids that none drafts.
+    def host_inputs(self) -> Tensor:
+        """Return the further ids for :meth:`DraftSession.host_inputs`, padded to a power of two by ids of no draft.
 
         Returns:
             [1 + B, X] the ids and, for each row, whether they are foreign to it.
@@ -122,8 +122,8 @@ class ContextVocabulary:
             self._prepared = torch.cat([ids[None], (~own).long()])
         return self._prepared
 
-    def give(self, marked: Tensor | None) -> None:
-        """Take what :meth:`prepared` returned; see :meth:`DraftSession.give`."""
+    def set_host_inputs(self, marked: Tensor | None) -> None:
+        """Take what :meth:`host_inputs` returned; see :meth:`DraftSession.set_host_inputs`."""
         self._given = None
         if marked is not None:
             ids, head = torch.cat([self._draft_ids, marked[0]]), self._target.reduced_lm_head(marked[0])

@@ -60,8 +60,8 @@ class Books:
             self.callbacks.append(MenuUpdate(policy) if isinstance(policy, MenuPolicy) else TreeUpdate(policy))
         state.on_phase = self.on_phase
         waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
-        waits = waits or state.asks_host or state.session.on_host
-        self.lags = state.live is not None and state.session.is_fixed and not waits
+        waits = waits or state.asks_host or state.session.needs_report
+        self.lags = state.live is not None and state.session.is_capturable and not waits
         self._timers = [
             one.on_phase for one in self.callbacks if getattr(one.on_phase, "__func__", None) is not Callback.on_phase
         ]

@@ -4,9 +4,9 @@ A recording fixes shapes and addresses. So the state of a request outlives it, a
 takes its place in the same tensors. A batch fills a bucket of 1, 2, 4, 8 or 16 rows, of which those that it lacks, and
 those that have finished, are masked. When the rest fits a smaller bucket that is recorded, it moves there.
 
-What a drafter finds on the host it gives to the recording before the launch (:meth:`.DraftSession.prepared`). Where the
+What a drafter finds on the host goes to the recording before the launch (:meth:`.DraftSession.host_inputs`). Where the
 host computes something of the tree, for logits processors that read texts or rules that charge for remembered ones, the
-round is cut there into two recordings (:class:`.VerifiedTree`). A drafter that is not fixed drafts and reads eagerly,
+round is cut there into two recordings (:class:`.VerifiedTree`). A drafter that cannot be captured drafts and reads eagerly,
 before and after. A model whose forward reads values on the host cannot be recorded; a warning tells so once.
 """
 
@@ -139,7 +139,7 @@ class Recorded:
     def can_fold(self, state: DecodeState, live: int) -> bool:
         """Whether the rest of a batch, ``live`` rows, fits a smaller bucket whose rounds are recorded."""
         slot, rows = self.current, bucket(live)
-        if slot is None or slot.state is not state or not state.session.is_fixed:
+        if slot is None or slot.state is not state or not state.session.is_capturable:
             return False
         if not live or rows >= len(state.rules):
             return False
@@ -175,15 +175,15 @@ class Recorded:
     def _run(self, state: DecodeState, slot: Slot) -> RoundTensors:
         session, tree = state.session, None
         given: Sequence[Tensor]
-        if session.is_fixed:
-            given = session.prepared()
-            form = session.form
+        if session.is_capturable:
+            given = session.host_inputs()
+            shape_key = session.shape_key
         else:
             tree = session.draft(state.roots).padded_to(state.max_nodes)
             names, given = zip(*tensors_of(tree))
-            form = tree.levels, names
+            shape_key = tree.levels, names
             state.on_phase("draft")
-        key = form, state.asks_host, *((x.shape, x.dtype) for x in given)
+        key = shape_key, state.asks_host, *((x.shape, x.dtype) for x in given)
         recording, is_new = slot.recordings.get(key), key not in slot.recordings
         if recording is None:
             recording = slot.recordings[key] = Recording()

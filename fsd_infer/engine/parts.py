@@ -58,11 +58,11 @@ def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequenc
         own: dict[str, Any] = dict(zip([name for name, _ in tensors_of(tree)], inputs, strict=True))
         tree = replace(tree, **own)
     else:
-        state.session.give(iter(inputs))
+        state.session.set_host_inputs(iter(inputs))
         try:
             tree = state.session.draft(state.roots)
         finally:
-            state.session.give(None)
+            state.session.set_host_inputs(None)
         state.on_phase("draft")
     verified = verify(state, tree)
     state.on_phase("target")
@@ -72,7 +72,7 @@ def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequenc
 def finish_round(
     state: DecodeState, verified: VerifiedTree, advances: bool, found: Mapping[Hashable, Tensor] | None = None
 ) -> RoundTensors:
-    """Settle a verified tree, of which the host has computed something; and advance a fixed session."""
+    """Settle a verified tree, of which the host has computed something; and advance a captured session."""
     state.cache.recurrent.kept.update(verified.recurrent)
     made = accept_and_commit(state, verified.with_computed(state, found))
     if advances:

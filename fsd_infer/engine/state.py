@@ -112,7 +112,7 @@ class DecodeState:
         assert self.live is not None and fresh.live is not None
         self.live.copy_(fresh.live)
         old, new = self.tensors(), fresh.tensors()
-        if self.session.is_fixed:
+        if self.session.is_capturable:
             self.session.restart(fresh.session)
             old, new = old + self.session.tensors(), new + fresh.session.tensors()
         else:
