@@ -22,7 +22,7 @@ from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.engine import Outcome, Request, decode, loop
 from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
-from fsd_infer.engine.capture import Recorded
+from fsd_infer.engine.capture import RoundCapture
 from fsd_infer.engine.parts import outputs_of
 from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.rules import parse_rule
@@ -91,8 +91,8 @@ def stands_on_memory_that_stays(kind: str, parts: list[list[str]], recorder: Sim
     """The recordings hold these parts, and read what neither they nor the next request allocate."""
     whole, small = target(SIM), drafter(kind.partition(", ")[0], SIM)
     recorded = whole.recorded
-    assert isinstance(recorded, Recorded) and recorded.refused is None and recorded.current is not None
-    state, made = recorded.current.state, [x.parts for x in recorded.current.recordings.values() if x.parts]
+    assert isinstance(recorded, RoundCapture) and recorded.refused is None and recorded.current is not None
+    state, made = recorded.current.state, [x.graphs for x in recorded.current.recordings.values() if x.graphs]
     assert made and all([part.phases for part in one] == parts for one in made)
     stays: list[Tensor] = [*state.tensors(), *state.session.tensors(), state.live]  # type: ignore[list-item]
     stays.append(whole.lm_head_rows(None)[0])
@@ -103,7 +103,7 @@ def stands_on_memory_that_stays(kind: str, parts: list[list[str]], recorder: Sim
         cache: Any = getattr(owner, "cache", None)
         stays += [] if cache is None else cache._pools.values()
     for part in (part for one in made for part in one):
-        stays += [*part.inputs, *(outputs_of(part.made) if isinstance(part.made, VerifiedTree) else [])]
+        stays += [*part.inputs, *(outputs_of(part.outputs) if isinstance(part.outputs, VerifiedTree) else [])]
     known = {address(x.value) for x in stays}  # type: ignore[attr-defined]
     for graph in recorder.graphs:
         assert not {place: what for place, what in graph.reads.items() if place not in known}
@@ -118,7 +118,7 @@ def sessions_of(session: DraftSession) -> list[DraftSession]:
 def test_recorded_rounds_answer_as_a_cpu_does(
     kind: str, rule: str, greedy: bool, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request of the same plan records nothing more. A round launches at most six operations besides its graphs, and
+    """A request of the same key records nothing more. A round launches at most six operations besides its graphs, and
     the host reads once, after it; where nothing waits for that, after the next one is launched. Where the host computes
     something of the tree it reads once more.
     """
@@ -187,7 +187,7 @@ def test_batches_of_one_bucket_share_a_recording(kind: str, device: SimulatedDev
             used = small.with_shape(small.shape) if isinstance(small, TreeDrafter) else small
             made = decode(whole, used, parse_rule("tilted"), Request((texts * 2)[:count], 3 * NEW))
             assert made.sequences == (wanted * 2)[:count] and len(made.records) == len(made.stats.rows) == count
-        assert len(recorder.graphs) == 1 and whole.recorded is not None and len(whole.recorded.slots) == 1
+        assert len(recorder.graphs) == 1 and whole.recorded is not None and len(whole.recorded.states) == 1
 
 
 def test_memory_is_bounded_over_requests_of_many_sizes(device: SimulatedDevice) -> None:

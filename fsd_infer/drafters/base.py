@@ -75,8 +75,8 @@ class Drafter(ABC):
         return self
 
     @property
-    def plan(self) -> Hashable:
-        """What fixes the shapes and the weights of its rounds; drafters of equal plans share recordings."""
+    def capture_key(self) -> Hashable:
+        """What fixes the shapes and the weights of its rounds; drafters of equal keys share recordings."""
         return self
 
     @property

@@ -45,8 +45,8 @@ class ForcedDrafter(Drafter):
         return (self.main,)
 
     @property
-    def plan(self) -> Hashable:
-        return type(self), self.main.plan
+    def capture_key(self) -> Hashable:
+        return type(self), self.main.capture_key
 
     @property
     def proposers(self) -> tuple[str, ...]:

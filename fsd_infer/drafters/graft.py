@@ -79,8 +79,8 @@ class GraftedDrafter(Drafter):
         return self.main.relative_cost
 
     @property
-    def plan(self) -> Hashable:
-        return type(self), self.main.plan, self.side.plan, self.nodes, self.menu
+    def capture_key(self) -> Hashable:
+        return type(self), self.main.capture_key, self.side.capture_key, self.nodes, self.menu
 
     @property
     def proposers(self) -> tuple[str, ...]:

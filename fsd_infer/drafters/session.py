@@ -124,7 +124,7 @@ class DraftSession(ABC):
         return [values for part in self.parts for values in part.tensors()]
 
     def restart(self, fresh: Any) -> None:
-        """Take over the texts of a capturable session of an equal drafter, ``fresh``. The caller resets :meth:`tensors`."""
+        """Take over the texts of a capturable session of an equal drafter. The caller resets :meth:`tensors`."""
         for part, new in zip(self.parts, fresh.parts, strict=True):
             part.restart(new)
 

@@ -1,12 +1,12 @@
 """Whole rounds recorded as CUDA graphs: draft, verify, rule, commit and the drafter's reading become one launch.
 
-A recording fixes shapes and addresses. So the state of a request outlives it, and a later request of the same plan
+A recording fixes shapes and addresses. So the state of a request outlives it, and a later request of the same key
 takes its place in the same tensors. A batch fills a bucket of 1, 2, 4, 8 or 16 rows, of which those that it lacks, and
 those that have finished, are masked. When the rest fits a smaller bucket that is recorded, it moves there.
 
 What a drafter finds on the host goes to the recording before the launch (:meth:`.DraftSession.host_inputs`). Where the
 host computes something of the tree, for logits processors that read texts or rules that charge for remembered ones, the
-round is cut there into two recordings (:class:`.VerifiedTree`). A drafter that cannot be captured drafts and reads eagerly,
+round is cut there into two recordings (:class:`.VerifiedTree`). Other drafters draft and read eagerly,
 before and after. A model whose forward reads values on the host cannot be recorded; a warning tells so once.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from fsd_core.tensors import to_device
 from fsd_infer.device.cuda_graphs import Recorder
 from fsd_infer.engine.parts import (
-    Part,
+    CapturedGraph,
     Recording,
     advance_session,
     draft_and_verify,
@@ -42,9 +42,9 @@ from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.tree import DraftTree
 
 log = logging.getLogger(__name__)
-MOST = 64  # states that are kept, and recordings of each
+MAX_KEPT = 64  # states that are kept, and recordings of each
 BUCKETS = (1, 2, 4, 8, 16)  # rows of recordings
-TIMED = 3  # rounds by which a shape is timed
+TIMED_ROUNDS = 3  # rounds by which a shape is timed
 
 
 def bucket(count: int) -> int:
@@ -52,8 +52,8 @@ def bucket(count: int) -> int:
     return next((rows for rows in BUCKETS if rows >= count), count)
 
 
-class Plan(NamedTuple):
-    """What fixes the rounds of a request, besides their shapes."""
+class CaptureKey(NamedTuple):
+    """What fixes the rounds of a request, besides their shapes: requests of equal keys share recordings."""
 
     drafter: Hashable
     rules: tuple[Rule, ...]
@@ -61,24 +61,27 @@ class Plan(NamedTuple):
     processors: Hashable
     draft_bonus: float
 
+    def for_rows(self, count: int) -> CaptureKey:
+        """Return the key of a batch of ``count`` rows."""
+        return self._replace(rules=self.rules[:count])
+
 
 @dataclass
-class Slot:
-    """The state of one plan and its recordings, by what fixes their shapes.
+class CapturedState:
+    """The state that all requests of one key use, one after the other, and its recordings by what fixes their shapes.
 
     Attributes:
-        plan: as of :meth:`Recorded.placed`.
         seconds: of a round by shape of the menu; empty: not timed yet.
     """
 
     state: DecodeState
-    plan: Plan
+    key: CaptureKey
     recordings: dict[Hashable, Recording] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
 
-class Recorded:
-    """The recordings of a target.
+class RoundCapture:
+    """Records rounds of a target and replays them.
 
     Attributes:
         generator: of all draws. A recording draws from it, so a request's own only sets its state.
@@ -89,16 +92,16 @@ class Recorded:
         self.recorder, self.device = recorder, device
         self.generator = torch.Generator(device=device)
         self.refused: str | None = None
-        self.slots: dict[Hashable, Slot] = {}
-        self.current: Slot | None = None  # of the last request
+        self.states: dict[Hashable, CapturedState] = {}
+        self.current: CapturedState | None = None  # of the last request
 
     @property
     def graphs(self) -> int:
         """Number of recorded graphs."""
-        return sum(len(one.parts) for slot in self.slots.values() for one in slot.recordings.values())
+        return sum(len(one.graphs) for captured in self.states.values() for one in captured.recordings.values())
 
     @classmethod
-    def of(cls, target: Target) -> Recorded | None:
+    def of(cls, target: Target) -> RoundCapture | None:
         """Return the recordings of a target; None if it does not record."""
         if target.recorder is None or target.angles.fixed is not None:  # which the host chooses token by token
             return None
@@ -108,44 +111,42 @@ class Recorded:
 
     def forget(self) -> None:
         """Drop all recordings, and with them the memory that they hold."""
-        self.slots.clear()
+        self.states.clear()
         self.current = None
 
-    def drawing(self, generator: torch.Generator | None) -> torch.Generator:
-        """Return the generator of recordings, in the state of a request's, or of torch's global one."""
+    def generator_like(self, generator: torch.Generator | None) -> torch.Generator:
+        """Return the generator that recordings draw from, set to the state of a request's, or of torch's global one."""
         if generator is None:
             self.generator.manual_seed(int(torch.randint(2**62, ())))
         else:
             self.generator.set_state(generator.get_state())
         return self.generator
 
-    def placed(self, state: DecodeState, count: int, plan: Plan) -> DecodeState:
-        """Return the state that takes a new request's place: that of an earlier request of the same plan, if any.
+    def state_for(self, state: DecodeState, count: int, key: CaptureKey) -> DecodeState:
+        """Return the state for a new request: that of an earlier request of the same key, if any, with the new texts.
 
         Args:
             state: of the new request, whose rows fill a bucket.
             count: rows of the request; the others emit nothing.
-            plan: what fixes its rounds, besides its own shapes.
+            key: what fixes its rounds, besides its own shapes.
         """
         rows = len(state.rules)
         state.live = to_device(torch.arange(rows) < count, self.device)
-        key = _key(state, plan)
-        self.current = self.slots.pop(key, None) or Slot(state, plan)
-        self.slots[key] = self.current  # the last one used
-        while len(self.slots) > MOST:
-            del self.slots[next(iter(self.slots))]
+        full_key = _full_key(state, key)
+        self.current = self.states.pop(full_key, None) or CapturedState(state, key)
+        self.states[full_key] = self.current  # the last one used
+        while len(self.states) > MAX_KEPT:
+            del self.states[next(iter(self.states))]
         return state if self.current.state is state else self.current.state.restart(state)
 
     def can_fold(self, state: DecodeState, live: int) -> bool:
         """Whether the rest of a batch, ``live`` rows, fits a smaller bucket whose rounds are recorded."""
-        slot, rows = self.current, bucket(live)
-        if slot is None or slot.state is not state or not state.session.is_capturable:
+        captured, rows = self.current, bucket(live)
+        if captured is None or captured.state is not state or not state.session.is_capturable:
             return False
         if not live or rows >= len(state.rules):
             return False
-        return (
-            len(set(state.rules)) == 1 and _key(state, slot.plan._replace(rules=slot.plan.rules[:rows])) in self.slots
-        )
+        return len(set(state.rules)) == 1 and _full_key(state, captured.key.for_rows(rows)) in self.states
 
     def fold(self, state: DecodeState, live: Sequence[int]) -> None:
         """Move the rows that go on to the smaller bucket, in place. Nothing may be on its way to the host."""
@@ -155,103 +156,105 @@ class Recorded:
         kept = sorted([*live, *others[: rows - len(live)]])
         on_phase, before.state = state.on_phase, copy(state)
         before.state.release_request()
-        made = self.placed(state.folded(kept), rows, before.plan._replace(rules=before.plan.rules[:rows]))
-        assert self.current is not None and made.live is not None
-        made.live.copy_(to_device(torch.tensor([row in live for row in kept]), self.device))
-        vars(state).update({**vars(made), "on_phase": on_phase})
+        smaller = self.state_for(state.folded(kept), rows, before.key.for_rows(rows))
+        assert self.current is not None and smaller.live is not None
+        smaller.live.copy_(to_device(torch.tensor([row in live for row in kept]), self.device))
+        vars(state).update({**vars(smaller), "on_phase": on_phase})
         self.current.state = state
         if isinstance(state.policy, MenuPolicy):
             state.policy.timed = False  # for so few rows
 
     def run(self, state: DecodeState) -> RoundTensors:
         """Run a round: replay its recording, or record it first."""
-        slot = self.current
-        if isinstance(state.policy, MenuPolicy) and slot is not None and slot.state is state:
-            self._time(state, state.policy, slot)
-        if slot is None or slot.state is not state or self.refused:
+        captured = self.current
+        if isinstance(state.policy, MenuPolicy) and captured is not None and captured.state is state:
+            self._time(state, state.policy, captured)
+        if captured is None or captured.state is not state or self.refused:
             return decode_round(state)
-        return self._run(state, slot)
+        return self._run(state, captured)
 
-    def _run(self, state: DecodeState, slot: Slot) -> RoundTensors:
+    def _run(self, state: DecodeState, captured: CapturedState) -> RoundTensors:
         session, tree = state.session, None
-        given: Sequence[Tensor]
+        inputs: Sequence[Tensor]
         if session.is_capturable:
-            given = session.host_inputs()
+            inputs = session.host_inputs()
             shape_key = session.shape_key
         else:
             tree = session.draft(state.roots).padded_to(state.max_nodes)
-            names, given = zip(*tensors_of(tree))
+            names, inputs = zip(*tensors_of(tree))
             shape_key = tree.levels, names
             state.on_phase("draft")
-        key = shape_key, state.asks_host, *((x.shape, x.dtype) for x in given)
-        recording, is_new = slot.recordings.get(key), key not in slot.recordings
+        key = shape_key, state.asks_host, *((x.shape, x.dtype) for x in inputs)
+        recording, is_new = captured.recordings.get(key), key not in captured.recordings
         if recording is None:
-            recording = slot.recordings[key] = Recording()
-            while len(slot.recordings) > MOST:
-                del slot.recordings[next(iter(slot.recordings))]
+            recording = captured.recordings[key] = Recording()
+            while len(captured.recordings) > MAX_KEPT:
+                del captured.recordings[next(iter(captured.recordings))]
         if is_new and (tree is not None or state.asks_host):  # shapes may not recur; and nobody knows what rules ask
-            made = self._eagerly(state, tree, given, recording)
+            result = self._eagerly(state, tree, inputs, recording)
         else:
-            made = self._replayed(state, tree, given, recording)
+            result = self._replayed(state, tree, inputs, recording)
         if tree is not None:
-            advance_session(state, made)
-        return made
+            advance_session(state, result)
+        return result
 
     def _replayed(
-        self, state: DecodeState, tree: DraftTree | None, given: Sequence[Tensor], recording: Recording
+        self, state: DecodeState, tree: DraftTree | None, inputs: Sequence[Tensor], recording: Recording
     ) -> RoundTensors:
         """Run a round by its recording, whose parts are recorded when they are reached."""
-        parts, asks = recording.parts, state.asks_host
+        graphs, asks = recording.graphs, state.asks_host
 
         def whole(*inputs: Tensor) -> Any:
             verified = draft_and_verify(state, tree, inputs)
             return verified if asks else finish_round(state, verified, tree is None)
 
-        if not parts and not self._record(state, whole, given, parts):
-            return self._eagerly(state, tree, given, recording)
-        drawn = self.generator.get_state() if asks and len(parts) < 2 else None
-        made = parts[0].replay(given, tree is None)
+        if not graphs and not self._record(state, whole, inputs, graphs):
+            return self._eagerly(state, tree, inputs, recording)
+        drawn = self.generator.get_state() if asks and len(graphs) < 2 else None
+        result = graphs[0].replay(inputs, tree is None)
         state.on_phase("target")
         if not asks:
-            return made
-        found = _of_host(state, made, recording.asked)
+            return result
+        computed = _compute_on_host(state, result, recording.computed_on_host)
 
         def rest(*inputs: Tensor) -> Any:
-            return finish_round(state, made, tree is None, dict(zip(found, inputs)))
+            return finish_round(state, result, tree is None, dict(zip(computed, inputs)))
 
         if drawn is not None:
-            is_recorded = self._record(state, rest, list(found.values()), parts)
+            is_recorded = self._record(state, rest, list(computed.values()), graphs)
             self.generator.set_state(drawn)
-            parts[0].replay(given)  # again, since recording has moved keys and values
+            graphs[0].replay(inputs)  # again, since recording has moved keys and values
             if not is_recorded:
-                return finish_round(state, made, tree is None, found)
-        settled: RoundTensors = parts[1].replay(list(found.values()))
+                return finish_round(state, result, tree is None, computed)
+        settled: RoundTensors = graphs[1].replay(list(computed.values()))
         state.on_phase("rule")
         return settled
 
     def _eagerly(
-        self, state: DecodeState, tree: DraftTree | None, given: Sequence[Tensor], recording: Recording
+        self, state: DecodeState, tree: DraftTree | None, inputs: Sequence[Tensor], recording: Recording
     ) -> RoundTensors:
         """Run a round without its recording, and note what its rules ask the host."""
-        verified = draft_and_verify(state, tree, [to_device(x, self.device) for x in given])
+        verified = draft_and_verify(state, tree, [to_device(x, self.device) for x in inputs])
         state.on_phase("target")
-        made = accept_and_commit(state, verified)
-        recording.asked = tuple(verified.computed())
-        return made if tree is not None else advance_session(state, made)
+        result = accept_and_commit(state, verified)
+        recording.computed_on_host = tuple(verified.computed())
+        return result if tree is not None else advance_session(state, result)
 
-    def _record(self, state: DecodeState, run: Callable[..., Any], given: Sequence[Tensor], parts: list[Part]) -> bool:
+    def _record(
+        self, state: DecodeState, run: Callable[..., Any], inputs: Sequence[Tensor], graphs: list[CapturedGraph]
+    ) -> bool:
         """Record the next part of a round; return False if that is not possible. The state stays as it is."""
-        inputs, made = [to_device(x, self.device).clone() for x in given], []
+        inputs, outputs = [to_device(x, self.device).clone() for x in inputs], []
 
         def noted() -> tuple[Tensor, ...]:
-            made.append(run(*inputs))
-            return outputs_of(made[-1])
+            outputs.append(run(*inputs))
+            return outputs_of(outputs[-1])
 
         phases: list[str] = []
         with self._unchanged(state, phases.append):
             try:
                 _, replay = self.recorder(noted, self.generator)
-                parts.append(Part(inputs, made[-1], replay, phases[len(phases) // 2 :]))
+                graphs.append(CapturedGraph(inputs, outputs[-1], replay, phases[len(phases) // 2 :]))
                 return True
             except Exception as error:  # torch raises many types for operations that cannot be recorded
                 self.refused = str(error).strip().partition("\n")[0]
@@ -273,28 +276,28 @@ class Recorded:
                 x.copy_(value)
             self.generator.set_state(drawn)
 
-    def _time(self, state: DecodeState, policy: MenuPolicy, slot: Slot) -> None:
-        """Record and time a round of every shape of a menu, at the first round of its slot."""
+    def _time(self, state: DecodeState, policy: MenuPolicy, captured: CapturedState) -> None:
+        """Record and time a round of every shape of a menu, at the first round of its state."""
         if policy.timed:
             return
-        for shape in policy.menu[len(slot.seconds) :]:
+        for shape in policy.menu[len(captured.seconds) :]:
             state.session.shape = shape
             with self._unchanged(state, lambda phase: None):
                 for _ in range(2):  # what the host looks at is recorded at the second round
-                    self._run(state, slot)
+                    self._run(state, captured)
                     if self.refused:
                         return
                 state.roots.tolist()  # waits
                 began = policy.clock()
-                for _ in range(TIMED):
-                    self._run(state, slot)
+                for _ in range(TIMED_ROUNDS):
+                    self._run(state, captured)
                 state.roots.tolist()
-                slot.seconds.append((policy.clock() - began) / TIMED)
-        policy.time(slot.seconds)
+                captured.seconds.append((policy.clock() - began) / TIMED_ROUNDS)
+        policy.time(captured.seconds)
         state.session.shape = policy.choose(len(state.numbers))
 
 
-def _of_host(state: DecodeState, verified: VerifiedTree, names: Iterable[Hashable]) -> dict[Hashable, Tensor]:
+def _compute_on_host(state: DecodeState, verified: VerifiedTree, names: Iterable[Hashable]) -> dict[Hashable, Tensor]:
     """Return what the host computes of a verified tree for its rules."""
     verified = verified.with_computed(state)
     for name in names:
@@ -302,6 +305,6 @@ def _of_host(state: DecodeState, verified: VerifiedTree, names: Iterable[Hashabl
     return verified.computed()
 
 
-def _key(state: DecodeState, plan: Plan) -> Hashable:
-    """Return what fixes all rounds of a request: requests of one key share recordings."""
-    return plan, state.greedy, state.measure_log_likelihood, state.budget is None
+def _full_key(state: DecodeState, key: CaptureKey) -> Hashable:
+    """Return a key with the request's options that its state holds."""
+    return key, state.greedy, state.measure_log_likelihood, state.budget is None

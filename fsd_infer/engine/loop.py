@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from fsd_infer.device.cores import Team
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.books import Books
-from fsd_infer.engine.capture import Recorded
+from fsd_infer.engine.capture import RoundCapture
 from fsd_infer.engine.prefill import prefill, read_again, start
 from fsd_infer.engine.report import Reading
 from fsd_infer.engine.request import Request
@@ -35,7 +35,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
     """
     with target.lock, target.without_gradients(), Team(target.device, request.generator is not None) as team:
         books = start(target, drafter, rule, request)
-        state, recorded = books.state, Recorded.of(target)
+        state, recorded = books.state, RoundCapture.of(target)
         run = decode_round if recorded is None else recorded.run
         try:
             report(books, Reading("prefill", state.numbers, prefill(state, books)))

@@ -1,4 +1,4 @@
-"""The parts of a recorded round: functions of a state that a recording holds, what they make, and their replay."""
+"""The CUDA graphs of a recorded round: what each runs, its inputs and outputs, and its replay."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from fsd_infer.trees.tree import DraftTree
 
 
 @dataclass
-class Part:
-    """A recorded part of a round.
+class CapturedGraph:
+    """One graph of a recorded round.
 
     Attributes:
-        inputs: what it reads of the host, or of what runs eagerly before it.
-        made: what it makes; every :meth:`replay` updates these tensors.
-        launch: launches it.
+        inputs: from the host, or from what runs eagerly before it; at fixed addresses.
+        outputs: of the recorded function; every :meth:`replay` updates their tensors.
+        launch: replays the recorded launches.
         phases: of the round that it holds.
     """
 
     inputs: list[Tensor]
-    made: Any
+    outputs: Any
     launch: Callable[[], Any]
     phases: list[str]
-    _taken: list[Tensor] = field(default_factory=list)
+    _last_inputs: list[Tensor] = field(default_factory=list)
 
-    def replay(self, given: Sequence[Tensor], constant: bool = False) -> Any:
-        """Launch it with these inputs. ``constant``: the same object as before has the same values."""
-        before = self._taken if constant and self._taken else [None] * len(given)
-        for buffer, values, earlier in zip(self.inputs, given, before, strict=True):
+    def replay(self, inputs: Sequence[Tensor], skip_same: bool = False) -> Any:
+        """Launch it with these inputs. ``skip_same``: do not copy what is the same object as in the last call."""
+        before = self._last_inputs if skip_same and self._last_inputs else [None] * len(inputs)
+        for buffer, values, earlier in zip(self.inputs, inputs, before, strict=True):
             if values is not earlier:
                 put(values, buffer)
-        self._taken = list(given) if constant else []
+        self._last_inputs = list(inputs) if skip_same else []
         self.launch()
-        return self.made
+        return self.outputs
 
 
 @dataclass
 class Recording:
-    """The parts of a round, and what its rules ask the host between two of them."""
+    """The graphs of a round, one, or two with what the host computes for the rules between them."""
 
-    parts: list[Part] = field(default_factory=list)
-    asked: tuple[Hashable, ...] = ()
+    graphs: list[CapturedGraph] = field(default_factory=list)
+    computed_on_host: tuple[Hashable, ...] = ()
 
 
 def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequence[Tensor]) -> VerifiedTree:
@@ -70,28 +70,28 @@ def draft_and_verify(state: DecodeState, tree: DraftTree | None, inputs: Sequenc
 
 
 def finish_round(
-    state: DecodeState, verified: VerifiedTree, advances: bool, found: Mapping[Hashable, Tensor] | None = None
+    state: DecodeState, verified: VerifiedTree, advances: bool, computed: Mapping[Hashable, Tensor] | None = None
 ) -> RoundTensors:
-    """Settle a verified tree, of which the host has computed something; and advance a captured session."""
+    """Accept and commit a path of a verified tree, with what the host computed of it; advance a captured session."""
     state.cache.recurrent.kept.update(verified.recurrent)
-    made = accept_and_commit(state, verified.with_computed(state, found))
+    result = accept_and_commit(state, verified.with_computed(state, computed))
     if advances:
-        advance_session(state, made)
-    made.packed = packed(*columns_of(made).values())
-    return made
+        advance_session(state, result)
+    result.packed = packed(*columns_of(result).values())
+    return result
 
 
-def advance_session(state: DecodeState, made: RoundTensors) -> RoundTensors:
-    advance(state, made, made.verdict.tokens, made.verdict.accepted + 1)
+def advance_session(state: DecodeState, result: RoundTensors) -> RoundTensors:
+    advance(state, result, result.verdict.tokens, result.verdict.accepted + 1)
     state.on_phase("advance")
-    return made
+    return result
 
 
-def outputs_of(made: RoundTensors | VerifiedTree) -> tuple[Tensor, ...]:
+def outputs_of(result: RoundTensors | VerifiedTree) -> tuple[Tensor, ...]:
     """Return the tensors that a recorded part leaves to what follows it."""
-    if isinstance(made, RoundTensors):
-        return () if made.packed is None else (made.packed,)
-    return made.logits, made.features, *(values for _, values in tensors_of(made.tree))
+    if isinstance(result, RoundTensors):
+        return () if result.packed is None else (result.packed,)
+    return result.logits, result.features, *(values for _, values in tensors_of(result.tree))
 
 
 def tensors_of(tree: DraftTree) -> list[tuple[str, Tensor]]:

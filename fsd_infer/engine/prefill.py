@@ -13,7 +13,7 @@ from fsd_infer.device.memory import check_caches, free_bytes
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.engine.books import Books
-from fsd_infer.engine.capture import Plan, Recorded, bucket
+from fsd_infer.engine.capture import CaptureKey, RoundCapture, bucket
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
@@ -65,7 +65,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     added = sizes.rows - count
     rules, ends = rules + rules[:1] * added, ends + [2] * added  # a prompt of one token, and an answer of one
     prompts = books.prompts = [*prompts, *[prompts[0][:1]] * added]
-    generator = request.generator if recorded is None else recorded.drawing(request.generator)
+    generator = request.generator if recorded is None else recorded.generator_like(request.generator)
     draws = _draws(drafter, rules, _temperature(request))
     policy = _policy(target, drafter, rules, request, draft_bonus, draws)
     drafted = _draft_request(request, device, sizes, processors, generator, draft_bonus, draws, policy)
@@ -90,8 +90,8 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         policy=policy,
     )
     if recorded is not None:
-        plan = Plan(drafter.plan, tuple(rules), sizes.capacity, processors.signature, draft_bonus)
-        state = recorded.placed(state, count, plan)
+        key = CaptureKey(drafter.capture_key, tuple(rules), sizes.capacity, processors.signature, draft_bonus)
+        state = recorded.state_for(state, count, key)
     books.begin(state, drafter, cache_bytes)
     return books
 
@@ -115,7 +115,7 @@ def _sizes(target: Target, drafter: Drafter, ends: Sequence[int], is_recorded: b
 
 
 def _check_memory(
-    target: Target, drafter: Drafter, sizes: CacheSizes, request: Request, recorded: Recorded | None
+    target: Target, drafter: Drafter, sizes: CacheSizes, request: Request, recorded: RoundCapture | None
 ) -> int:
     """Return the bytes of the caches. Raises CacheMemoryError if they do not fit; recordings make room."""
     cache_bytes = target.cache_bytes(sizes.rows, sizes.capacity) + drafter.cache_bytes(sizes.rows, sizes.reach)
@@ -162,11 +162,11 @@ def _temperature(request: Request) -> float:
     return 0.0 if request.greedy else temperature_of(request.processors)
 
 
-def _recorded(target: Target, drafter: Drafter) -> Recorded | None:
+def _recorded(target: Target, drafter: Drafter) -> RoundCapture | None:
     """Return what records the request's rounds; None if they run eagerly."""
     if drafter.bounds is not None and not drafter.menu:
         return None
-    return None if _changes_angles(drafter) else Recorded.of(target)
+    return None if _changes_angles(drafter) else RoundCapture.of(target)
 
 
 def _changes_angles(drafter: Drafter) -> bool:

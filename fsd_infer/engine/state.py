@@ -108,7 +108,7 @@ class DecodeState:
         return [self.lengths, self.roots, self.kl_excess, self.max_lengths, *budget, *self.texts.tensors]
 
     def restart(self, fresh: DecodeState) -> DecodeState:
-        """Take over the texts of a new request of the same plan, in the same tensors; return this state."""
+        """Take over the texts of a new request of the same key, in the same tensors; return this state."""
         assert self.live is not None and fresh.live is not None
         self.live.copy_(fresh.live)
         old, new = self.tensors(), fresh.tensors()
