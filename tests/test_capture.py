@@ -124,19 +124,19 @@ def test_recorded_rounds_answer_as_a_cpu_does(
     """
     spent: list[tuple[int, int]] = []
     launched: list[int] = []
-    report = loop.report
+    process = loop.process
 
     def noted(*given: Any) -> Any:
         spent.append((device.launches, len(device.waits)))
         launched.append(recorder.replayed - replayed)
-        return report(*given)
+        return process(*given)
 
     wanted, parts = run(kind, rule, greedy, CPU).sequences, parts_of(kind, rule)
     with recording(kind, device) as recorder:
         first = run(kind, rule, greedy)
         made = len(recorder.graphs)
         assert first.sequences == wanted and made > 0 and recorder.replayed > 0
-        monkeypatch.setattr(loop, "report", noted)
+        monkeypatch.setattr(loop, "process", noted)
         replayed = recorder.replayed
         assert run(kind, rule, greedy).sequences == wanted
         stands_on_memory_that_stays(kind, parts, recorder)

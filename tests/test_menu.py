@@ -86,11 +86,11 @@ def test_a_device_chooses_among_recorded_shapes_and_answers_as_a_cpu_does(
     launch at most six operations besides their graph.
     """
     spent: list[tuple[int, int]] = []
-    report = loop.report
+    process = loop.process
 
     def noted(*given: Any) -> Any:
         spent.append((device.launches, len(device.waits)))
-        return report(*given)
+        return process(*given)
 
     wanted = run(kind, "exact", True, CPU)[0].sequences
     recorder, models = SimRecorder(device), [target(SIM), drafter(kind, SIM, True)]
@@ -100,7 +100,7 @@ def test_a_device_chooses_among_recorded_shapes_and_answers_as_a_cpu_does(
         outcome, _ = run(kind, "exact", True, SIM)
         made, menu = len(recorder.graphs), drafter(kind, SIM, True).menu
         assert outcome.sequences == wanted and made >= len(menu) > 2
-        monkeypatch.setattr(loop, "report", noted)
+        monkeypatch.setattr(loop, "process", noted)
         before = recorder.replayed
         outcome, shapes = run(kind, "exact", True, SIM)
         assert outcome.sequences == wanted and set(shapes.seen) <= set(menu)  # which of them depends on the machine

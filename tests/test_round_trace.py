@@ -18,7 +18,7 @@ from fsd_infer.targets.target import Target
 from tests.families import tiny_head, tiny_model
 
 PACKAGES, BACKENDS = ("fsd_core/", "fsd_infer/"), "fsd_infer/backends/"
-WATCHING = {f"fsd_infer/engine/{name}.py" for name in ("books", "callback", "callbacks")} | {
+WATCHING = {f"fsd_infer/engine/{name}.py" for name in ("callback", "callbacks", "tracker")} | {
     "fsd_infer/device/clock.py"
 }  # of phases
 Call = tuple[str, str, str]  # from a file, to a file's function

@@ -3,8 +3,8 @@
 :mod:`fsd_infer.engine.round` is the algorithm. The target encapsulates the model family, the drafter proposes, and the
 rule accepts. Each batch row has its own text length and accepted length; nothing is padded on the left.
 
-Where rounds are recorded the host lags one behind: it launches a round before it reads the one before, and keeps the
-books meanwhile. A row that a stop has ended runs along once more, and what it emits there is left out.
+Where rounds are recorded the host lags one behind: it launches a round before it reads the one before, and does its
+bookkeeping meanwhile. A row that a stop has ended runs along once more, and what it emits there is left out.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 from fsd_infer.device.cores import Team
 from fsd_infer.drafters.base import Drafter
-from fsd_infer.engine.books import Books
 from fsd_infer.engine.capture import RoundCapture
 from fsd_infer.engine.prefill import prefill, read_again, start
-from fsd_infer.engine.report import Reading
+from fsd_infer.engine.report import PendingReport
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import decode_round
 from fsd_infer.engine.stats import Outcome
+from fsd_infer.engine.tracker import RequestTracker
 from fsd_infer.rules import Rule
 from fsd_infer.targets.target import Target
 
@@ -34,41 +34,41 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
         NonFiniteLogitsError: NaN, +inf or all -inf logits.
     """
     with target.lock, target.without_gradients(), Team(target.device, request.generator is not None) as team:
-        books = start(target, drafter, rule, request)
-        state, recorded = books.state, RoundCapture.of(target)
+        tracker = start(target, drafter, rule, request)
+        state, recorded = tracker.state, RoundCapture.of(target)
         run = decode_round if recorded is None else recorded.run
         try:
-            report(books, Reading("prefill", state.numbers, prefill(state, books)))
-            behind: Reading | None = None  # the round before, which the host reads while the device runs the next
+            process(tracker, PendingReport("prefill", state.numbers, prefill(state, tracker)))
+            previous: PendingReport | None = None  # which the host reads while the device runs the next round
             while state.numbers:
                 team.fit()
-                read_again(state, books)
-                books.on_phase("start")
-                reading: Reading | None = Reading("round", state.numbers, run(state))
-                if books.lags:
-                    reading, behind = behind, reading
-                if reading is not None:
-                    report(books, reading)
-                if recorded is not None and recorded.can_fold(state, len(books.going())):
-                    if behind is not None:
-                        report(books, behind)
-                    behind = None
-                    if live := books.going():
+                read_again(state, tracker)
+                tracker.on_phase("start")
+                pending: PendingReport | None = PendingReport("round", state.numbers, run(state))
+                if tracker.overlaps:
+                    pending, previous = previous, pending
+                if pending is not None:
+                    process(tracker, pending)
+                if recorded is not None and recorded.can_fold(state, len(tracker.unfinished())):
+                    if previous is not None:
+                        process(tracker, previous)
+                    previous = None
+                    if live := tracker.unfinished():
                         recorded.fold(state, live)
-            return books.outcome()
+            return tracker.outcome()
         finally:
             state.release_request()  # recordings keep the state, but need not keep the request
 
 
-def report(books: Books, reading: Reading) -> None:
+def process(tracker: RequestTracker, pending: PendingReport) -> None:
     """Read a round on the host, teach the drafters that learn there, and tell the callbacks."""
-    state, phase = books.state, reading.phase
-    made, feedback = reading.report(books.finished(reading.numbers))
-    texts = made.emitted
+    state, phase = tracker.state, pending.phase
+    report, feedback = pending.report(tracker.finished(pending.numbers))
+    texts = report.emitted
     if phase == "prefill":
-        texts = [[*prompt[1:], *new] for prompt, new in zip(books.prompts, texts, strict=True)]
-    state.session.learn(feedback, made.verdict)
+        texts = [[*prompt[1:], *new] for prompt, new in zip(tracker.prompts, texts, strict=True)]
+    state.session.learn(feedback, report.verdict)
     state.session.append(texts)
-    books.on_phase("prefill" if phase == "prefill" else "report")
-    books.on_round(made)
-    books.on_phase("report")
+    tracker.on_phase("prefill" if phase == "prefill" else "report")
+    tracker.on_round(report)
+    tracker.on_phase("report")

@@ -12,11 +12,11 @@ from fsd_core.tensors import padded, to_device
 from fsd_infer.device.memory import check_caches, free_bytes
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.drafters.session import DraftRequest
-from fsd_infer.engine.books import Books
 from fsd_infer.engine.capture import CaptureKey, RoundCapture, bucket
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import RoundTensors, accept, advance
 from fsd_infer.engine.state import DecodeState
+from fsd_infer.engine.tracker import RequestTracker
 from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.request.processors import TreeProcessors, temperature_of
 from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts, read_text
@@ -29,7 +29,7 @@ from fsd_infer.trees.menu import MenuPolicy, menu_of
 from fsd_infer.trees.policy import TreePolicy, memory_of
 from fsd_infer.trees.tree import DraftTree, Draws
 
-COLD = 0.5  # a temperature below which drawn nodes gain nothing over likely tokens, and take time
+MIN_DRAWING_TEMPERATURE = 0.5  # below, drawn nodes gain nothing over likely tokens, and take time
 
 
 class CacheSizes(NamedTuple):
@@ -39,23 +39,23 @@ class CacheSizes(NamedTuple):
         rows: of the batch, with those that fill a bucket.
         longest: tokens of the longest text at its end.
         capacity: slots of the target's cache, per row.
-        reach: tokens that the drafter may be told of, per row. It pads rows to the one that emitted most, so its texts
-            exceed the longest one by up to a tree's depth.
+        drafter_slots: most tokens that the drafter is told of, per row. It pads rows to the one that emitted most, so
+            its texts exceed the longest one by up to the depth of a tree.
     """
 
     rows: int
     longest: int
     capacity: int
-    reach: int
+    drafter_slots: int
 
 
-def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> Books:
-    """Allocate the state of a request; return its books. Raises as :func:`fsd_infer.engine.decode`."""
+def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> RequestTracker:
+    """Allocate the state of a request; return its tracker. Raises as :func:`fsd_infer.engine.decode`."""
     prompts, count, device = request.prompts, len(request.prompts), target.device
     rules = _rule_per_prompt(rule, count)
     limits = check_prompts(target, prompts, request.max_new_tokens)
     check_sights(target, request.sights)
-    processors, books = TreeProcessors(request.processors, count), Books(target, request, limits)
+    processors, tracker = TreeProcessors(request.processors, count), RequestTracker(target, request, limits)
     markers, marks = markers_of(rules, target.tokenizer), ends_of(rules, target.tokenizer, device)
     draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / count
     drafter = drafter.for_bonus(draft_bonus)
@@ -64,7 +64,7 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
     cache_bytes = _check_memory(target, drafter, sizes, request, recorded)
     added = sizes.rows - count
     rules, ends = rules + rules[:1] * added, ends + [2] * added  # a prompt of one token, and an answer of one
-    prompts = books.prompts = [*prompts, *[prompts[0][:1]] * added]
+    prompts = tracker.prompts = [*prompts, *[prompts[0][:1]] * added]
     generator = request.generator if recorded is None else recorded.generator_like(request.generator)
     draws = _draws(drafter, rules, _temperature(request))
     policy = _policy(target, drafter, rules, request, draft_bonus, draws)
@@ -85,15 +85,15 @@ def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request
         budget=nats_of(rules, device),
         kl_excess=torch.zeros(sizes.rows, device=device),
         measure_log_likelihood=request.measure_log_likelihood,
-        history=books.history,
+        history=tracker.history,
         max_nodes=drafter.max_nodes,
         policy=policy,
     )
     if recorded is not None:
         key = CaptureKey(drafter.capture_key, tuple(rules), sizes.capacity, processors.signature, draft_bonus)
         state = recorded.state_for(state, count, key)
-    books.begin(state, drafter, cache_bytes)
-    return books
+    tracker.begin(state, drafter, cache_bytes)
+    return tracker
 
 
 def _rule_per_prompt(rule: Rule | Sequence[Rule], count: int) -> list[Rule]:
@@ -118,7 +118,7 @@ def _check_memory(
     target: Target, drafter: Drafter, sizes: CacheSizes, request: Request, recorded: RoundCapture | None
 ) -> int:
     """Return the bytes of the caches. Raises CacheMemoryError if they do not fit; recordings make room."""
-    cache_bytes = target.cache_bytes(sizes.rows, sizes.capacity) + drafter.cache_bytes(sizes.rows, sizes.reach)
+    cache_bytes = target.cache_bytes(sizes.rows, sizes.capacity) + drafter.cache_bytes(sizes.rows, sizes.drafter_slots)
     free = free_bytes(target.device)
     if recorded is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
         recorded.forget()
@@ -141,7 +141,7 @@ def _draft_request(
     keys, count = request.cache_keys, len(request.prompts)
     return DraftRequest(
         sizes.rows,
-        sizes.reach,
+        sizes.drafter_slots,
         request.greedy,
         processors.of_drafts if processors else None,
         generator,
@@ -185,7 +185,7 @@ def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws
         return Draws.NONE
     if Draws.CHAIN in wanted:
         return Draws.CHAIN
-    return Draws.TREE if temperature >= COLD else Draws.NONE
+    return Draws.TREE if temperature >= MIN_DRAWING_TEMPERATURE else Draws.NONE
 
 
 def _policy(
@@ -205,7 +205,7 @@ def _policy(
     return TreePolicy(memory, len(rules), profile, drafter.bounds, learns=learns)
 
 
-def read_again(state: DecodeState, books: Books) -> None:
+def read_again(state: DecodeState, tracker: RequestTracker) -> None:
     """Read the texts once more that have just outgrown the length at which the target's angles change.
 
     A round accepts no node beyond that length (:func:`.round.accept`), so each text stops there.
@@ -214,18 +214,18 @@ def read_again(state: DecodeState, books: Books) -> None:
     if longest is None:
         return
     for place, number in enumerate(state.numbers):
-        text = [*books.request.prompts[number], *books.records[number].tokens]
+        text = [*tracker.request.prompts[number], *tracker.records[number].tokens]
         if len(text) == longest + 1 and int(state.cache.read[place]) <= longest:  # type: ignore[index]
             state.cache.read[place] = len(text)  # type: ignore[index]
             read_text(state.target, state.cache.row(place), to_device(torch.tensor([text[:-1]]), state.device))
-            books.on_phase("prefill")
+            tracker.on_phase("prefill")
 
 
-def prefill(state: DecodeState, books: Books) -> RoundTensors:
+def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
-    prompts, request = books.prompts, books.request
+    prompts, request = tracker.prompts, tracker.request
     tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
-    known = books.prefixes.known(books.named_prompts)
+    known = tracker.prefixes.known(tracker.named_prompts)
     features, logits = read_prompts(state.target, state.cache, tokens, lengths, known, request.sights)
     root = DraftTree.root_only(state.roots, logits.shape[-1])
     made = accept(state, VerifiedTree(state, root, logits, features[:, :1]))

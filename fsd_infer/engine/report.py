@@ -62,7 +62,7 @@ def columns_of(made: RoundTensors) -> dict[str, Tensor]:
     return {**made.verdict.columns(), **log_p, **feedback}
 
 
-class Reading:
+class PendingReport:
     """A round on its way to the host, in one transfer that begins after the launches of the round.
 
     Args:

@@ -21,7 +21,7 @@ from fsd_infer.trees.menu import MenuPolicy
 from fsd_infer.trees.shape import AUTO
 
 
-class Books:
+class RequestTracker:
     """The rows of a request and its callbacks.
 
     Args:
@@ -34,7 +34,7 @@ class Books:
         prompts: [B] of the request, and of rows that fill a bucket.
         prefixes: what the prefix cache knows of the prompts.
         named_prompts: as it knows them.
-        lags: whether the host reads a round after it has launched the next one. Otherwise somebody needs it earlier.
+        overlaps: whether the host reads a round after it has launched the next one. Else somebody needs it earlier.
     """
 
     def __init__(self, target: Target, request: Request, limits: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ class Books:
         state.on_phase = self.on_phase
         waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
         waits = waits or state.asks_host or state.session.needs_report
-        self.lags = state.live is not None and state.session.is_capturable and not waits
+        self.overlaps = state.live is not None and state.session.is_capturable and not waits
         self._timers = [
             one.on_phase for one in self.callbacks if getattr(one.on_phase, "__func__", None) is not Callback.on_phase
         ]
@@ -74,20 +74,20 @@ class Books:
         None: the row has finished, or only fills the bucket.
         """
         found: list[Tensor | None] = [None] * len(self.state.rules)
-        for place, number in enumerate(self.state.numbers):
+        for row, number in enumerate(self.state.numbers):
             if self.records[number].finish_reason is None:
                 text = [*self.request.texts[number], *self.records[number].tokens]
-                found[place] = torch.tensor(text[:-1], dtype=torch.long)  # also of a text without tokens
+                found[row] = torch.tensor(text[:-1], dtype=torch.long)  # also of a text without tokens
         return found
 
-    def going(self) -> list[int]:
-        """Return the places of rows whose answers go on."""
+    def unfinished(self) -> list[int]:
+        """Return the indices of rows whose answers go on."""
         ended = set(self.finished(self.state.numbers))
-        return [place for place in range(len(self.state.numbers)) if place not in ended]
+        return [row for row in range(len(self.state.numbers)) if row not in ended]
 
     def finished(self, numbers: Sequence[int]) -> list[int]:
-        """Return the places of rows whose answers have ended."""
-        return [place for place, number in enumerate(numbers) if self.records[number].finish_reason is not None]
+        """Return the indices of rows whose answers have ended."""
+        return [row for row, number in enumerate(numbers) if self.records[number].finish_reason is not None]
 
     def on_phase(self, phase: str) -> None:
         for tell in self._timers:
@@ -98,13 +98,13 @@ class Books:
         for callback in self.callbacks:
             callback.on_round(report)
         state, ended = self.state, report.ended
-        for place in sorted(ended):
-            number = state.numbers[place]
+        for row in sorted(ended):
+            number = state.numbers[row]
             record = self.records[number]
-            record.finish_reason = ended[place]
+            record.finish_reason = ended[row]
             for callback in self.callbacks:
-                callback.on_row_end(place, record)
-            state.session.finish(place, self.request.prompts[number], record.tokens)
+                callback.on_row_end(row, record)
+            state.session.finish(row, self.request.prompts[number], record.tokens)
         if ended:
             state.keep([row for row in report.rows if row not in ended])
 
