@@ -74,7 +74,8 @@ class FuzzyConfig(GenerationConfig):
         quality: in place of a rule, the share of exact's score that answers keep, above 0 and at most 1: 1 is exact,
             below 1 the fastest rule that the drafter's calibration file certifies for it. Short for ``"quality:0.95"``.
         tree: shape of the draft trees, ``"5,6,16"`` (depth, width, nodes) or ``"5,6,16,0.3"`` (and the probability
-            below which drafting stops), or a :class:`.TreeShape`. Default: the drafter's own.
+            below which drafting stops), or a :class:`.TreeShape`, for a head or a small LM. Default: the drafter's own;
+            drafters without a model have one shape, that of loading.
         seed: of the draws above temperature 0, a whole number of at most 64 bits (default: torch's global generator).
             A seed makes answers reproducible: trees then do not depend on measured times.
         adapter: one of the decoder's LoRA adapters by name, or "none" for the base (default: the active one).
