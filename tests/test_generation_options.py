@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import LogitsProcessor
 
 import fsd_infer
-from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer import FsdError, FuzzyConfig, FuzzyDecoder, Target
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.drafters import LookupDrafter
 from tests.families import OracleDrafter, tiny_model
@@ -197,7 +197,12 @@ def test_padding_is_no_part_of_a_prompt(decoder: FuzzyDecoder) -> None:
     arrays = tokenizer(texts, return_tensors="np", padding=True)
     for prompts in (padded, padded.input_ids, right, tokenizer(texts), arrays):
         assert talker.generate(prompts, **options).sequences == expected
+    config = FuzzyConfig(**options)  # names no special tokens: they are the model's
+    assert talker.generate(padded.input_ids, config).sequences == expected
     assert talker.generate(tokenizer(texts[1]), **options).sequences == expected[1:]
+    target.model.generation_config.eos_token_id = tokenizer.eos_token_id
+    for given in (FuzzyConfig(guide={"regex": "the cat"}, max_new_tokens=8), GenerationConfig(max_new_tokens=8)):
+        assert talker.generate(texts[0], given, guide={"regex": "the cat"}).texts == ["the cat"]
 
 
 class _Recorder:

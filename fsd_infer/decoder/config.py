@@ -15,7 +15,7 @@ from typing import Any
 from transformers import GenerationConfig
 from typing_extensions import Self, Unpack
 
-from fsd_core.errors import FsdError, ModelLoadError
+from fsd_core.errors import FsdError, ModelLoadError, shortened
 from fsd_core.files import read_json, write_json
 from fsd_core.registry import did_you_mean, is_whole
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
@@ -145,6 +145,8 @@ class FuzzyConfig(GenerationConfig):
         for name, default in OWN.items():
             if values[name] == default:
                 del values[name]
+        if isinstance(bias := values.get("sequence_bias"), dict):  # JSON's keys are texts
+            values["sequence_bias"] = [[list(ids), value] for ids, value in bias.items()]
         return {name: _plain(value) for name, value in values.items()}
 
     def save_pretrained(
@@ -172,6 +174,8 @@ class FuzzyConfig(GenerationConfig):
             raise FsdError(f"{pretrained_model_name} has no {file} that can be read: {error}") from error
         except FsdError as error:
             raise FsdError(f"{pretrained_model_name}, {file}: {error}") from error
+        except (TypeError, ValueError, AttributeError) as error:  # transformers', for no object, or a text as a number
+            raise FsdError(f"{pretrained_model_name}, {file} cannot be read: {shortened(error)}") from error
 
 
 def request_config(given: GenerationConfig | None, overrides: Mapping[str, Any]) -> tuple[FuzzyConfig, dict[str, Any]]:
