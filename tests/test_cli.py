@@ -6,6 +6,8 @@ import json
 import math
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -22,6 +24,7 @@ from fsd_core.options import gibibytes, positive, real_number, thread_count, who
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.cli.main import COMMANDS, build_parser, main
 from fsd_infer.rules import TokenOrigin
+from fsd_infer.serving.listen import check_free
 from fsd_train.commands.command_lines import PARSERS
 from tests.bench_toys import Toy
 from tests.fuzzing import called
@@ -91,6 +94,54 @@ def test_bad_input_ends_in_one_line(name: str, toy: Toy) -> None:
     if name == "unknown rule":
         with pytest.raises(ValueError, match=re.escape(message)):
             main(["generate", "--prompt", PROMPT, *extra, "--debug"])
+
+
+DAMAGED = {  # a target's file: what is written to it, what is said
+    "config.json": (
+        "{",
+        "config.json: not JSON (Expecting property name enclosed in double quotes at column 2). Copy the model",
+    ),
+    "model.safetensors": (
+        "",
+        "model.safetensors is truncated or damaged (Error while deserializing header: header too small). Copy or fetch",
+    ),
+    "generation_config.json": (
+        "[1]",
+        "generation_config.json is no JSON object. Copy the model again, or delete this file.",
+    ),
+    "tokenizer.json": (
+        "{",
+        "double quotes: line 1 column 2 (char 1) Check its files: tokenizer.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_target_is_not_taken_for_a_drafter(name: str, toy: Toy, tmp_path: Path) -> None:
+    shutil.copytree(toy.models[toy.models.index("--target") + 1], tmp_path / "target")
+    content, message = DAMAGED[name]
+    (tmp_path / "target" / name).write_text(content)
+    status, _, err = generate(toy, "--target", str(tmp_path / "target"))
+    assert status == 2 and str(tmp_path / "target") in err and message in err and "drafter" not in err
+
+
+def test_what_cannot_serve_says_what_would(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no head")
+    name = str(tmp_path / "file")
+    status, _, err = generate(toy, "--drafter", name)
+    assert status == 2 and "neither a head nor a model: give the directory" in err and f'"memory:{name}"' in err
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(FsdError, match=f"cannot listen on 127.0.0.1:{port} .* another --port"):
+            check_free("127.0.0.1", port)
+        check_free("127.0.0.1", 0)
+    for host in ("nowhere.invalid", "x" * 300):
+        with pytest.raises(FsdError, match="has no address"):
+            check_free(host, 0)
+    with pytest.raises(FsdError, match="address of this machine as --host"):
+        check_free("192.0.2.1", 0)
 
 
 MEASURED = {

@@ -98,6 +98,17 @@ def test_a_request_is_saved_and_loaded(tmp_path: Path) -> None:
         FuzzyConfig.from_pretrained(tmp_path)
 
 
+def test_a_saved_bias_is_read_and_malformed_files_are_named(tmp_path: Path, decoder: FuzzyDecoder) -> None:
+    FuzzyConfig(sequence_bias={(5,): -50.0, (7, 8): 9.0}, max_new_tokens=9).save_pretrained(tmp_path)
+    loaded = FuzzyConfig.from_pretrained(tmp_path)
+    given = decoder.generate(PROMPT, sequence_bias={(5,): -50.0, (7, 8): 9.0}, max_new_tokens=9)
+    assert decoder.generate(PROMPT, loaded).sequences == given.sequences
+    for content in ("[]", '{"max_new_tokens": "x"}', "{", "5"):
+        (tmp_path / "fuzzy_config.json").write_text(content)
+        with pytest.raises(FsdError, match=r"fuzzy_config\.json"):
+            FuzzyConfig.from_pretrained(tmp_path)
+
+
 def test_a_runtime_is_saved_and_loaded(tmp_path: Path) -> None:
     config = RuntimeConfig(weights="expanded", draft_weights="plain", capture=False, prefix_cache_bytes=1 << 20)
     config.save_pretrained(tmp_path / "new")

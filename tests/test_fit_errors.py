@@ -88,8 +88,8 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "rule": (["--model.eval_rules", "[fuzy:js:0.3]"], "Did you mean 'fuzzy'?"),
     "range": (["--model.optimizer.lr", "-1"], "model.optimizer: Invalid learning rate: -1"),
     "steps of a chain": (["--model.unroll_steps", "8"], "unroll_steps"),
-    "noise": (["--model.noise", "-1"], "v>=0"),
-    "share of chains": (["--model.chain_share", "0"], "v>0"),
+    "noise": (["--model.noise", "-1"], "expected a number >= 0"),
+    "share of chains": (["--model.chain_share", "0"], "expected a number > 0"),
     "optimizer": (["--model.optimizer", "torch.optim.Adamm"], "no attribute 'Adamm'"),
     "precision of weights": (["--trainer.precision", "bf16-true"], "Choose bf16-mixed, 16-mixed, 32-true"),
     "target": (["--model.target", "nowhere/at-all/x"], "nowhere/at-all/x"),
@@ -116,6 +116,11 @@ NAMED: dict[str, tuple[list[str], str]] = {
     "null tokens": (
         ["--config", "null.yaml"], "data.batch_tokens is null: give a value, or leave it out, which means 4096",
     ),
+    "null as an option": (["--data.batch_tokens", "null"], "data.batch_tokens: expected a whole number > 0, got null."),
+    "fraction": (["--data.batch_tokens", "1.5"], "data.batch_tokens: expected a whole number > 0, got '1.5'."),
+    "text for a share": (["--data.validation_fraction", "x"], "expected a number >= 0 and < 1, got 'x'."),
+    "no depth": (["--model.unroll_steps", "0"], "unroll_steps: expected a whole number >= 1 and <= 7, got 0."),
+    "one file": (["--data.train_files", "a.jsonl"], "data.train_files: expected a list, got a.jsonl."),
     "null steps": (["--model.unroll_steps", "null"], "model.unroll_steps is null"),
     "null optimizer": (["--model.optimizer", "null"], "model.optimizer is null: give a value, or leave it out."),
     # refused before the target is loaded

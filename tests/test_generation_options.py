@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import LogitsProcessor
 
 import fsd_infer
-from fsd_infer import FsdError, FuzzyDecoder, Target
+from fsd_infer import FsdError, FuzzyConfig, FuzzyDecoder, Target
 from fsd_infer.device.cache import cache_argument
 from fsd_infer.drafters import LookupDrafter
 from tests.families import OracleDrafter, tiny_model
@@ -153,7 +153,12 @@ def test_inputs_beside_ids_are_refused(model: Any, decoder: FuzzyDecoder) -> Non
         (dict(max_new_tokens="many"), "max_new_tokens must be a whole number, got 'many'"),
         (dict(max_time="soon"), "max_time must be a number, got 'soon'"),
         (dict(generation_config=GenerationConfig(do_sample=True, num_return_sequences=10**6)), "num_return.* at most"),
-        (dict(suppress_tokens="none"), r"transformers refuses these options \(max_new_tokens, suppress_tokens\)"),
+        (dict(suppress_tokens="none"), "suppress_tokens of the generation config must be a token id"),
+        (dict(eos_token_id=10**6), "eos_token_id: there is no token 1000000: .* Give None"),
+        (dict(eos_token_id=[3, -1]), "eos_token_id: there is no token -1"),
+        (dict(begin_suppress_tokens=[10**6]), "begin_suppress_tokens: there is no token"),
+        (dict(do_sample="false"), "do_sample must be true or false, got 'false'"),
+        (dict(callbacks=[print]), "callbacks lists objects of subclasses of fsd_infer.Callback, got <built-in"),
         (dict(negative_prompt_ids=torch.ones(1, 1)), "unknown option 'negative_prompt_ids'"),
         (dict(temperature=-1.0), "temperature must be 0 or above, and finite, got -1.0"),
         (dict(temperature=math.nan), "temperature must be 0 or above"),
@@ -192,7 +197,12 @@ def test_padding_is_no_part_of_a_prompt(decoder: FuzzyDecoder) -> None:
     arrays = tokenizer(texts, return_tensors="np", padding=True)
     for prompts in (padded, padded.input_ids, right, tokenizer(texts), arrays):
         assert talker.generate(prompts, **options).sequences == expected
+    config = FuzzyConfig(**options)  # names no special tokens: they are the model's
+    assert talker.generate(padded.input_ids, config).sequences == expected
     assert talker.generate(tokenizer(texts[1]), **options).sequences == expected[1:]
+    target.model.generation_config.eos_token_id = tokenizer.eos_token_id
+    for given in (FuzzyConfig(guide={"regex": "the cat"}, max_new_tokens=8), GenerationConfig(max_new_tokens=8)):
+        assert talker.generate(texts[0], given, guide={"regex": "the cat"}).texts == ["the cat"]
 
 
 class _Recorder:

@@ -164,6 +164,8 @@ def test_other_files_are_left_alone(tmp_path: Path, target: Path, capsys: pytest
         assert output.read_bytes() == before
 
     refused("seed was 0, now 5", "--seed", "5")
+    more = int(argv[argv.index("--max-new-tokens") + 1]) + 1
+    refused(f"other settings: max_new_tokens was {more - 1}, now {more}. Give", "--max-new-tokens", str(more))
     prompts_file(first, 4)  # the first of two files with one name
     refused("prompts was")
     with open(output, "ab") as held:

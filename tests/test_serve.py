@@ -171,7 +171,7 @@ def test_a_server_that_stops_ends_answers_at_once(toy_decoder: FuzzyDecoder) -> 
     queued.set()
     assert begun.wait(60)
     batcher.close()
-    assert told == [running, waiting] and running.reason == "length" and len(running.ids) < 40
+    assert told == [running, waiting] and running.reason == "abort" and len(running.ids) < 40
     assert isinstance(waiting.reason, UnavailableError)
     with pytest.raises(UnavailableError, match="stopping"):
         batcher.submit([waiting])

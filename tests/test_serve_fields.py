@@ -32,7 +32,25 @@ NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}
         (asked(rule="nonsense"), 400, "nonsense"),
         (asked(vllm_xargs={"rule": "nonsense"}), 400, "nonsense"),
         (asked(temperature=-1), 400, "temperature"),
-        (asked(n=0), 400, "n: "),
+        (asked(n=0), 400, "Invalid value for 'n': expected greater than or equal to 1, but got 0."),
+        (asked(temperature=True), 400, "'temperature': expected a number, but got a boolean instead."),
+        (asked(stream="yes"), 400, "'stream': expected a boolean, but got a string instead."),
+        (asked(max_tokens=4.0), 400, "'max_tokens': expected an integer, but got a decimal instead."),
+        (asked(logit_bias={"5": True}), 400, "'logit_bias.5': expected a number, but got a boolean"),
+        (asked(stream_options={"include_usage": 1}), 400, "'stream_options.include_usage': expected a boolean"),
+        (
+            asked(messages=[{"role": "user", "content": [{"type": "text", "text": 1}]}]),
+            400,
+            "'messages[0].content[0].text'",
+        ),
+        (
+            asked(messages=[{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]),
+            400,
+            "messages[1]: a message of the role tool answers a call",
+        ),
+        (asked(tools=[], tool_choice="required"), 400, "tool_choice needs tools"),
+        (asked(tool_choice="sometimes"), 400, "'tool_choice': expected 'none', 'auto' or 'required'"),
+        (asked(tool_choice={"type": "function"}), 400, "Missing required parameter: 'tool_choice.function'."),
         (asked(functions=[]), 400, "functions: this server does not support it"),
         (asked(response_format={"type": "json_schema"}), 400, "response_format"),
         (asked(response_format=NO_SCHEMA), 400, "schema cannot"),
@@ -58,6 +76,15 @@ def test_bad_requests_say_what_is_wrong(client: TestClient, content: Any, status
     body = json.dumps(content) if isinstance(content, dict) else content
     found = client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
     assert found.status_code == status and message in found.json()["error"]["message"]
+
+
+def test_a_request_has_one_prompt_and_may_offer_no_tools(client: TestClient) -> None:
+    for prompt in (["the cat", "a"], [[1], [2]]):
+        found = client.post(COMPLETIONS, json={"prompt": prompt}).json()["error"]
+        assert "a request has one prompt" in found["message"] and found["param"] == "prompt"
+        assert found["type"] == "invalid_request_error" and found["code"] == 400
+    plain, empty = (client.post(CHAT, json=asked(**more)).json()["choices"] for more in ({}, {"tools": []}))
+    assert plain == empty
 
 
 def test_variables_of_the_template(client: TestClient, toy_decoder: FuzzyDecoder, monkeypatch: Any) -> None:

@@ -173,7 +173,7 @@ def test_calls_can_be_required_or_named(served: tuple[Any, Any]) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tools has no function 'x'"),
         ({"tools": None, "tool_choice": "auto"}, "tool_choice needs tools"),
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools: strict needs"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"response_format": {"type": "json_object"}}, "tools: an answer that calls tools cannot"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         (
@@ -182,7 +182,7 @@ def test_calls_can_be_required_or_named(served: tuple[Any, Any]) -> None:
             "cannot be followed",
         ),
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages: name and tool_call_id"),
-        ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages.0.audio: this server does not"),
+        ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio: this server does not"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "malformed `tool_calls`"),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import GenerationConfig
 from typing_extensions import Self, Unpack
 
-from fsd_core.errors import FsdError, ModelLoadError
+from fsd_core.errors import FsdError, ModelLoadError, shortened
 from fsd_core.files import read_json, write_json
 from fsd_core.registry import did_you_mean, is_whole
 from fsd_infer.decoder.calibrated import CALIBRATED, QUALITY, with_quality
@@ -74,7 +74,8 @@ class FuzzyConfig(GenerationConfig):
         quality: in place of a rule, the share of exact's score that answers keep, above 0 and at most 1: 1 is exact,
             below 1 the fastest rule that the drafter's calibration file certifies for it. Short for ``"quality:0.95"``.
         tree: shape of the draft trees, ``"5,6,16"`` (depth, width, nodes) or ``"5,6,16,0.3"`` (and the probability
-            below which drafting stops), or a :class:`.TreeShape`. Default: the drafter's own.
+            below which drafting stops), or a :class:`.TreeShape`, for a head or a small LM. Default: the drafter's own;
+            drafters without a model have one shape, that of loading.
         seed: of the draws above temperature 0, a whole number of at most 64 bits (default: torch's global generator).
             A seed makes answers reproducible: trees then do not depend on measured times.
         adapter: one of the decoder's LoRA adapters by name, or "none" for the base (default: the active one).
@@ -144,6 +145,8 @@ class FuzzyConfig(GenerationConfig):
         for name, default in OWN.items():
             if values[name] == default:
                 del values[name]
+        if isinstance(bias := values.get("sequence_bias"), dict):  # JSON's keys are texts
+            values["sequence_bias"] = [[list(ids), value] for ids, value in bias.items()]
         return {name: _plain(value) for name, value in values.items()}
 
     def save_pretrained(
@@ -171,6 +174,8 @@ class FuzzyConfig(GenerationConfig):
             raise FsdError(f"{pretrained_model_name} has no {file} that can be read: {error}") from error
         except FsdError as error:
             raise FsdError(f"{pretrained_model_name}, {file}: {error}") from error
+        except (TypeError, ValueError, AttributeError) as error:  # transformers', for no object, or a text as a number
+            raise FsdError(f"{pretrained_model_name}, {file} cannot be read: {shortened(error)}") from error
 
 
 def request_config(given: GenerationConfig | None, overrides: Mapping[str, Any]) -> tuple[FuzzyConfig, dict[str, Any]]:

@@ -298,8 +298,13 @@ class FuzzyDecoder:
         self, given: GenerationConfig | None, options: Mapping[str, Any]
     ) -> tuple[int | None, frozenset[int]]:
         """Return the padding token of a request, unless it ends answers too, and the tokens that end them."""
-        config = given or self.target.model.generation_config
-        pad, eos = (options.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id"))
+        configs = [one for one in (given, self.target.model.generation_config) if one is not None]
+
+        def named(name: str) -> Any:  # what a configuration leaves out is the model's, as in transformers
+            known = [value for one in configs if (value := getattr(one, name, None)) is not None]
+            return options[name] if name in options else next(iter(known), None)
+
+        pad, eos = named("pad_token_id"), named("eos_token_id")
         ends = frozenset(id_list("eos_token_id", eos))
         return pad if isinstance(pad, int) and pad not in ends else None, ends
 

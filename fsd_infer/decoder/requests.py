@@ -28,11 +28,13 @@ from fsd_infer.drafters import Drafter
 from fsd_infer.drafters.loading import with_tree
 from fsd_infer.engine import Outcome, Request, decode
 from fsd_infer.engine.beams import BeamOptions, decode_beams
+from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.callbacks import Streaming
 from fsd_infer.request.options import (
     LENGTHS,
     check_config,
     check_numbers,
+    check_token_ids,
     only_stated,
     reads_prompts,
     split_options,
@@ -79,6 +81,7 @@ def prepare(
     replaced = LENGTHS - asked.keys() if LENGTHS & asked.keys() else frozenset[str]()
     stated = {name: own[name] for name in own.keys() & LENGTHS - replaced} | asked
     check_numbers(stated)
+    check_token_ids(asked, target.vocab_size)
     fields = with_defaults(fields, stated)
     asked = asked | _set(fields)
     named = ", ".join([*fields, *([] if given is None else ["generation_config"])]) or "of the model's own config"
@@ -239,6 +242,9 @@ def _check_watchers(config: FuzzyConfig, request: Request, beams: int, streamer:
         raise FsdError("beams are options of beam search: set num_beams to more than 1, or leave them out.")
     if streamer is not None and len(request.prompts) > 1:
         raise FsdError("a streamer shows one answer: pass one prompt.")
+    for watcher in request.callbacks:
+        if not isinstance(watcher, Callback):
+            raise FsdError(f"callbacks lists objects of subclasses of fsd_infer.Callback, got {watcher!r:.60}.")
 
 
 def _per_answer(keys: Sequence[str] | None, answers: int, count: int) -> list[str] | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsd_core.errors import FsdError, ModelLoadError, UnknownNameError
+from fsd_core.errors import CheckpointError, FsdError, ModelLoadError, UnknownNameError
 from fsd_core.files import usable_name
 from fsd_core.registry import did_you_mean
 from fsd_core.tensors import is_host
@@ -163,6 +164,11 @@ def _load(name: str, target: Target, tree: TreeShape | None) -> Drafter:
     try:
         model = Itself.parse(name).of(target, name) if name.startswith(PREFIX) else load_lm(source, target)
     except UnknownNameError:
+        if os.path.isfile(name):
+            raise ModelLoadError(
+                f"drafter {name!r} is a file that is neither a head nor a model: give the directory that holds "
+                f'config.json and the weights, a GGUF file, or, for a corpus of texts, "memory:{name}".'
+            ) from None
         known = [one for one in {**NAMES, **free_drafters()} if " " not in one]
         raise UnknownNameError(
             f"unknown drafter {name!r}.{did_you_mean(name, known)} Give a directory, a hub id (owner/model), or one of "
@@ -191,8 +197,14 @@ def _load_grafted(main: str, side: str, kind: str, target: Target, tree: TreeSha
 
 
 def refuse_head(directory: Path) -> None:
-    """Raise ModelLoadError for the directory of a draft head, of which transformers would say that it is too old."""
-    if directory.is_dir() and head_kind(directory) is not None:
+    """Raise ModelLoadError for the directory of a draft head, of which transformers would say that it is too old.
+
+    A damaged directory passes: the target's own checks say what is damaged.
+    """
+    kind = None
+    with suppress(CheckpointError):
+        kind = head_kind(directory) if directory.is_dir() else None
+    if kind is not None:
         raise ModelLoadError(
             f"{directory} is a draft head, not a target: give it as drafter, beside the model that it was trained for."
         )

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from fsd_core.errors import FsdError
 from fsd_core.registry import did_you_mean
-from fsd_infer.targets.token_ids import eos_ids
+from fsd_infer.targets.token_ids import eos_ids, id_list
 
 # honoured, most of them through the logits processors and stopping criteria that ``generate`` makes
 _HONOURED = frozenset(
@@ -74,6 +74,8 @@ _NUMBERS = frozenset(
     "max_time temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty length_penalty "
     "encoder_repetition_penalty".split()
 )
+_FLAGS = ("do_sample", "renormalize_logits", "remove_invalid_values")
+_IDS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 # bounds that transformers does not check, or checks only if the field has an effect
 _RANGES = {
     "temperature": (0, sys.float_info.max, "0 or above, and finite"),
@@ -241,7 +243,13 @@ def with_defaults(fields: dict[str, Any], stated: Mapping[str, Any]) -> dict[str
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:
-    """Raise FsdError for fields that are no numbers, out of bounds, or so large that they take all memory or time."""
+    """Raise FsdError for fields that are no numbers, out of bounds, or so large that they take all memory or time.
+
+    Text for a flag counts as true in Python, "false" too.
+    """
+    for name in values.keys() & set(_FLAGS):
+        if not isinstance(values[name], bool):
+            raise FsdError(f"{name} must be true or false, got {values[name]!r:.60}.")
     for name in values.keys() & (_WHOLE.keys() | _NUMBERS):
         value, kind = values[name], Integral if name in _WHOLE else Real
         if isinstance(value, bool) or not isinstance(value, kind):
@@ -252,6 +260,15 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         low, high, bounds = _RANGES.get(name, (-math.inf, math.inf, ""))
         if bounds and not low <= value <= high:  # type: ignore[operator]
             raise FsdError(f"{name} must be {bounds}, got {value!r:.60}.")
+
+
+def check_token_ids(values: Mapping[str, Any], size: int) -> None:
+    """Raise FsdError for ids in these fields that are not in a vocabulary of this size, so without effect."""
+    for name in values.keys() & set(_IDS):
+        for token in id_list(name, values[name]):
+            if not 0 <= token < size:
+                hint = " Give None for answers that no token ends." if name == "eos_token_id" else ""
+                raise FsdError(f"{name}: there is no token {token}: ids are from 0 to {size - 1}.{hint}")
 
 
 def reads_prompts(config: GenerationConfig) -> bool:

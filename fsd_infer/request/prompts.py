@@ -51,9 +51,13 @@ def check_prompts(
         if not prompt:
             raise FsdError(f"prompt {row} is empty: give at least one token.")
         if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
+            most, size = target.vocab_size - 1, len(target.tokenizer or ())
+            fault = "encode it with the target's own tokenizer"
+            if size > max(prompt) > most:
+                fault = f"its tokenizer has {size} tokens: resize the model's embeddings, and train the new ones"
             raise FsdError(
-                f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}, but {target.name} knows 0 to "
-                f"{target.vocab_size - 1}: encode it with the target's own tokenizer."
+                f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}, but {target.name} knows 0 to {most}: "
+                f"{fault}."
             )
         if limit is not None and len(prompt) >= limit:
             raise ContextLengthError(

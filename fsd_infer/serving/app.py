@@ -24,9 +24,10 @@ from fsd_infer.engine.stats import RowStats
 from fsd_infer.rules import parse_rule
 from fsd_infer.rules.texts import markers_of
 from fsd_infer.serving.batcher import Batcher, ServedRequest, UnavailableError
-from fsd_infer.serving.fields import UNSUPPORTED, ChatAsked, CompletionAsked, ViewAsked
+from fsd_infer.serving.fields import ChatAsked, CompletionAsked, ViewAsked
 from fsd_infer.serving.gate import ANY_HOST, Gate, error_body, error_reply, keyed, known_hosts
 from fsd_infer.serving.jobs import Completion, Limits, make_jobs, reader_of
+from fsd_infer.serving.malformed import explain
 from fsd_infer.serving.page import PageTrace, server_page
 from fsd_infer.serving.replies import Reply
 from fsd_infer.targets.adapters import adapter_names
@@ -128,18 +129,8 @@ class Service:
         """Answer a body that is no valid request."""
         assert isinstance(error, RequestValidationError)
         self.metrics.requests.labels("malformed").inc()
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"][1:]))
-        if first["type"] == "json_invalid":
-            return error_reply(400, f"the body is no JSON: {first['ctx']['error']} (at character {where}).")
-        if first["type"] == UNSUPPORTED:
-            message = f"{where}: this server does not support it. Leave it out; docs/serving.md lists what it supports."
-            return error_reply(400, message)
-        if first["type"] == "value_error":
-            return error_reply(400, str(first["ctx"]["error"]))
-        if not where:
-            return error_reply(400, "the body must be a JSON object, with the header Content-Type: application/json.")
-        return error_reply(400, f"{where}: {first['msg']}")
+        message, field = explain(error)
+        return error_reply(400, message, param=field)
 
     async def answer(self, asked: Completion, request: Request) -> Response:
         """Return one request's answers, streamed or whole. Raises HTTPException."""

@@ -98,10 +98,12 @@ class ServedRequest:
         text: the answer so far.
         answer: finds the text and the stop texts in the tokens.
         pieces: names the tokens of :attr:`logprobs`.
-        reason: "stop", "length", or the exception that made the job fail; None while it runs.
+        reason: "stop", "length", "abort" if the server stopped, as vLLM says it, or the exception that made the job
+            fail; None while it runs.
         stats: of the answer, once it has ended.
         cached: tokens of the prompt that were read from the prefix cache.
         cancelled: set when the client no longer wants the answer.
+        stopped: set when the server stops.
     """
 
     prompt: list[int]
@@ -127,6 +129,7 @@ class ServedRequest:
     stats: RowStats | None = None
     cached: int = 0
     cancelled: bool = False
+    stopped: bool = False
 
     def begin(self, tokenizer: Any) -> None:
         """Get ready for the first token."""
@@ -137,7 +140,9 @@ class ServedRequest:
         self.ids.append(token)
         if self.answer.add(token):
             return "stop"
-        return "length" if len(self.ids) >= self.max_new_tokens or time.monotonic() > self.deadline else None
+        if len(self.ids) >= self.max_new_tokens or time.monotonic() > self.deadline:
+            return "length"
+        return "abort" if self.stopped else None
 
     def show(self, text: str) -> bool:
         """Tell what the text has grown by. Return whether nobody wants more."""
@@ -240,7 +245,7 @@ class Batcher:
         with self._changed:
             self._closed = True
             for job in self._running:
-                job.deadline = 0.0
+                job.stopped = True
             self._changed.notify()
 
     def close(self) -> None:

@@ -7,7 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    Tag,
     field_validator,
     model_validator,
 )
@@ -17,7 +22,6 @@ from fsd_infer.request.guide import Guide
 from fsd_infer.serving.messages import ChatMessage, Many, NamedTool, RequestFields, ToolAsked
 from fsd_infer.serving.tools import Tool
 
-UNSUPPORTED = "extra_forbidden"  # pydantic's name for a field that is not declared here
 GUIDED = "response_format, guided_json, guided_regex and guided_grammar"
 
 
@@ -33,7 +37,7 @@ NOT_FOR_TEMPLATES = {
 class StreamOptions(RequestFields):
     """``stream_options``."""
 
-    include_usage: bool = False
+    include_usage: StrictBool = False
     include_obfuscation: Literal[False] = False
 
 
@@ -42,7 +46,7 @@ class Schema(RequestFields):
 
     name: str = ""
     description: str = ""
-    strict: bool | None = None
+    strict: StrictBool | None = None
     rules: dict[str, Any] = Field({}, alias="schema")
 
 
@@ -76,43 +80,49 @@ def _texts(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _one_prompt(value: Any) -> Any:
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        raise ValueError("prompt: a request has one prompt, a text or a list of token ids. Send a request per prompt.")
+    return value
+
+
 def _bounded(biases: Any) -> Any:
     if isinstance(biases, dict) and len(biases) > MOST_BIASES:
         raise ValueError(f"logit_bias: at most {MOST_BIASES} tokens, got {len(biases)}.")
     return biases
 
 
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
 
 
 class CompletionRequest(RequestFields):
     """The fields that both kinds of completion share. A ``Literal`` field accepts only the value without effect."""
 
     model: str = ""
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31)
-    min_p: float = Field(0.0, ge=0, le=1)
-    typical_p: float = Field(1.0, gt=0, le=1)
-    epsilon_cutoff: float = Field(0.0, ge=0, lt=1)
-    eta_cutoff: float = Field(0.0, ge=0, lt=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
-    no_repeat_ngram_size: int = Field(0, ge=0, le=2**16)
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    n: int = Field(1, ge=1, le=128)
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    temperature: StrictFloat = Field(1.0, ge=0, le=2)
+    top_p: StrictFloat = Field(1.0, gt=0, le=1)
+    top_k: StrictInt = Field(0, ge=-1, lt=2**31)
+    min_p: StrictFloat = Field(0.0, ge=0, le=1)
+    typical_p: StrictFloat = Field(1.0, gt=0, le=1)
+    epsilon_cutoff: StrictFloat = Field(0.0, ge=0, lt=1)
+    eta_cutoff: StrictFloat = Field(0.0, ge=0, lt=1)
+    repetition_penalty: StrictFloat = Field(1.0, gt=0, le=100)
+    no_repeat_ngram_size: StrictInt = Field(0, ge=0, le=2**16)
+    seed: StrictInt | None = Field(None, ge=0, lt=2**63)
+    n: StrictInt = Field(1, ge=1, le=128)
     stop: Annotated[Many[str], BeforeValidator(_texts)] = Field([], max_length=16)
-    stream: bool = False
+    stream: StrictBool = False
     stream_options: StreamOptions = StreamOptions()
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_bounded)] = {}
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
+    frequency_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
     user: str = Field("", max_length=512)
     guided_json: dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
     rule: str | None = None
-    quality: float | None = Field(None, gt=0, le=1)
+    quality: StrictFloat | None = Field(None, gt=0, le=1)
     vllm_xargs: VllmArguments = VllmArguments()
 
     @model_validator(mode="before")
@@ -173,8 +183,12 @@ class CompletionRequest(RequestFields):
 class CompletionAsked(CompletionRequest):
     """POST /v1/completions."""
 
-    prompt: str | Many[int]
-    logprobs: int | None = Field(None, ge=0, le=20)
+    prompt: Annotated[
+        Annotated[str, Tag("text")] | Annotated[Many[StrictInt], Tag("ids")],
+        Discriminator(lambda value: "ids" if isinstance(value, list) else "text"),
+        BeforeValidator(_one_prompt),
+    ]
+    logprobs: StrictInt | None = Field(None, ge=0, le=20)
     best_of: Literal[1] = 1
     echo: Literal[False] = False
     suffix: Literal[""] = ""
@@ -189,15 +203,21 @@ class ChatAsked(CompletionRequest):
     """POST /v1/chat/completions."""
 
     messages: Many[ChatMessage] = Field(min_length=1, max_length=2**13)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
+    max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    logprobs: StrictBool = False
+    top_logprobs: StrictInt = Field(0, ge=0, le=20)
     response_format: Format = Format(type="text")
     modalities: Many[Literal["text"]] = ["text"]
     service_tier: Literal["auto", "default"] = "auto"
     store: Literal[False] = False
-    tools: Many[ToolAsked] = Field([], min_length=1, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Many[ToolAsked] = Field([], max_length=128)
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("mode")] | Annotated[NamedTool, Tag("named")],
+            Discriminator(lambda value: "named" if isinstance(value, (dict, NamedTool)) else "mode"),
+        ]
+        | None
+    ) = None
     parallel_tool_calls: Literal[True] = True
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -236,6 +256,19 @@ class ChatAsked(CompletionRequest):
             return [tool for tool in self.offered if tool.name == self.tool_choice.function.name]
         return self.offered if self.tool_choice == "required" else []
 
+    @field_validator("messages")
+    @classmethod
+    def _results_follow_calls(cls, messages: list[ChatMessage]) -> list[ChatMessage]:
+        has_called = False
+        for place, message in enumerate(messages):
+            if message.role == "tool" and not has_called:
+                raise ValueError(
+                    f"messages[{place}]: a message of the role tool answers a call: put the assistant's message with "
+                    "its tool_calls before it."
+                )
+            has_called = bool(message.tool_calls) or (has_called and message.role == "tool")
+        return messages
+
     @model_validator(mode="after")
     def _fields_fit_together(self) -> ChatAsked:
         if self.top_logprobs and not self.logprobs:
@@ -254,5 +287,5 @@ class ViewAsked(RequestFields):
 
     prompt: str
     rule: str = "exact"
-    temperature: float = Field(0.0, ge=0, le=2)
-    max_tokens: int = Field(96, ge=1)
+    temperature: StrictFloat = Field(0.0, ge=0, le=2)
+    max_tokens: StrictInt = Field(96, ge=1)

@@ -21,16 +21,30 @@ ANY_HOST = "*"
 LONGEST = 1000  # characters of an error
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """Return an error as OpenAI's API has it, bounded, and without characters that UTF-8 cannot write."""
-    if len(message) > LONGEST:
-        message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
-    return {"error": {"message": message.encode("utf-8", "backslashreplace").decode(), "code": status}}
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Return an error as OpenAI's API has it, each text bounded, and without characters that UTF-8 cannot write.
+
+    Args:
+        status: of HTTP, also the error's code.
+        message: what is wrong.
+        param: the field that it is about.
+    """
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    where = None if param is None else _bounded(param, LONGEST // 10)
+    return {"error": {"message": _bounded(message), "type": kind, "param": where, "code": status}}
 
 
-def error_reply(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def _bounded(text: str, most: int = LONGEST) -> str:
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def error_reply(
+    status: int, message: str, headers: dict[str, str] | None = None, param: str | None = None
+) -> JSONResponse:
     """Return :func:`error_body` as a reply."""
-    return JSONResponse(error_body(status, message), status, headers)
+    return JSONResponse(error_body(status, message, param), status, headers)
 
 
 def known_hosts(names: Sequence[str]) -> frozenset[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import socket
 from types import FrameType
 from typing import Any
 
@@ -11,6 +13,8 @@ import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fsd_core.errors import FsdError
 
 REQUEST_SECONDS = 30.0  # until a connection's request has come whole
 READ_SECONDS = 60.0  # that a client may leave an answer unread
@@ -95,6 +99,26 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.config.app.state.batcher.stop()  # type: ignore[union-attr]
         super().handle_exit(sig, frame)
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise FsdError if nothing can listen there, before models are loaded; port 0: any free one."""
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise FsdError(f"--host {host!r:.80} has no address ({error}): give an address of this machine.") from error
+    for family, kind, _, _, address in places:
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's, after one that ended
+            try:
+                tried.bind(address)
+            except OSError as error:
+                advice = {
+                    errno.EADDRINUSE: "another program listens there: stop it, or give another --port",
+                    errno.EACCES: "this user may not listen there: give a --port from 1024 on",
+                    errno.EADDRNOTAVAIL: "give an address of this machine as --host",
+                }.get(error.errno or 0, "give another --host or --port")
+                raise FsdError(f"cannot listen on {host}:{port} ({error.strerror}): {advice}.") from error
 
 
 def server(app: FastAPI, host: str, port: int) -> uvicorn.Server:

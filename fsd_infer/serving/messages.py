@@ -10,6 +10,7 @@ from pydantic import (
     Discriminator,
     FailFast,
     Field,
+    StrictBool,
     Tag,
     model_validator,
 )
@@ -48,7 +49,7 @@ class Function(RequestFields):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str = ""
     parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-    strict: bool = False
+    strict: StrictBool = False
 
 
 class ToolAsked(RequestFields):

@@ -51,6 +51,10 @@ def check_directory(directory: Path) -> None:
         with open_safetensors(shard, "Copy or fetch it again.") as file:
             names += file.keys()
     _check_layers(directory / "config.json", names)
+    generation = directory / "generation_config.json"  # transformers decodes without one that it cannot read
+    advice = "Copy the model again, or delete this file."
+    if generation.is_file() and not isinstance(read_json(generation, advice, CheckpointError), dict):
+        raise CheckpointError(f"{generation} is no JSON object. {advice}")
 
 
 def _check_layers(path: Path, names: Sequence[str]) -> None:

@@ -173,10 +173,11 @@ def explained(name_or_dir: str | os.PathLike[str], source: str = "") -> Iterator
             raise says from error
         if says is not None:
             raise HubError(f"{source or name} {says}") from error
-        raise ModelLoadError(
-            f"target {name!r} cannot be loaded: {shortened(error)} "
-            f"A target is a built-in name ({', '.join(BUILTIN_TARGETS.names())}), a local model directory or a hub id."
-        ) from error
+        builtin = ", ".join(BUILTIN_TARGETS.names())
+        hint = f"A target is a built-in name ({builtin}), a local model directory or a hub id."
+        if os.path.exists(name):  # it was found
+            hint = "Check its files and the options for loading it."
+        raise ModelLoadError(f"target {name!r} cannot be loaded: {shortened(error)} {hint}") from error
 
 
 def load_target(
@@ -323,7 +324,15 @@ def _tokenizer(source: str, allow_control_tokens: bool, **options: Any) -> PreTr
         return loaded
     if directory.is_dir() and not any((directory / file).is_file() for file in _TOKENIZER_FILES):
         return None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:
+        if not directory.is_dir():
+            raise
+        names = ", ".join(file for file in _TOKENIZER_FILES if (directory / file).is_file())
+        raise ModelLoadError(
+            f"the tokenizer of {source} cannot be loaded: {shortened(error)} Check its files: {names}."
+        ) from error
     set_control_tokens(tokenizer, allow_control_tokens)
     tokenizer.decode(tokenizer("the")["input_ids"])  # a malformed tokenizer may load, and fail at every request
     return tokenizer

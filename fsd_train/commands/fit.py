@@ -35,6 +35,7 @@ from fsd_train.commands.short_recipe import written_out
 from fsd_train.data.module import AnswersDataModule
 from fsd_train.models import DistillationModule, EagleModule
 from fsd_train.strategies import check_ranks, named_strategy
+from fsd_train.types import in_words
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class RecipeParser(LightningArgumentParser):
     """Parser that raises an error instead of printing its usage and exiting."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise FsdError(one_line(message)[:MOST_SAID]) from ex
+        raise FsdError(in_words(one_line(message))[:MOST_SAID]) from ex
 
 
 class TrainCLI(LightningCLI):

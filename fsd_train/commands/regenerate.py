@@ -94,6 +94,8 @@ class AnswerFile:
             raise FsdError(f"{self.meta_path} holds no settings of a run. Choose another --output.")
         wanted = json.loads(json.dumps(self.settings))  # JSON turns tuples into lists
         differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+        if _same_length(found, wanted):
+            differing.remove("max_prompt_tokens")  # which follows from max_new_tokens
         if differing:
             what = ", ".join(f"{key} was {found.get(key)!r}, now {wanted.get(key)!r}" for key in differing)
             raise FsdError(f"{self.path} was begun with other settings: {what}. Give those, or another --output.")
@@ -214,6 +216,13 @@ def resolve(args: argparse.Namespace) -> None:
     length = args.max_length or min(context_of(args.target) or LONGEST, LONGEST)
     args.max_new_tokens = args.max_new_tokens or max(1, length // 2)
     args.max_prompt_tokens = args.max_prompt_tokens or max(1, length - args.max_new_tokens)
+
+
+def _same_length(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether two runs divide the same length of text differently between prompt and answer."""
+    names = ("max_new_tokens", "max_prompt_tokens")
+    theirs, ours = ([one[name] for name in names if isinstance(one.get(name), int)] for one in (found, wanted))
+    return theirs != ours and len(theirs) == len(ours) == 2 and sum(theirs) == sum(ours)
 
 
 def _say_what_is_left_out(plan: PromptSchedule, args: argparse.Namespace) -> None:
