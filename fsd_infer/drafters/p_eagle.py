@@ -20,6 +20,7 @@ from fsd_infer.drafters.steps import HEADS
 from fsd_infer.heads.formats import read_eagle3
 from fsd_infer.heads.head import EagleHead
 from fsd_infer.heads.kinds import P_EAGLE
+from fsd_infer.heads.stored_parts import our_name
 from fsd_infer.heads.weights import Weights
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import TreeShape
@@ -62,7 +63,7 @@ class ParallelEagleDrafter(EagleDrafter):
         cls, directory: Path, config: Mapping[str, Any], target: Target, shape: TreeShape | None
     ) -> ParallelEagleDrafter:
         """Read the head in a directory, as :meth:`StepDrafter.read`."""
-        weights = Weights(directory)
+        weights = Weights(directory, our_name)
         found = [config[name] for name in _MASK_TOKENS if type(config.get(name)) is int]
         mask = weights.read(_MASK).flatten() if _MASK in weights.shapes else torch.zeros(0)
         stored = read_eagle3(directory, config, target)

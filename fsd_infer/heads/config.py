@@ -22,9 +22,12 @@ MOST = 2**31 - 1  # of any size, count or id
 # The options of each layout, besides the fields that all layouts have.
 _OPTIONS = {
     "fsd": {"input_norm", "final_norm", "feature_scale", "fc_bias", "fused_layers"},
-    "eagle": {"fc_bias"},
-    "eagle3": {"fused_layers", "fc_norm", "norm_output", "norm_before_residual", "own_lm_head", "own_embeddings"},
-}
+    "eagle": {"fc_bias", "own_embeddings"},
+    "eagle3": {
+        "fused_layers", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "own_lm_head",
+        "own_embeddings",
+    },
+}  # fmt: skip
 _ALL_OPTIONS = set().union(*_OPTIONS.values())
 _SIZES = {"hidden_size": 1, "vocab_size": 1, "num_layers": 1, "embed_size": 0, "target_hidden_size": 0}
 # Arguments of PreTrainedConfig besides its fields.
@@ -62,9 +65,11 @@ class EagleConfig(PreTrainedConfig):
         norm_output: feed the normalised output back instead of the raw one (EAGLE-3.1; "eagle3").
         norm_before_residual: start the residual stream with the normalised feature (some heads of speculators;
             "eagle3", loaded heads only).
+        norm_before_fc: normalise all fused layers together before ``fc`` (heads of speculators; "eagle3", loaded heads
+            only).
         own_lm_head: train the head's own LM head ("eagle3"). Otherwise the target's rows serve, and the ids of each
             text can join the draft vocabulary.
-        own_embeddings: use the head's own input embeddings ("eagle3", loaded heads only).
+        own_embeddings: use the head's own input embeddings ("eagle3" and "eagle", loaded heads only).
         target: the facts that the target must match, as :meth:`Target.fingerprint` returns them; None if unknown.
         training: free-form record of the training: recipe, data, steps, metrics.
 
@@ -91,6 +96,7 @@ class EagleConfig(PreTrainedConfig):
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
     own_lm_head: bool = False
     own_embeddings: bool = False
     target: dict[str, Any] | None = None

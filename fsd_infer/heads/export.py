@@ -65,6 +65,7 @@ _NOT_EAGLE3: list[_Obstacle] = [
      "norm_before_residual is unknown there. Use --to vllm or speculators."),
     ("eagle sglang", lambda c, n: len(c.fused_layers) != 3 and len(c.fused_layers),
      "it fuses {found} layers, there are always three. Use --to vllm or speculators."),
+    ("eagle sglang", lambda c, n: c.norm_before_fc, "norm_before_fc is unknown there. Use --to vllm or speculators."),
     ("eagle", lambda c, n: c.fc_norm or c.norm_output,
      "fc_norm and norm_output are unknown to SafeAILab's code. Use --to vllm, sglang or speculators."),
     ("eagle", lambda c, n: c.fused_layers != usual_layers(n) and c.fused_layers,
@@ -207,7 +208,6 @@ def _config(config: EagleConfig, to: str, target: ExportFacts, dtype: torch.dtyp
             "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
         },
         "transformer_layer_config": _llama(config),
-        "norm_before_fc": False,
     }
 
 

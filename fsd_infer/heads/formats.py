@@ -29,10 +29,10 @@ from fsd_infer.heads.stored_parts import (
     EMBEDDINGS,
     FIRST_LAYER,
     LM_HEAD,
-    MIDLAYER,
     T2D,
     _check_draft_ids,
     layer_count,
+    our_name,
     plain_layer,
     read_draft_ids,
     shares_table,
@@ -50,7 +50,7 @@ NEWEST_OLD = 2  # last version of the format with the options under "head"
 _IGNORED = re.compile(r"d2t|t2d|draft_ids|mask_hidden|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
 # Names of config fields; all others are the same, except those of the layer.
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-EAGLE3_FIELDS = ("target_hidden_size", "norm_before_residual", "fc_norm", "norm_output")
+EAGLE3_FIELDS = ("target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
         raise CheckpointError(f"{directory / CONFIG} is not a head's (format: {config.get('format')!r:.60}).")
     if kind in (EAGLE, EAGLE_3):
         _check_program(directory, config, kind)
-    weights = Weights(directory)
+    weights = Weights(directory, str if kind in (OURS, OLD) else our_name)
     try:
         if kind in (OURS, OLD):
             stored = _own(config if kind == OURS else _of_old(config), weights)
@@ -120,7 +120,7 @@ def read_head(directory: Path, target: Target | None) -> StoredHead:
 def read_eagle3(directory: Path, config: Mapping[str, Any], target: Target) -> StoredHead:
     """Read the EAGLE-3 part of a head that has more. Errors as of :func:`read_head`."""
     try:
-        stored = _eagle3(config, Weights(directory), target)
+        stored = _eagle3(config, Weights(directory, our_name), target)
     except CheckpointError as error:
         raise CheckpointError(f"{directory / CONFIG}: {error}") from error
     _check_target(directory, stored.config.target or {}, target)
@@ -146,6 +146,7 @@ def kind_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | Non
         return OLD
     if kind_of_head(config, names):
         return None
+    names = set(map(our_name, names))
     described = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
     if "eagle3" in described or D2T in names or any(name.endswith("hidden_norm.weight") for name in names):
         return EAGLE_3
@@ -222,9 +223,10 @@ def _check_target(directory: Path, trained_for: Mapping[str, Any], target: Targe
 
 def _check_program(directory: Path, config: Mapping[str, Any], kind: str) -> None:
     speculators = config.get("speculators_model_type")
-    if speculators not in (None, "eagle3"):
+    if speculators not in (None, "eagle", "eagle3"):
         raise CheckpointError(
-            f"{directory} is a head of speculators of type {speculators!r:.60}; of that program's, eagle3 is read here."
+            f"{directory} is a head of speculators of type {speculators!r:.60}, which is not read here. Use a head of "
+            "another type."
         )
     if not has_weights(directory):
         fault = f"{directory} is an {kind} head of another program, without {SINGLE}"
@@ -244,39 +246,46 @@ def _eagle(config: Mapping[str, Any], weights: Weights, target: Target | None) -
     shapes = weights.shapes
     # EAGLE's layer is Llama's, with Qwen2's biases for Qwen2. Missing fields have Llama's defaults, not the target's
     # values (a rotary base of 10000, for example).
-    layer = plain_layer(config, "qwen2" if f"{FIRST_LAYER}self_attn.q_proj.bias" in shapes else "llama")
-    names = {name for name in shapes if not _IGNORED.fullmatch(name)} - {EMBEDDINGS}
+    described = _described(config)
+    layer = plain_layer(described, "qwen2" if f"{FIRST_LAYER}self_attn.q_proj.bias" in shapes else "llama")
+    own = EMBEDDINGS in shapes and target is not None and not _shared(weights, target)
+    names = {name for name in shapes if not _IGNORED.fullmatch(name)} - (set() if own else {EMBEDDINGS})
+    if target is not None and shares_table(weights, LM_HEAD, target.model.get_output_embeddings()):
+        names.remove(LM_HEAD)
     bias = "fc.bias" in names and (config.get("bias") is not False or bool(weights.read("fc.bias").any()))
-    vocabulary, embed_size = _table(config, shapes, layer["hidden_size"])
+    vocabulary, embed_size = _table(described, shapes, layer["hidden_size"])
     sizes = {"hidden_size": layer["hidden_size"], "vocab_size": vocabulary, "embed_size": embed_size}
-    count = layer_count(config.get("num_hidden_layers"), names)
-    head = EagleConfig(**sizes, layer=layer, layout="eagle", num_layers=count, fc_bias=bias, target=sizes)
+    count = layer_count(described.get("num_hidden_layers"), names)
+    options: dict[str, Any] = {"layout": "eagle", "num_layers": count, "fc_bias": bias, "own_embeddings": own}
+    head = EagleConfig(**sizes, layer=layer, target=sizes, **options)
     names -= set() if bias else {"fc.bias"}  # zeros, which some programs need in the file
     return StoredHead(head, weights, {name: name for name in names})
 
 
 def _eagle3(config: Mapping[str, Any], weights: Weights, target: Target | None) -> StoredHead:
-    described = config.get("transformer_layer_config", config)
-    if not isinstance(described, Mapping):
-        raise CheckpointError("transformer_layer_config is no mapping.")
+    described = _described(config)
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
         raise CheckpointError("eagle_config is no mapping.")
-    if config.get("norm_before_fc") or nested.get("norm_before_fc"):
-        raise CheckpointError("there is one norm over all fused layers (norm_before_fc), unknown here.")
+    if nested.get("use_aux_hidden_state") is False:
+        raise CheckpointError(
+            "it reads the target's final features alone (use_aux_hidden_state), by no layout known here. Use another."
+        )
     if config.get("norm_before_residual") is None and "speculators_model_type" in config:
         raise CheckpointError(
             "it does not say norm_before_residual, whose default differs between programs: add the value it was "
             "trained with."
         )
-    stored = {name.replace(MIDLAYER, FIRST_LAYER): name for name in weights.shapes}
-    shapes = {name: weights.shapes[theirs] for name, theirs in stored.items()}
+    shapes = weights.shapes
     names = {name for name in shapes if not _IGNORED.fullmatch(name)}
     kind = described.get("model_type")
     layer = plain_layer(described, kind if kind in EAGLE3_LAYERS else "llama")
-    options: dict[str, Any] = {name: config.get(name) or False for name in EAGLE3_FIELDS}
-    width = options["target_hidden_size"] = config.get("target_hidden_size") or layer["hidden_size"]
+    options: dict[str, Any] = {name: _said(name, config, nested) or False for name in EAGLE3_FIELDS}
     fused = shapes.get("fc.weight", ())
+    ids = config.get(AUX_IDS) or nested.get(AUX_IDS)
+    read = len(ids) if isinstance(ids, list) else 0
+    wide = fused[1] // read if read and len(fused) == 2 and not fused[1] % read else layer["hidden_size"]
+    width = options["target_hidden_size"] = options["target_hidden_size"] or wide
     if type(width) is not int or len(fused) != 2 or fused[1] % width:
         raise CheckpointError(f"fc.weight is of shape {list(fused)}, which fuses no whole number of layers of {width}.")
     vocabulary, _ = _table(described, shapes, layer["hidden_size"])
@@ -295,7 +304,38 @@ def _eagle3(config: Mapping[str, Any], weights: Weights, target: Target | None) 
         **options,
     )
     names -= set() if head.own_embeddings else {EMBEDDINGS}
-    return StoredHead(head, weights, {name: stored[name] for name in names}, draft_ids, order)
+    return StoredHead(head, weights, {name: name for name in names}, draft_ids, order)
+
+
+def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the layers. Raises CheckpointError if they compute what no head's layers do here."""
+    described = config.get("transformer_layer_config", config)
+    if not isinstance(described, Mapping):
+        raise CheckpointError("transformer_layer_config is no mapping.")
+    if config.get("layernorms"):
+        raise CheckpointError("it has norms around its layer (layernorms), unknown here. Use a head without.")
+    if config.get("logit_scale") not in (None, 1):
+        raise CheckpointError(
+            f"it has a logit_scale of {config['logit_scale']!r:.60}, unknown here. Use a head without."
+        )
+    window, types = described.get("sliding_window"), described.get("layer_types")
+    slides = "sliding_attention" in types if isinstance(types, list) else described.get("use_sliding_window")
+    if slides and window and window < (described.get("max_position_embeddings") or window + 1):
+        raise CheckpointError(
+            f"its layers attend to {window!r:.60} tokens alone (sliding_window), and EAGLE heads attend to all here: "
+            "use a head with full attention."
+        )
+    return described
+
+
+def _said(name: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Any:
+    """Return an option, at the top or in ``eagle_config``. Raises CheckpointError if they say different values."""
+    top, inner = config.get(name), nested.get(name)
+    if None not in (top, inner) and top != inner:
+        raise CheckpointError(
+            f"{name} is {top!r:.60} at the top and {inner!r:.60} in eagle_config. Correct one of them."
+        )
+    return inner if top is None else top
 
 
 def _table(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[Any, int]:
@@ -328,7 +368,9 @@ def _fused_layers(entering: Any, leaving: Any, count: int, target: Target | None
             raise CheckpointError("it does not say which layers it fuses: that depends on the target.")
         layers = default_fused_layers(target)
     if len(layers) != count or layers != sorted(set(layers)) or min(layers) < 0:
-        raise CheckpointError(f"fc fuses {count} layers, but {CONFIG} names {layers} (numbers from 0).")
+        raise CheckpointError(
+            f"fc fuses {count} layers, but {CONFIG} names {layers}: {count} ascending numbers from 0 are read."
+        )
     return layers
 
 

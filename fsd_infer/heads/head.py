@@ -71,6 +71,7 @@ class EagleHead(PreTrainedModel):
         self.norm: nn.Module | None = None
         self.fusion: LayerFusion | None = None
         self.fc_norm: nn.ModuleList | None = None
+        self.input_norm: nn.Module | None = None
         self.lm_head: nn.Linear | None = None
         self.embed_tokens: nn.Embedding | None = None
         self.eagle3 = config.layout == "eagle3"
@@ -78,20 +79,22 @@ class EagleHead(PreTrainedModel):
         if self.eagle3:
             layers[0] = Eagle3Layer(layers[0], config.norm_before_residual)
             self.fc = nn.Linear(count * config.target_hidden_size, width, bias=False)
+            kind: Any = type(norm)
+            epsilon = getattr(norm, "variance_epsilon", None)
             if config.fc_norm:
-                like: Any = norm
-                epsilon, kind = like.variance_epsilon, type(like)
                 self.fc_norm = nn.ModuleList(kind(config.target_hidden_size, epsilon) for _ in range(count))
+            if config.norm_before_fc:
+                self.input_norm = kind(count * config.target_hidden_size, epsilon)
             if config.own_lm_head:
                 self.lm_head = nn.Linear(width, config.draft_vocab_size or config.vocab_size, bias=False)
-            if config.own_embeddings:
-                self.embed_tokens = nn.Embedding(config.vocab_size, width)
         else:
             self.fc = nn.Linear(config.embed_size + width, width, bias=config.fc_bias)
             if not config.input_norm and hasattr(layers[0], "input_layernorm"):
                 layers[0].input_layernorm = nn.Identity()
             if config.fused_layers:
                 self.fusion = LayerFusion(count, width)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.embed_size)
         self.layers = layers
         if self.eagle3 or config.final_norm:
             self.norm = norm
@@ -269,7 +272,7 @@ class EagleHead(PreTrainedModel):
         if self.fc_norm is not None:
             parts = inner.chunk(len(self.fc_norm), dim=-1)
             inner = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(inner)
+        return self.fc(inner if self.input_norm is None else self.input_norm(inner))
 
     def _joined(self, embeds: Tensor, features: Tensor) -> Tensor:
         """Layouts "eagle" and "fsd": fc of embedding and feature, and the projection of fused layers."""

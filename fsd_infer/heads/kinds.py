@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from fsd_infer.heads.stored_parts import our_name
+
 BLOCK, P_EAGLE, MEDUSA, HYDRA, MLP_SPECULATOR = "block", "p-eagle", "medusa", "hydra", "mlp-speculator"
 MTP, ASSISTANT = "mtp", "assistant"
 
@@ -33,6 +35,6 @@ def kind_of_head(config: Mapping[str, Any], names: Collection[str] = ()) -> str 
     classes = str(told).lower().replace("_", "").replace("-", "")
     found = [kind for word, kind in _CLASSES.items() if word in classes]
     found += [kind for key, kind in _KEYS.items() if key in config]
-    if not found and "mask_hidden" in names:
+    if not found and "mask_hidden" in map(our_name, names):
         return P_EAGLE
     return found[0] if found else None

@@ -21,6 +21,18 @@ FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
 DRAFT_IDS, EMBEDDINGS, LM_HEAD, D2T, T2D = "draft_ids", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
 
+_BEGINNINGS = ("model.", "draft_model.")
+_RENAMED = {MIDLAYER: FIRST_LAYER, "transformer.": FIRST_LAYER, "fusion_fc.": "fc."}  # the last two: old speculators
+
+
+def our_name(stored: str) -> str:
+    """Return our name of a tensor of an EAGLE head: without the names of modules around it, and renamed."""
+    while stored.startswith(_BEGINNINGS):
+        stored = stored.partition(".")[2]
+    theirs = next((name for name in _RENAMED if stored.startswith(name)), "")
+    return _RENAMED.get(theirs, "") + stored.removeprefix(theirs)
+
+
 def plain_layer(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Convert a Llama-like config of another program to :attr:`EagleConfig.layer`."""
     known = {name: config[name] for name in (*LAYER_FIELDS, "rope_theta", "rope_scaling") if name in config}
@@ -54,9 +66,12 @@ def read_draft_ids(
     """Return (ascending target ids [Vd], order of the stored rows) from ``d2t``; (None, None) for all ids."""
     rows = shapes.get(LM_HEAD, (vocabulary,))[0]
     if D2T not in shapes:
-        if rows != vocabulary:
+        if rows == vocabulary:
+            return None, None
+        ids = weights.read(T2D, BOOLEANS).bool().nonzero()[:, 0] if T2D in shapes else torch.zeros(0)
+        if len(ids) != rows:
             raise CheckpointError(f"it drafts over {rows} of {vocabulary!r:.60} ids and has no d2t to say which.")
-        return None, None
+        return ids, None
     if LM_HEAD not in shapes or shapes[D2T] != (rows,) or type(vocabulary) is not int:
         raise CheckpointError(f"d2t is of shape {list(shapes[D2T])}, lm_head of {rows!r:.60} rows.")
     ids = torch.arange(rows) + weights.read(D2T, INTEGERS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -28,18 +28,22 @@ class Weights:
 
     Args:
         directory: of the head.
+        ours: our name of a stored one; the same unless given.
 
     Attributes:
-        shapes: shape of each tensor, by its name.
+        shapes: shape of each tensor, by our name.
         dtypes: safetensors' name of its type.
         files: where it lies.
+        stored: its name there.
 
     Raises:
-        CheckpointError: there are no such files, or one is damaged or lies in another directory.
+        CheckpointError: there are no such files, one is damaged or lies in another directory, or two tensors have the
+            same name of ours.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, ours: Callable[[str], str] = str) -> None:
         self.directory = directory
+        self.stored: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self.files: dict[str, Path] = {}
@@ -47,8 +51,10 @@ class Weights:
             if not file.is_file():
                 raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete head checkpoint.")
             with open_safetensors(file, AGAIN) as opened:
-                for name in opened.keys():
-                    part = opened.get_slice(name)
+                for stored in opened.keys():
+                    part, name = opened.get_slice(stored), ours(stored)
+                    if self.stored.setdefault(name, stored) != stored:
+                        raise CheckpointError(f"{file}: {self.stored[name]} and {stored} are the same tensor. {AGAIN}")
                     self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), str(part.get_dtype())
                     self.files[name] = file
 
@@ -61,9 +67,11 @@ class Weights:
     def read(self, name: str, wanted: str = FLOATS) -> Tensor:
         """Read a tensor. Raises CheckpointError unless it is of the wanted kind: FLOATS, INTEGERS, BOOLEANS or FP8."""
         if self.dtypes[name] not in KINDS[wanted]:
-            raise CheckpointError(f"{self.files[name]}: {name} is of type {self.dtypes[name]}, not {wanted}. {AGAIN}")
+            raise CheckpointError(
+                f"{self.files[name]}: {self.stored[name]} is of type {self.dtypes[name]}, not {wanted}. {AGAIN}"
+            )
         with open_safetensors(self.files[name], AGAIN) as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(self.stored[name])
         return tensor
 
 
