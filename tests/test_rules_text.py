@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from fsd_core.errors import FsdError
+from fsd_infer.drafters.session import DraftSession
 from fsd_infer.rules import (
     Exact,
     Fuzzy,
@@ -124,3 +126,14 @@ def test_a_rule_written_with_former_names_works(monkeypatch: pytest.MonkeyPatch)
     assert Always()(round).accepted.tolist() == parse_rule("fuzzy:js:inf")(round).accepted.tolist()
     assert Always().draft_bonus(True) == 0.5
     assert Law is OutputDistribution and Evidence is RuleInputs
+
+
+def test_a_session_written_with_former_names_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsd_core.former._said", set())
+    with pytest.warns(FutureWarning, match=r"Own\.facts works until .*: call it feedback"):
+
+        class Own(DraftSession):
+            def facts(self, tree: Any, logits: Any, verdict: Any) -> list[Any]:
+                return ["mine"]
+
+    assert Own.feedback is vars(Own)["facts"]

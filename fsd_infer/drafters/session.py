@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from fsd_core.former import rename_members
 from fsd_infer.drafters.frontier import Frontier, Guess
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.shape import TreeShape
@@ -19,6 +20,11 @@ from fsd_infer.trees.tree import DraftTree, Draws
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
+
+_FORMER = {
+    "facts": "feedback", "fact_count": "feedback_count", "is_fixed": "is_capturable", "on_host": "needs_report",
+    "form": "shape_key", "prepared": "host_inputs", "give": "set_host_inputs",
+}  # fmt: skip
 
 
 @dataclass
@@ -78,6 +84,10 @@ class DraftSession(ABC):
         shape: of the next trees, if shapes are chosen round by round.
         growth: how the last trees were grown, if by prices.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        rename_members(cls, _FORMER)
 
     parts: Sequence[DraftSession] = ()
     shape: TreeShape | None = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import FsdError
-from fsd_core.former import say
+from fsd_core.former import rename_members
 from fsd_core.registry import Registry
 from fsd_core.tensors import at_nodes, to_device, wide
 from fsd_infer.rules._walk import walk
@@ -52,10 +52,7 @@ class Rule:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for old, new in _FORMER_METHODS.items():
-            if old in vars(cls):
-                say(f"{cls.__name__}.{old}", f"call the method {new}")
-                setattr(cls, new, vars(cls)[old])
+        rename_members(cls, _FORMER_METHODS)
 
     def __post_init__(self) -> None:
         for name, checks in parameters_of(type(self)).items():
