@@ -56,6 +56,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     simulated: Any = sys.modules.get("tests.simulated_device")
+    if simulated is not None and simulated.is_registered():  # `make test-gpu` imports it too
+        raise pytest.UsageError("a test opens a simulated device while it is imported, after which CUDA fails")
     if simulated is not None and not torch.cuda.is_available():
         simulated._register()
 

@@ -62,7 +62,7 @@ def write_answers(path: Path, target: Target, rows: int) -> Path:
 def train(root: Path, head: dict[str, Any], features: str | None = None, steps: int = 100) -> None:
     eagle3 = head.get("layout") == "eagle3"
     chosen = options(
-        head=head, draft_vocab_size=280 if eagle3 else None, unroll_steps=2, lr=4e-3, warmup_steps=20,
+        head=head, draft_vocab_size=280 if eagle3 else None, unroll_steps=1, lr=4e-3, warmup_steps=20,
         loss_args={"w_feature": 0.0, "w_ce": 1.0}, optimizer="muon",
     )  # fmt: skip
     module = EagleModule(str(root / "target"), **chosen)

@@ -71,7 +71,8 @@ def test_losses_are_compared_over_seeds_on_the_best_chain() -> None:
 
 def test_a_ladder_compares_rules_on_every_rung(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fsd_bench.worth.forecasts.RULES", ())
+    for name in ("RULES", "MATCHING"):
+        monkeypatch.setattr(f"fsd_bench.worth.forecasts.{name}", ())
     words = f"--target {toy.target} --rungs noise:0.02 --prompts {toy.prompts} --rules draft-only alone --batch 2"
     words += " --depth 4 --max-new-tokens 8 --forecast --work work --json ladder.json --figure ladder.png"
     assert ladder.main(words.split()) == 0

@@ -143,7 +143,7 @@ def test_shifted_features(world: Path, tmp_path: Path) -> None:
     target.features = shifted  # type: ignore[method-assign]
     rows = [item["input_ids"] for item in data.train_set]
     assert isinstance(cache_features(target, rows, tmp_path / "features", progress=False), FeatureStore)
-    train(tmp_path, EAGLE3, features=str(tmp_path / "features"), steps=60)
+    train(tmp_path, EAGLE3, features=str(tmp_path / "features"), steps=50)
     found = examine(world, tmp_path / "head", tmp_path)
     assert wrong(found)[0] == "positions" and "token before" in found["positions"]["says"], found
 
