@@ -69,7 +69,7 @@ def loads(directory: Path, target: Target) -> bool:
     return errors[1] is None and errors[2] is None
 
 
-@settings(FUZZ, max_examples=20)
+@settings(FUZZ, max_examples=40)
 @given(data=st.data())
 def test_any_option_of_a_config_may_be_anything(
     data: st.DataObject, heads: Path, target: Target, tmp_path_factory: pytest.TempPathFactory
