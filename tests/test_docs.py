@@ -53,7 +53,7 @@ QUOTED = [
      "{plain/tokens_per_second:.0f} | {exact/tokens_per_second:.0f} |"),
     ("README", "compare-smollm2-135m", "llama.cpp has {llama.cpp:gguf/tokens_per_second:.0f}, OpenVINO "
      "{openvino:gguf/tokens_per_second:.0f} and vLLM {vllm/tokens_per_second:.0f}."),
-    ("internals", "drawn-80-1.0", "`exact` emits {drawn/tau:.2f} tokens per forward instead of "
+    ("internals", "drawn-240-1.0", "`exact` emits {drawn/tau:.2f} tokens per forward instead of "
      "{likely/tau:.2f}"),
     ("optimal-rule", "drawn-lossy-1.0", "emits {tilted/tau:.2f} tokens per forward for "
      "{tilted/nats:.3f} nats per token on such trees, and {tilted-likely/tau:.2f} for {tilted-likely/nats:.3f}"),
