@@ -101,24 +101,33 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+# of an address that this machine lacks, as many names have one of IPv6 beside that of IPv4
+_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
 def check_free(host: str, port: int) -> None:
     """Raise FsdError if nothing can listen there, before models are loaded; port 0: any free one."""
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise FsdError(f"--host {host!r:.80} has no address ({error}): give an address of this machine.") from error
+    failures = []
     for family, kind, _, _, address in places:
-        with socket.socket(family, kind) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's, after one that ended
-            try:
+        try:
+            with socket.socket(family, kind) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's, after one that ended
                 tried.bind(address)
-            except OSError as error:
-                advice = {
-                    errno.EADDRINUSE: "another program listens there: stop it, or give another --port",
-                    errno.EACCES: "this user may not listen there: give a --port from 1024 on",
-                    errno.EADDRNOTAVAIL: "give an address of this machine as --host",
-                }.get(error.errno or 0, "give another --host or --port")
-                raise FsdError(f"cannot listen on {host}:{port} ({error.strerror}): {advice}.") from error
+        except OSError as error:
+            failures.append(error)
+    failures = [error for error in failures if len(failures) == len(places) or error.errno not in _ABSENT]
+    if failures:
+        failed = failures[0]
+        advice = {
+            errno.EADDRINUSE: "another program listens there: stop it, or give another --port",
+            errno.EACCES: "this user may not listen there: give a --port from 1024 on",
+            errno.EADDRNOTAVAIL: "give an address of this machine as --host",
+        }.get(failed.errno or 0, "give another --host or --port")
+        raise FsdError(f"cannot listen on {host}:{port} ({failed.strerror}): {advice}.") from failed
 
 
 def server(app: FastAPI, host: str, port: int) -> uvicorn.Server:
