@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from fsd_core.errors import CheckpointError, VocabularyMismatchError
 from fsd_infer import Target
+from fsd_infer.drafters import EagleDrafter
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.config import own_fields
 from fsd_infer.heads.export import export_head
@@ -170,6 +173,64 @@ def test_the_old_format_is_the_same_head(heads: Path, target: Target, tmp_path: 
     old, ours = (load_head(directory, target) for directory in (tmp_path / "old", heads / "ours"))
     assert options_of(old) == options_of(ours) and old.config.target == ours.config.target == target.fingerprint()
     assert all(torch.equal(value, old.state_dict()[name]) for name, value in ours.state_dict().items())
+
+
+def respelt(source: Path, out: Path, named: Any, **config: Any) -> Path:
+    """A copy of a head with other names; None leaves a tensor out."""
+    altered(source, out, config or None)
+    stored = {named(name): value for name, value in load_file(out / "model.safetensors").items()}
+    save_file({name: value for name, value in stored.items() if name is not None}, out / "model.safetensors")
+    return out
+
+
+def of_old_speculators(name: str) -> str:
+    return re.sub(r"^fc\.", "fusion_fc.", name.replace("layers.0.", "transformer."))
+
+
+# a kind of head, the names of its tensors in another program's files, and further options there
+SPELLINGS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "below model.": ("eagle", lambda name: f"model.{name}", {}),
+    "below draft_model.": ("eagle3", lambda name: f"draft_model.{name}", {}),
+    "but its LM head": ("eagle3", lambda name: name if name[:2] in ("lm", "d2", "t2") else f"model.{name}", {}),
+    "t2d alone": ("eagle3", lambda name: None if name == "d2t" else name, {}),
+    "speculators' of old": (
+        "eagle", of_old_speculators, {"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"]}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_other_spellings_are_the_same_head(spelling: str, heads: Path, target: Target, tmp_path: Path) -> None:
+    source, named, config = SPELLINGS[spelling]
+    found = load_drafter(str(respelt(heads / source, tmp_path / "head", named, **config)), target)
+    wanted = load_head(heads / source, target)
+    assert isinstance(found, EagleDrafter) and options_of(found.head) == options_of(wanted)
+    assert all(torch.equal(value, found.head.state_dict()[name]) for name, value in wanted.state_dict().items())
+
+
+@pytest.mark.parametrize("place", [{"norm_before_fc": True}, {"eagle_config": {"norm_before_fc": True}}])
+def test_a_norm_over_all_fused_layers_comes_before_fc(
+    place: dict[str, Any], heads: Path, target: Target, tmp_path: Path
+) -> None:
+    weight = torch.rand(96) + 0.5
+    plain = load_head(heads / "eagle3", target)
+    config = {**place, "norm_before_fc": place.get("norm_before_fc")}
+    head = load_head(altered(heads / "eagle3", tmp_path / "head", config, {"input_norm.weight": weight}), target)
+    embeds, features, places = torch.randn(1, 5, 32), torch.randn(1, 5, 128), torch.arange(5)[None]
+    inner = features[..., 32:]
+    normed = inner / (inner.square().mean(-1, keepdim=True) + head.config.layer["rms_norm_eps"]).sqrt() * weight
+    wanted = plain(embeds, torch.cat([features[..., :32], normed], -1), places)
+    torch.testing.assert_close(head(embeds, features, places), wanted, rtol=1e-5, atol=1e-5)
+    recycled = head(embeds, wanted, places)  # the head's own outputs are not normed
+    torch.testing.assert_close(recycled, plain(embeds, wanted, places))
+
+
+def test_embeddings_that_are_not_the_targets_are_the_heads_own(heads: Path, target: Target, tmp_path: Path) -> None:
+    own = torch.randn(VOCAB, 32)
+    for name, table in (("own", own), ("copy", target.model.get_input_embeddings().weight.detach().clone())):
+        head = load_head(altered(heads / "eagle", tmp_path / name, None, {EMBEDDINGS: table}), target)
+        assert (head.embed_tokens is not None) is (name == "own")
+        torch.testing.assert_close(head.embed(IDS, target), table[IDS])
 
 
 @pytest.mark.parametrize("legacy", [True, False])

@@ -24,7 +24,8 @@ from fsd_infer.drafters.mtp import MtpDrafter, read_layers
 from fsd_infer.heads.mtp import find_mtp
 from fsd_infer.trees.shape import TreeShape
 from tests.families import tiny_model
-from tests.published_mtp import change_config, checkpoint, mtp_target
+from tests.published_blocks import States
+from tests.published_mtp import MTP, change_config, checkpoint, mtp_target
 from tests.rules_toy import V
 from tests.test_published_heads import PROMPTS, drafted
 
@@ -222,7 +223,25 @@ def test_a_layer_with_tables_of_its_own_drafts_by_them(
     torch.testing.assert_close(drafted(drafter, PROMPTS[:1]).q_logits[:, 0], wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "mimo_v2_flash", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("name", ["mtp of deepseek_v3, two layers", "mtp of mimo, three layers"])
+def test_a_layer_begins_at_its_position_whatever_siblings_stand_before(name: str) -> None:
+    """In a short text, nodes of a depth fill the slots where a later layer has no pairs, and those after them."""
+    made = MTP[name]()
+    assert made.target is not None
+    drafter = load_drafter("mtp", made.target(), TreeShape(depth=3, width=4, nodes=21))
+    for text in ([3, 1], [2, 0, 3]):
+        tree, states = drafted(drafter, [text], pieces=1), States.of(made.target().model, text)
+        depths = []
+        for node in (tree.q_index[0] >= 0).nonzero()[:, 0].tolist():
+            path = tree.tokens[0, tree.ancestors[0, node].nonzero()[1:, 0]].tolist()
+            with torch.no_grad():
+                wanted = made.estimate(states, text, path)
+            torch.testing.assert_close(tree.q_logits[0, tree.q_index[0, node]], wanted, rtol=1e-5, atol=1e-5)
+            depths.append(len(path))
+        assert max(depths) == made.depth - 1
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "mimo", "mimo_v2_flash", "qwen3_next", "nemotron_h"])
 def test_layers_alone_in_a_directory_draft_for_their_target(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,7 +259,8 @@ def test_layers_alone_in_a_directory_draft_for_their_target(
         save_file(named | {"lm_head.weight": torch.zeros(V, 16)}, directory / "model.safetensors")
         shutil.copy(source / "config.json", directory)
         made = load_drafter(str(directory), target)
-        assert isinstance(made, MtpDrafter) and made.head.state_dict().keys() == wanted.keys()
+        assert isinstance(made, MtpDrafter) and made.head.layers[0].state_first is (family == "mimo")
+        assert made.head.state_dict().keys() == wanted.keys()
         assert all(torch.equal(made.head.state_dict()[name], value) for name, value in wanted.items())
         with pytest.raises(CheckpointError, match=rf"{directory} holds the MTP layers of a model alone.*--drafter"):
             Target.from_pretrained(str(directory))

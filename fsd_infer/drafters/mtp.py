@@ -108,23 +108,27 @@ class MtpHead(nn.Module):
         return {"position_embeddings": rotary(x, positions, *([kind] if _turns_by_kind(rotary) else []))}
 
     @property
-    def has_windows(self) -> bool:
-        return "sliding_attention" in self._kinds
+    def needs_places(self) -> bool:
+        """Whether some layer does not attend to all positions, of which siblings share one."""
+        return "sliding_attention" in self._kinds or len(self.layers) > 1
 
     def _seen(self, index: int, mask: Any, positions: Tensor, cache: Any) -> Any:
         """The mask of a layer. Masks of packed rows are no tensors: their attention knows the layer's window."""
-        if index:
-            mask = mask & ~self._before(index, positions, mask.shape[-1])
-        if self._kinds[index] != "sliding_attention" or not isinstance(mask, Tensor):
+        slides = self._kinds[index] == "sliding_attention"
+        if not index and not slides or not isinstance(mask, Tensor):
             return mask
         places: Any = cache or SimpleNamespace(positions=torch.arange(mask.shape[-1], device=mask.device)[None])
+        if index:
+            mask = mask & ~self._before(index, positions, places, mask.shape[-1])
+        if not slides:
+            return mask
         return windowed(mask[:, 0], positions, places, {"": self._window})[""][:, None]
 
     @staticmethod
-    def _before(index: int, positions: Tensor, slots: int) -> Tensor:
-        """[B, 1, M, S] the first ``index`` slots, where that layer has no pairs, for all tokens after them."""
-        early = torch.arange(slots, device=positions.device) < index
-        return early & (positions >= index)[:, None, :, None]
+    def _before(index: int, positions: Tensor, cache: Any, slots: int) -> Tensor:
+        """[B, 1, M, S] the first ``index`` positions, where that layer has no pairs, for all tokens after them."""
+        at = torch.arange(slots, device=positions.device)[None] if cache.positions is None else cache.positions
+        return (at < index)[:, None, None] & (positions >= index)[:, None, :, None]
 
     def cast(self, dtype: torch.dtype) -> MtpHead:
         """Convert the parameters alone, as :meth:`EagleHead.cast`."""
@@ -277,7 +281,7 @@ class MtpSession(EagleSession):
         super().__init__(drafter, request)
         self._carried = self.last  # [B, K · H] outputs before the tokens that are read next
         self._level = 0  # of the nodes that are expanded
-        self._places: list[Tensor] = []  # [B, E] positions of each depth's expanded nodes, if a layer has a window
+        self._places: list[Tensor] = []  # [B, E] positions of each depth's expanded nodes, if a layer needs them
         if len(drafter.head.layers) > 1:
             self.few_unread = 0
 
@@ -299,7 +303,7 @@ class MtpSession(EagleSession):
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)
-        if self.drafter.head.has_windows:
+        if self.drafter.head.needs_places:
             self._places.append(positions)
             self.place_nodes(self._places, visible.shape[-1])
         self._features = self.drafter.model.forward(self.cache, visible, tokens, before, positions)

@@ -200,8 +200,10 @@ def find_mtp(target: Target, directory: Path | None = None) -> MtpFiles | None:
     Raises as :class:`MtpFiles`.
     """
     if directory is not None:
-        weights = Weights(directory)
-        if any(name.startswith("mtp_layers.") for name in weights.shapes):
+        weights, file = Weights(directory), directory / "config.json"
+        config: Any = read_json(file, "Fetch the layers again.") if file.is_file() else {}
+        of_mimo = target.config.model_type == "mimo" and "speculators_model_type" not in config  # the same names
+        if any(name.startswith("mtp_layers.") for name in weights.shapes) and not of_mimo:
             return MtpFiles(target, weights, list(weights.shapes), separate_layout(target))
         names = [name for name in weights.shapes if is_mtp_name(name, _own_layers(target))]
         return MtpFiles(target, weights, names, layout_of(target, names[0])) if names else None
