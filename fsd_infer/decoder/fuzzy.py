@@ -298,11 +298,11 @@ class FuzzyDecoder:
         self, given: GenerationConfig | None, options: Mapping[str, Any]
     ) -> tuple[int | None, frozenset[int]]:
         """Return the padding token of a request, unless it ends answers too, and the tokens that end them."""
-        configs = [one for one in (given, self.target.model.generation_config) if one is not None]
+        model = self.target.model.generation_config
 
         def named(name: str) -> Any:  # what a configuration leaves out is the model's, as in transformers
-            known = [value for one in configs if (value := getattr(one, name, None)) is not None]
-            return options[name] if name in options else next(iter(known), None)
+            own = getattr(given, name, None)
+            return options.get(name, getattr(model, name, None) if own is None else own)
 
         pad, eos = named("pad_token_id"), named("eos_token_id")
         ends = frozenset(id_list("eos_token_id", eos))
