@@ -87,6 +87,7 @@ def test_flex_attention_sees_the_same(name: str) -> None:
 
 
 @torch.no_grad()
+@torch._dynamo.config.patch(recompile_limit=2)  # pytest's monkeypatch would delete the setting afterwards
 def test_flex_attention_is_compiled_for_every_mask_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past torch's limit it would run uncompiled, with the scores of all queries and keys in memory."""
     made = []
@@ -102,7 +103,6 @@ def test_flex_attention_is_compiled_for_every_mask_of_a_step(monkeypatch: pytest
     )
     text = TextMask((40, 24), CPU)
     steps = [text.chains(torch.arange(0, 64, 2), step) for step in range(2)]
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     for mask, window, width in [*((each, 30, 16) for each in (text, *steps)), (text, None, 16), (text, None, 32)]:
         query, key = torch.randn(1, 4, mask.shape[0], width), torch.randn(1, 2, mask.shape[1], width)
         blocks = replace(mask).block_mask(window)
