@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from fsd_core import functional
 from fsd_core.tensors import at_nodes, is_host, to_device
-from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
+from fsd_infer.drafters.drawing import AcceptanceRatios, ChainDrawing, Drawing, accepted_and_expected
 from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.drafters.tree_drafter import TreeDrafter
@@ -51,7 +51,7 @@ class TreeSession(DraftSession):
     """
 
     shape: TreeShape
-    _shares: Shares | None = None  # what the draws of earlier rounds have taught
+    _ratios: AcceptanceRatios | None = None  # what the draws of earlier rounds have taught
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, request.shape or drafter.shape, drafter.model.device
@@ -65,7 +65,7 @@ class TreeSession(DraftSession):
         if request.draws is Draws.TREE and (self.prices is not None or is_host(self.device)):  # else recorded
             key = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
             learns = not request.seeded if self.prices is None else request.clock is not None
-            self._shares = drafter.shares.setdefault(key, Shares()) if learns else Shares()
+            self._ratios = drafter.ratios.setdefault(key, AcceptanceRatios()) if learns else AcceptanceRatios()
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     @property
@@ -118,21 +118,21 @@ class TreeSession(DraftSession):
             return ChainDrawing(self.request.process, self.request.generator)
         nodes = self.shape.max_nodes
         least = 1.0 / (2 * nodes) if self.prices is None else self.prices.least_chance
-        return Drawing(self.request.process, self.request.generator, nodes - 1, least, self._shares)
+        return Drawing(self.request.process, self.request.generator, nodes - 1, least, self._ratios)
 
     @property
     def feedback_count(self) -> int:
-        return (self._shares is not None) + bool(self.request.menu)
+        return (self._ratios is not None) + bool(self.request.menu)
 
     def feedback(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
-        made = [] if self._shares is None else [accepted_drafts(tree, verdict.path, verdict.accepted)]
+        made = [] if self._ratios is None else [accepted_and_expected(tree, verdict.path, verdict.accepted)]
         if self.request.menu and tree.forecast is None:
             return [*made, torch.full((len(logits), len(self.request.menu) + 1), math.nan, device=logits.device)]
         return made if tree.forecast is None else [*made, tree.forecast]
 
     def learn(self, feedback: Sequence[Tensor], verdict: Verdict) -> None:
-        if self._shares is not None:
-            self._shares.learn(feedback[0].sum(0).tolist())
+        if self._ratios is not None:
+            self._ratios.learn(feedback[0].sum(0).tolist())
         if self.request.menu:
             self._forecasts = feedback[-1].tolist()
 
