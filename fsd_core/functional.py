@@ -215,23 +215,23 @@ def mixed_children(
     return fixed, draws, passes, reserved, left - (cost * draws).sum(-1)
 
 
-@_replaceable
-def upper_bound(values: Tensor, most: int) -> int:
-    """Return at least the largest of some whole numbers: ``most``, a bound that needs no transfer to the host.
-
-    Where reading them costs nothing, kernels return the largest itself, and loops end sooner.
-    """
-    return most
-
-
-def surely(mask: Tensor) -> bool:
-    """Whether all hold, as far as the host knows without a transfer; False where it does not know."""
-    return upper_bound(~mask, 1) == 0
+# what the host may read without a transfer (kernels of a CPU do): loops end sooner, and shapes are smaller ----------
 
 
 @_replaceable
-def selected(mask: Tensor) -> Tensor | None:
-    """Return the indices of a mask [R], where reading their number costs nothing; None: all, or that is not known."""
+def host_max(values: Tensor, bound: int) -> int:
+    """Return the largest of some whole numbers where the host may read them, else ``bound``, which none exceeds."""
+    return bound
+
+
+def host_all(mask: Tensor) -> bool:
+    """Return whether all hold, where the host may read them, else False."""
+    return host_max(~mask, 1) == 0
+
+
+@_replaceable
+def host_nonzero(mask: Tensor) -> Tensor | None:
+    """Return the indices where a mask [R] holds, where the host may read it; None: all, or it may not."""
     return None
 
 

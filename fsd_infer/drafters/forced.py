@@ -151,9 +151,9 @@ class ForcedSession(DraftSession):
         union = union_of(main, forced, drafter.max_depth, own)
         union.levels = drafter.max_depth
         drafts = union.is_draft.sum(1)
-        if functional.surely(drafts == main.is_draft.sum(1)):  # main holds the chains
+        if functional.host_all(drafts == main.is_draft.sum(1)):  # main holds the chains
             return main
-        most = 1 + functional.upper_bound(drafts, drafter.max_nodes - 1)
+        most = 1 + functional.host_max(drafts, drafter.max_nodes - 1)
         kept = likeliest(union.scores, union.parents, drafter.max_depth, 0.0, most, union.held)
         if self.growth is not None:
             self.growth.is_choice = False

@@ -159,7 +159,7 @@ class GraftedSession(DraftSession):
             return kept_of(union, main, self.growth.choose(union))
         most = drafter.nodes if shape is None else shape.nodes
         nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.draft_bonus, most, union.held)
-        nodes = nodes[:, : 1 + functional.upper_bound(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
+        nodes = nodes[:, : 1 + functional.host_max(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return kept_of(union, main, nodes)
 
     def _main(self, roots: Tensor, seconds: float | None = None) -> DraftTree:

@@ -237,7 +237,7 @@ class TreeSession(DraftSession):
             steps = self._visits[..., None] + favoured(log_q, self.draft_bonus)
             self._visits = steps.flatten(1).gather(1, best)
             stops = ~(self._visits.exp().sum(-1).max() >= self.shape.stop_below)
-            if functional.surely(stops):
+            if functional.host_all(stops):
                 return None
             # what the host does not know: the next candidates are padding where drafting stops
             self._stopped = stops if self._stopped is None else self._stopped | stops

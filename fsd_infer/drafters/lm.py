@@ -176,11 +176,11 @@ class LMSession(CachedSession):
     def _unread(self) -> int:
         """At least the tokens of any text that are not in the cache."""
         most = max(self._behind, self.drafter.max_depth + 2)  # the same in every round
-        return functional.upper_bound(self.lengths - self.cached, most)
+        return functional.host_max(self.lengths - self.cached, most)
 
     def _depth(self) -> int:
         self._reaches = self._reach()
-        return functional.upper_bound(self._reaches, self._most_depth)
+        return functional.host_max(self._reaches, self._most_depth)
 
     @property
     def _most_depth(self) -> int:
@@ -199,7 +199,7 @@ class LMSession(CachedSession):
     def _reach(self) -> Tensor:
         """Return the depth to which each row can be drafted within the small LM's context: [B]."""
         model, depth = self.drafter.model, self._most_depth
-        limit, longest = model.max_positions, functional.upper_bound(self.lengths, self.text.shape[1])
+        limit, longest = model.max_positions, functional.host_max(self.lengths, self.text.shape[1])
         self._ends = limit is not None and longest + depth > limit + 1  # + 1: the last draft is not read
         reach = torch.full_like(self.lengths, depth)
         if limit is not None and self._ends:
@@ -220,7 +220,7 @@ class LMSession(CachedSession):
         starts = (ends - new).clamp_min(0)
         slots, visible = self.cache.in_text(starts, new)
         lasts = ends - 1 - starts
-        kept = functional.upper_bound(new - lasts, new)  # the others' logits take time, and those of a prompt memory
+        kept = functional.host_max(new - lasts, new)  # the others' logits take time, and those of a prompt memory
         logits = self._forward(self.text.gather(1, slots), slots, visible, kept if kept < new else 0)
         self.cached.copy_(ends)
         self._behind = 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import at_nodes, without_padding
+from fsd_core.tensors import at_nodes, trimmed_on_host
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.rules import Verdict
@@ -129,5 +129,5 @@ def advance(state: DecodeState, result: RoundTensors, tokens: Tensor, counts: Te
 
     ``result.features`` [B, K, F] are those before the tokens.
     """
-    tokens, features = without_padding(counts, tokens, result.features)
+    tokens, features = trimmed_on_host(counts, tokens, result.features)
     state.session.extend(tokens, features, counts)

@@ -110,7 +110,7 @@ class _Walk:
         if output.log_r is None:
             return
         holds = output.dense_at(inputs)
-        at = at.those(functional.selected(at.of(self.applies if holds is None else self.applies & holds)))
+        at = at.those(functional.host_nonzero(at.of(self.applies if holds is None else self.applies & holds)))
         if not len(at.rows):
             return
         at = at.lumped() if output.lumpable else at

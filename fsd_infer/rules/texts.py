@@ -67,7 +67,7 @@ class TokenHistory:
     @property
     def tokens(self) -> Tensor:
         """[B, L] on the device, padded at the end with -1. On a CPU L is the longest text, elsewhere it is fixed."""
-        return self._buffer[:, : functional.upper_bound(self.lengths, self._buffer.shape[1]) or 1]
+        return self._buffer[:, : functional.host_max(self.lengths, self._buffer.shape[1]) or 1]
 
     @property
     def answered(self) -> Tensor:
