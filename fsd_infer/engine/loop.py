@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from fsd_infer.device.cores import Team
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.capture import RoundCapture
-from fsd_infer.engine.prefill import prefill, read_again, start
+from fsd_infer.engine.prefill import prefill, recompute_cache, start
 from fsd_infer.engine.report import PendingReport
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import decode_round
@@ -42,7 +42,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
             previous: PendingReport | None = None  # which the host reads while the device runs the next round
             while state.numbers:
                 team.fit()
-                read_again(state, tracker)
+                recompute_cache(state, tracker)
                 tracker.on_phase("start")
                 pending: PendingReport | None = PendingReport("round", state.numbers, run(state))
                 if tracker.overlaps:

@@ -166,14 +166,14 @@ def _recorded(target: Target, drafter: Drafter) -> RoundCapture | None:
     """Return what records the request's rounds; None if they run eagerly."""
     if drafter.bounds is not None and not drafter.menu:
         return None
-    return None if _changes_angles(drafter) else RoundCapture.of(target)
+    return None if _has_dynamic_rope(drafter) else RoundCapture.of(target)
 
 
-def _changes_angles(drafter: Drafter) -> bool:
+def _has_dynamic_rope(drafter: Drafter) -> bool:
     """Whether the drafter, or a part of it, is a model whose angles the host chooses token by token."""
     model = getattr(drafter, "model", None)
-    own = isinstance(model, Target) and model.angles.fixed is not None
-    return own or any(map(_changes_angles, drafter.parts))
+    own = isinstance(model, Target) and model.dynamic_rope.fixed_length is not None
+    return own or any(map(_has_dynamic_rope, drafter.parts))
 
 
 def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
@@ -205,19 +205,19 @@ def _policy(
     return TreePolicy(memory, len(rules), profile, drafter.bounds, learns=learns)
 
 
-def read_again(state: DecodeState, tracker: RequestTracker) -> None:
-    """Read the texts once more that have just outgrown the length at which the target's angles change.
+def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
+    """Recompute keys and values of texts that have just outgrown :attr:`.Target.recompute_length` (LongRoPE).
 
-    A round accepts no node beyond that length (:func:`.round.accept`), so each text stops there.
+    A round accepts no node beyond that length (:func:`.round.max_accepted`), so each text stops there.
     """
-    longest = state.target.reads_again
-    if longest is None:
+    longest, prefilled = state.target.recompute_length, state.cache.prefilled
+    if longest is None or prefilled is None:
         return
-    for place, number in enumerate(state.numbers):
+    for row, number in enumerate(state.numbers):
         text = [*tracker.request.prompts[number], *tracker.records[number].tokens]
-        if len(text) == longest + 1 and int(state.cache.read[place]) <= longest:  # type: ignore[index]
-            state.cache.read[place] = len(text)  # type: ignore[index]
-            read_text(state.target, state.cache.row(place), to_device(torch.tensor([text[:-1]]), state.device))
+        if len(text) == longest + 1 and int(prefilled[row]) <= longest:
+            prefilled[row] = len(text)
+            read_text(state.target, state.cache.row(row), to_device(torch.tensor([text[:-1]]), state.device))
             tracker.on_phase("prefill")
 
 

@@ -114,14 +114,14 @@ def charge(state: DecodeState, verdict: Verdict) -> None:
 
 
 def max_accepted(state: DecodeState, tree: DraftTree) -> Tensor | None:
-    """Return how many drafts each row may accept before the target's rotary angles change, [B]; None: they do not.
+    """Return how many drafts each row may accept before its keys and values are recomputed, [B]; None: any number.
 
-    Nodes beyond :attr:`.Target.reads_again` are read under the angles of shorter texts.
+    Nodes beyond :attr:`.Target.recompute_length` are read with the rotary angles of shorter texts.
     """
-    longest, read = state.target.reads_again, state.cache.read
-    if longest is None or read is None:
+    longest, prefilled = state.target.recompute_length, state.cache.prefilled
+    if longest is None or prefilled is None:
         return None
-    return (longest - 1 - state.lengths).clamp_min(0).where(read <= longest, tree.tokens.shape[1])
+    return (longest - 1 - state.lengths).clamp_min(0).where(prefilled <= longest, tree.tokens.shape[1])
 
 
 def advance(state: DecodeState, result: RoundTensors, tokens: Tensor, counts: Tensor) -> None:
