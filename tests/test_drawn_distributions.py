@@ -102,14 +102,14 @@ class Session(TreeSession):
         self._where = self.toy.vocabulary * self._where.gather(1, parents) + 1 + tokens
         return self.q[self._where]
 
-    def _draws(self) -> Drawing:
-        drawing = super()._draws()
+    def _new_drawing(self) -> Drawing:
+        drawing = super()._new_drawing()
         drawing.least = drawing.least if self.toy.least is None else math.log(self.toy.least)
         return drawing
 
-    def _kept(self, tree: DraftTree) -> DraftTree:
+    def _select_nodes(self, tree: DraftTree) -> DraftTree:
         if not self.toy.meddles:
-            return super()._kept(tree)
+            return super()._select_nodes(tree)
         draws = (tree.tokens * tree.drawn * torch.arange(1, 1 + tree.tokens.shape[1])).sum(1, keepdim=True)
         scores = tree.scores.masked_fill(~tree.held & ((tree.tokens + draws) % 3 == 0), -math.inf)
         lost = (tree.ancestors & (scores == -math.inf)[:, None]).any(-1) & ~tree.held

@@ -178,7 +178,7 @@ class LMSession(CachedSession):
         most = max(self._behind, self.drafter.max_depth + 2)  # the same in every round
         return functional.host_max(self.lengths - self.cached, most)
 
-    def _depth(self) -> int:
+    def _max_level(self) -> int:
         self._reaches = self._reach()
         return functional.host_max(self._reaches, self._most_depth)
 
@@ -190,8 +190,8 @@ class LMSession(CachedSession):
         self._positions = []
         return self._read(self.lengths, self._unread()), None
 
-    def _kept(self, tree: DraftTree) -> DraftTree:
-        tree = super()._kept(tree)
+    def _select_nodes(self, tree: DraftTree) -> DraftTree:
+        tree = super()._select_nodes(tree)
         if self._ends:  # q is unknown beyond the small LM's context
             tree.q_index = tree.q_index.masked_fill(tree.depths >= self._reaches[:, None], -1)
         return tree
