@@ -145,7 +145,7 @@ class GraftedSession(DraftSession):
         side = self.side.draft(roots)
         seconds = clock() - began
         if shape is not None and shape.prices is not None and not side.sampled:
-            self.main.shape = replace(shape, prices=shape.prices.beside(side))
+            self.main.shape = replace(shape, prices=shape.prices.beside_side_tree(side))
         main = self._main(roots, seconds)
         for tree, part in ((main, drafter.main), (side, drafter.side)):
             if tree.sampled and tree.drawn is None:

@@ -117,7 +117,7 @@ class TreeSession(DraftSession):
         if self.request.draws is Draws.CHAIN:
             return ChainDrawing(self.request.process, self.request.generator)
         nodes = self.shape.max_nodes
-        least = 1.0 / (2 * nodes) if self.prices is None else self.prices.least_chance
+        least = 1.0 / (2 * nodes) if self.prices is None else self.prices.min_accept_prob
         return Drawing(self.request.process, self.request.generator, nodes - 1, least, self._ratios)
 
     @property

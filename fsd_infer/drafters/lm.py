@@ -149,7 +149,7 @@ class LMSession(CachedSession):
     @property
     def _waits(self) -> bool:
         """Whether the text stays unread, because the next round will hardly draft."""
-        return self.prices is not None and self.prices.waits and not (self.growth and self.growth.drafted)
+        return self.prices is not None and self.prices.was_plain and not (self.growth and self.growth.drafted)
 
     @property
     def is_capturable(self) -> bool:

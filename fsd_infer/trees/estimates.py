@@ -93,7 +93,7 @@ class Pause:
     def __init__(self) -> None:
         self.rounds = self.attempt = 0
 
-    def most_loss(self, batch: int) -> float:
+    def max_loss(self, batch: int) -> float:
         """Return how many tokens the next round may be expected to lose by that: more than 0 if it may attempt it."""
         return math.inf if 0 < self.attempt < ATTEMPT else ATTEMPTS_SHARE * self.rounds * batch / ATTEMPT
 
@@ -115,7 +115,7 @@ class SideWorth:
 
     def asks(self, rate: float) -> bool:
         """Return whether to ask it in the next round. ``rate``: tokens per forward over a single token."""
-        return self.trials < SIDE_TRIALS or self._loss(rate) <= self.pause.most_loss(self.batch)
+        return self.trials < SIDE_TRIALS or self._loss(rate) <= self.pause.max_loss(self.batch)
 
     def note(self, asked: bool, rate: float) -> None:
         """Note whether a round asked it."""

@@ -68,7 +68,7 @@ class Growth:
 
     def starts(self) -> bool:
         """Return whether this round drafts."""
-        self.drafted = self.prices.loss <= self.prices.most_loss
+        self.drafted = self.prices.loss <= self.prices.max_loss
         if self.drafted:
             self.count_depth(1)
         return self.drafted
@@ -130,8 +130,8 @@ class Growth:
             for drafts, gain in enumerate(accumulate(chances[node] for node in order[: self.nodes - 1]), 1):
                 gains[drafts] += gain
         most = min(self.nodes, longest, max(MOST_TOGETHER // rows, 2, least))
-        sizes = range(max(least, prices.fewest if self.drafted else 1), most + 1) or range(1, most + 1)
-        nodes = max(sizes, key=lambda n: gains[n - 1] - prices.of_nodes(n * rows))
+        sizes = range(max(least, prices.min_nodes if self.drafted else 1), most + 1) or range(1, most + 1)
+        nodes = max(sizes, key=lambda n: gains[n - 1] - prices.verify_price(n * rows))
         self.expected, self.steps, kept = gains[nodes - 1], [], []
         for (steps, chances), order in zip(found, orders):
             row = [0, *sorted(sorted(order[: nodes - 1]), key=lambda node: -chances[node])]

@@ -99,7 +99,7 @@ class MenuPolicy:
         best = max(range(len(values)), key=values.__getitem__)
         if self.menu[best] == NO_TREE and len(values) > 1:  # attempt again after a while
             second = max((at for at in range(len(values)) if at != best), key=values.__getitem__)
-            if values[best] - values[second] <= self.state.pause.most_loss(rows):
+            if values[best] - values[second] <= self.state.pause.max_loss(rows):
                 return self.menu[second]
         return self.menu[best]
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 RATE_MEMORY, GAIN_MEMORY = 20, 15  # rounds of a text
 TRIALS, LEAST_TRIALS = 12, 4  # first rounds of one row, and of any batch; every other one drafts unconditionally
 RECENT, USUAL = 5, 8  # trees whose median size is typical, and the size before any
-MOST_LEAST = 0.25  # of least_chance
+MAX_MIN_ACCEPT_PROB = 0.25
 
 
 @dataclass
@@ -132,22 +132,29 @@ class TreePolicy:
         costs = state.costs
         is_trial = self._in_trials and state.trials % 2 == 0
         if self._in_trials:  # every other round drafts, and the others show what a plain round costs
-            most_loss = math.inf if is_trial else -math.inf if self.learns else 0.0
+            max_loss = math.inf if is_trial else -math.inf if self.learns else 0.0
         else:
-            most_loss = state.pause.most_loss(rows)
-        slopes = tuple(rate * slope for slope in costs.forward_slopes.weights)
+            max_loss = state.pause.max_loss(rows)
+        verify_prices = tuple(rate * slope for slope in costs.forward_slopes.weights)
         sizes = sorted(self.stats.nodes[-RECENT:] or [USUAL])
         typical = max(bisect_left(KNOTS, sizes[len(sizes) // 2] * rows) - 1, 0)
         of_depth, of_node = costs.draft_slopes.weights
         prices = Prices(
-            state.curve, slopes, depth=rate * of_depth, expansion=rate * of_node,
-            accept=state.accept_rate.value, reach=state.reach_ratio.value,
-            drafting=rate * (costs.reading + state.draft_cost.value),
-            gain=self.gain.value, most_loss=most_loss,
-            least_chance=min(max(slopes[typical], UNLIKELY), MOST_LEAST), fewest=1 + is_trial,
-            missed=(1.0,) * rows, waits=state.pause.rounds > 0,
+            state.curve,
+            verify_prices,
+            depth_price=rate * of_depth,
+            expand_price=rate * of_node,
+            accept_rate=state.accept_rate.value,
+            reach_ratio=state.reach_ratio.value,
+            draft_price=rate * (costs.reading + state.draft_cost.value),
+            expected_gain=self.gain.value,
+            max_loss=max_loss,
+            min_accept_prob=min(max(verify_prices[typical], UNLIKELY), MAX_MIN_ACCEPT_PROB),
+            min_nodes=1 + is_trial,
+            uncovered=(1.0,) * rows,
+            was_plain=state.pause.rounds > 0,
             asks_side=not self.learns or state.side.asks(rate),
-        )  # fmt: skip
+        )
         return replace(self.largest, prices=prices)
 
     def update(self, report: TreeReport) -> None:
@@ -170,9 +177,9 @@ class TreePolicy:
         nodes, reads = size * rows, state.pause.rounds == 0
         verifying, drafting = costs.forward(nodes), costs.drafting(growth.depths, growth.expanded)
         cost = verifying + drafting + costs.rest(reads)
-        gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.covered
+        gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.side_gain
         # Drawn drafts are verified whatever they cost, and trees of trials need not pay; others are as large as pays.
-        is_chosen = growth.prices.fewest == 1
+        is_chosen = growth.prices.min_nodes == 1
         draft, forward, rest = report.seconds or (0.0, 0.0, 0.0)
         tokens, seconds = float(sum(report.accepted) + rows), draft + forward + (rest or 0.0)
         self.stats.add(
@@ -185,7 +192,7 @@ class TreePolicy:
             costs.learn(nodes, forward, growth.depths, growth.expanded, draft, rest, reads)
         if growth.depths:
             for each in (self.gain, state.gain):
-                each.learn(gain if is_chosen else max(gain, 0.0), sum(growth.prices.missed))
+                each.learn(gain if is_chosen else max(gain, 0.0), sum(growth.prices.uncovered))
             state.draft_cost.learn(costs.drafting(growth.depths, growth.expanded), 1.0)
             for depth, expected in enumerate(growth.expected_rows):
                 reached, went_on = (sum(count >= least for count in report.accepted) for least in (depth, depth + 1))
