@@ -27,7 +27,7 @@ from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.estimates import RuleProfile
 from fsd_infer.trees.menu import MenuPolicy, menu_of
-from fsd_infer.trees.policy import TreePolicy, memory_of
+from fsd_infer.trees.policy import TreePolicy, policy_store
 from fsd_infer.trees.tree import DraftTree, Draws
 
 MIN_DRAWING_TEMPERATURE = 0.5  # below, drawn nodes gain nothing over likely tokens, and take time
@@ -253,10 +253,10 @@ def _policy(target: Target, plan: RequestPlan) -> TreePolicy | MenuPolicy | None
     name = names.pop() if len(names) == 1 else "several"
     profile = RuleProfile(plan.draft_bonus, name, sampled=drafter.samples and plan.draws is Draws.CHAIN)
     learns = plan.request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
-    memory = memory_of(drafter.learner, target, drafter.learner.relative_cost)
+    store = policy_store(drafter.learner, target, drafter.learner.relative_cost)
     if drafter.menu:
-        return MenuPolicy(memory, len(rules), profile, menu_of(drafter.menu, chains=profile.sampled), learns=learns)
-    return TreePolicy(memory, len(rules), profile, drafter.bounds, learns=learns)
+        return MenuPolicy(store, len(rules), profile, menu_of(drafter.menu, chains=profile.sampled), learns=learns)
+    return TreePolicy(store, len(rules), profile, drafter.bounds, learns=learns)
 
 
 def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from fsd_infer.trees.costs import CostModel, prior_for
-from fsd_infer.trees.estimates import PolicyState, RuleProfile, TreeMemory
+from fsd_infer.trees.estimates import PolicyState, PolicyStore, RuleProfile
 from fsd_infer.trees.growing import UNLIKELY, Growth
 from fsd_infer.trees.prices import KNOTS, Kind, Prices
 from fsd_infer.trees.shape import TreeShape
@@ -36,7 +36,7 @@ from fsd_infer.trees.shape import TreeShape
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
-RATE_MEMORY, GAIN_MEMORY = 20, 15  # rounds of a text
+RATE_WINDOW, GAIN_WINDOW = 20, 15  # rounds of a text
 TRIALS, LEAST_TRIALS = 12, 4  # first rounds of one row, and of any batch; every other one drafts unconditionally
 RECENT, USUAL = 5, 8  # trees whose median size is typical, and the size before any
 MAX_MIN_ACCEPT_PROB = 0.25
@@ -92,7 +92,7 @@ class TreePolicy:
     """Chooses the shape of every round's trees for the most tokens per second, and learns from the rounds.
 
     Args:
-        memory: of the drafter.
+        store: of the drafter.
         rows: of the request.
         profile: how drafts are verified.
         largest: the largest shape of a tree.
@@ -104,11 +104,11 @@ class TreePolicy:
     """
 
     def __init__(
-        self, memory: TreeMemory, rows: int, profile: RuleProfile, largest: TreeShape, learns: bool = True
+        self, store: PolicyStore, rows: int, profile: RuleProfile, largest: TreeShape, learns: bool = True
     ) -> None:
-        self.memory, self.profile, self.largest, self.learns = memory, profile, largest, learns
-        self.clock = memory.clock if learns else None
-        self.state = memory.state_of(rows, profile) if learns else PolicyState(CostModel(memory.prior), rows, profile)
+        self.store, self.profile, self.largest, self.learns = store, profile, largest, learns
+        self.clock = store.clock if learns else None
+        self.state = store.state_of(rows, profile) if learns else PolicyState(CostModel(store.prior), rows, profile)
         self.state.curve.begin_text()
         self.stats, self.rows = TreeStats(), 0
 
@@ -116,9 +116,9 @@ class TreePolicy:
         """Begin rounds of ``rows`` rows."""
         self.rows = rows
         if self.learns:
-            self.state = self.memory.state_of(rows, self.profile)
-        self.rate = self.state.rate.recent(RATE_MEMORY)
-        self.gain = self.state.gain.recent(GAIN_MEMORY)
+            self.state = self.store.state_of(rows, self.profile)
+        self.rate = self.state.rate.with_window(RATE_WINDOW)
+        self.gain = self.state.gain.with_window(GAIN_WINDOW)
 
     @property
     def _in_trials(self) -> bool:
@@ -217,17 +217,17 @@ class TreePolicy:
         return grafted, right
 
 
-_MEMORIES: WeakKeyDictionary[object, TreeMemory] = WeakKeyDictionary()
+_STORES: WeakKeyDictionary[object, PolicyStore] = WeakKeyDictionary()
 
 
-def memory_of(learner: object, target: Target, relative_cost: float | None) -> TreeMemory:
-    """Return what the requests of a drafter have learned; it is kept as long as the drafter.
+def policy_store(learner: object, target: Target, relative_cost: float | None) -> PolicyStore:
+    """Return the estimates of a drafter's requests, which are kept as long as the drafter.
 
     Args:
         learner: the drafter, or the part of it that learns.
         target: verifies its drafts.
         relative_cost: of it, as of a Drafter.
     """
-    if learner not in _MEMORIES:
-        _MEMORIES[learner] = TreeMemory(prior_for(target, relative_cost))
-    return _MEMORIES[learner]
+    if learner not in _STORES:
+        _STORES[learner] = PolicyStore(prior_for(target, relative_cost))
+    return _STORES[learner]
