@@ -172,49 +172,79 @@ class TreePolicy:
 
     def _learn(self, report: TreeReport, resumed: bool) -> None:
         """Update all estimates. ``resumed``: the drafter read more than the last round's tokens."""
-        state, growth, costs, rows = self.state, report.growth, self.state.costs, self.rows
+        growth, costs, rows = report.growth, self.state.costs, self.rows
         size = max(map(len, growth.steps), default=1)  # of a row's tree
-        nodes, reads = size * rows, state.pause.rounds == 0
-        verifying, drafting = costs.forward(nodes), costs.drafting(growth.depths, growth.expanded)
-        cost = verifying + drafting + costs.rest(reads)
+        nodes, reads = size * rows, self.state.pause.rounds == 0
+        verifying = costs.forward(nodes)
+        cost = verifying + costs.drafting(growth.depths, growth.expanded) + costs.rest(reads)
         gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.side_gain
-        # Drawn drafts are verified whatever they cost, and trees of trials need not pay; others are as large as pays.
-        is_chosen = growth.prices.min_nodes == 1
-        draft, forward, rest = report.seconds or (0.0, 0.0, 0.0)
-        tokens, seconds = float(sum(report.accepted) + rows), draft + forward + (rest or 0.0)
-        self.stats.add(
-            TreeStats([size], tokens, rows + growth.expected, seconds, cost * (costs.seconds_per_forward or 0.0))
-        )
-        for rate in (self.rate, state.rate):
-            rate.learn(tokens, cost)
+        self._learn_rate(report, size, cost)
         if not resumed:
-            draft, rest = draft - growth.side_seconds, None if rest is None else rest + growth.side_seconds
-            costs.learn(nodes, forward, growth.depths, growth.expanded, draft, rest, reads)
+            self._learn_costs(report, nodes, reads)
         if growth.depths:
-            for each in (self.gain, state.gain):
-                each.learn(gain if is_chosen else max(gain, 0.0), sum(growth.prices.uncovered))
-            state.draft_cost.learn(costs.drafting(growth.depths, growth.expanded), 1.0)
-            for depth, expected in enumerate(growth.expected_rows):
-                reached, went_on = (sum(count >= least for count in report.accepted) for least in (depth, depth + 1))
-                state.accept_rate.learn(went_on, reached)
-                if depth:
-                    state.reach_ratio.learn(reached, expected)
-        grafted, right = self._calibrate(report)
+            self._learn_gain(growth, gain)
+            self._learn_acceptance(growth, report.accepted)
+        grafted, accepted = self._learn_calibration(report)
         if growth.asked_side and self.learns and costs.seconds_per_forward is not None:
-            state.side.learn(growth.side_seconds, nodes, grafted, right)
+            self.state.side.learn(growth.side_seconds, nodes, grafted, accepted)
 
-    def _calibrate(self, report: TreeReport) -> tuple[int, int]:
+    def _learn_rate(self, report: TreeReport, size: int, cost: float) -> None:
+        """Learn the tokens per unit of cost, and add the round to the totals.
+
+        Args:
+            report: of the round.
+            size: nodes of a row's tree.
+            cost: of the round, as expected.
+        """
+        tokens, expected_tokens = float(sum(report.accepted) + self.rows), self.rows + report.growth.expected
+        draft, forward, rest = report.seconds or (0.0, 0.0, 0.0)
+        expected_seconds = cost * (self.state.costs.seconds_per_forward or 0.0)
+        self.stats.add(TreeStats([size], tokens, expected_tokens, draft + forward + (rest or 0.0), expected_seconds))
+        for rate in (self.rate, self.state.rate):
+            rate.learn(tokens, cost)
+
+    def _learn_costs(self, report: TreeReport, nodes: int, reads: bool) -> None:
+        """Learn what the parts of a round cost. Grafted drafters count to the rest.
+
+        Args:
+            report: of the round.
+            nodes: verified nodes of all rows.
+            reads: whether the drafter read the accepted tokens.
+        """
+        growth, (draft, forward, rest) = report.growth, report.seconds or (0.0, 0.0, 0.0)
+        draft, rest = draft - growth.side_seconds, None if rest is None else rest + growth.side_seconds
+        self.state.costs.learn(nodes, forward, growth.depths, growth.expanded, draft, rest, reads)
+
+    def _learn_gain(self, growth: Growth, gain: float) -> None:
+        """Learn what a round that drafts gains and costs.
+
+        Drawn drafts are verified whatever they cost, and trees of trials need not pay; others are as large as pays.
+        """
+        is_chosen = growth.prices.min_nodes == 1
+        for each in (self.gain, self.state.gain):
+            each.learn(gain if is_chosen else max(gain, 0.0), sum(growth.prices.uncovered))
+        self.state.draft_cost.learn(self.state.costs.drafting(growth.depths, growth.expanded), 1.0)
+
+    def _learn_acceptance(self, growth: Growth, accepted: Sequence[int]) -> None:
+        """Learn how many rows reach expanded nodes, and how many accept a child there. ``accepted``: drafts per row."""
+        for depth, expected in enumerate(growth.expected_rows):
+            reached, went_on = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
+            self.state.accept_rate.learn(went_on, reached)
+            if depth:
+                self.state.reach_ratio.learn(reached, expected)
+
+    def _learn_calibration(self, report: TreeReport) -> tuple[int, int]:
         """Learn of each draft. Return how many drafts of all rows were grafted, and how many of these were accepted."""
-        grafted = right = 0
-        for steps, way, count in zip(report.growth.steps, report.path, report.accepted):
-            depth_of = dict(zip(way[: count + 1], range(count + 1)))  # of the nodes on the accepted path
+        grafted = accepted = 0
+        for steps, path, count in zip(report.growth.steps, report.path, report.accepted):
+            depth_of = dict(zip(path[: count + 1], range(count + 1)))  # of the nodes on the accepted path
             grafted += sum(step.kind is Kind.GRAFTED for step in steps)
-            right += sum(step.kind is Kind.GRAFTED and node in depth_of for node, step in enumerate(steps))
+            accepted += sum(step.kind is Kind.GRAFTED and node in depth_of for node, step in enumerate(steps))
             for node, step in enumerate(steps[1:], 1):
                 if step.parent in depth_of:
                     depth = depth_of[step.parent] + 1
                     self.state.curve.learn(step.log_q, depth, step.first, step.kind, node in depth_of)
-        return grafted, right
+        return grafted, accepted
 
 
 _STORES: WeakKeyDictionary[object, PolicyStore] = WeakKeyDictionary()
