@@ -94,9 +94,9 @@ class _Walk:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
             where = output.dense_at(self.inputs) if output.log_r is not None else None
-            applies, chance, cost, _ = biased(self.inputs, output.logit_bias, output.applies)
+            applies, r, cost, _ = biased(self.inputs, output.logit_bias, output.applies)
             applies = applies if where is None else torch.where(where, output.applies, applies)
-            self.r_draft, self.cost = put(chance, self.r_draft), put(cost, self.cost)
+            self.r_draft, self.cost = put(r, self.r_draft), put(cost, self.cost)
         self.applies = put(applies, self.applies)
         if output.gate is not None or output.log_r is not None:
             self._evaluate(output, VocabRows.every(self.inputs, None if of_rule is True else index))

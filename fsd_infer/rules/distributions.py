@@ -230,11 +230,11 @@ class OutputDistribution:
         log_r = log_p = at.log_p.unflatten(0, applies.shape).double()
         where = self.dense_at(inputs)
         if self.logit_bias is not None:
-            of_biased, chance, _, others = biased(inputs, self.logit_bias, applies)
-            applies = of_biased if where is None else torch.where(where, applies, of_biased)
-            log_r = log_p + others[..., None]
+            at_bias, r, _, log_scale = biased(inputs, self.logit_bias, applies)
+            applies = at_bias if where is None else torch.where(where, applies, at_bias)
+            log_r = log_p + log_scale[..., None]
             rows, drafts = inputs.tree.is_draft.nonzero(as_tuple=True)
-            log_r[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
+            log_r[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = r[rows, drafts].log()
         if self.log_r is not None:
             dense = self.log_r(at).log_softmax(-1).view_as(log_p).double()
             log_r = dense if where is None else torch.where(where[..., None], dense, log_r)
@@ -246,49 +246,66 @@ def _limit(at: VocabRows, cutoff: Tensor | float) -> Tensor | float:
     return at.of(cutoff - ROUNDING)[:, None] if isinstance(cutoff, Tensor) else cutoff
 
 
-class Odds(NamedTuple):
+class BiasedOutput(NamedTuple):
     """A biased distribution in numbers, [B, N] each.
 
     Attributes:
         applies: contexts where it differs from p.
-        chance: r of each draft.
+        r: probability of each draft.
         cost: nats at each context.
-        others: ln(r/p) of the tokens that are not drafted, per context; meaningless at temperature 0.
+        log_scale: ln(r/p) of the tokens that are not drafted, per context; meaningless at temperature 0.
     """
 
     applies: Tensor
-    chance: Tensor
+    r: Tensor
     cost: Tensor
-    others: Tensor
+    log_scale: Tensor
 
 
-def biased(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> Odds:
-    """Compute the distribution r ∝ p·e^bias at contexts with ``applies``, see :meth:`OutputDistribution.biased`.
+def biased(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
+    """Compute the distribution r ∝ p·e^bias, see :meth:`OutputDistribution.biased`.
+
+    Args:
+        inputs: of the round.
+        logit_bias: [B, N] nats per draft; inf restricts p to such children, -inf keeps r = p.
+        applies: [B, N] bool; contexts that may have the distribution.
+    """
+    logit_bias = logit_bias.masked_fill(inputs.logprob_gap == math.inf, 0.0)  # never what the processed target forbids
+    applies = applies & inputs.some(logit_bias > 0)
+    return (_biased_greedy if inputs.greedy else _biased_sampled)(inputs, logit_bias, applies)
+
+
+def _biased_greedy(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
+    """:func:`biased` at temperature 0: the child with the largest ln p + bias, if that exceeds the target's choice."""
+    logprob_gap, dtype = inputs.logprob_gap, wide(logit_bias.device)
+    applies = applies & ~inputs.some((logit_bias == -math.inf) & inputs.chance)
+    value = inputs.of_children(logit_bias - logprob_gap, -math.inf)  # over the target's own choice, [B, N, N]
+    best = value.amax(-1, keepdim=True)
+    # ties: the least gap, then the smallest token, as an argmax over the vocabulary resolves them
+    order = -logprob_gap.to(dtype) - 1e-12 * inputs.tree.tokens
+    child, wins = order[:, None].masked_fill(value < best, -math.inf).argmax(-1), best[..., 0] > 0
+    r = torch.where(inputs.above(wins), inputs.nodes == inputs.above(child), inputs.chance)
+    cost = logprob_gap.gather(1, child).masked_fill(~wins, 0.0).to(dtype)
+    return BiasedOutput(applies, r, cost, cost)
+
+
+def _biased_sampled(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
+    """:func:`biased` above temperature 0.
 
     Works with logarithms in the device's widest type: p(C) and e^-bias may underflow at a low temperature.
     """
-    dtype, inf, logprob_gap = wide(logit_bias.device), math.inf, inputs.logprob_gap
-    logit_bias = logit_bias.masked_fill(logprob_gap == inf, 0.0)  # never emit what the processed target forbids
-    held = logit_bias == -inf
-    applies = applies & inputs.some(logit_bias > 0)
-    if inputs.greedy:
-        applies = applies & ~inputs.some(held & inputs.chance)
-        value = inputs.of_children(logit_bias - logprob_gap, -inf)
-        best = value.amax(-1, keepdim=True)
-        # ties: the least gap, then the smallest token, as an argmax over the vocabulary resolves them
-        order = -logprob_gap.to(dtype) - 1e-12 * inputs.tree.tokens
-        child, won = order[:, None].masked_fill(value < best, -inf).argmax(-1), best[..., 0] > 0
-        chance = torch.where(inputs.above(won), inputs.nodes == inputs.above(child), inputs.chance)
-        cost = logprob_gap.gather(1, child).masked_fill(~won, 0.0).to(dtype)
-        return Odds(applies, chance, cost, cost)
+    dtype, inf = wide(logit_bias.device), math.inf
     logit_bias, log_p = logit_bias.to(dtype), inputs.log_p.to(dtype)
-    free = (1.0 - inputs.total(log_p.exp().masked_fill(~held, 0.0))).clamp_min(0.0).log()
-    forced = inputs.some(logit_bias == inf)  # p is restricted to these children
-    outside = (1.0 - inputs.draft_mass).clamp_min(0.0).log().masked_fill(forced, -inf)
-    log_r = log_p + torch.where(inputs.above(forced), torch.where(logit_bias == inf, 0.0, -inf), logit_bias)
-    inside = inputs.of_children(log_r, -inf).logsumexp(-1)
-    others = free - torch.logaddexp(inside, outside)  # ln of the scale of all weights; held children reduce it
-    log_r = torch.where(held, log_p, log_r + inputs.above(others))
-    r, cost = log_r.exp(), ((outside + others).exp() * others).masked_fill(outside == -inf, 0.0)
+    keeps_p = logit_bias == -inf
+    restricted = inputs.some(logit_bias == inf)  # contexts where p is restricted to such children
+    # ln of the unnormalised mass: of drafts, of the tokens that are not drafted, and of all that do not keep p
+    log_r = log_p + torch.where(inputs.above(restricted), torch.where(logit_bias == inf, 0.0, -inf), logit_bias)
+    drafted = inputs.of_children(log_r, -inf).logsumexp(-1)
+    undrafted = (1.0 - inputs.draft_mass).clamp_min(0.0).log().masked_fill(restricted, -inf)
+    left = (1.0 - inputs.total(log_p.exp().masked_fill(~keeps_p, 0.0))).clamp_min(0.0).log()
+    log_scale = left - torch.logaddexp(drafted, undrafted)
+    log_r = torch.where(keeps_p, log_p, log_r + inputs.above(log_scale))
+    r = log_r.exp()
+    cost = ((undrafted + log_scale).exp() * log_scale).masked_fill(undrafted == -inf, 0.0)
     cost = (cost + inputs.total((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)
-    return Odds(applies & others.isfinite(), r, cost, others.masked_fill(forced, -inf))
+    return BiasedOutput(applies & log_scale.isfinite(), r, cost, log_scale.masked_fill(restricted, -inf))
