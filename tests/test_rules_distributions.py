@@ -306,9 +306,9 @@ def test_block_verification_has_the_targets_distribution_and_accepts_more(toy: s
     rows = len(weight)
     inputs = RuleInputs(round)
     test = Exact(block=True).output(inputs).test
-    assert test is not None and test.rest is not None
-    chance = test.chance.double()[:, 1:].numpy()
-    rest = test.rest(VocabRows.every(inputs)).double().view(rows, length + 1, V).numpy()
+    assert test is not None and test.residual is not None
+    chance = test.accept_prob.double()[:, 1:].numpy()
+    rest = test.residual(VocabRows.every(inputs)).double().view(rows, length + 1, V).numpy()
     rest[rest.sum(-1) == 0] = 1  # only where the draft is accepted
     p = softmax(models.scores(models.p).double().numpy(), axis=-1)
 

@@ -104,7 +104,8 @@ def test_former_names_of_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = RuleInputs(tree_round(0, greedy=True))
     with pytest.warns(FutureWarning, match=r"RuleInputs\.regret|OutputDistribution\.lifted") as said:
         made = OutputDistribution.lifted(inputs, inputs.regret)
-    assert made == OutputDistribution.biased(inputs, inputs.logprob_gap) and len(said) == 2
+        assert inputs.chance is inputs.accept_prob
+    assert made == OutputDistribution.biased(inputs, inputs.logprob_gap) and len(said) == 3
 
 
 def test_a_rule_written_with_former_names_works(monkeypatch: pytest.MonkeyPatch) -> None:

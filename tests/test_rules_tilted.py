@@ -18,7 +18,7 @@ from scipy.special import rel_entr, softmax
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import Exact, Rule, RuleInputs, TokenHistory, Verification, apply_rules, parse_rule
 from fsd_infer.rules.optimal import clipped
-from fsd_infer.rules.texts import known, known_tokens
+from fsd_infer.rules.texts import repeating_tokens, repeats_ngram
 from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampling_cost
 from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
@@ -117,7 +117,7 @@ def test_at_temperature_0_it_takes_the_best_way_down(kl_coef: float, options: st
         answers = [[int(t) % 12 for t in range(row, row + 9)] + [int(round.tree.tokens[row, 0])] for row in range(6)]
         verdict = verdict_of(rule, replace(round, texts=TokenHistory(answers)))
         again = (
-            known(TokenHistory(answers), round.tree, rule.exact_ngram_size)
+            repeats_ngram(TokenHistory(answers), round.tree, rule.exact_ngram_size)
             if rule.exact_ngram_size
             else torch.zeros(6, 9).bool()
         )
@@ -211,9 +211,9 @@ def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
             tokens[row, : len(new)] = torch.tensor(new)
             round.tree.tokens[row, 0] = answer[-1]
         grown.append(tokens, counts)
-        mask = known(grown, round.tree, n)
+        mask = repeats_ngram(grown, round.tree, n)
         rows, nodes = torch.arange(6).repeat_interleave(9), torch.arange(9).repeat(6)
-        following = known_tokens(grown, round.tree, rows, nodes, n, 4).view(6, 9, 4)
+        following = repeating_tokens(grown, round.tree, rows, nodes, n, 4).view(6, 9, 4)
         for row, answer in enumerate(answers):
             for way in ways(round.tree, row):
                 text = answer + [int(round.tree.tokens[row, node]) for node in way[1:]]

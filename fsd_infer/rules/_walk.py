@@ -71,7 +71,7 @@ class _Walk:
         self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
-        self.p_draft = self.r_draft = inputs.chance
+        self.p_draft = self.r_draft = inputs.accept_prob
         self.applies = torch.zeros_like(inputs.tree.is_draft)
         self.r_token, self.r_row = inputs.likeliest, torch.full_like(self.tree.parents, -1)
         self.outputs = [self._add(output, rows) for output, rows in outputs]
@@ -87,7 +87,7 @@ class _Walk:
             return new if of_rule is True else torch.where(of_rule, new, old)
 
         if output.test is not None:
-            self.p_draft = put(output.test.chance.to(self.p_draft.dtype), self.p_draft)
+            self.p_draft = put(output.test.accept_prob.to(self.p_draft.dtype), self.p_draft)
         if output.is_target:
             return output, of_rule
         if self.cost is None:
@@ -130,7 +130,7 @@ class _Walk:
             if inputs.sampled:
                 residual = (r - at.proposal).clamp_min(0.0).sum(-1)
                 of_context = torch.zeros_like(chance).index_put(where, residual.to(chance.dtype))
-                chance = inputs.tested(chance, chance.log(), of_context)
+                chance = inputs.accept_prob_under(chance, chance.log(), of_context)
             self.r_row = torch.where(r_row >= 0, r_row + sum(len(each) for _, each in self.dense), self.r_row)
             self.dense.append((at, r))
         self.r_draft = torch.where((above >= 0) & inputs.tree.is_draft, chance, self.r_draft)
@@ -249,12 +249,12 @@ class _Walk:
             r_row = r_row - len(dense)
         weights = r
         if inputs.sampled:
-            draws = at.of(inputs.draws)[:, None]
+            draws = at.of(inputs.has_drawn_child)[:, None]
             weights = torch.where(draws, (r - at.proposal).clamp_min(0.0), r)
             for own, of_rule in self.outputs:
                 if own.test is not None:
-                    rest = r if own.test.rest is None else own.test.rest(at)
-                    weights = torch.where(~is_lossy & draws & of_rule, rest, weights)
+                    residual = r if own.test.residual is None else own.test.residual(at)
+                    weights = torch.where(~is_lossy & draws & of_rule, residual, weights)
         refused = inputs.is_drawn if inputs.is_chain else tree.is_draft
         drafted = torch.where(refused & (tree.parents == end), 0.0, math.inf)
         return weights.scatter_reduce(1, tree.tokens, drafted, "amin")

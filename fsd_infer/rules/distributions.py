@@ -28,15 +28,15 @@ ROUNDING = 1e-5  # error of ln p: a token whose own ln p is the cutoff must pass
 
 
 class AcceptanceTest(NamedTuple):
-    """A test of sampled drafts under p, in place of the chance min(1, p/q).
+    """A test of sampled drafts under p, in place of the probability min(1, p/q).
 
     Attributes:
-        chance: [B, N] that each draft is accepted.
-        rest: contexts -> [R, V] weights of the draw that replaces a rejected draft; None: p without the draft.
+        accept_prob: [B, N] of each draft.
+        residual: contexts -> [R, V] weights of the draw that replaces a rejected draft; None: p without the draft.
     """
 
-    chance: Tensor
-    rest: VocabFunction | None = None
+    accept_prob: Tensor
+    residual: VocabFunction | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class OutputDistribution:
         """Return a dense distribution at contexts with drawn nodes below them, a biased one at the others of a tree."""
         applies = inputs.has_q
         if logit_bias is not None:
-            applies = torch.where(inputs.unsettled, applies, inputs.tree.inner)
+            applies = torch.where(inputs.has_drawn_below, applies, inputs.tree.inner)
         return cls(applies, logit_bias, log_r, lumpable=True)
 
     @classmethod
@@ -163,7 +163,7 @@ class OutputDistribution:
         output = cls.drawn(inputs, logit_bias, log_r)
         if chance is not None:
             return output
-        return output.where(~inputs.unsettled | (inputs.log_p_max >= cutoff - ROUNDING))
+        return output.where(~inputs.has_drawn_below | (inputs.log_p_max >= cutoff - ROUNDING))
 
     @classmethod
     def trusting(cls, inputs: RuleInputs, cutoff: Tensor | float) -> OutputDistribution:
@@ -199,28 +199,30 @@ class OutputDistribution:
         return replace(self, gate=holds if first is None else lambda at: first(at) & holds(at))
 
     def without_copies(self, inputs: RuleInputs, n: int) -> OutputDistribution:
-        """Return the distribution with an exact test of tokens that complete a known n-gram.
+        """Return the distribution with an exact test of tokens that repeat an n-gram of the texts.
 
         Such drafts get the bias -inf. A dense distribution gives such a y at most p(y); the excess is drawn from p.
         """
         dense = self.log_r
-        logit_bias = None if self.logit_bias is None else self.logit_bias.masked_fill(inputs.known(n), -math.inf)
+        logit_bias = (
+            None if self.logit_bias is None else self.logit_bias.masked_fill(inputs.repeats_ngram(n), -math.inf)
+        )
         if dense is None:
             return replace(self, logit_bias=logit_bias)
 
         def log_r(at: VocabRows) -> Tensor:
-            known, log_r = at.known_tokens(n), dense(at)
+            repeats, log_r = at.repeating_tokens(n), dense(at)
             if inputs.greedy:
-                return torch.where(known.gather(1, log_r.argmax(-1, keepdim=True)), at.scores, log_r)
+                return torch.where(repeats.gather(1, log_r.argmax(-1, keepdim=True)), at.scores, log_r)
             r = log_r.softmax(-1)
-            kept = torch.where(known, torch.minimum(r, at.p), r)
+            kept = torch.where(repeats, torch.minimum(r, at.p), r)
             return (kept + (r - kept).sum(-1, keepdim=True) * at.p).log()
 
         return replace(self, logit_bias=logit_bias, log_r=log_r)
 
     def dense_at(self, inputs: RuleInputs) -> Tensor | None:
         """[B, N] bool; contexts where :attr:`log_r` is the distribution, if there is one; None: all that have a q."""
-        return None if self.logit_bias is None else inputs.unsettled
+        return None if self.logit_bias is None else inputs.has_drawn_below
 
     def log_probs(self, inputs: RuleInputs) -> Tensor:
         """Return ln r [B, N, V] without regard to budgets; above temperature 0."""
@@ -278,13 +280,13 @@ def biased(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOut
 def _biased_greedy(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
     """:func:`biased` at temperature 0: the child with the largest ln p + bias, if that exceeds the target's choice."""
     logprob_gap, dtype = inputs.logprob_gap, wide(logit_bias.device)
-    applies = applies & ~inputs.some((logit_bias == -math.inf) & inputs.chance)
+    applies = applies & ~inputs.some((logit_bias == -math.inf) & inputs.accept_prob)
     value = inputs.of_children(logit_bias - logprob_gap, -math.inf)  # over the target's own choice, [B, N, N]
     best = value.amax(-1, keepdim=True)
     # ties: the least gap, then the smallest token, as an argmax over the vocabulary resolves them
     order = -logprob_gap.to(dtype) - 1e-12 * inputs.tree.tokens
     child, wins = order[:, None].masked_fill(value < best, -math.inf).argmax(-1), best[..., 0] > 0
-    r = torch.where(inputs.above(wins), inputs.nodes == inputs.above(child), inputs.chance)
+    r = torch.where(inputs.above(wins), inputs.nodes == inputs.above(child), inputs.accept_prob)
     cost = logprob_gap.gather(1, child).masked_fill(~wins, 0.0).to(dtype)
     return BiasedOutput(applies, r, cost, cost)
 

@@ -147,14 +147,14 @@ class Tilted(LossyRule):
         """[B, N] v(c)/λ of each draft."""
         coef, tree, least = self.kl_coefs(inputs), inputs.tree, self.least_p
         logprob_gap = inputs.logprob_gap.to(coef.dtype)
-        fresh = ~inputs.known(self.exact_ngram_size) if self.exact_ngram_size else inputs.tree.is_draft
+        fresh = ~inputs.repeats_ngram(self.exact_ngram_size) if self.exact_ngram_size else inputs.tree.is_draft
         favoured = fresh & (logprob_gap <= (-math.log(least) if least else torch.finfo(logprob_gap.dtype).max))
         if inputs.greedy:
             copied = ~fresh & (logprob_gap == 0)  # the target's own choice, whose siblings are never taken
             open = favoured & ~inputs.above(inputs.some(copied)) | copied
             if (where := self.lossy_at(inputs)) is not None:
-                open = open & (inputs.above(where) | inputs.chance)
-            toll = torch.where(inputs.chance, 0.0, self.least_toll)
+                open = open & (inputs.above(where) | inputs.accept_prob)
+            toll = torch.where(inputs.accept_prob, 0.0, self.least_toll)
             value = best_path(tree.ancestors, fresh.to(logprob_gap.dtype) - coef * logprob_gap - toll, open) - toll
         else:
             log_p = inputs.log_p.to(logprob_gap.dtype)
@@ -169,7 +169,7 @@ class Tilted(LossyRule):
         if self.least_p:
             favoured = at.log_p >= at.of(at.inputs.log_p_max)[:, None] + math.log(self.least_p)
         if self.exact_ngram_size:
-            favoured &= ~at.known_tokens(self.exact_ngram_size)
+            favoured &= ~at.repeating_tokens(self.exact_ngram_size)
         return torch.where(favoured, gain, 0.0)
 
     def draft_bonus(self, greedy: bool) -> float:

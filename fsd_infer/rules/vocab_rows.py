@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsd_core.divergence import Divergence
 from fsd_infer.rules.inputs import RuleInputs
-from fsd_infer.rules.texts import known_tokens
+from fsd_infer.rules.texts import repeating_tokens
 
 
 class VocabRows:
@@ -23,7 +23,7 @@ class VocabRows:
     def __init__(self, inputs: RuleInputs, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
         self.inputs, self.rows, self.nodes = inputs, rows, nodes
         self._whole = whole  # all nodes of all rows in order, so views replace copies
-        self._known: dict[int, Tensor] = {}
+        self._repeating: dict[int, Tensor] = {}
 
     @classmethod
     def every(cls, inputs: RuleInputs, rows: Tensor | None = None) -> VocabRows:
@@ -96,7 +96,7 @@ class VocabRows:
         tree = self.inputs.tree
         assert tree.q_scores is not None
         q = self._of_drafter(tree.q_scores).softmax(-1)
-        return self._over_all(q).masked_fill_(~self.of(self.inputs.draws)[:, None], 0.0)
+        return self._over_all(q).masked_fill_(~self.of(self.inputs.has_drawn_child)[:, None], 0.0)
 
     def _over_all(self, q: Tensor) -> Tensor:
         """Return probabilities [R, Vd] of the drafter's vocabulary over the target's."""
@@ -137,18 +137,18 @@ class VocabRows:
         """[R] D(p, q), infinite where no q is known; see :meth:`RuleInputs.divergence`."""
         return self.of(self.inputs.divergence(measure, processed))
 
-    def known_tokens(self, n: int) -> Tensor:
+    def repeating_tokens(self, n: int) -> Tensor:
         """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have, or as
         a draft one of remembered texts."""
-        if n not in self._known:
-            self._known[n] = self._find_known(n)
-        return self._known[n]
+        if n not in self._repeating:
+            self._repeating[n] = self._find_repeating(n)
+        return self._repeating[n]
 
-    def _find_known(self, n: int) -> Tensor:
+    def _find_repeating(self, n: int) -> Tensor:
         inputs, tree = self.inputs, self.inputs.tree
-        found = known_tokens(inputs.texts, tree, self.rows, self.nodes, n, inputs.round.scores.shape[-1])
+        found = repeating_tokens(inputs.texts, tree, self.rows, self.nodes, n, inputs.round.scores.shape[-1])
         if inputs.round.copies is not None and not tree.sampled:
-            copied = tree.child[self.rows, self.nodes] & inputs.known(n)[self.rows]  # [R, N]
+            copied = tree.child[self.rows, self.nodes] & inputs.repeats_ngram(n)[self.rows]  # [R, N]
             column = tree.tokens[self.rows].where(copied, found.shape[1])  # one more than there are, for the others
             found = torch.nn.functional.pad(found, (0, 1)).scatter(1, column, True)[:, :-1]
         return found
@@ -202,12 +202,12 @@ class LumpedVocabRows(VocabRows):
     def _columns(self, entries: Tensor) -> Tensor:
         return entries
 
-    def _find_known(self, n: int) -> Tensor:
+    def _find_repeating(self, n: int) -> Tensor:
         inputs = self.inputs
         if inputs.round.copies is not None and not inputs.tree.sampled:
-            return torch.nn.functional.pad(super()._find_known(n)[:, self._ids], (0, 1))
+            return torch.nn.functional.pad(super()._find_repeating(n)[:, self._ids], (0, 1))
         width, texts = len(self._ids) + 1, inputs.texts
-        return known_tokens(texts, inputs.tree, self.rows, self.nodes, n, width, inputs.places)
+        return repeating_tokens(texts, inputs.tree, self.rows, self.nodes, n, width, inputs.places)
 
     def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
         entries, width = self.inputs.entries, r.shape[1]
