@@ -49,8 +49,8 @@ class OutputDistribution:
         log_r: see :meth:`dense`. Where there is a bias, too, it holds at contexts with drawn nodes below them.
         gate: contexts -> [R] bool, a further condition.
         test: of sampled drafts where the distribution is p.
-        lumpable: whether ``log_r`` is linear in p where q is 0, so that one column may stand for all such tokens, see
-            :class:`.LumpedVocabRows`.
+        is_reducible: whether ``log_r`` is linear in p where q is 0, so that one column may stand for all such tokens
+            (:class:`.ReducedVocabRows`).
     """
 
     applies: Tensor
@@ -58,7 +58,7 @@ class OutputDistribution:
     log_r: VocabFunction | None = None
     gate: VocabFunction | None = None
     test: AcceptanceTest | None = None
-    lumpable: bool = False
+    is_reducible: bool = False
 
     @property
     def is_target(self) -> bool:
@@ -109,7 +109,7 @@ class OutputDistribution:
         applies = inputs.has_q
         if logit_bias is not None:
             applies = torch.where(inputs.has_drawn_below, applies, inputs.tree.inner)
-        return cls(applies, logit_bias, log_r, lumpable=True)
+        return cls(applies, logit_bias, log_r, is_reducible=True)
 
     @classmethod
     def dense(cls, inputs: RuleInputs, log_r: VocabFunction) -> OutputDistribution:
@@ -185,7 +185,7 @@ class OutputDistribution:
             from_p = at.q.masked_fill(~below, 0.0).sum(-1, keepdim=True)
             return (at.q.masked_fill(below, 0.0) + from_p * at.p).log()
 
-        return cls(inputs.has_q, log_r=log_r, lumpable=True)
+        return cls(inputs.has_q, log_r=log_r, is_reducible=True)
 
     def where(self, holds: Tensor | VocabFunction) -> OutputDistribution:
         """Return the distribution restricted to contexts where ``holds``, with p elsewhere.

@@ -20,9 +20,9 @@ class VocabRows:
     Context r is node ``nodes[r]`` of the tree of batch row ``rows[r]``, [R] each.
     """
 
-    def __init__(self, inputs: RuleInputs, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
+    def __init__(self, inputs: RuleInputs, rows: Tensor, nodes: Tensor, is_every: bool = False) -> None:
         self.inputs, self.rows, self.nodes = inputs, rows, nodes
-        self._whole = whole  # all nodes of all rows in order, so views replace copies
+        self._is_every = is_every  # all nodes of all rows in order, so views replace copies
         self._repeating: dict[int, Tensor] = {}
 
     @classmethod
@@ -32,13 +32,13 @@ class VocabRows:
         index = torch.arange(batch, device=nodes.device) if rows is None else rows
         return cls(inputs, index[:, None].expand(-1, len(nodes)).flatten(), nodes.repeat(len(index)), rows is None)
 
-    def those(self, places: Tensor | None) -> VocabRows:
+    def subset(self, places: Tensor | None) -> VocabRows:
         """The contexts at these places [R'] among the rows; the same object for None, which means all."""
         return self if places is None else VocabRows(self.inputs, self.rows[places], self.nodes[places])
 
     def of(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
-        return values.flatten(0, 1) if self._whole else values[self.rows, self.nodes]
+        return values.flatten(0, 1) if self._is_every else values[self.rows, self.nodes]
 
     def _of_drafter(self, values: Tensor) -> Tensor:
         """[B, I, ...] -> [R, ...] in fp32."""
@@ -118,18 +118,18 @@ class VocabRows:
         ids = self.inputs.tree.draft_ids
         return entries if ids is None else ids[entries]
 
-    def lumped(self) -> VocabRows:
+    def reduced(self) -> VocabRows:
         """Return these contexts with one column for all tokens that the drafter lacks, if it lacks any."""
         inputs = self.inputs
         if inputs.tree.draft_ids is None or inputs.greedy:
             return self
-        return LumpedVocabRows(inputs, self.rows, self.nodes)
+        return ReducedVocabRows(inputs, self.rows, self.nodes)
 
     def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
         """Return the probability [B, N] of each draft's token under row ``slot`` [B, N] of r [R, V]."""
         return r.flatten()[slot * r.shape[1] + self.inputs.tree.tokens]
 
-    def whole(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
+    def over_all(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
         """Return rows ``slot`` [B] of r [R, V] over all tokens: [B, V]. p: [B, V] of the target there."""
         return r[slot]
 
@@ -154,7 +154,7 @@ class VocabRows:
         return found
 
 
-class LumpedVocabRows(VocabRows):
+class ReducedVocabRows(VocabRows):
     """Contexts over the drafter's vocabulary, [R, Vd + 1]; the last column stands for all other tokens together.
 
     A distribution that is linear in p where q is 0 gives all these tokens the same multiple of p. So the sums of a
@@ -168,10 +168,10 @@ class LumpedVocabRows(VocabRows):
         assert ids is not None
         return ids
 
-    def those(self, places: Tensor | None) -> VocabRows:
-        return self if places is None else LumpedVocabRows(self.inputs, self.rows[places], self.nodes[places])
+    def subset(self, places: Tensor | None) -> VocabRows:
+        return self if places is None else ReducedVocabRows(self.inputs, self.rows[places], self.nodes[places])
 
-    def lumped(self) -> VocabRows:
+    def reduced(self) -> VocabRows:
         return self
 
     @cached_property
@@ -215,6 +215,6 @@ class LumpedVocabRows(VocabRows):
         share = (r[:, -1] / self.p[:, -1].clamp_min(1e-30))[slot]
         return torch.where(entries < 0, share * self.inputs.log_p.exp(), own)
 
-    def whole(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
+    def over_all(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
         share = r[:, -1] / self.p[:, -1].clamp_min(1e-30)
         return (share[slot, None] * p).index_copy(1, self._ids, r[slot, :-1])
