@@ -24,7 +24,7 @@ from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.optimal import clipped, least_divergent, passed
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
-from fsd_infer.trees.visits import likeliest
+from fsd_infer.trees.visits import select_nodes
 from tests.tree_rounds import masked
 
 LEVELS = 4  # contexts have at most as many tokens
@@ -111,9 +111,9 @@ class Session(TreeSession):
         if not self.toy.meddles:
             return super()._select_nodes(tree)
         draws = (tree.tokens * tree.drawn * torch.arange(1, 1 + tree.tokens.shape[1])).sum(1, keepdim=True)
-        scores = tree.scores.masked_fill(~tree.held & ((tree.tokens + draws) % 3 == 0), -math.inf)
-        lost = (tree.ancestors & (scores == -math.inf)[:, None]).any(-1) & ~tree.held
-        nodes = likeliest(scores.masked_fill(lost, -math.inf), tree.parents, self.shape.depth, 0.0, 99, tree.held)
+        scores = tree.scores.masked_fill(~tree.pinned & ((tree.tokens + draws) % 3 == 0), -math.inf)
+        lost = (tree.ancestors & (scores == -math.inf)[:, None]).any(-1) & ~tree.pinned
+        nodes = select_nodes(scores.masked_fill(lost, -math.inf), tree.parents, self.shape.depth, 0.0, 99, tree.pinned)
         return replace(tree, scores=scores.masked_fill(lost, -math.inf)).keep(nodes)
 
 

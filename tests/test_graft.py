@@ -18,7 +18,7 @@ from fsd_infer.drafters.graft import _warn_sampled, kept_of, union_of
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.trees.tree import DraftTree
-from fsd_infer.trees.visits import likeliest
+from fsd_infer.trees.visits import select_nodes
 from tests.families import VOCAB, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import needs_kernels
 from tests.rules_enumeration import check_distribution
@@ -43,7 +43,7 @@ def one_tree(nodes: list[tuple[int, int, float]], q: bool = True) -> DraftTree:
 
 def merge_trees(main: DraftTree, side: DraftTree, nodes: int) -> DraftTree:
     union = union_of(main, side, depth=8)
-    return kept_of(union, main, likeliest(union.scores, union.parents, 8, 0.0, nodes))
+    return kept_of(union, main, select_nodes(union.scores, union.parents, 8, 0.0, nodes))
 
 
 def paths(tree: DraftTree, row: int) -> dict[Path_, int]:

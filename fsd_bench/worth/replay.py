@@ -17,7 +17,7 @@ from fsd_core.divergence import expand_draft
 from fsd_infer.rules import Asd, Exact, Fly, Rule, Tilted, TokenHistory, TokenOrigin, Verdict, Verification, apply_rules
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree
-from fsd_infer.trees.visits import favoured, likeliest
+from fsd_infer.trees.visits import leaf_visit_scores, select_nodes
 
 Cell = tuple[Rule, TreeShape]
 Part = tuple[Rule, tuple[int, ...]]  # a rule, and the nodes of the whole tree that it walks on
@@ -77,10 +77,10 @@ class RecordedRound:
         if len(kept) > shape.nodes:
             part = self.tree.keep(torch.tensor([kept], device=self.scores.device))
             held = (
-                0 if part.held is None else int(part.held[0].sum())
+                0 if part.pinned is None else int(part.pinned[0].sum())
             )  # drawn nodes stay, or the distribution would shift
             nodes = max(shape.nodes, held + 1)
-            best = likeliest(part.scores, part.parents, shape.depth, draft_bonus, nodes, part.held)
+            best = select_nodes(part.scores, part.parents, shape.depth, draft_bonus, nodes, part.pinned)
             kept = sorted(kept[place] for place in best[0].tolist())
         return kept
 
@@ -89,7 +89,7 @@ class RecordedRound:
         if stop_below:
             if draft_bonus not in self._favoured:
                 steps = torch.tensor(self.log_q).diff()[:, None]
-                self._favoured[draft_bonus] = favoured(steps, draft_bonus)[:, 0].cumsum(0).tolist()
+                self._favoured[draft_bonus] = leaf_visit_scores(steps, draft_bonus)[:, 0].cumsum(0).tolist()
             for drafted in range(1, len(chain)):
                 if self._favoured[draft_bonus][drafted - 1] < math.log(stop_below):
                     return drafted

@@ -19,7 +19,7 @@ from fsd_infer.drafters.free import likeliest_of
 from fsd_infer.drafters.frontier import Frontier, Guess
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.trees.tree import DraftTree, Draws
-from fsd_infer.trees.visits import likeliest
+from fsd_infer.trees.visits import select_nodes
 
 
 @cache
@@ -158,7 +158,7 @@ class GraftedSession(DraftSession):
             self.growth.side_seconds += clock() - began
             return kept_of(union, main, self.growth.choose(union))
         most = drafter.nodes if shape is None else shape.nodes
-        nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.draft_bonus, most, union.held)
+        nodes = select_nodes(union.scores, union.parents, drafter.max_depth, self.draft_bonus, most, union.pinned)
         nodes = nodes[:, : 1 + functional.host_max(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return kept_of(union, main, nodes)
 
@@ -229,8 +229,8 @@ def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
     kept = torch.zeros_like(union.parents, dtype=torch.bool).scatter(1, nodes, True)
     first = main.first_choices
     has_first = kept.gather(1, first.clamp_min(0)) & (first >= 0)
-    if main.held is not None:  # whether a context above a drawn node has a q must not depend on what was drawn
-        has_first |= main.held
+    if main.pinned is not None:  # whether a context above a drawn node has a q must not depend on what was drawn
+        has_first |= main.pinned
     q_index = union.q_index.clone()
     q_index[:, : main.parents.shape[1]].masked_fill_(~has_first, -1)
     return replace(union, q_index=q_index).keep(nodes)

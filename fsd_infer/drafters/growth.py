@@ -31,7 +31,7 @@ from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
-from fsd_infer.trees.visits import favoured, likeliest, visit_scores
+from fsd_infer.trees.visits import leaf_visit_scores, select_nodes, visit_scores
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
@@ -237,7 +237,7 @@ class TreeSession(DraftSession):
             return self.growth.expand(log_q, drawn)
         best = scores.topk(self.width, dim=-1).indices
         if self.shape.stop_below:
-            steps = self._visits[..., None] + favoured(log_q, self.draft_bonus)
+            steps = self._visits[..., None] + leaf_visit_scores(log_q, self.draft_bonus)
             self._visits = steps.flatten(1).gather(1, best)
             stops = ~(self._visits.exp().sum(-1).max() >= self.shape.stop_below)
             if functional.host_all(stops):
@@ -257,7 +257,7 @@ class TreeSession(DraftSession):
         if self.growth is not None:
             return tree.keep(self.growth.choose(tree))
         depth, nodes = self.shape.depth, self.shape.nodes
-        return tree.keep(likeliest(tree.scores, tree.parents, depth, self.draft_bonus, nodes, tree.held))
+        return tree.keep(select_nodes(tree.scores, tree.parents, depth, self.draft_bonus, nodes, tree.pinned))
 
     def _forecast(self, tree: DraftTree) -> Tensor:
         """Return :func:`.trees.forecast.forecast` from all candidates of a tree."""

@@ -119,9 +119,9 @@ class Growth:
     def choose(self, tree: DraftTree) -> Tensor:
         """Return [B, K] numbers of the nodes to verify, the root and then the likeliest. Syncs with the device."""
         prices, rows, found = self.prices, self.rows, self._steps_of(tree)
-        held = torch.zeros_like(tree.is_draft) if tree.held is None else tree.held
+        pinned = torch.zeros_like(tree.is_draft) if tree.pinned is None else tree.pinned
         gains, orders, longest, least = [0.0] * self.nodes, [], 1, 1
-        for (_, chances), must in zip(found, held.tolist()):
+        for (_, chances), must in zip(found, pinned.tolist()):
             # nodes that must be verified, then the likeliest; a parent before its children
             order = sorted(range(1, len(chances)), key=lambda node: (not must[node], -chances[node]))
             orders.append(order)

@@ -117,7 +117,7 @@ class DraftTree:
         return functional.host_max(self.depths, most) if self.levels is None else min(self.levels, most)
 
     @cached_property
-    def held(self) -> Tensor | None:
+    def pinned(self) -> Tensor | None:
         """[B, N] bool; drawn nodes and their ancestors, which every part of the tree keeps. None if none is drawn."""
         return None if self.drawn is None else (self.ancestors & self.drawn[..., None]).any(1)
 
