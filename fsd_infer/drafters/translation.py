@@ -134,8 +134,8 @@ class Translation:
         self.ids, self.own = (
             torch.tensor(each, dtype=torch.long).to(model.device) for each in (shared, [pairs[t] for t in shared])
         )
-        self.known = torch.zeros(target.vocab_size, dtype=torch.long, device=model.device)
-        self.known[self.ids] = self.own
+        self.own_of = torch.zeros(target.vocab_size, dtype=torch.long, device=model.device)
+        self.own_of[self.ids] = self.own
         place = {theirs.raw[token]: number for number, token in enumerate(shared) if token in theirs.raw}
         self._twins = [part.to(model.device) for part in _twins(ours, place)]
         self._spelled: dict[int, list[int]] = {}
