@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_infer.drafters.base import Drafter
-from fsd_infer.drafters.graft import kept_of, union_of
+from fsd_infer.drafters.graft import keep_nodes, union_of
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.trees.tree import DraftTree, Nodes
 from fsd_infer.trees.visits import select_nodes
@@ -157,7 +157,7 @@ class ForcedSession(DraftSession):
         kept = select_nodes(union.scores, union.parents, drafter.max_depth, 0.0, most, union.pinned)
         if self.growth is not None:
             self.growth.is_choice = False
-        return replace(kept_of(union, main, kept), forecast=None)  # what is forced says nothing of the drafter
+        return replace(keep_nodes(union, main, kept), forecast=None)  # what is forced says nothing of the drafter
 
     def _forced(self) -> list[Nodes]:
         """Ask the grammar what it forces; return chains of it."""

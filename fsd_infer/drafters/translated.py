@@ -126,8 +126,8 @@ class OwnSession(LMSession):
         self.cache = self.drafter.model.new_cache(len(self._counts), self.drafter.slots(self._room))
         self.cached.zero_()
         self._max_unread = max(self._counts)
-        for known in self._expanded:
-            known.clear()
+        for nodes in self._expanded:
+            nodes.clear()
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)

@@ -115,7 +115,7 @@ class Translation:
     Attributes:
         ids: [I] the target's ids of the shared tokens, ascending, on the small LM's device.
         own: [I] the small LM's id of each.
-        known: [V] the small LM's id of each of the target's tokens; of those that are not shared an arbitrary one.
+        own_of: [V] the small LM's id of each of the target's tokens; of those that are not shared an arbitrary one.
 
     Raises:
         VocabularyMismatchError: a model without a tokenizer.
