@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 
 from fsd_infer import FsdError
 from fsd_infer.drafters.drawing import AcceptanceRatios, Drawing, accepted_and_expected
-from fsd_infer.rules import Exact, RuleInputs, Verification, parse_rule
+from fsd_infer.rules import Exact, RoundInput, RuleInputs, parse_rule
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import Draws
 from tests.test_drawn_distributions import Grown, round_of, trees_of
@@ -56,7 +56,7 @@ def test_acceptance_is_that_of_the_mixed_scheme(width: int) -> None:
     assert wanted > p[order[:width]].sum()
 
 
-def many_rounds(toy: Grown, rows: int, seed: int) -> Verification:
+def many_rounds(toy: Grown, rows: int, seed: int) -> RoundInput:
     """Rounds with trees as they are drawn."""
     round, probability, _ = round_of(toy)
     generator = torch.Generator().manual_seed(seed)

@@ -19,7 +19,7 @@ from torch import Tensor
 from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
-from fsd_infer.rules import RuleInputs, TokenHistory, Verification, VocabRows, parse_rule
+from fsd_infer.rules import RoundInput, RuleInputs, TokenHistory, VocabRows, parse_rule
 from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.optimal import clipped, least_divergent, passed
 from fsd_infer.trees.shape import TreeShape
@@ -154,7 +154,7 @@ def trees_of(toy: Grown) -> list[tuple[DraftTree, float]]:
 
 
 @cache
-def round_of(toy: Grown) -> tuple[Verification, Tensor, Tensor]:
+def round_of(toy: Grown) -> tuple[RoundInput, Tensor, Tensor]:
     """A round with all trees, one a row; their probabilities [B]; and the context of each node [B, N]."""
     trees, chances = zip(*trees_of(toy), strict=True)
     count, width = max(tree.tokens.shape[1] for tree in trees), max(tree.q_logits.shape[1] for tree in trees)
@@ -176,7 +176,7 @@ def round_of(toy: Grown) -> tuple[Verification, Tensor, Tensor]:
     uniforms = torch.rand(*where.shape, 3, generator=torch.Generator().manual_seed(toy.seed))
     uniforms[..., 2] = uniforms[:1, :1, 2]  # the coins of gates are no draws of the tree
     texts = TokenHistory(tree.tokens[:, :1].tolist(), markers={})
-    round = Verification(tree, logits, toy.process(logits), False, uniforms, None, toy.process_draft, texts)
+    round = RoundInput(tree, logits, toy.process(logits), False, uniforms, None, toy.process_draft, texts)
     return round, torch.tensor(chances, dtype=torch.double), where
 
 

@@ -16,7 +16,7 @@ import torch
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.rules import Exact, Rule, RuleInputs, TokenHistory, Verification, apply_rules, parse_rule
+from fsd_infer.rules import Exact, RoundInput, Rule, RuleInputs, TokenHistory, apply_rules, parse_rule
 from fsd_infer.rules.optimal import clipped
 from fsd_infer.rules.texts import repeating_tokens, repeats_ngram
 from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampling_cost
@@ -29,7 +29,7 @@ def plain(kl_coef: float, **options: Any) -> Tilted:
     return Tilted(kl_coef, **{"min_p": 0.0, "exact_ngram_size": 0, **options})
 
 
-def distribution_table(rule: Rule, round: Verification) -> np.ndarray:
+def distribution_table(rule: Rule, round: RoundInput) -> np.ndarray:
     """[B, N, V] what the rule emits from at every node."""
     inputs = RuleInputs(round)
     return rule.restricted_output(inputs).log_probs(inputs).exp().numpy()
@@ -41,7 +41,7 @@ def children_of(tree: DraftTree, row: int, node: int) -> dict[int, int]:
     return {int(tree.tokens[row, c]): c for c in range(1, len(parents)) if parents[c] == node}
 
 
-def outcome(round: Verification, row: int, distribution: np.ndarray, node: int = 0) -> tuple[float, float]:
+def outcome(round: RoundInput, row: int, distribution: np.ndarray, node: int = 0) -> tuple[float, float]:
     """(expected accepted drafts, KL(distribution || p)) of a round that is at ``node`` under a distribution [N, V]."""
     below = children_of(round.tree, row, node)
     if not below:
@@ -55,7 +55,7 @@ def outcome(round: Verification, row: int, distribution: np.ndarray, node: int =
     return drafts, nats
 
 
-def probabilities(round: Verification, row: int) -> list[list[Any]]:
+def probabilities(round: RoundInput, row: int) -> list[list[Any]]:
     """p at each node, in mpmath's digits."""
     raised = [[mpmath.exp(mpmath.mpf(x)) for x in line] for line in round.scores[row].double().tolist()]
     return [[x / mpmath.fsum(line) for x in line] for line in raised]
@@ -96,7 +96,7 @@ def ways(tree: DraftTree, row: int) -> list[list[int]]:
     return found
 
 
-def _may_take(round: Verification, known: torch.Tensor, row: int, node: int, child: int) -> bool:
+def _may_take(round: RoundInput, known: torch.Tensor, row: int, node: int, child: int) -> bool:
     """A known draft is taken only where it is the target's choice, and then nothing else is."""
     scores = round.scores[row, node]
     choice = children_of(round.tree, row, node).get(int(scores.argmax()))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.divergence import expand_draft
-from fsd_infer.rules import Asd, Exact, Fly, Rule, Tilted, TokenHistory, TokenOrigin, Verdict, Verification, apply_rules
+from fsd_infer.rules import Asd, Exact, Fly, RoundInput, Rule, Tilted, TokenHistory, TokenOrigin, Verdict, apply_rules
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree
 from fsd_infer.trees.visits import leaf_visit_scores, select_nodes
@@ -102,7 +102,7 @@ class RecordedRound:
             return tuple(range(len(self.parents)))  # drafts that were cut away change no verdict on those before them
         return tuple(nodes)
 
-    def narrowed(self, parts: Sequence[Sequence[int]]) -> tuple[Verification, list[int]]:
+    def narrowed(self, parts: Sequence[Sequence[int]]) -> tuple[RoundInput, list[int]]:
         """Return the round on each of these parts, a row each, at temperature 0 over a reduced vocabulary.
 
         The vocabulary holds the drafts and the likeliest tokens. That is enough for rules that read only regrets and
@@ -127,16 +127,16 @@ class RecordedRound:
         if ends is not None:
             ends = ends[torch.tensor([*number, len(ends) - 1], device=ends.device).clamp_max(len(ends) - 1)]
         texts = TokenHistory([answer] * len(parts), [prompt] * len(parts), narrow.device, ends=ends)
-        return Verification(tree, scores, scores, True, texts=texts), kept
+        return RoundInput(tree, scores, scores, True, texts=texts), kept
 
-    def part(self, nodes: Sequence[int]) -> Verification:
+    def part(self, nodes: Sequence[int]) -> RoundInput:
         """Return the same round on these nodes alone, ascending from the root."""
         index = torch.tensor(nodes, device=self.tree.tokens.device)
         whole = len(nodes) == len(self.parents)
         logits = self.logits if whole else self.logits[:, index]
         scores = logits if self.scores is self.logits else self.scores if whole else self.scores[:, index]
         uniforms = torch.rand(1, len(nodes), 3, generator=self.generator).to(index.device)
-        return Verification(
+        return RoundInput(
             self.tree.keep(index[None]), logits, scores, self.greedy, uniforms,
             process_draft=None if self.greedy else self._process,
             texts=TokenHistory(*self._texts, device=index.device, ends=self.ends),

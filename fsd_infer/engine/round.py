@@ -90,7 +90,7 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
     rows, nodes = tree.tokens.shape
     # [B, N, 3], drawn for the largest tree: padding of a tree changes no later draw
     uniforms = torch.rand(rows, max(nodes, state.max_nodes), 3, generator=state.generator, device=logits.device)
-    verdict = device_verdict(state.rules, verified.round_for_rules(uniforms[:, :nodes], max_accepted(state, tree)))
+    verdict = device_verdict(state.rules, verified.round_input(uniforms[:, :nodes], max_accepted(state, tree)))
     if state.live is not None:  # finished rows emit nothing; the host may not know yet which have reached their limit
         goes_on = state.live & (state.texts.lengths < state.max_lengths)
         verdict.accepted = verdict.accepted.masked_fill(~goes_on, -1)

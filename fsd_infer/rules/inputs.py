@@ -15,7 +15,7 @@ from fsd_core.errors import FsdError
 from fsd_core.former import say
 from fsd_core.tensors import wide
 from fsd_infer.rules.texts import TokenHistory, in_sentence, inside, repeats_ngram
-from fsd_infer.rules.verification import Verification
+from fsd_infer.rules.verification import RoundInput
 
 _FORMER = {
     "regret": "logprob_gap", "chance": "accept_prob", "tested": "accept_prob_under", "known": "repeats_ngram",
@@ -41,14 +41,14 @@ class RuleInputs:
         is_chain: whether all of them were, so that they form a chain.
     """
 
-    def __init__(self, round: Verification) -> None:
+    def __init__(self, round: RoundInput) -> None:
         self.round, self.tree, self.greedy = round, round.tree, round.greedy
         self.sampled = round.tree.sampled and not round.greedy
         self.is_chain = self.sampled and round.tree.drawn is None
         self._divergences: dict[tuple[str, bool], Tensor] = {}
         self._repeats: dict[int, Tensor] = {}
         if round.uniforms is None and not round.greedy:
-            raise FsdError("a round above temperature 0 needs uniforms [B, N, 3]; pass them in Verification.")
+            raise FsdError("a round above temperature 0 needs uniforms [B, N, 3]; pass them in RoundInput.")
 
     if not TYPE_CHECKING:
 
@@ -250,16 +250,16 @@ class RuleInputs:
         return self.uniform(2)
 
     def uniform(self, column: int) -> Tensor:
-        """A column of the uniforms, see :class:`Verification`."""
+        """A column of the uniforms, see :class:`RoundInput`."""
         if self.round.uniforms is None:
-            raise FsdError("this rule draws at random at every temperature; pass uniforms [B, N, 3] in Verification.")
+            raise FsdError("this rule draws at random at every temperature; pass uniforms [B, N, 3] in RoundInput.")
         return self.round.uniforms[..., column]
 
     @property
     def texts(self) -> TokenHistory:
         """Each batch row's prompt and answer so far. Raises FsdError if the round has none."""
         if self.round.texts is None:
-            raise FsdError("this rule reads prompt and answer; pass texts in Verification.")
+            raise FsdError("this rule reads prompt and answer; pass texts in RoundInput.")
         return self.round.texts
 
     def repeats_ngram(self, n: int) -> Tensor:
