@@ -167,19 +167,19 @@ class _Walk:
         """Return [B, N] bool: contexts under the rule's distribution, drafts picked, drafts that exact decoding picks,
         too.
         """
-        inputs, lossy, chance = self.inputs, self.applies, self.p_draft
+        inputs, lossy, prob = self.inputs, self.applies, self.p_draft
         if self.budget_left is not None and self.cost is not None:
             lossy = lossy & affordable(inputs, self.cost.masked_fill(~lossy, 0.0), self.budget_left)
         if self.r_draft is not self.p_draft:
-            chance = torch.where(inputs.above(lossy), self.r_draft, self.p_draft)
+            prob = torch.where(inputs.above(lossy), self.r_draft, self.p_draft)
         if inputs.greedy:
-            return lossy, chance.clone(), self.p_draft
+            return lossy, prob.clone(), self.p_draft
         # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
-        offset = inputs.above(inputs.uniform(0)).to(chance.dtype)  # [B, N] from the start of each child's part
+        offset = inputs.above(inputs.uniform(0)).to(prob.dtype)  # [B, N] from the start of each child's part
         if not inputs.is_chain:
             siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
-            offset = offset - torch.where(siblings, chance[:, None], 0.0).sum(-1)
-        return lossy, (offset >= 0) & (offset < chance), offset < self.p_draft
+            offset = offset - torch.where(siblings, prob[:, None], 0.0).sum(-1)
+        return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
 
     def _undrafted(self) -> Verdict:
         """Return the verdict on roots alone: a token from p each."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from fsd_core.former import say
 from fsd_core.tensors import wide
 from fsd_infer.rules.inputs import RuleInputs
-from fsd_infer.rules.optimal import clipped, passed
+from fsd_infer.rules.optimal import clipped_distribution, passing_distribution
 from fsd_infer.rules.vocab_rows import VocabRows
 
 VocabFunction = Callable[[VocabRows], Tensor]
@@ -91,7 +91,7 @@ class OutputDistribution:
 
         def log_r(at: VocabRows) -> Tensor:
             gains = gain(at) if callable(gain) else torch.full_like(at.log_p, gain)
-            return clipped(at.log_p, at.proposal.log().masked_fill(at.fixed, math.inf), gains)
+            return clipped_distribution(at.log_p, at.proposal.log().masked_fill(at.fixed, math.inf), gains)
 
         return cls.drawn(inputs, fixed_tree, log_r)
 
@@ -125,19 +125,19 @@ class OutputDistribution:
 
     @classmethod
     def passing(
-        cls, inputs: RuleInputs, cutoff: Tensor | float, chance: Callable[[Tensor], Tensor] | None = None
+        cls, inputs: RuleInputs, cutoff: Tensor | float, raise_prob: Callable[[Tensor], Tensor] | None = None
     ) -> OutputDistribution:
         """Return the exact distribution, except that a draft passes if its ln p is finite and at least ``cutoff``.
 
         On a tree p is restricted to the children that pass. On a sampled chain r = q for tokens that pass and min(p, q)
-        for others; the missing mass is drawn from (p - q)+. See :func:`passed` for both at once.
+        for others; the missing mass is drawn from (p - q)+. See :func:`passing_distribution` for both at once.
 
         Args:
             inputs: of the round.
             cutoff: [B, N] per context, or one number.
-            chance: maps a probability p to one of at least p. If no child passes, some child is emitted with
-                probability chance(p(C)), in proportion to p. A drawn draft that does not pass is accepted with
-                probability min(1, chance(p(x))/q(x)).
+            raise_prob: maps a probability p to one of at least p. If no child passes, some child is emitted with
+                probability raise_prob(p(C)), in proportion to p. A drawn draft that does not pass is accepted with
+                probability min(1, raise_prob(p(x))/q(x)).
         """
         logit_bias = None
         if not inputs.is_chain:
@@ -146,9 +146,9 @@ class OutputDistribution:
             else:
                 passes = inputs.log_p >= inputs.above(cutoff - ROUNDING)
             logit_bias = torch.zeros_like(inputs.logprob_gap)
-            if chance is not None:  # the bias that gives the children chance(p(C)) together
+            if raise_prob is not None:  # the bias that gives the children raise_prob(p(C)) together
                 mass = inputs.draft_mass
-                raised = chance(mass).clamp(max=1.0)
+                raised = raise_prob(mass).clamp(max=1.0)
                 ratio = (torch.logit(raised) - torch.logit(mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
                 ratio = ratio.masked_fill(raised >= 1, math.inf).masked_fill(inputs.some(passes), 0.0)
                 logit_bias = inputs.above(ratio)
@@ -158,10 +158,10 @@ class OutputDistribution:
 
         def log_r(at: VocabRows) -> Tensor:
             passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
-            return passed(at.p, at.proposal, at.fixed, passes, chance or (lambda p: p)).log()
+            return passing_distribution(at.p, at.proposal, at.fixed, passes, raise_prob or (lambda p: p)).log()
 
         output = cls.drawn(inputs, logit_bias, log_r)
-        if chance is not None:
+        if raise_prob is not None:
             return output
         return output.where(~inputs.has_drawn_below | (inputs.log_p_max >= cutoff - ROUNDING))
 

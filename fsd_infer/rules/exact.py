@@ -42,12 +42,14 @@ class Exact(Rule):
     def output(self, inputs: RuleInputs) -> OutputDistribution:
         if not (self.block and inputs.sampled):
             return OutputDistribution.target(inputs)
-        weight, chance = _block(inputs)
-        test = AcceptanceTest(inputs.above(chance), lambda at: (at.of(weight)[:, None] * at.p - at.q).clamp_min(0.0))
+        weight, accept_prob = _verify_block(inputs)
+        test = AcceptanceTest(
+            inputs.above(accept_prob), lambda at: (at.of(weight)[:, None] * at.p - at.q).clamp_min(0.0)
+        )
         return OutputDistribution.target(inputs, test)
 
 
-def _block(inputs: RuleInputs) -> tuple[Tensor, Tensor]:
+def _verify_block(inputs: RuleInputs) -> tuple[Tensor, Tensor]:
     """Block verification of sampled chains; node i is the i-th draft.
 
     The accepted prefix is the longest one whose own test succeeds. The tests are independent. Let w(0) = 1 and
@@ -57,7 +59,7 @@ def _block(inputs: RuleInputs) -> tuple[Tensor, Tensor]:
 
     Returns:
         w: [B, N].
-        chance: [B, N] that the draft below each node is accepted, given that the node is.
+        accept_prob: [B, N] of the draft below each node, given that the node is accepted.
     """
     batch, nodes = inputs.tree.tokens.shape
     at = VocabRows.every(inputs)
