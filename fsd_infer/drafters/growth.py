@@ -167,8 +167,8 @@ class TreeSession(DraftSession):
         """
         if self._drawing is None:
             return *functional.topk_logprobs(logits, self.width), None
-        reach = scores if self.growth is None else self.growth.reach(scores)
-        return self._drawing.propose(logits, reach, sees, self.width)
+        log_probs = scores if self.growth is None else self.growth.accept_log_probs(scores)
+        return self._drawing.propose(logits, log_probs, sees, self.width)
 
     def _grow(self, roots: Tensor, logits: Tensor, ids: Tensor | None, depth: int) -> DraftTree:
         """Return the tree of all candidates.
