@@ -134,7 +134,7 @@ def trees_of(drafter: MemoryDrafter, texts: list[list[int]], keys: list[str] | N
     """The drafts of each row of a batch that has read these texts."""
     request = DraftRequest(len(texts), 99, keys=keys)
     session = drafter.start(torch.tensor([text[0] for text in texts]), request)
-    session.append([text[1:] for text in texts])
+    session.extend_on_host([text[1:] for text in texts])
     tree = session.draft(torch.tensor([text[-1] for text in texts]))
     return [tokens[drafts].tolist() for tokens, drafts in zip(tree.tokens, tree.is_draft)]
 
@@ -177,7 +177,7 @@ def test_copies_from_memory_are_copies() -> None:
     drafter = MemoryDrafter(VOCAB)
     texts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [20, 21, 22, 23, 24, 25, 4, 5, 6]]
     session = drafter.start(torch.tensor([1, 20]), DraftRequest(2, 99))
-    session.append([text[1:] for text in texts])
+    session.extend_on_host([text[1:] for text in texts])
     tokens = torch.tensor([[9, 1, 2], [6, 7, 11]])  # in no text; continued as the first text was, then not
     tree = DraftTree.chain(tokens, torch.empty(2, 0, VOCAB))
     copies = session.copies(tree, 3)

@@ -46,7 +46,7 @@ class CachedSession(TreeSession):
         """Whether the target's verification leaves what the model has read of a node as it is."""
         return True
 
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
         ends = [row[count - 1 : count] if count else [] for row, count in zip(nodes, grown, strict=True)]
         unread = [[node for node in row if node not in cached] for row, cached in zip(ends, self._cached, strict=True)]
         if any(unread):

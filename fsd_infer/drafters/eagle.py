@@ -291,7 +291,7 @@ class EagleSession(CachedSession):
     def restart(self, fresh: EagleSession) -> None:
         self._begun, self.vocabulary = fresh._begun, fresh.vocabulary
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         if self.vocabulary is not None:
             self.vocabulary.extend(rows)
 
@@ -344,8 +344,8 @@ class EagleSession(CachedSession):
     def _is_final(self, frontier: Frontier, row: int, node: int) -> bool:
         return frontier.parents[row][node] < frontier.read[row]
 
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
-        super().keep(frontier, nodes, grown)
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        super().follow_beams(frontier, nodes, grown)
         self._outputs = self._outputs[:, :0]
 
 

@@ -95,8 +95,8 @@ class ForcedSession(DraftSession):
     def main(self) -> DraftSession:
         return self.parts[0]
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
-        super().append(rows)
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
+        super().extend_on_host(rows)
         for at, (answer, row) in enumerate(zip(self.answers, rows, strict=True)):
             if row:
                 answer += row if answer else row[-1:]  # the first tokens are the prompt's, and the answer's first one

@@ -170,7 +170,7 @@ class FreeSession(DraftSession):
     def places(self) -> list[tuple[Table, Any]]:
         """Return the table of each text and the text's place in it."""
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         self.tails = [self._tail([*tail, *row]) for tail, row in zip(self.tails, rows, strict=True)]
 
     def _tail(self, tokens: list[int]) -> list[int]:

@@ -180,9 +180,9 @@ class GraftedSession(DraftSession):
             [_union_guess(guesses, count) for guesses in zip(*rows, strict=True)] for rows in zip(*found, strict=True)
         ]
 
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
         for session in self._beam_sessions():
-            session.keep(frontier, nodes, grown)
+            session.follow_beams(frontier, nodes, grown)
 
     def _beam_sessions(self) -> list[DraftSession]:
         parts = zip(self.parts, self.drafter.parts, strict=True)

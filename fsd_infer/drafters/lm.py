@@ -251,8 +251,8 @@ class LMSession(CachedSession):
         places = [[read.index(node) for node in wanted] for wanted, read in zip(nodes, unread, strict=True)]
         return at_nodes(logits, to_device(padded(places).long(), self.device)), None
 
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
-        super().keep(frontier, nodes, grown)
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        super().follow_beams(frontier, nodes, grown)
         if any(grown):
             self.cached.copy_(self.lengths)
 

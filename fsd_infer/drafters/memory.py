@@ -272,8 +272,8 @@ class MemorySession(FreeSession):
     def remembers(self) -> bool:
         return self._remembers
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
-        super().append(rows)
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
+        super().extend_on_host(rows)
         for recall, row in zip(self.recalls, rows, strict=True):
             for token in row:
                 recall.append(token)

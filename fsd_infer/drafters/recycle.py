@@ -202,7 +202,7 @@ class RecycleSession(FreeSession):
                 these = slice(place * width, (place + 1) * width)
                 recycled.remember(contexts[seen[place]], ids[these], chances[these])
 
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
         for row, (recycled, left, count) in enumerate(zip(self.recycled, nodes, grown, strict=True)):
             tokens, parents = frontier.tokens[row], frontier.parents[row]
             for node in left[:count]:

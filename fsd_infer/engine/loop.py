@@ -68,7 +68,7 @@ def process(tracker: RequestTracker, pending: PendingReport) -> None:
     if phase == "prefill":
         texts = [[*prompt[1:], *new] for prompt, new in zip(tracker.prompts, texts, strict=True)]
     state.session.learn(feedback, report.verdict)
-    state.session.append(texts)
+    state.session.extend_on_host(texts)
     tracker.on_phase("prefill" if phase == "prefill" else "report")
     tracker.on_round(report)
     tracker.on_phase("report")
