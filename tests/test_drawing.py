@@ -11,9 +11,9 @@ import torch
 from scipy.special import softmax
 from scipy.stats import chisquare
 
-from fsd_infer import FsdError
 from fsd_infer.drafters.drawing import Drawing, Shares, accepted_drafts
 from fsd_infer.rules import Exact, RuleInputs, Verification, parse_rule
+from fsd_infer.rules.exact import block_test
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import Draws
 from tests.test_drawn_distributions import Grown, round_of, trees_of
@@ -70,7 +70,7 @@ def many_rounds(toy: Grown, rows: int, seed: int) -> Verification:
 def test_what_is_learned_is_the_share_of_drafts_that_is_accepted(seed: int) -> None:
     """Accepted per expected drafts of each kind, over many rounds of one tree shape."""
     round = many_rounds(Grown(4, TreeShape(2, 3, 9), least=0.02, seed=30 + seed), 10_000, seed)
-    verdict, tree, chance = Exact()(round), round.tree, RuleInputs(round).chance
+    verdict, tree, chance = Exact()(round), round.tree, block_test(RuleInputs(round)).chance
     sums = accepted_drafts(tree, verdict.path, verdict.accepted).double().sum(0).view(2, 2, 2)
     shares, step = Shares(), (tree.scores - tree.scores.gather(1, tree.parents)).exp()
     for _ in range(30):
@@ -110,7 +110,5 @@ def test_a_round_without_any_acceptance_does_not_end_the_drafts_of_a_kind() -> N
     assert shares.of(True, 0) == pytest.approx(0.8), "and what is accepted later is learned"
 
 
-def test_block_verification_refuses_trees_with_drawn_nodes() -> None:
-    with pytest.raises(FsdError, match="must form a chain"):
-        parse_rule("exact:block=true")(round_of(Grown(4, TreeShape(3, 2, 6)))[0])
+def test_which_rules_draw_chains_and_which_no_nodes() -> None:
     assert [parse_rule(rule).draws for rule in ("exact:block=true", "exact:draw=false")] == [Draws.CHAIN, Draws.NONE]
