@@ -53,7 +53,7 @@ def log_likelihoods(
     results = [(0.0, 0)] * len(pairs)
     with tqdm(total=len(pairs), desc="log-likelihood", unit="answer", disable=not progress) as bar:
         lengths = [len(prompt) + len(answer) - 1 for prompt, answer in pairs]
-        for batch in _batches(lengths, batch_tokens, target.angles.fixed):
+        for batch in _batches(lengths, batch_tokens, target.dynamic_rope.fixed_length):
             for index, scored in zip(batch, _batch(target, [pairs[index] for index in batch]), strict=True):
                 results[index] = scored
             bar.update(len(batch))

@@ -177,12 +177,12 @@ class Divergence:
         if draft_ids is None:
             return self(p_logits, q_logits)
         draft_ids = draft_ids.long()  # files may store narrower integers
-        if self.lumpable:
+        if self.is_reducible:
             return self(*reduced(p_logits, q_logits, draft_ids), log_probs=True)
         return self(p_logits, expand_draft(q_logits, draft_ids, p_logits.shape[-1]))
 
     @property
-    def lumpable(self) -> bool:
+    def is_reducible(self) -> bool:
         """Whether one bin for all tokens with q = 0 leaves the value unchanged (:func:`reduced`)."""
         return self.k is None and self.where_q_is_zero != "else"
 
@@ -268,8 +268,8 @@ def reduced(p_logits: Tensor, q_logits: Tensor, draft_ids: Tensor) -> tuple[Tens
     """Return both distributions on the drafter's vocabulary plus one bin for all other tokens, where q is 0.
 
     Exact for sums of terms f(p_i, q_i) where f(p_i, 0) is linear in p_i, as in kl_qp (0), js (p_i ln(2)/2) and tv
-    (p_i/2). Also exact where f(p_i, 0) is infinite unless p_i is 0, as in kl_pq and ag (``Divergence.lumpable``). The
-    bin's term is then the sum of its tokens' terms. Other divergences and the top-k forms change their value;
+    (p_i/2). Also exact where f(p_i, 0) is infinite unless p_i is 0, as in kl_pq and ag (``is_reducible``).
+    The bin's term is then the sum of its tokens' terms. Other divergences and the top-k forms change their value;
     :meth:`Divergence.with_reduced_drafter` handles all of them.
 
     Args:

@@ -215,23 +215,23 @@ def mixed_children(
     return fixed, draws, passes, reserved, left - (cost * draws).sum(-1)
 
 
-@_replaceable
-def upper_bound(values: Tensor, most: int) -> int:
-    """Return at least the largest of some whole numbers: ``most``, a bound that needs no transfer to the host.
-
-    Where reading them costs nothing, kernels return the largest itself, and loops end sooner.
-    """
-    return most
-
-
-def surely(mask: Tensor) -> bool:
-    """Whether all hold, as far as the host knows without a transfer; False where it does not know."""
-    return upper_bound(~mask, 1) == 0
+# what the host may read without a transfer (kernels of a CPU do): loops end sooner, and shapes are smaller ----------
 
 
 @_replaceable
-def selected(mask: Tensor) -> Tensor | None:
-    """Return the indices of a mask [R], where reading their number costs nothing; None: all, or that is not known."""
+def host_max(values: Tensor, bound: int) -> int:
+    """Return the largest of some whole numbers where the host may read them, else ``bound``, which none exceeds."""
+    return bound
+
+
+def host_all(mask: Tensor) -> bool:
+    """Return whether all hold, where the host may read them, else False."""
+    return host_max(~mask, 1) == 0
+
+
+@_replaceable
+def host_nonzero(mask: Tensor) -> Tensor | None:
+    """Return the indices where a mask [R] holds, where the host may read it; None: all, or it may not."""
     return None
 
 
@@ -254,33 +254,36 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 @_replaceable
-def tree_union(main: TreeTensors, side: TreeTensors, mains: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tree_union(
+    main: TreeTensors, side: TreeTensors, main_proposers: int, depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Merge two draft trees with the same roots, as :class:`fsd_infer.drafters.graft.GraftedDrafter` defines it.
 
     The nodes of ``main`` come first, then those of ``side``. Nodes of ``side`` that are in ``main`` are padding.
 
     Args:
         main, side: tokens, parents, scores and proposers, [B, N] and [B, M].
-        mains: number of drafters that ``main`` comes from.
+        main_proposers: number of drafters that ``main`` comes from.
         depth: at least that of the deepest node.
 
     Returns:
         Tokens, parents, scores and proposers of the union, [B, N + M - 1].
     """
-    place, shared = _places(main, side, depth)
-    parents = torch.cat([main[1], place.gather(1, side[1])[:, 1:]], 1)
+    numbers, shared = _numbers_in_union(main, side, depth)
+    parents = torch.cat([main[1], numbers.gather(1, side[1])[:, 1:]], 1)
     of_main, of_side = _accept_probs(main), _accept_probs(side)
+    # the probability that all children of main are wrong, by context
     wrong = torch.ones_like(parents, dtype=of_main.dtype).scatter_add(1, main[1][:, 1:], -of_main[:, 1:])
-    alone = of_side.masked_fill(shared, 0.0) * wrong.clamp_min(LEAST_WRONG).gather(1, place.gather(1, side[1]))
-    one = torch.cat([of_main, alone[:, 1:]], 1)
-    other = torch.zeros_like(one).scatter(1, place, of_side.masked_fill(~shared, 0.0))
-    accept = one + other - one * other
-    total = torch.zeros_like(accept).scatter_add(1, parents[:, 1:], accept[:, 1:]).clamp_min(1.0)
-    steps = (accept / total.gather(1, parents)).clamp_max(1.0).log()
+    side_alone = of_side.masked_fill(shared, 0.0) * wrong.clamp_min(LEAST_WRONG).gather(1, numbers.gather(1, side[1]))
+    a = torch.cat([of_main, side_alone[:, 1:]], 1)
+    b = torch.zeros_like(a).scatter(1, numbers, of_side.masked_fill(~shared, 0.0))
+    either = a + b - a * b
+    total = torch.zeros_like(either).scatter_add(1, parents[:, 1:], either[:, 1:]).clamp_min(1.0)
+    steps = (either / total.gather(1, parents)).clamp_max(1.0).log()
     steps[:, 0] = 0.0
+    tokens, scores = torch.cat([main[0], side[0][:, 1:]], 1), path_sums(steps, parents, depth)
     proposers = [torch.zeros_like(tree[1]) if tree[3] is None else tree[3] for tree in (main, side)]
-    tokens = torch.cat([main[0], side[0][:, 1:]], 1)
-    return tokens, parents, path_sums(steps, parents, depth), torch.cat([proposers[0], proposers[1][:, 1:] + mains], 1)
+    return tokens, parents, scores, torch.cat([proposers[0], proposers[1][:, 1:] + main_proposers], 1)
 
 
 def path_sums(steps: Tensor, parents: Tensor, depth: int) -> Tensor:
@@ -304,8 +307,8 @@ def _accept_probs(tree: TreeTensors) -> Tensor:
     return steps.masked_fill(scores == -math.inf, -math.inf).exp()  # padding below padding would be NaN
 
 
-def _places(main: TreeTensors, side: TreeTensors, depth: int) -> tuple[Tensor, Tensor]:
-    """Return each side node's place in the union and whether it is a node of ``main``: [B, M] each."""
+def _numbers_in_union(main: TreeTensors, side: TreeTensors, depth: int) -> tuple[Tensor, Tensor]:
+    """Return each side node's number in the union and whether it is a node of ``main``: [B, M] each."""
     count, others = main[1].shape[1], side[1].shape[1]
     of_main, of_side = (tree[2] != -math.inf for tree in (main, side))
     of_main[:, 0] = of_side[:, 0] = False
@@ -315,6 +318,6 @@ def _places(main: TreeTensors, side: TreeTensors, depth: int) -> tuple[Tensor, T
     same, above = same.flatten(1), (main[1][:, :, None] * others + side[1][:, None]).flatten(1)
     for _ in range(depth.bit_length()):  # each pass doubles the compared part of the paths
         same, above = same & same.gather(1, above), above.gather(1, above)
-    shared, place = same.view(-1, count, others).int().max(1)
-    own = torch.arange(count - 1, count - 1 + others, device=place.device)
-    return torch.where(shared > 0, place, own), shared > 0
+    shared, in_main = same.view(-1, count, others).int().max(1)
+    appended = torch.arange(count - 1, count - 1 + others, device=in_main.device)
+    return torch.where(shared > 0, in_main, appended), shared > 0

@@ -93,12 +93,20 @@ def padded(rows: Sequence[Sequence[Any]], fill: float = 0) -> Tensor:
     return torch.tensor([[*row, *[fill] * (most - len(row))] for row in rows])
 
 
-def without_padding(counts: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Cut what is padding in all rows off tensors [B, K, ...] whose first ``counts`` [B] entries are real, on a CPU."""
+def trimmed_on_host(counts: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Cut off what is padding in all rows, where the host reads counts without waiting; elsewhere change nothing.
+
+    Args:
+        counts: [B] real entries of each row.
+        tensors: [B, K, ...], padded at their ends.
+
+    Returns:
+        [B, K', ...] each.
+    """
     if not is_host(counts.device):
         return list(tensors)
-    most = int(counts.max())
-    return [tensor[:, :most] for tensor in tensors]
+    longest = int(counts.max())
+    return [tensor[:, :longest] for tensor in tensors]
 
 
 def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from scipy.special import softmax
 from scipy.stats import chi2
 from torch import Tensor
 
-from fsd_infer.rules import Rule, TokenHistory, Verification, parse_rule
+from fsd_infer.rules import RoundInput, Rule, TokenHistory, parse_rule
 from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import masked
 
@@ -108,10 +108,10 @@ class Toy:
 
     def round(
         self, contexts: Tensor, generator: torch.Generator, greedy: bool = False, answers: list[list[int]] | None = None
-    ) -> Verification:
+    ) -> RoundInput:
         tree, where = self.draft(contexts, generator)
         logits = self.p[where]
-        return Verification(
+        return RoundInput(
             tree=tree,
             logits=logits,
             scores=self.scores(logits),

@@ -22,7 +22,7 @@ from fsd_bench.runs import RunFile, Trial
 from fsd_bench.server import Server
 from fsd_infer import FsdError, Target, TreeShape
 from fsd_infer.trees import policy
-from fsd_infer.trees.estimates import TreeMemory
+from fsd_infer.trees.estimates import PolicyStore
 from tests.bench_toys import Toy
 from tests.families import tiny_prompts
 from tests.openai_server import Behaviour, made_up, serving
@@ -59,7 +59,7 @@ def test_a_run_with_a_seed_repeats_whatever_the_clock_says(toy: Toy, monkeypatch
             now[0] += draws.choice((1e-5, 1e-3, 1e-2, 0.5))
             return now[0]
 
-        monkeypatch.setattr(policy, "TreeMemory", partial(TreeMemory, clock=leaps))
+        monkeypatch.setattr(policy, "PolicyStore", partial(PolicyStore, clock=leaps))
         record = toy_run(toy, ["exact@lookup+recycle", "fuzzy:js:0.3"], seed=seed, **options)
         assert record["settings"]["seed"] == seed
         return [run["tokens_sha256"] for row in record["prompts"] for runs in row["methods"].values() for run in runs]

@@ -18,7 +18,7 @@ import torch
 from benchmarks.results_page import filled, middle
 from benchmarks.tables import difference, ratio
 from fsd_infer.engine import round as round_module
-from fsd_infer.rules import RuleInputs, Tilted, Verification
+from fsd_infer.rules import RoundInput, RuleInputs, Tilted
 from fsd_infer.rules.optimal import clipped
 from fsd_infer.trees.tree import DraftTree
 
@@ -184,7 +184,7 @@ def test_the_numbers_on_the_page_of_the_optimal_rule(repo_root: Path) -> None:
     root, below = torch.tensor([0.5, 0.3, 0.1, 0.1]).log(), torch.tensor([0.2, 0.1, 0.6, 0.1]).log()
     logits = torch.stack([root, below, below])[None]
     tree = DraftTree.chain(torch.tensor([[0, 1, 2]]), logits[:, :2])
-    inputs = RuleInputs(Verification(tree, logits, logits, False, torch.rand(1, 3, 3)))
+    inputs = RuleInputs(RoundInput(tree, logits, logits, False, torch.rand(1, 3, 3)))
     distribution = Tilted(1.0, min_p=0.0, exact_ngram_size=0).output(inputs).log_probs(inputs).exp()[0]
     b, c = float(distribution[0, 1]), float(distribution[1, 2])
     drafts, value = b * (1 + c), math.log(0.7 + 0.3 * math.exp(1 + math.log(0.4 + 0.6 * math.e)))

@@ -128,7 +128,7 @@ def test_the_sampled_distribution() -> None:
     drafter = TextDrafter(small, target, TreeShape.chain(3))
     allowed = torch.full((small.vocab_size,), -torch.inf)
     allowed[small.tokenizer.convert_tokens_to_ids(["a", "b", "▁", "t", "h", "e"])] = 0.0
-    drafter.fitted = lambda logits: logits + allowed  # type: ignore[method-assign]
+    drafter.to_draft_vocabulary = lambda logits: logits + allowed  # type: ignore[method-assign]
     prompt, longest, count, temperature = [0, 1, 2, 0], 3, 1500, 0.7
     distribution: dict[tuple[int, ...], float] = {}
     texts = [((), 1.0)]

@@ -11,8 +11,8 @@ import torch
 from scipy.special import softmax
 from scipy.stats import chisquare
 
-from fsd_infer.drafters.drawing import Drawing, Shares, accepted_drafts
-from fsd_infer.rules import Exact, RuleInputs, Verification, parse_rule
+from fsd_infer.drafters.drawing import AcceptanceRatios, Drawing, accepted_and_expected
+from fsd_infer.rules import Exact, RoundInput, RuleInputs, parse_rule
 from fsd_infer.rules.exact import block_test
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import Draws
@@ -56,7 +56,7 @@ def test_acceptance_is_that_of_the_mixed_scheme(width: int) -> None:
     assert wanted > p[order[:width]].sum()
 
 
-def many_rounds(toy: Grown, rows: int, seed: int) -> Verification:
+def many_rounds(toy: Grown, rows: int, seed: int) -> RoundInput:
     """Rounds with trees as they are drawn."""
     round, probability, _ = round_of(toy)
     generator = torch.Generator().manual_seed(seed)
@@ -70,28 +70,30 @@ def many_rounds(toy: Grown, rows: int, seed: int) -> Verification:
 def test_what_is_learned_is_the_share_of_drafts_that_is_accepted(seed: int) -> None:
     """Accepted per expected drafts of each kind, over many rounds of one tree shape."""
     round = many_rounds(Grown(4, TreeShape(2, 3, 9), least=0.02, seed=30 + seed), 10_000, seed)
-    verdict, tree, chance = Exact()(round), round.tree, block_test(RuleInputs(round)).chance
-    sums = accepted_drafts(tree, verdict.path, verdict.accepted).double().sum(0).view(2, 2, 2)
-    shares, step = Shares(), (tree.scores - tree.scores.gather(1, tree.parents)).exp()
+    verdict, tree, accept_prob = Exact()(round), round.tree, block_test(RuleInputs(round)).accept_prob
+    sums = accepted_and_expected(tree, verdict.path, verdict.accepted).double().sum(0).view(2, 2, 2)
+    ratios, step = AcceptanceRatios(), (tree.scores - tree.scores.gather(1, tree.parents)).exp()
     for _ in range(30):
-        shares.learn((sums / 20).flatten().tolist())
-    reach = torch.where(tree.depths == 1, 1.0, chance.gather(1, tree.parents)) * tree.is_draft
+        ratios.learn((sums / 20).flatten().tolist())
+    reach = torch.where(tree.depths == 1, 1.0, accept_prob.gather(1, tree.parents)) * tree.is_draft
     for drawn in (False, True):
         for below in (False, True):
             mine = (tree.drawn == drawn) & ((tree.depths > 1) == below) & tree.is_draft
-            wanted = float((reach * chance)[mine].sum() / (reach * step)[mine].sum())
+            wanted = float((reach * accept_prob)[mine].sum() / (reach * step)[mine].sum())
             seen = float(sums[int(drawn), int(below), 0] / sums[int(drawn), int(below), 1])
             assert seen == pytest.approx(wanted, rel=0.06)
-            assert drawn or shares.of(drawn, below) == pytest.approx(seen, rel=0.02)
+            assert drawn or ratios.ratio(drawn, below) == pytest.approx(seen, rel=0.02)
 
 
 def test_a_ratio_that_was_applied_is_not_learned_twice() -> None:
     """Drawn drafts are drafted with the learned ratio in their scores: learning goes to the ratio, then stays there."""
-    shares = Shares()
+    ratios = AcceptanceRatios()
     for _ in range(400):
-        shares.learn([0, 0, 0, 0, 0.6 * 10, shares.of(True, 0) * 10, 0, 0])
-    assert shares.of(True, 0) == pytest.approx(0.6, rel=1e-3) and shares.of(True, 1) == shares.of(False, 0) == 1.0
-    few, many = (Drawing(None, torch.Generator().manual_seed(0), 8, 0.1, each) for each in (shares, None))
+        ratios.learn([0, 0, 0, 0, 0.6 * 10, ratios.ratio(True, 0) * 10, 0, 0])
+    assert (
+        ratios.ratio(True, 0) == pytest.approx(0.6, rel=1e-3) and ratios.ratio(True, 1) == ratios.ratio(False, 0) == 1.0
+    )
+    few, many = (Drawing(None, torch.Generator().manual_seed(0), 8, 0.1, each) for each in (ratios, None))
     logits = torch.tensor([[[2.0, 1.4, 0.5, 0.2, 0.0]]])
     drafted = [
         each.propose(logits, torch.zeros(1, 1), torch.zeros(1, 1, 0, dtype=torch.bool), 4) for each in (few, many)
@@ -102,12 +104,12 @@ def test_a_ratio_that_was_applied_is_not_learned_twice() -> None:
 
 def test_a_round_without_any_acceptance_does_not_end_the_drafts_of_a_kind() -> None:
     """A batch of many answers to one prompt may expect a hundred acceptances and see none."""
-    shares = Shares()
+    ratios = AcceptanceRatios()
     for _ in range(3):
-        shares.learn([0, 500, 0, 0, 0, 500, 0, 0])
-    assert 0 < shares.of(False, 0) == shares.of(True, 0) < 0.2
-    shares.learn([0, 0, 0, 0, 400, 500 * shares.of(True, 0), 0, 0])
-    assert shares.of(True, 0) == pytest.approx(0.8), "and what is accepted later is learned"
+        ratios.learn([0, 500, 0, 0, 0, 500, 0, 0])
+    assert 0 < ratios.ratio(False, 0) == ratios.ratio(True, 0) < 0.2
+    ratios.learn([0, 0, 0, 0, 400, 500 * ratios.ratio(True, 0), 0, 0])
+    assert ratios.ratio(True, 0) == pytest.approx(0.8), "and what is accepted later is learned"
 
 
 def test_which_rules_draw_chains_and_which_no_nodes() -> None:

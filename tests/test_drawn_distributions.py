@@ -19,12 +19,12 @@ from torch import Tensor
 from fsd_infer.drafters.drawing import Drawing
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
-from fsd_infer.rules import RuleInputs, TokenHistory, Verification, VocabRows, parse_rule
+from fsd_infer.rules import RoundInput, RuleInputs, TokenHistory, VocabRows, parse_rule
 from fsd_infer.rules._walk import _Walk
 from fsd_infer.rules.optimal import clipped, least_divergent, passed
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
-from fsd_infer.trees.visits import likeliest
+from fsd_infer.trees.visits import select_nodes
 from tests.tree_rounds import masked
 
 LEVELS = 4  # contexts have at most as many tokens
@@ -102,18 +102,18 @@ class Session(TreeSession):
         self._where = self.toy.vocabulary * self._where.gather(1, parents) + 1 + tokens
         return self.q[self._where]
 
-    def _draws(self) -> Drawing:
-        drawing = super()._draws()
+    def _new_drawing(self) -> Drawing:
+        drawing = super()._new_drawing()
         drawing.least = drawing.least if self.toy.least is None else math.log(self.toy.least)
         return drawing
 
-    def _kept(self, tree: DraftTree) -> DraftTree:
+    def _select_nodes(self, tree: DraftTree) -> DraftTree:
         if not self.toy.meddles:
-            return super()._kept(tree)
+            return super()._select_nodes(tree)
         draws = (tree.tokens * tree.drawn * torch.arange(1, 1 + tree.tokens.shape[1])).sum(1, keepdim=True)
-        scores = tree.scores.masked_fill(~tree.held & ((tree.tokens + draws) % 3 == 0), -math.inf)
-        lost = (tree.ancestors & (scores == -math.inf)[:, None]).any(-1) & ~tree.held
-        nodes = likeliest(scores.masked_fill(lost, -math.inf), tree.parents, self.shape.depth, 0.0, 99, tree.held)
+        scores = tree.scores.masked_fill(~tree.pinned & ((tree.tokens + draws) % 3 == 0), -math.inf)
+        lost = (tree.ancestors & (scores == -math.inf)[:, None]).any(-1) & ~tree.pinned
+        nodes = select_nodes(scores.masked_fill(lost, -math.inf), tree.parents, self.shape.depth, 0.0, 99, tree.pinned)
         return replace(tree, scores=scores.masked_fill(lost, -math.inf)).keep(nodes)
 
 
@@ -154,7 +154,7 @@ def trees_of(toy: Grown) -> list[tuple[DraftTree, float]]:
 
 
 @cache
-def round_of(toy: Grown) -> tuple[Verification, Tensor, Tensor]:
+def round_of(toy: Grown) -> tuple[RoundInput, Tensor, Tensor]:
     """A round with all trees, one a row; their probabilities [B]; and the context of each node [B, N]."""
     trees, chances = zip(*trees_of(toy), strict=True)
     count, width = max(tree.tokens.shape[1] for tree in trees), max(tree.q_logits.shape[1] for tree in trees)
@@ -176,7 +176,7 @@ def round_of(toy: Grown) -> tuple[Verification, Tensor, Tensor]:
     uniforms = torch.rand(*where.shape, 3, generator=torch.Generator().manual_seed(toy.seed))
     uniforms[..., 2] = uniforms[:1, :1, 2]  # the coins of gates are no draws of the tree
     texts = TokenHistory(tree.tokens[:, :1].tolist(), markers={})
-    round = Verification(tree, logits, toy.process(logits), False, uniforms, None, toy.process_draft, texts)
+    round = RoundInput(tree, logits, toy.process(logits), False, uniforms, None, toy.process_draft, texts)
     return round, torch.tensor(chances, dtype=torch.double), where
 
 
@@ -292,7 +292,7 @@ def test_block_verification_of_trees_has_the_targets_distribution_and_accepts_mo
     one_by_one = torch.ones_like(reach)
     for node in range(1, reach.shape[1]):
         above = inputs.tree.parents[:, node : node + 1]
-        one_by_one[:, node] = one_by_one.gather(1, above)[:, 0] * inputs.chance[:, node]
+        one_by_one[:, node] = one_by_one.gather(1, above)[:, 0] * inputs.accept_prob[:, node]
     accepted, fewer = ((each * inputs.tree.is_draft).sum(1) @ probability for each in (reach, one_by_one))
     assert accepted > fewer - 1e-5
     assert accepted > fewer + 1e-4 or not (inputs.is_drawn & inputs.above(inputs.is_drawn)).any()

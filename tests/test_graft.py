@@ -14,11 +14,11 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_infer import FsdError, FuzzyDecoder, Target, TreeShape
 from fsd_infer.drafters import GraftedDrafter, LMDrafter, LookupDrafter, NoDrafter
-from fsd_infer.drafters.graft import _warn_sampled, kept_of, union_of
+from fsd_infer.drafters.graft import _warn_sampled, keep_nodes, union_of
 from fsd_infer.drafters.loading import load_drafter
 from fsd_infer.heads.head import EagleConfig, EagleHead
 from fsd_infer.trees.tree import DraftTree
-from fsd_infer.trees.visits import likeliest
+from fsd_infer.trees.visits import select_nodes
 from tests.families import VOCAB, save_head, tiny_model, tiny_prompts
 from tests.kernel_toys import needs_kernels
 from tests.rules_enumeration import check_distribution
@@ -43,7 +43,7 @@ def one_tree(nodes: list[tuple[int, int, float]], q: bool = True) -> DraftTree:
 
 def merge_trees(main: DraftTree, side: DraftTree, nodes: int) -> DraftTree:
     union = union_of(main, side, depth=8)
-    return kept_of(union, main, likeliest(union.scores, union.parents, 8, 0.0, nodes))
+    return keep_nodes(union, main, select_nodes(union.scores, union.parents, 8, 0.0, nodes))
 
 
 def paths(tree: DraftTree, row: int) -> dict[Path_, int]:
@@ -99,10 +99,10 @@ def test_the_kernel_and_torch_make_the_same_union(monkeypatch: pytest.MonkeyPatc
     for seed in range(20):
         main, side = tree_round(seed).tree, tree_round(seed + 100, nodes=7).tree
         side.proposers = torch.arange(7).expand_as(side.parents)
-        compiled = union_of(main, side, depth=8, mains=2)
+        compiled = union_of(main, side, depth=8, main_proposers=2)
         with monkeypatch.context() as patch:
             patch.delitem(functional.KERNELS["tree_union"], "cpu")
-            plain = union_of(main, side, depth=8, mains=2)
+            plain = union_of(main, side, depth=8, main_proposers=2)
         torch.testing.assert_close(compiled.scores, plain.scores)
         for name in ("tokens", "parents", "proposers", "q_index"):
             assert torch.equal(getattr(compiled, name), getattr(plain, name)), name

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.errors import DataError, FsdError
-from fsd_infer.rules import Exact, Fuzzy, Verification
+from fsd_infer.rules import Exact, Fuzzy, RoundInput
 from fsd_infer.trees.tree import DraftTree
 from fsd_train.losses import LMHead, Schedule, as_loss
 from fsd_train.losses.rows import LIVE
@@ -159,7 +159,7 @@ def test_expected_length_of_a_chain_is_what_the_rule_accepts(rule: Any) -> None:
     q_logits = q.log().float().expand(draws, S, -1)
     logits = torch.cat([p, p[:1]]).log().float().expand(draws, S + 1, -1)  # the last one's distribution does not matter
     uniforms = torch.rand(draws, S + 1, 3, generator=generator)
-    round = Verification(DraftTree.chain(tokens, q_logits, q_scores=q_logits), logits, logits, False, uniforms)
+    round = RoundInput(DraftTree.chain(tokens, q_logits, q_scores=q_logits), logits, logits, False, uniforms)
     lengths = (replace(rule, threshold=threshold) if threshold else rule)(round).accepted.double()
     error = float(lengths.std()) / math.sqrt(draws)
     assert abs(float(parts[f"soft_tau_{threshold:g}"]) - 1 - float(lengths.mean())) < 4.5 * error

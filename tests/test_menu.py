@@ -19,7 +19,7 @@ from fsd_infer.engine.callback import Callback
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.rules import parse_rule
 from fsd_infer.trees.costs import PRIORS
-from fsd_infer.trees.estimates import RuleProfile, TreeMemory
+from fsd_infer.trees.estimates import PolicyStore, RuleProfile
 from fsd_infer.trees.menu import MenuPolicy, menu_of
 from fsd_infer.trees.shape import MENU, NO_TREE, TreeShape
 from tests.families import VOCAB, tiny_head, tiny_model
@@ -185,8 +185,8 @@ def best_of(sure: float) -> float:
     return max(rates)
 
 
-def policy_of(memory: TreeMemory) -> MenuPolicy:
-    policy = MenuPolicy(memory, 1, RuleProfile(0.0, "exact"), MENU)
+def policy_of(store: PolicyStore) -> MenuPolicy:
+    policy = MenuPolicy(store, 1, RuleProfile(0.0, "exact"), MENU)
     policy.time(SECONDS)
     return policy
 
@@ -195,15 +195,15 @@ def policy_of(memory: TreeMemory) -> MenuPolicy:
 @pytest.mark.parametrize("sure", [0.03, 0.3, 0.75])
 def test_the_choice_is_as_fast_as_the_best_shape(sure: float, said: float) -> None:
     """Whether or not the drafter is as sure as it is right."""
-    memory, draws, rates = TreeMemory(PRIORS["cuda"]), random.Random(0), []
+    store, draws, rates = PolicyStore(PRIORS["cuda"]), random.Random(0), []
     for _ in range(12):
-        tokens, spent = rounds_of(policy_of(memory), sure, min(sure * said, 0.97), 150, draws)
+        tokens, spent = rounds_of(policy_of(store), sure, min(sure * said, 0.97), 150, draws)
         rates.append(tokens / spent)
     assert fmean(rates[3:]) > 0.93 * best_of(sure)
 
 
 def test_a_hopeless_passage_does_not_silence_drafts_for_long() -> None:
-    policy, draws = policy_of(TreeMemory(PRIORS["cuda"])), random.Random(0)
+    policy, draws = policy_of(PolicyStore(PRIORS["cuda"])), random.Random(0)
     rounds_of(policy, 0.02, 0.02, 200, draws)
     assert policy.stats.nodes[-50:].count(1) > 30, "hardly any drafts"
     tokens, spent = rounds_of(policy, 0.8, 0.8, 200, draws)

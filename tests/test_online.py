@@ -27,9 +27,9 @@ from fsd_infer.drafters import (
 )
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.trees.costs import PRIORS, CostPrior
-from fsd_infer.trees.estimates import LearnedCalibration, RuleProfile, TreeMemory
+from fsd_infer.trees.estimates import LearnedCalibration, PolicyStore, RuleProfile
 from fsd_infer.trees.growing import Growth
-from fsd_infer.trees.policy import TRIALS, TreePolicy, TreeReport, memory_of
+from fsd_infer.trees.policy import TRIALS, TreePolicy, TreeReport, policy_store
 from fsd_infer.trees.prices import KNOTS, Kind
 from fsd_infer.trees.shape import AUTO, TreeShape, parse_tree
 from tests.families import VOCAB, drafter_of, reference, tiny_model, tiny_prompts
@@ -94,8 +94,8 @@ class Text:
         return 0 if draw < first else 1 if draw < first + second else 2
 
 
-def policy_of(memory: TreeMemory) -> TreePolicy:
-    return TreePolicy(memory, 1, RuleProfile(), TreeShape(12, 2, 48))
+def policy_of(store: PolicyStore) -> TreePolicy:
+    return TreePolicy(store, 1, RuleProfile(), TreeShape(12, 2, 48))
 
 
 def round_of(text: Text, machine: Machine, choice: TreePolicy | TreeShape) -> int:
@@ -170,7 +170,7 @@ TROUBLES: dict[str, Callable[[int, float], float]] = {
 @pytest.mark.parametrize(("forward", "sure"), [(small_machine, 0.9), (large_machine, 0.3)])
 def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float], sure: float, trouble: str) -> None:
     machine = Machine(forward, 6e-4, TROUBLES[trouble])
-    choice = policy_of(TreeMemory(PRIORS["cpu"], machine))
+    choice = policy_of(PolicyStore(PRIORS["cpu"], machine))
     speed(choice, machine, sure, 100)  # the first answers
     assert speed(choice, machine, sure, 400) >= 0.9 * best_speed(forward, sure)
 
@@ -181,9 +181,9 @@ def test_the_choice_is_as_fast_as_the_best_shape(forward: Callable[[int], float]
 def test_a_machine_unlike_the_assumed_one_is_found_out(of_node: float, of_draft: float, sure: float) -> None:
     """Where drafts lose time, the first eight answers take hardly longer than without: what was assumed hid it."""
     machine = Machine(lambda nodes: 5e-3 * (1 + of_node * (nodes - 1)), 2e-3 * of_draft, reading=3e-3 * of_draft)
-    memory, tokens = TreeMemory(PRIORS["amx blocks"], machine), 0
+    store, tokens = PolicyStore(PRIORS["amx blocks"], machine), 0
     for number in range(8):
-        text, choice = Text(sure, number, sibling=0.15), policy_of(memory)
+        text, choice = Text(sure, number, sibling=0.15), policy_of(store)
         tokens += sum(round_of(text, machine, choice) for _ in range(60))
     assert tokens / machine.spent >= 0.9 / 6e-3  # of the speed without drafts
 
@@ -192,11 +192,11 @@ def test_a_machine_unlike_the_assumed_one_is_found_out(of_node: float, of_draft:
 def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, ...]) -> None:
     """Drafts that cost more than they bring pause, and come back within the first rounds of a text where they pay."""
     machine = Machine(blocks_machine, 7.5e-4, reading=8e-4)
-    memory = TreeMemory(PRIORS["avx512 blocks"], machine)
+    store = PolicyStore(PRIORS["avx512 blocks"], machine)
     speeds: dict[float, list[float]] = {kind: [] for kind in kinds}
     for number in range(40):
         kind, start = kinds[number % len(kinds)], machine.spent
-        text, choice = Text(kind, number, sibling=0.15), policy_of(memory)
+        text, choice = Text(kind, number, sibling=0.15), policy_of(store)
         tokens = sum(round_of(text, machine, choice) for _ in range(60))
         speeds[kind].append(tokens / (machine.spent - start))
     for kind, each in speeds.items():
@@ -209,12 +209,12 @@ def test_hard_texts_do_not_silence_the_drafts_of_easy_ones(kinds: tuple[float, .
 
 @pytest.mark.parametrize(("copy", "drafts"), [((0.9,), True), ((0.98,) * 12, False)])
 def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple[float, ...], drafts: bool) -> None:
-    choice = policy_of(TreeMemory(PRIORS["cpu"], lambda: 0.0))
+    choice = policy_of(PolicyStore(PRIORS["cpu"], lambda: 0.0))
     choice.state.trials = 12
     shape, scores = choice.choose(1), [0.0, *accumulate(map(math.log, copy))]
     assert shape.prices is not None
     copied = tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1)
-    assert Growth(replace(shape, prices=shape.prices.beside(copied)), 1).starts() is drafts
+    assert Growth(replace(shape, prices=shape.prices.beside_side_tree(copied)), 1).starts() is drafts
 
 
 def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
@@ -231,7 +231,7 @@ SIDES = [(0.5, 0.0, 0.25), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0), (2.0, 0.2, 0.25)]
 @pytest.mark.parametrize(("side_ms", "right", "share"), SIDES)
 def test_a_grafted_drafter_is_asked_where_its_drafts_pay(side_ms: float, right: float, share: float) -> None:
     """Rounds of 5 ms: 0.5 ms for nothing do not pay, nor 2 ms for a fifth of a token. It is asked again for a copy."""
-    choice, asked = policy_of(TreeMemory(PRIORS["avx512 blocks"])), list[bool]()
+    choice, asked = policy_of(PolicyStore(PRIORS["avx512 blocks"])), list[bool]()
     drafts = tree_of(([0, 1], [0, 0], [0.0, math.log(0.5)]), vocab=2)
     drafts = replace(drafts, proposers=torch.ones_like(drafts.tokens))
 
@@ -273,8 +273,8 @@ CHEAP = CostPrior((1e-3,) * len(KNOTS), (1e-3, 1e-4), (1e-3, 1e-3))  # so that e
 
 def adversary_of(drafter: Drafter, target: Target) -> Adversary:
     """Give a drafter's policy such a clock, and return it."""
-    memory = memory_of(drafter.learner, target, drafter.learner.relative_cost)
-    memory.clock, memory.prior = (clock := Adversary()), CHEAP
+    store = policy_store(drafter.learner, target, drafter.learner.relative_cost)
+    store.clock, store.prior = (clock := Adversary()), CHEAP
     return clock
 
 

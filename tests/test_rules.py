@@ -18,9 +18,9 @@ from fsd_core.functional import draw
 from fsd_infer.rules import (
     Exact,
     Fuzzy,
+    RoundInput,
     TokenHistory,
     TokenOrigin,
-    Verification,
     parse_rule,
 )
 from fsd_infer.rules.fuzzy import _warn_never_opens
@@ -65,7 +65,7 @@ def test_a_gate_that_the_reduced_vocabulary_keeps_shut_says_so_once(name: str) -
 KINDS = [("tree", False), ("tree", True), ("chain", False)]  # and whether it is greedy
 
 
-def inner_of(round: Verification, row: int) -> set[int]:
+def inner_of(round: RoundInput, row: int) -> set[int]:
     return set(round.tree.parents[row, 1:].tolist())
 
 
@@ -112,7 +112,7 @@ def test_kernels_and_plain_torch_agree(spec: str, shape: str, greedy: bool, monk
     rule, rounds = parse_rule(spec), [any_round(shape, seed, greedy) for seed in range(4)]
     found = [verdict_of(rule, round) for round in rounds]
     for name, kernels in functional.KERNELS.items():
-        if name != "upper_bound":  # by which shapes are no larger than they must
+        if name != "host_max":  # by which shapes are no larger than they must
             monkeypatch.delitem(kernels, "cpu", raising=False)
     for round, one in zip(rounds, found, strict=True):
         round.tree = replace(round.tree)  # what it has cached is forgotten
@@ -172,7 +172,7 @@ def test_a_look_ahead_stops_where_a_sentence_begins() -> None:
     logits[0, [0, 2], [1, 3]] = torch.tensor([-2.0, -0.1])  # 1 - 2.3 + 1 + 1 - 0.4 > 0, but not without the last
     tree = DraftTree.chain(torch.tensor([[0, 1, 2, 3]]), torch.empty(1, 0, 5), scores=torch.zeros(1, 4))
     ends = torch.tensor([False, False, True, False, False, False])
-    round = Verification(tree, logits, logits, True, texts=TokenHistory([[0] * 9], ends=ends))
+    round = RoundInput(tree, logits, logits, True, texts=TokenHistory([[0] * 9], ends=ends))
     assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3")(round).accepted.tolist() == [3]
     assert parse_rule("tilted:1:exact_ngram_size=0:min_p=0:toll=0.3:lead=1")(round).accepted.tolist() == [0]
 
@@ -202,7 +202,7 @@ def test_exact_token_for_token_at_the_end_of_its_range(spec: str, kinds: list[tu
         assert_same(parse_rule(spec)(round), Exact()(round))
 
 
-def agreeing(round: Verification) -> Verification:
+def agreeing(round: RoundInput) -> RoundInput:
     tree = round.tree
     row, node = (tree.q_index >= 0).nonzero(as_tuple=True)
     raw, processed = (

@@ -15,7 +15,7 @@ import torch
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError
-from fsd_infer.rules import Asd, Exact, Fly, RuleInputs, Verification, VocabRows, parse_rule
+from fsd_infer.rules import Asd, Exact, Fly, RoundInput, RuleInputs, VocabRows, parse_rule
 from fsd_infer.trees.tree import DraftTree
 from tests.rules_enumeration import RULES, check_distribution
 from tests.rules_toy import TOYS, Toy, V
@@ -193,7 +193,7 @@ def test_temperature_zero_emits_the_likeliest_token_of_the_distribution(spec: st
 # fly --------------------------------------------------------------------------------------------------------------
 
 
-def fly_reference(round: Verification, row: int, window: int, entropy: float) -> list[int]:
+def fly_reference(round: RoundInput, row: int, window: int, entropy: float) -> list[int]:
     """The tokens that FLy emits, by recursion."""
     tokens, parents = round.tree.tokens[row].tolist(), round.tree.parents[row].tolist()
     p = softmax(round.scores[row].double().numpy(), axis=-1)
@@ -235,7 +235,7 @@ def test_fly_lets_a_mismatch_through_where_the_target_agrees_with_what_follows()
 # asd --------------------------------------------------------------------------------------------------------------
 
 
-def asd_reference(round: Verification, row: int, gap: float, most: int, left: float) -> list[int]:
+def asd_reference(round: RoundInput, row: int, gap: float, most: int, left: float) -> list[int]:
     """The tokens that ASD emits, context by context down the tree."""
     tokens, parents = round.tree.tokens[row].tolist(), round.tree.parents[row].tolist()
     z = round.scores[row].double().numpy()
@@ -279,7 +279,7 @@ def test_asd_passes_cheap_mismatches_within_three_bounds(gap: float, most: int, 
 # block verification -----------------------------------------------------------------------------------------------
 
 
-def every_draft(toy: Toy, length: int) -> tuple[Verification, np.ndarray, np.ndarray]:
+def every_draft(toy: Toy, length: int) -> tuple[RoundInput, np.ndarray, np.ndarray]:
     """A round with a row per possible draft of ``length`` tokens; contexts [rows, length + 1]; each draft's chance."""
     drafts = torch.tensor(list(itertools.product(range(V), repeat=length)))
     where = [torch.zeros(len(drafts), dtype=torch.long)]
@@ -292,7 +292,7 @@ def every_draft(toy: Toy, length: int) -> tuple[Verification, np.ndarray, np.nda
     tree = DraftTree.chain(torch.nn.functional.pad(drafts, (1, 0)), q_scores, q_scores=q_scores)
     logits = toy.scores(toy.p)[contexts]
     uniforms = torch.rand(len(drafts), length + 1, 3)
-    return Verification(tree, logits, logits, False, uniforms), contexts.numpy(), chance[chance > 0].numpy()
+    return RoundInput(tree, logits, logits, False, uniforms), contexts.numpy(), chance[chance > 0].numpy()
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -306,9 +306,9 @@ def test_block_verification_has_the_targets_distribution_and_accepts_more(toy: s
     rows = len(weight)
     inputs = RuleInputs(round)
     test = Exact(block=True).output(inputs).test
-    assert test is not None and test.rest is not None
-    chance = test.chance.double()[:, 1:].numpy()
-    rest = test.rest(VocabRows.every(inputs)).double().view(rows, length + 1, V).numpy()
+    assert test is not None and test.residual is not None
+    chance = test.accept_prob.double()[:, 1:].numpy()
+    rest = test.residual(VocabRows.every(inputs)).double().view(rows, length + 1, V).numpy()
     rest[rest.sum(-1) == 0] = 1  # only where the draft is accepted
     p = softmax(models.scores(models.p).double().numpy(), axis=-1)
 

@@ -16,6 +16,7 @@ from fsd_infer.rules import (
     LossyRule,
     OutputDistribution,
     RandomGate,
+    RoundInput,
     Rule,
     RuleInputs,
     Tilted,
@@ -104,13 +105,14 @@ def test_former_names_of_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = RuleInputs(tree_round(0, greedy=True))
     with pytest.warns(FutureWarning, match=r"RuleInputs\.regret|OutputDistribution\.lifted") as said:
         made = OutputDistribution.lifted(inputs, inputs.regret)
-    assert made == OutputDistribution.biased(inputs, inputs.logprob_gap) and len(said) == 2
+        assert inputs.chance is inputs.accept_prob
+    assert made == OutputDistribution.biased(inputs, inputs.logprob_gap) and len(said) == 3
 
 
 def test_a_rule_written_with_former_names_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsd_core.former._said", set())
     with pytest.warns(FutureWarning) as said:
-        from fsd_infer.rules import Evidence, Law  # type: ignore[attr-defined]
+        from fsd_infer.rules import Evidence, Law, Verification  # type: ignore[attr-defined]
 
         class Always(LossyRule):
             def law(self, evidence: Evidence) -> Law:
@@ -120,12 +122,12 @@ def test_a_rule_written_with_former_names_works(monkeypatch: pytest.MonkeyPatch)
                 return 0.5
 
     assert {str(each.message).split(" works")[0] for each in said} == {
-        "fsd_infer.rules.Evidence", "fsd_infer.rules.Law", "Always.law", "Always.tilt"
+        "fsd_infer.rules.Evidence", "fsd_infer.rules.Law", "fsd_infer.rules.Verification", "Always.law", "Always.tilt"
     }  # fmt: skip
     round = tree_round(0, greedy=True)
     assert Always()(round).accepted.tolist() == parse_rule("fuzzy:js:inf")(round).accepted.tolist()
     assert Always().draft_bonus(True) == 0.5
-    assert Law is OutputDistribution and Evidence is RuleInputs
+    assert Law is OutputDistribution and Evidence is RuleInputs and Verification is RoundInput
 
 
 def test_a_session_written_with_former_names_works(monkeypatch: pytest.MonkeyPatch) -> None:

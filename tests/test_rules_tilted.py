@@ -16,9 +16,9 @@ import torch
 from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError, FuzzyDecoder
-from fsd_infer.rules import Exact, Rule, RuleInputs, TokenHistory, Verification, apply_rules, parse_rule
+from fsd_infer.rules import Exact, RoundInput, Rule, RuleInputs, TokenHistory, apply_rules, parse_rule
 from fsd_infer.rules.optimal import clipped
-from fsd_infer.rules.texts import known, known_tokens
+from fsd_infer.rules.texts import repeating_tokens, repeats_ngram
 from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampling_cost
 from fsd_infer.trees.tree import DraftTree
 from tests.tree_rounds import INF, SPECS, any_round, assert_same, chain_round, tree_round, verdict_of
@@ -29,7 +29,7 @@ def plain(kl_coef: float, **options: Any) -> Tilted:
     return Tilted(kl_coef, **{"min_p": 0.0, "exact_ngram_size": 0, **options})
 
 
-def distribution_table(rule: Rule, round: Verification) -> np.ndarray:
+def distribution_table(rule: Rule, round: RoundInput) -> np.ndarray:
     """[B, N, V] what the rule emits from at every node."""
     inputs = RuleInputs(round)
     return rule.restricted_output(inputs).log_probs(inputs).exp().numpy()
@@ -41,7 +41,7 @@ def children_of(tree: DraftTree, row: int, node: int) -> dict[int, int]:
     return {int(tree.tokens[row, c]): c for c in range(1, len(parents)) if parents[c] == node}
 
 
-def outcome(round: Verification, row: int, distribution: np.ndarray, node: int = 0) -> tuple[float, float]:
+def outcome(round: RoundInput, row: int, distribution: np.ndarray, node: int = 0) -> tuple[float, float]:
     """(expected accepted drafts, KL(distribution || p)) of a round that is at ``node`` under a distribution [N, V]."""
     below = children_of(round.tree, row, node)
     if not below:
@@ -55,7 +55,7 @@ def outcome(round: Verification, row: int, distribution: np.ndarray, node: int =
     return drafts, nats
 
 
-def probabilities(round: Verification, row: int) -> list[list[Any]]:
+def probabilities(round: RoundInput, row: int) -> list[list[Any]]:
     """p at each node, in mpmath's digits."""
     raised = [[mpmath.exp(mpmath.mpf(x)) for x in line] for line in round.scores[row].double().tolist()]
     return [[x / mpmath.fsum(line) for x in line] for line in raised]
@@ -96,7 +96,7 @@ def ways(tree: DraftTree, row: int) -> list[list[int]]:
     return found
 
 
-def _may_take(round: Verification, known: torch.Tensor, row: int, node: int, child: int) -> bool:
+def _may_take(round: RoundInput, known: torch.Tensor, row: int, node: int, child: int) -> bool:
     """A known draft is taken only where it is the target's choice, and then nothing else is."""
     scores = round.scores[row, node]
     choice = children_of(round.tree, row, node).get(int(scores.argmax()))
@@ -117,7 +117,7 @@ def test_at_temperature_0_it_takes_the_best_way_down(kl_coef: float, options: st
         answers = [[int(t) % 12 for t in range(row, row + 9)] + [int(round.tree.tokens[row, 0])] for row in range(6)]
         verdict = verdict_of(rule, replace(round, texts=TokenHistory(answers)))
         again = (
-            known(TokenHistory(answers), round.tree, rule.exact_ngram_size)
+            repeats_ngram(TokenHistory(answers), round.tree, rule.exact_ngram_size)
             if rule.exact_ngram_size
             else torch.zeros(6, 9).bool()
         )
@@ -211,9 +211,9 @@ def test_repeated_n_grams_are_found_in_answer_and_path(n: int) -> None:
             tokens[row, : len(new)] = torch.tensor(new)
             round.tree.tokens[row, 0] = answer[-1]
         grown.append(tokens, counts)
-        mask = known(grown, round.tree, n)
+        mask = repeats_ngram(grown, round.tree, n)
         rows, nodes = torch.arange(6).repeat_interleave(9), torch.arange(9).repeat(6)
-        following = known_tokens(grown, round.tree, rows, nodes, n, 4).view(6, 9, 4)
+        following = repeating_tokens(grown, round.tree, rows, nodes, n, 4).view(6, 9, 4)
         for row, answer in enumerate(answers):
             for way in ways(round.tree, row):
                 text = answer + [int(round.tree.tokens[row, node]) for node in way[1:]]

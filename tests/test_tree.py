@@ -13,7 +13,7 @@ from fsd_infer import Target, TreeShape
 from fsd_infer.drafters import Drafter, DraftRequest, LMDrafter
 from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.trees.tree import DraftTree
-from fsd_infer.trees.visits import likeliest, visit_scores
+from fsd_infer.trees.visits import select_nodes, visit_scores
 from tests.families import VOCAB, noisy_model, tell, tiny_head, tiny_model, tiny_prompts
 from tests.tree_rounds import check_tree, tree_of, tree_round
 
@@ -112,7 +112,7 @@ def test_the_likeliest_candidates_become_the_tree(
             check_tree(tree)
             candidates = grown.pop()
             visits = visit_scores(candidates.scores, candidates.parents, 9, draft_bonus).sort(descending=True).values
-            kept = likeliest(candidates.scores, candidates.parents, 9, draft_bonus, tree.tokens.shape[1])
+            kept = select_nodes(candidates.scores, candidates.parents, 9, draft_bonus, tree.tokens.shape[1])
             ours = visit_scores(candidates.scores, candidates.parents, 9, draft_bonus).gather(1, kept)
             assert (
                 torch.equal(ours, visits[:, : kept.shape[1]]) and tree.tokens.shape[1] <= TreeShape.parse(shape).nodes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.functional import path_sums
-from fsd_infer.rules import Rule, RuleInputs, TokenHistory, Verdict, Verification
+from fsd_infer.rules import RoundInput, Rule, RuleInputs, TokenHistory, Verdict
 from fsd_infer.rules._walk import walk
 from fsd_infer.trees.tree import DraftTree, Nodes
 
@@ -32,7 +32,7 @@ def tree_round(
     reduced: bool = False,
     mask: bool = False,
     **changes: object,
-) -> Verification:
+) -> RoundInput:
     """Random trees of random shapes; children are the drafter's most likely tokens, as far as there are any."""
     generator = torch.Generator().manual_seed(seed)
     draft_ids = torch.arange(0, vocab, 2) if reduced else None
@@ -65,10 +65,10 @@ def tree_round(
     scores = masked(logits, 0.7) if mask else logits
     uniforms = torch.rand(batch, nodes, 3, generator=generator)
     texts = TokenHistory(tokens[:, :1].tolist())
-    return replace(Verification(tree, logits, scores, greedy, uniforms, texts=texts), **changes)  # type: ignore[arg-type]
+    return replace(RoundInput(tree, logits, scores, greedy, uniforms, texts=texts), **changes)  # type: ignore[arg-type]
 
 
-def chain_round(seed: int, length: int = 4, vocab: int = 10, greedy: bool = False, mask: bool = False) -> Verification:
+def chain_round(seed: int, length: int = 4, vocab: int = 10, greedy: bool = False, mask: bool = False) -> RoundInput:
     """Eight chains of drafts that are sampled from q."""
     generator, batch = torch.Generator().manual_seed(seed), 8
     logits = torch.randn(batch, length + 1, vocab, generator=generator) * 1.5
@@ -78,15 +78,15 @@ def chain_round(seed: int, length: int = 4, vocab: int = 10, greedy: bool = Fals
     tree = DraftTree.chain(torch.cat([torch.zeros_like(drafts[:, :1]), drafts], 1), q_logits, q_scores=q_scores)
     texts = TokenHistory(tree.tokens[:, :1].tolist())
     uniforms = torch.rand(batch, length + 1, 3, generator=generator)
-    return Verification(tree, logits, scores, greedy, uniforms, texts=texts)
+    return RoundInput(tree, logits, scores, greedy, uniforms, texts=texts)
 
 
-def text_round(text: list[int], drafts: list[int], scores: Tensor, greedy: bool, **changes: object) -> Verification:
+def text_round(text: list[int], drafts: list[int], scores: Tensor, greedy: bool, **changes: object) -> RoundInput:
     """A chain of drafts without q after a text, with the scores [n + 1, V] there."""
     tree = DraftTree.chain(torch.tensor([[text[-1], *drafts]]), torch.empty(1, 0, scores.shape[-1]))
     tree.q_index = torch.full((1, len(drafts) + 1), -1)
     uniforms = torch.rand(1, len(drafts) + 1, 3)
-    round = Verification(tree, scores[None], scores[None], greedy, uniforms, texts=TokenHistory([text]))
+    round = RoundInput(tree, scores[None], scores[None], greedy, uniforms, texts=TokenHistory([text]))
     return replace(round, **changes)  # type: ignore[arg-type]
 
 
@@ -96,7 +96,7 @@ def masked(logits: Tensor, temperature: float, keep: int | None = None) -> Tenso
     return (logits / temperature).masked_fill(logits < kth, -INF)
 
 
-def any_round(shape: str, seed: int, greedy: bool = False) -> Verification:
+def any_round(shape: str, seed: int, greedy: bool = False) -> RoundInput:
     """A tree or a chain, every other one with masked scores, and every other pair of trees with a reduced drafter."""
     if shape == "chain":
         return chain_round(seed, greedy=greedy, mask=seed % 2 == 1)
@@ -119,7 +119,7 @@ def take(tree: DraftTree, rows: Tensor) -> DraftTree:
     )
 
 
-def verdict_of(rule: Rule, round: Verification) -> Verdict:
+def verdict_of(rule: Rule, round: RoundInput) -> Verdict:
     """What the rule says."""
     rows = list(range(round.tree.tokens.shape[0]))
     budget = INF if rule.budget is None else rule.budget

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fsd_core.divergence import expand_draft
-from fsd_infer.rules import Asd, Exact, Fly, Rule, Tilted, TokenHistory, TokenOrigin, Verdict, Verification, apply_rules
+from fsd_infer.rules import Asd, Exact, Fly, RoundInput, Rule, Tilted, TokenHistory, TokenOrigin, Verdict, apply_rules
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree
-from fsd_infer.trees.visits import favoured, likeliest
+from fsd_infer.trees.visits import leaf_visit_scores, select_nodes
 
 Cell = tuple[Rule, TreeShape]
 Part = tuple[Rule, tuple[int, ...]]  # a rule, and the nodes of the whole tree that it walks on
@@ -77,10 +77,10 @@ class RecordedRound:
         if len(kept) > shape.nodes:
             part = self.tree.keep(torch.tensor([kept], device=self.scores.device))
             held = (
-                0 if part.held is None else int(part.held[0].sum())
+                0 if part.pinned is None else int(part.pinned[0].sum())
             )  # drawn nodes stay, or the distribution would shift
             nodes = max(shape.nodes, held + 1)
-            best = likeliest(part.scores, part.parents, shape.depth, draft_bonus, nodes, part.held)
+            best = select_nodes(part.scores, part.parents, shape.depth, draft_bonus, nodes, part.pinned)
             kept = sorted(kept[place] for place in best[0].tolist())
         return kept
 
@@ -89,7 +89,7 @@ class RecordedRound:
         if stop_below:
             if draft_bonus not in self._favoured:
                 steps = torch.tensor(self.log_q).diff()[:, None]
-                self._favoured[draft_bonus] = favoured(steps, draft_bonus)[:, 0].cumsum(0).tolist()
+                self._favoured[draft_bonus] = leaf_visit_scores(steps, draft_bonus)[:, 0].cumsum(0).tolist()
             for drafted in range(1, len(chain)):
                 if self._favoured[draft_bonus][drafted - 1] < math.log(stop_below):
                     return drafted
@@ -102,7 +102,7 @@ class RecordedRound:
             return tuple(range(len(self.parents)))  # drafts that were cut away change no verdict on those before them
         return tuple(nodes)
 
-    def narrowed(self, parts: Sequence[Sequence[int]]) -> tuple[Verification, list[int]]:
+    def narrowed(self, parts: Sequence[Sequence[int]]) -> tuple[RoundInput, list[int]]:
         """Return the round on each of these parts, a row each, at temperature 0 over a reduced vocabulary.
 
         The vocabulary holds the drafts and the likeliest tokens. That is enough for rules that read only regrets and
@@ -127,16 +127,16 @@ class RecordedRound:
         if ends is not None:
             ends = ends[torch.tensor([*number, len(ends) - 1], device=ends.device).clamp_max(len(ends) - 1)]
         texts = TokenHistory([answer] * len(parts), [prompt] * len(parts), narrow.device, ends=ends)
-        return Verification(tree, scores, scores, True, texts=texts), kept
+        return RoundInput(tree, scores, scores, True, texts=texts), kept
 
-    def part(self, nodes: Sequence[int]) -> Verification:
+    def part(self, nodes: Sequence[int]) -> RoundInput:
         """Return the same round on these nodes alone, ascending from the root."""
         index = torch.tensor(nodes, device=self.tree.tokens.device)
         whole = len(nodes) == len(self.parents)
         logits = self.logits if whole else self.logits[:, index]
         scores = logits if self.scores is self.logits else self.scores if whole else self.scores[:, index]
         uniforms = torch.rand(1, len(nodes), 3, generator=self.generator).to(index.device)
-        return Verification(
+        return RoundInput(
             self.tree.keep(index[None]), logits, scores, self.greedy, uniforms,
             process_draft=None if self.greedy else self._process,
             texts=TokenHistory(*self._texts, device=index.device, ends=self.ends),

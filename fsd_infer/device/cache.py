@@ -107,7 +107,7 @@ class SlotCache(Cache):
         rows: rows of ``memory``, at least ``batch``.
 
     Attributes:
-        read: [B] length of each row's text when it was last read at once, on the device; None: unknown.
+        prefilled: [B] length of each row's text when it was last read at once, on the device; None: unknown.
         window: slots that a forward attends to where the host does not know the lengths; the texts lie within.
         recurrent: the states of recurrent layers.
         offsets: [B] what a token's rotary position exceeds its place in the text by (M-RoPE, after images), on the
@@ -127,7 +127,7 @@ class SlotCache(Cache):
         self.slots = torch.zeros(batch, 0, dtype=torch.long)
         self.used = 0
         self.positions: Tensor | None = None
-        self.read: Tensor | None = None
+        self.prefilled: Tensor | None = None
         self.offsets: Tensor | None = None
         self.text: tuple[Tensor, Tensor] | None = None  # lengths [B] and sees [B, M, E], if a caller says them
         self.window = slots
@@ -160,7 +160,7 @@ class SlotCache(Cache):
         row = SlotCache(self.config, 1, self.capacity)
         row.parent = self, index
         row.recurrent = self.recurrent.row(index)
-        row.read = None if self.read is None else self.read[index : index + 1]
+        row.prefilled = None if self.prefilled is None else self.prefilled[index : index + 1]
         row.offsets = None if self.offsets is None else self.offsets[index : index + 1]
         return row
 
@@ -268,7 +268,7 @@ class SlotCache(Cache):
         """Keep these batch rows [B'] (ascending, on the CPU) and move them up in place."""
         self.batch = rows.shape[0]
         self.recurrent.select(rows)
-        for name in ("read", "offsets"):
+        for name in ("prefilled", "offsets"):
             if (of_rows := getattr(self, name)) is not None:
                 setattr(self, name, of_rows.index_select(0, to_device(rows, of_rows.device)))
         for key, pool in self._pools.items():
@@ -284,7 +284,7 @@ class SlotCache(Cache):
         """Return a cache of the same rows in the same memory, which :meth:`select` changes alone."""
         made = SlotCache(self.config, self.batch, self.capacity, self._memory, self._rows)
         made._pools, made.recurrent.states = dict(self._pools), dict(self.recurrent.states)
-        made.read, made.offsets = self.read, self.offsets
+        made.prefilled, made.offsets = self.prefilled, self.offsets
         return made
 
     def moved(self, into: Callable[[], SlotCache]) -> SlotCache:
@@ -297,7 +297,7 @@ class SlotCache(Cache):
             made._pool(kind, like).copy_(pool)
         for name, state in states.items():
             made.recurrent.place(name, state).copy_(state)
-        made.read, made.offsets = self.read, self.offsets
+        made.prefilled, made.offsets = self.prefilled, self.offsets
         return made
 
     @property

@@ -75,7 +75,7 @@ class AssistantModel(FeatureReader):
         Returns:
             Logits [B, E, V] of the tokens after the nodes, and the states [B, E, H] before these.
         """
-        used = functional.upper_bound(lengths, cache.window)
+        used = functional.host_max(lengths, cache.window)
         back = lengths[:, None] - torch.arange(used, device=lengths.device)  # of each slot, from the root
         masks, shared = dict[str, Any](), dict[str, Any]()
         for index, (kind, _, window) in enumerate(self.sources):

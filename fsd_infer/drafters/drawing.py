@@ -15,7 +15,7 @@ of q_r that the target accepts. Measured with the shipped head, ρ hardly depend
 about 0.2 + 0.75·max q. A likely token c in C is accepted with probability p(c), about κ·q(c). Left to the draw, it
 would add ρ·q(c). So it is fixed if (κ - ρ)·q(c), times the chance to get there, reaches ``least``. The context draws if
 ρ times the rest of q does. Where the drafter is sure, one drawn child is enough. κ = 1 and the scale of ρ are where
-:class:`Shares` begins. It learns both by temperature and depth, from what earlier rounds accepted.
+:class:`AcceptanceRatios` begins. It learns both by temperature and depth, from what earlier rounds accepted.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_infer.trees.tree import DraftTree
 
-LEAST_SHARE = 0.1  # of what is expected, whatever was learned: without drafts of a kind nothing more would be learned
-MEMORY = 60.0  # expected acceptances after which what was learned has faded to 1/e, and the weight of the beginning
+MIN_RATIO = 0.1  # whatever was learned: without drafts of a kind nothing more would be learned
+WINDOW = 60.0  # of the running averages, in expected acceptances, and the weight of the prior ratio, 1
 
 
-class Shares:
-    """Accepted drafts per expected one, of likely and of drawn drafts, at roots and below: [2, 2].
+class AcceptanceRatios:
+    """Running ratios of accepted drafts to expected ones, of likely and of drawn drafts, at roots and below: [2, 2].
 
     All are 1 at first. Only the past decides, so draws are independent of it.
     """
 
     def __init__(self) -> None:
-        self._accepted = [[MEMORY, MEMORY], [MEMORY, MEMORY]]
-        self._expected = [[MEMORY, MEMORY], [MEMORY, MEMORY]]
+        self._accepted = [[WINDOW, WINDOW], [WINDOW, WINDOW]]
+        self._expected = [[WINDOW, WINDOW], [WINDOW, WINDOW]]
 
-    def of(self, drawn: bool, depth: int) -> float:
+    def ratio(self, drawn: bool, depth: int) -> float:
         """Return the ratio for children of contexts at a depth, 0 at roots."""
         below = depth > 0
-        return max(self._accepted[drawn][below] / self._expected[drawn][below], LEAST_SHARE)
+        return max(self._accepted[drawn][below] / self._expected[drawn][below], MIN_RATIO)
 
     def learn(self, sums: Sequence[float]) -> None:
-        """Learn from sums over the contexts that a round reached, as :func:`accepted_drafts` gives them."""
-        for place in range(4):
-            drawn, below = divmod(place, 2)
-            accepted, expected = sums[2 * place : 2 * place + 2]
-            expected /= self.of(drawn > 0, below) if drawn else 1.0  # drafted with the ratio applied
-            kept = 1.0 - expected / MEMORY if expected < MEMORY else 0.0
-            self._accepted[drawn][below] = self._accepted[drawn][below] * kept + accepted
-            self._expected[drawn][below] = self._expected[drawn][below] * kept + expected
+        """Learn from sums over the contexts that a round reached, as :func:`accepted_and_expected` gives them."""
+        for kind in range(4):
+            drawn, below = divmod(kind, 2)
+            accepted, expected = sums[2 * kind : 2 * kind + 2]
+            expected /= self.ratio(drawn > 0, below) if drawn else 1.0  # drafted with the ratio applied
+            decay = 1.0 - expected / WINDOW if expected < WINDOW else 0.0
+            self._accepted[drawn][below] = self._accepted[drawn][below] * decay + accepted
+            self._expected[drawn][below] = self._expected[drawn][below] * decay + expected
 
 
-def accepted_drafts(tree: DraftTree, path: Tensor, accepted: Tensor) -> Tensor:
+def accepted_and_expected(tree: DraftTree, path: Tensor, accepted: Tensor) -> Tensor:
     """Return the accepted and the expected drafts of the first drafter below reached contexts: [B, 8].
 
     The columns are likely ones at roots, likely ones below, then drawn ones; of each the accepted, then the expected.
@@ -91,7 +91,7 @@ class Drawing:
         generator: of the draws; None: torch's global one.
         nodes: drafts that each tree may have.
         least: the least chance of acceptance at which a node is worth verifying.
-        shares: learned ratios; None: 1.
+        ratios: learned ratios; None: 1.
 
     Attributes:
         scores: [B, E, Vd] of each depth, the distributions from which children are drawn.
@@ -104,9 +104,9 @@ class Drawing:
         generator: torch.Generator | None,
         nodes: int,
         least: float,
-        shares: Shares | None = None,
+        ratios: AcceptanceRatios | None = None,
     ) -> None:
-        self.shares = shares or Shares()
+        self.ratios = ratios or AcceptanceRatios()
         self.process, self.generator, self.left, self.least = process, generator, nodes, math.log(least)
         self.scores: list[Tensor] = []
         self.fixed: list[Tensor] = []
@@ -149,8 +149,8 @@ class Drawing:
         before, left = self._reserved, self._left
         if before is None or left is None:
             before, left = sees[:, 0], torch.full(sees.shape[:1], self.left, device=sees.device)
-        shares = self.shares.of(False, len(self.scores)), self.shares.of(True, len(self.scores))
-        found = functional.mixed_children(log_q, reach, sees, before, left, shares, self.least)
+        ratios = self.ratios.ratio(False, len(self.scores)), self.ratios.ratio(True, len(self.scores))
+        found = functional.mixed_children(log_q, reach, sees, before, left, ratios, self.least)
         fixed, draws, passes, self._reserved, self._left = found
         return fixed, draws, passes
 

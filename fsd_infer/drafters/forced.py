@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fsd_core import functional
 from fsd_infer.drafters.base import Drafter
-from fsd_infer.drafters.graft import kept_of, union_of
+from fsd_infer.drafters.graft import keep_nodes, union_of
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.trees.tree import DraftTree, Nodes
-from fsd_infer.trees.visits import likeliest
+from fsd_infer.trees.visits import select_nodes
 
 MOST = 16  # forced tokens of a round
 ALONE = 2  # a row with this many forced tokens takes no drafts of the main drafter
@@ -151,13 +151,13 @@ class ForcedSession(DraftSession):
         union = union_of(main, forced, drafter.max_depth, own)
         union.levels = drafter.max_depth
         drafts = union.is_draft.sum(1)
-        if functional.surely(drafts == main.is_draft.sum(1)):  # main holds the chains
+        if functional.host_all(drafts == main.is_draft.sum(1)):  # main holds the chains
             return main
-        most = 1 + functional.upper_bound(drafts, drafter.max_nodes - 1)
-        kept = likeliest(union.scores, union.parents, drafter.max_depth, 0.0, most, union.held)
+        most = 1 + functional.host_max(drafts, drafter.max_nodes - 1)
+        kept = select_nodes(union.scores, union.parents, drafter.max_depth, 0.0, most, union.pinned)
         if self.growth is not None:
             self.growth.is_choice = False
-        return replace(kept_of(union, main, kept), forecast=None)  # what is forced says nothing of the drafter
+        return replace(keep_nodes(union, main, kept), forecast=None)  # what is forced says nothing of the drafter
 
     def _forced(self) -> list[Nodes]:
         """Ask the grammar what it forces; return chains of it."""

@@ -19,7 +19,7 @@ from fsd_infer.drafters.free import likeliest_of
 from fsd_infer.drafters.frontier import Frontier, Guess
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.trees.tree import DraftTree, Draws
-from fsd_infer.trees.visits import likeliest
+from fsd_infer.trees.visits import select_nodes
 
 
 @cache
@@ -36,10 +36,10 @@ class GraftedDrafter(Drafter):
     """A drafter that merges the trees of two drafters and keeps the best nodes. Named "X+memory", for any drafter X.
 
     **Merging.** A side node whose path of tokens exists in the main tree is the same node. The drafters are taken to
-    err independently. If both propose a step, with chances a and b, its chance is 1 - (1 - a)(1 - b). If only ``side``
-    proposes it, b is multiplied by the chance that all steps of ``main`` from this node are wrong. Chances of siblings
-    are scaled down if they add up to more than 1. A node's score is the sum of the log chances on its path. The nodes
-    with the likeliest visits are kept (:mod:`fsd_infer.trees.visits`). They form a tree.
+    err independently. If both propose a child, with probabilities a and b of acceptance, its own is 1 - (1 - a)(1 - b).
+    If only ``side`` proposes it, b is multiplied by the probability that all children that ``main`` proposes there are
+    wrong. Siblings are scaled down if they add up to more than 1. A node's score is the log-probability of its path.
+    The nodes with the likeliest visits are kept (:mod:`fsd_infer.trees.visits`). They form a tree.
 
     **Rules.** Under the exact rule the distribution is p, as on any deterministic tree. Nodes that only ``side``
     proposes have no q, so gates stay closed there. A node of ``main`` keeps its q if its likeliest child under ``main``
@@ -136,33 +136,24 @@ class GraftedSession(DraftSession):
         return self.shape, super().shape_key
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter, shape, clock = self.drafter, self.shape, self.clock
+        shape, prices = self.shape, None if self.shape is None else self.shape.prices
         if shape is not None:
             self.main.shape = shape
-            if shape.prices is not None and not shape.prices.asks_side:
-                return self._main(roots)
-        began = clock()
+            if prices is not None and not prices.asks_side:
+                return self._draft_main(roots)
+        began = self.clock()
         side = self.side.draft(roots)
-        seconds = clock() - began
-        if shape is not None and shape.prices is not None and not side.sampled:
-            self.main.shape = replace(shape, prices=shape.prices.beside(side))
-        main = self._main(roots, seconds)
-        for tree, part in ((main, drafter.main), (side, drafter.side)):
+        seconds = self.clock() - began
+        if shape is not None and prices is not None and not side.sampled:
+            self.main.shape = replace(shape, prices=prices.beside_side_tree(side))
+        main = self._draft_main(roots, seconds)
+        for tree, part in zip((main, side), self.drafter.parts, strict=True):
             if tree.sampled and tree.drawn is None:
                 _warn_sampled(part.name)
                 return main
-        began = clock()
-        union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
-        union.levels = drafter.max_depth
-        if self.growth is not None:
-            self.growth.side_seconds += clock() - began
-            return kept_of(union, main, self.growth.choose(union))
-        most = drafter.nodes if shape is None else shape.nodes
-        nodes = likeliest(union.scores, union.parents, drafter.max_depth, self.draft_bonus, most, union.held)
-        nodes = nodes[:, : 1 + functional.upper_bound(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
-        return kept_of(union, main, nodes)
+        return self._merge(main, side)
 
-    def _main(self, roots: Tensor, seconds: float | None = None) -> DraftTree:
+    def _draft_main(self, roots: Tensor, seconds: float | None = None) -> DraftTree:
         """Return the main drafter's tree. ``seconds``: in which the side drafted before it; None: it was not asked."""
         tree, self.growth = self.main.draft(roots), self.main.growth
         if self.growth is not None:
@@ -170,28 +161,43 @@ class GraftedSession(DraftSession):
             self.growth.side_seconds += seconds or 0.0
         return tree
 
+    def _merge(self, main: DraftTree, side: DraftTree) -> DraftTree:
+        """Return the best nodes of both trees."""
+        drafter, began = self.drafter, self.clock()
+        union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
+        union.levels = drafter.max_depth
+        if self.growth is not None:
+            self.growth.side_seconds += self.clock() - began
+            return keep_nodes(union, main, self.growth.choose(union))
+        most = drafter.nodes if self.shape is None else self.shape.nodes
+        nodes = select_nodes(union.scores, union.parents, drafter.max_depth, self.draft_bonus, most, union.pinned)
+        nodes = nodes[:, : 1 + functional.host_max(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
+        return keep_nodes(union, main, nodes)
+
     def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
-        found = [session.successors(frontier, nodes, count) for session in self._of_beams()]
-        return [[_either(guesses, count) for guesses in zip(*rows, strict=True)] for rows in zip(*found, strict=True)]
+        found = [session.successors(frontier, nodes, count) for session in self._beam_sessions()]
+        return [
+            [_union_guess(guesses, count) for guesses in zip(*rows, strict=True)] for rows in zip(*found, strict=True)
+        ]
 
     def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
-        for session in self._of_beams():
+        for session in self._beam_sessions():
             session.keep(frontier, nodes, grown)
 
-    def _of_beams(self) -> list[DraftSession]:
+    def _beam_sessions(self) -> list[DraftSession]:
         parts = zip(self.parts, self.drafter.parts, strict=True)
         return [session for session, part in parts if part.drafts_beams]
 
 
-def _either(guesses: Sequence[Guess], count: int) -> Guess:
-    """Return the likeliest tokens that either drafter proposes. What both do has the chance 1 - (1 - a)(1 - b)."""
-    missed: dict[int, float] = {}
-    for value, token in (pair for guess in guesses for pair in zip(*guess)):
-        missed[token] = missed.get(token, 1.0) * (1.0 - math.exp(min(value, 0.0)))
-    return likeliest_of([(token, 1.0 - miss) for token, miss in missed.items() if miss < 1.0], count)
+def _union_guess(guesses: Sequence[Guess], count: int) -> Guess:
+    """Return the likeliest tokens that either drafter proposes. What both do has probability 1 - (1 - a)(1 - b)."""
+    wrong: dict[int, float] = {}  # the probability that each token is not the next one
+    for log_prob, token in (pair for guess in guesses for pair in zip(*guess)):
+        wrong[token] = wrong.get(token, 1.0) * (1.0 - math.exp(min(log_prob, 0.0)))
+    return likeliest_of([(token, 1.0 - value) for token, value in wrong.items() if value < 1.0], count)
 
 
-def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> DraftTree:
+def union_of(main: DraftTree, side: DraftTree, depth: int, main_proposers: int = 1) -> DraftTree:
     """Return all nodes of two trees with the same roots, as :class:`GraftedDrafter` merges them.
 
     The nodes of ``main`` come first, then those of ``side``. Nodes of ``side`` that are in ``main`` are padding.
@@ -200,12 +206,12 @@ def union_of(main: DraftTree, side: DraftTree, depth: int, mains: int = 1) -> Dr
         main: a tree that is not sampled, [B, N].
         side: a tree that is not sampled, [B, M].
         depth: at least that of the deepest node.
-        mains: number of drafters that propose nodes of ``main``.
+        main_proposers: number of drafters that propose nodes of ``main``.
 
     Returns:
         The union, [B, N + M - 1].
     """
-    tokens, parents, scores, proposers = functional.tree_union(_parts(main), _parts(side), mains, depth)
+    tokens, parents, scores, proposers = functional.tree_union(_parts(main), _parts(side), main_proposers, depth)
     more = parents.shape[1] - main.parents.shape[1]
     q_index = torch.nn.functional.pad(main.q_index, (0, more), value=-1)
     drawn = None if main.drawn is None else torch.nn.functional.pad(main.drawn, (0, more))
@@ -218,7 +224,7 @@ def _parts(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return tree.tokens, tree.parents, tree.scores, tree.proposers
 
 
-def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
+def keep_nodes(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
     """Return the tree of some nodes of a union. A node loses its q if its likeliest child under ``main`` is dropped.
 
     Args:
@@ -229,8 +235,8 @@ def kept_of(union: DraftTree, main: DraftTree, nodes: Tensor) -> DraftTree:
     kept = torch.zeros_like(union.parents, dtype=torch.bool).scatter(1, nodes, True)
     first = main.first_choices
     has_first = kept.gather(1, first.clamp_min(0)) & (first >= 0)
-    if main.held is not None:  # whether a context above a drawn node has a q must not depend on what was drawn
-        has_first |= main.held
+    if main.pinned is not None:  # whether a context above a drawn node has a q must not depend on what was drawn
+        has_first |= main.pinned
     q_index = union.q_index.clone()
     q_index[:, : main.parents.shape[1]].masked_fill_(~has_first, -1)
     return replace(union, q_index=q_index).keep(nodes)

@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from fsd_core import functional
 from fsd_core.tensors import at_nodes, is_host, to_device
-from fsd_infer.drafters.drawing import ChainDrawing, Drawing, Shares, accepted_drafts
+from fsd_infer.drafters.drawing import AcceptanceRatios, ChainDrawing, Drawing, accepted_and_expected
 from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.drafters.tree_drafter import TreeDrafter
@@ -31,7 +31,7 @@ from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
-from fsd_infer.trees.visits import favoured, likeliest, visit_scores
+from fsd_infer.trees.visits import leaf_visit_scores, select_nodes, visit_scores
 
 if TYPE_CHECKING:
     from fsd_infer.rules.verification import Verdict
@@ -51,7 +51,7 @@ class TreeSession(DraftSession):
     """
 
     shape: TreeShape
-    _shares: Shares | None = None  # what the draws of earlier rounds have taught
+    _ratios: AcceptanceRatios | None = None  # what the draws of earlier rounds have taught
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, request.shape or drafter.shape, drafter.model.device
@@ -65,7 +65,7 @@ class TreeSession(DraftSession):
         if request.draws is Draws.TREE and (self.prices is not None or is_host(self.device)):  # else recorded
             key = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
             learns = not request.seeded if self.prices is None else request.clock is not None
-            self._shares = drafter.shares.setdefault(key, Shares()) if learns else Shares()
+            self._ratios = drafter.ratios.setdefault(key, AcceptanceRatios()) if learns else AcceptanceRatios()
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
 
     @property
@@ -100,39 +100,39 @@ class TreeSession(DraftSession):
         self.cache = self.cache.moved(lambda: self.drafter.model.new_cache(rows, slots))
 
     def draft(self, roots: Tensor) -> DraftTree:
-        depth = self._depth()
+        depth = self._max_level()
         self.growth = None if self.prices is None else Growth(self.shape, len(self.lengths))
         if depth < 1 or self.growth is not None and not self.growth.starts():
             return DraftTree.root_only(roots, self.drafter.vocabulary)
         logits, ids = self._read_roots()
-        self._drawing = None if self.request.draws is Draws.NONE else self._draws()
-        return self._kept(self._grow(roots, logits, ids, depth))
+        self._drawing = None if self.request.draws is Draws.NONE else self._new_drawing()
+        return self._select_nodes(self._grow(roots, logits, ids, depth))
 
-    def _depth(self) -> int:
-        """Return the depth of the deepest candidates."""
+    def _max_level(self) -> int:
+        """Return the depth to which candidates may be drafted in this round."""
         return self.shape.depth
 
-    def _draws(self) -> Drawing | ChainDrawing:
+    def _new_drawing(self) -> Drawing | ChainDrawing:
         """Return what draws nodes in this round."""
         if self.request.draws is Draws.CHAIN:
             return ChainDrawing(self.request.process, self.request.generator)
         nodes = self.shape.max_nodes
-        least = 1.0 / (2 * nodes) if self.prices is None else self.prices.least_chance
-        return Drawing(self.request.process, self.request.generator, nodes - 1, least, self._shares)
+        least = 1.0 / (2 * nodes) if self.prices is None else self.prices.min_accept_prob
+        return Drawing(self.request.process, self.request.generator, nodes - 1, least, self._ratios)
 
     @property
     def feedback_count(self) -> int:
-        return (self._shares is not None) + bool(self.request.menu)
+        return (self._ratios is not None) + bool(self.request.menu)
 
     def feedback(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
-        made = [] if self._shares is None else [accepted_drafts(tree, verdict.path, verdict.accepted)]
+        made = [] if self._ratios is None else [accepted_and_expected(tree, verdict.path, verdict.accepted)]
         if self.request.menu and tree.forecast is None:
             return [*made, torch.full((len(logits), len(self.request.menu) + 1), math.nan, device=logits.device)]
         return made if tree.forecast is None else [*made, tree.forecast]
 
     def learn(self, feedback: Sequence[Tensor], verdict: Verdict) -> None:
-        if self._shares is not None:
-            self._shares.learn(feedback[0].sum(0).tolist())
+        if self._ratios is not None:
+            self._ratios.learn(feedback[0].sum(0).tolist())
         if self.request.menu:
             self._forecasts = feedback[-1].tolist()
 
@@ -157,7 +157,7 @@ class TreeSession(DraftSession):
             [B, E, Vd] logits of their children.
         """
 
-    def _candidates(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _propose(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Propose children from logits [B, E, Vd]: ln q [B, E, width], entries of the vocabulary, and which are drawn.
 
         Args:
@@ -180,37 +180,40 @@ class TreeSession(DraftSession):
             depth: of the deepest candidates.
         """
         batch, device, self._stopped = len(self.lengths), self.device, None
-        expanded = torch.zeros(batch, 1, dtype=torch.long, device=device)  # [B, E] node numbers; the root is node 0
-        path_scores = self._visits = torch.zeros(batch, 1, device=device)  # [B, E] their cumulative log q
+        frontier = torch.zeros(batch, 1, dtype=torch.long, device=device)  # [B, E] nodes to expand, at first the root
+        frontier_scores = self._visits = torch.zeros(batch, 1, device=device)  # [B, E] their cumulative log q
         sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, E, n] which expanded nodes lie above
-        tokens, parents, scores = [roots[:, None]], [expanded], [path_scores]  # of each depth
-        drawn = [torch.zeros_like(expanded, dtype=torch.bool)]
-        all_expanded, all_logits, count = [expanded], [logits], 1
+        tokens, parents, scores = [roots[:, None]], [frontier], [frontier_scores]  # of each depth
+        drawn = [torch.zeros_like(frontier, dtype=torch.bool)]
+        all_expanded, all_logits, count = [frontier], [logits], 1
         for level in range(1, depth + 1):
-            log_q, entries, by_chance = self._candidates(logits, path_scores, sees)  # [B, E, w]
+            # each node of the frontier proposes w children
+            log_q, entries, is_drawn = self._propose(logits, frontier_scores, sees)  # [B, E, w]
             if self._stopped is not None:
                 log_q = log_q.masked_fill(self._stopped, -math.inf)
-                by_chance = None if by_chance is None else by_chance & ~self._stopped
-            drafts = (entries if ids is None else ids[entries]).flatten(1)
-            sums = (path_scores[..., None] + log_q).flatten(1)
-            tokens.append(drafts)
-            parents.append(expanded[..., None].expand_as(log_q).flatten(1))
-            scores.append(sums)
-            if by_chance is not None:
-                drawn.append(by_chance.flatten(1))
-            best = None if level == depth else self._frontier(log_q, sums, by_chance)  # [B, E'] among the candidates
-            if best is None:
+                is_drawn = None if is_drawn is None else is_drawn & ~self._stopped
+            level_tokens = (entries if ids is None else ids[entries]).flatten(1)  # [B, E · w]
+            level_scores = (frontier_scores[..., None] + log_q).flatten(1)
+            tokens.append(level_tokens)
+            parents.append(frontier[..., None].expand_as(log_q).flatten(1))
+            scores.append(level_scores)
+            if is_drawn is not None:
+                drawn.append(is_drawn.flatten(1))
+            # the best of these children are the next frontier
+            chosen = None if level == depth else self._next_frontier(log_q, level_scores, is_drawn)  # [B, E']
+            if chosen is None:
                 break
-            path_scores = sums.gather(1, best)
+            frontier_scores = level_scores.gather(1, chosen)
             if isinstance(self._drawing, Drawing):
-                self._drawing.expand(drawn[-1].gather(1, best))
-            own = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
-            above = best // self.width  # place of each node's parent among the E expanded nodes
-            sees = torch.cat([at_nodes(sees, above), own], dim=-1)
-            logits = self._expand(drafts.gather(1, best), above, sees, level)
-            expanded = count + best
-            count += drafts.shape[1]
-            all_expanded.append(expanded)
+                self._drawing.expand(drawn[-1].gather(1, chosen))
+            # the model reads them
+            itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
+            parent = chosen // self.width  # [B, E'] place of each one's parent in the frontier before
+            sees = torch.cat([at_nodes(sees, parent), itself], dim=-1)
+            logits = self._expand(level_tokens.gather(1, chosen), parent, sees, level)
+            frontier = count + chosen
+            count += level_tokens.shape[1]
+            all_expanded.append(frontier)
             all_logits.append(logits)
         tree = _tree_of(tokens, parents, scores, all_expanded, all_logits, ids)
         if self._drawing is not None:
@@ -219,12 +222,12 @@ class TreeSession(DraftSession):
                 tree.drawn, tree.fixed = torch.cat(drawn, 1), torch.cat(self._drawing.fixed, 1)
         return tree
 
-    def _frontier(self, log_q: Tensor, sums: Tensor, drawn: Tensor | None) -> Tensor | None:
+    def _next_frontier(self, log_q: Tensor, scores: Tensor, drawn: Tensor | None) -> Tensor | None:
         """Choose the candidates to expand next.
 
         Args:
             log_q: [B, E, w] ln q of the candidates, falling along w.
-            sums: [B, E · w] their cumulative log q.
+            scores: [B, E · w] their cumulative log q.
             drawn: [B, E, w] which were drawn; None: none.
 
         Returns:
@@ -232,18 +235,18 @@ class TreeSession(DraftSession):
         """
         if self.growth is not None:
             return self.growth.expand(log_q, drawn)
-        best = sums.topk(self.width, dim=-1).indices
+        best = scores.topk(self.width, dim=-1).indices
         if self.shape.stop_below:
-            steps = self._visits[..., None] + favoured(log_q, self.draft_bonus)
+            steps = self._visits[..., None] + leaf_visit_scores(log_q, self.draft_bonus)
             self._visits = steps.flatten(1).gather(1, best)
             stops = ~(self._visits.exp().sum(-1).max() >= self.shape.stop_below)
-            if functional.surely(stops):
+            if functional.host_all(stops):
                 return None
             # what the host does not know: the next candidates are padding where drafting stops
             self._stopped = stops if self._stopped is None else self._stopped | stops
         return best
 
-    def _kept(self, tree: DraftTree) -> DraftTree:
+    def _select_nodes(self, tree: DraftTree) -> DraftTree:
         """Return the tree of the candidates to verify: of a drawn chain all, or the distribution would shift."""
         if self.request.menu:
             tree.forecast = self._forecast(tree)
@@ -254,7 +257,7 @@ class TreeSession(DraftSession):
         if self.growth is not None:
             return tree.keep(self.growth.choose(tree))
         depth, nodes = self.shape.depth, self.shape.nodes
-        return tree.keep(likeliest(tree.scores, tree.parents, depth, self.draft_bonus, nodes, tree.held))
+        return tree.keep(select_nodes(tree.scores, tree.parents, depth, self.draft_bonus, nodes, tree.pinned))
 
     def _forecast(self, tree: DraftTree) -> Tensor:
         """Return :func:`.trees.forecast.forecast` from all candidates of a tree."""

@@ -86,12 +86,12 @@ class LMDrafter(TreeDrafter):
         check_same_vocabulary(model, target)
         return target.vocab_size
 
-    def known(self, tokens: Tensor) -> Tensor:
-        """Replace token ids that the small LM lacks, of special tokens of the target's, by its last one."""
+    def clamp_ids(self, tokens: Tensor) -> Tensor:
+        """Replace token ids that the small LM lacks, of special tokens of the target's, by its last one; [B, M]."""
         own = self.model.vocab_size
         return tokens if own >= self.vocabulary else tokens.clamp_max(own - 1)
 
-    def fitted(self, logits: Tensor) -> Tensor:
+    def to_draft_vocabulary(self, logits: Tensor) -> Tensor:
         """Return the small LM's logits [..., W] as those of the drafter's vocabulary."""
         missing = self.vocabulary - logits.shape[-1]  # one model's may be padded where the other's are not
         if missing > 0:
@@ -130,26 +130,26 @@ class LMSession(CachedSession):
         self.text[:, 0] = to_device(first_tokens, self.device)
         self.lengths += 1
         self.cached = torch.zeros_like(self.lengths)
-        self._behind = 1  # at least the tokens of any text that are not in the cache
-        self._moves = is_host(self.device)
+        self._max_unread = 1  # a bound of any text's tokens that are not in the cache
+        self._moves_nodes = is_host(self.device)  # whether accepted nodes' keys and values move to their final slots
         self._expanded = [ExpandedNodes() for _ in range(request.batch)]
         self._positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if layers have windows
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         places = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
         self.text.scatter_(1, places, tokens)  # padding is overwritten by the next tokens
-        if self._moves:
-            self._keep_expanded(tokens, counts)
+        if self._moves_nodes:
+            self._move_accepted(tokens, counts)
         self.lengths += counts
         torch.minimum(self.cached, self.lengths - 1, out=self.cached)  # draft() reads the root
-        self._behind += tokens.shape[1]
+        self._max_unread += tokens.shape[1]
         if self._unread() - 1 > self.drafter.max_depth + 1 and not self._waits:
             self._read(self.lengths - 1, self._unread() - 1)  # a prompt, whose time is not a draft's
 
     @property
     def _waits(self) -> bool:
         """Whether the text stays unread, because the next round will hardly draft."""
-        return self.prices is not None and self.prices.waits and not (self.growth and self.growth.drafted)
+        return self.prices is not None and self.prices.was_plain and not (self.growth and self.growth.drafted)
 
     @property
     def is_capturable(self) -> bool:
@@ -159,28 +159,28 @@ class LMSession(CachedSession):
         return [self.lengths, self.text, self.cached]
 
     def restart(self, fresh: LMSession) -> None:
-        self._behind = fresh._behind
+        self._max_unread = fresh._max_unread
 
-    def _keep_expanded(self, tokens: Tensor, counts: Tensor) -> None:
+    def _move_accepted(self, tokens: Tensor, counts: Tensor) -> None:
         """Move keys and values of the expanded nodes on the path of the new tokens [B, K] to their final slots."""
         final = self.lengths[:, None] + torch.arange(tokens.shape[1])
         slots = final.clone()
-        for row, (known, text, count) in enumerate(zip(self._expanded, tokens.tolist(), counts.tolist())):
-            path = known.along(text[:count])
+        for row, (nodes, text, count) in enumerate(zip(self._expanded, tokens.tolist(), counts.tolist())):
+            path = nodes.along(text[:count])
             slots[row, : len(path)] = self.lengths[row] + torch.tensor(path, dtype=torch.long)
             self.cached[row] += len(path)
-            known.clear()
+            nodes.clear()
         if not torch.equal(slots, final):
             self.cache.move(slots, final)
 
     def _unread(self) -> int:
-        """At least the tokens of any text that are not in the cache."""
-        most = max(self._behind, self.drafter.max_depth + 2)  # the same in every round
-        return functional.upper_bound(self.lengths - self.cached, most)
+        """Return the tokens of the text with the most that are not in the cache, or a bound of them."""
+        bound = max(self._max_unread, self.drafter.max_depth + 2)  # the same in every round
+        return functional.host_max(self.lengths - self.cached, bound)
 
-    def _depth(self) -> int:
-        self._reaches = self._reach()
-        return functional.upper_bound(self._reaches, self._most_depth)
+    def _max_level(self) -> int:
+        self._row_depths = self._context_depths()  # [B]
+        return functional.host_max(self._row_depths, self._most_depth)
 
     @property
     def _most_depth(self) -> int:
@@ -190,23 +190,23 @@ class LMSession(CachedSession):
         self._positions = []
         return self._read(self.lengths, self._unread()), None
 
-    def _kept(self, tree: DraftTree) -> DraftTree:
-        tree = super()._kept(tree)
-        if self._ends:  # q is unknown beyond the small LM's context
-            tree.q_index = tree.q_index.masked_fill(tree.depths >= self._reaches[:, None], -1)
+    def _select_nodes(self, tree: DraftTree) -> DraftTree:
+        tree = super()._select_nodes(tree)
+        if self._exceeds_context:  # q is unknown beyond the small LM's context
+            tree.q_index = tree.q_index.masked_fill(tree.depths >= self._row_depths[:, None], -1)
         return tree
 
-    def _reach(self) -> Tensor:
+    def _context_depths(self) -> Tensor:
         """Return the depth to which each row can be drafted within the small LM's context: [B]."""
         model, depth = self.drafter.model, self._most_depth
-        limit, longest = model.max_positions, functional.upper_bound(self.lengths, self.text.shape[1])
-        self._ends = limit is not None and longest + depth > limit + 1  # + 1: the last draft is not read
-        reach = torch.full_like(self.lengths, depth)
-        if limit is not None and self._ends:
+        limit, longest = model.max_positions, functional.host_max(self.lengths, self.text.shape[1])
+        self._exceeds_context = limit is not None and longest + depth > limit + 1  # + 1: the last draft is not read
+        depths = torch.full_like(self.lengths, depth)
+        if limit is not None and self._exceeds_context:
             if is_host(self.device) or self.request.longest + depth > limit + 1:
                 warn_context(model.name, limit)
-            reach = reach.minimum(limit + 1 - self.lengths)
-        return reach
+            depths = depths.minimum(limit + 1 - self.lengths)
+        return depths
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
@@ -214,22 +214,22 @@ class LMSession(CachedSession):
         self.text, self.cached = self.text[kept], self.cached[kept]
         self._expanded = [self._expanded[row] for row in rows.tolist()]
 
-    def _read(self, ends: Tensor, new: int) -> Tensor:
-        """Read the last ``new`` tokens of the texts up to ``ends`` [B]. Return the logits [B, 1, V] at the last."""
-        # Rows with fewer new tokens read some again. Tokens beyond `ends` are padding.
-        starts = (ends - new).clamp_min(0)
-        slots, visible = self.cache.in_text(starts, new)
-        lasts = ends - 1 - starts
-        kept = functional.upper_bound(new - lasts, new)  # the others' logits take time, and those of a prompt memory
-        logits = self._forward(self.text.gather(1, slots), slots, visible, kept if kept < new else 0)
+    def _read(self, ends: Tensor, count: int) -> Tensor:
+        """Read the last ``count`` tokens of the texts up to ``ends`` [B]. Return the logits [B, 1, V] at the last."""
+        # Rows with fewer unread tokens read some again. Tokens beyond `ends` are padding.
+        starts = (ends - count).clamp_min(0)
+        slots, visible = self.cache.in_text(starts, count)
+        lasts = ends - 1 - starts  # [B] place of each row's last token among the count
+        keep = functional.host_max(count - lasts, count)  # the others' logits take time, and those of a prompt memory
+        logits = self._forward(self.text.gather(1, slots), slots, visible, keep if keep < count else 0)
         self.cached.copy_(ends)
-        self._behind = 1
-        return at_nodes(logits, (lasts - (new - kept))[:, None])
+        self._max_unread = 1
+        return at_nodes(logits, (lasts - (count - keep))[:, None])
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        if self._moves:
-            for known, row, under in zip(self._expanded, tokens.tolist(), parents.tolist()):
-                known.add(row, under)
+        if self._moves_nodes:
+            for nodes, row, above in zip(self._expanded, tokens.tolist(), parents.tolist()):
+                nodes.add(row, above)
         if any(self.drafter.model.layer_windows.values()):  # windows go by positions, which differ from slots
             self._positions.append(positions)
             self.place_nodes(self._positions, visible.shape[-1])
@@ -260,7 +260,9 @@ class LMSession(CachedSession):
         drafter, model = self.drafter, self.drafter.model
         if model.max_positions is not None:  # draft() drops the output beyond
             positions = positions.clamp_max(model.max_positions - 1)
-        return drafter.fitted(model.forward(drafter.known(tokens), positions, visible, self.cache, keep)[0])
+        return drafter.to_draft_vocabulary(
+            model.forward(drafter.clamp_ids(tokens), positions, visible, self.cache, keep)[0]
+        )
 
 
 class ExpandedNodes:

@@ -184,8 +184,8 @@ class StepSession(TreeSession):
         self._roots = roots
         return super().draft(roots)
 
-    def _depth(self) -> int:
-        return min(super()._depth(), self.drafter.depth)
+    def _max_level(self) -> int:
+        return min(super()._max_level(), self.drafter.depth)
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         roots = self._roots[:, None]
@@ -203,11 +203,11 @@ class StepSession(TreeSession):
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         raise NotImplementedError  # _expand() needs no slots
 
-    def _candidates(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _propose(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._survival is None or not self._least:
-            return super()._candidates(logits, scores, sees)
+            return super()._propose(logits, scores, sees)
         ends = self._survival < math.log(self._least)  # decided before anything is drawn
-        found, entries, drawn = super()._candidates(logits, scores.masked_fill(ends, -math.inf), sees)
+        found, entries, drawn = super()._propose(logits, scores.masked_fill(ends, -math.inf), sees)
         return found.masked_fill(ends[..., None], -math.inf), entries, drawn
 
     def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:

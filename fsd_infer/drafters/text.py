@@ -92,7 +92,7 @@ class TextDrafter(TranslatedDrafter):
         shared, theirs = len(self.translation.ids), len(self.translation.theirs.raw)
         return f"another vocabulary: drafts text, as it has only {shared:,} of {self.target.name}'s {theirs:,} tokens"
 
-    def fitted(self, logits: Tensor) -> Tensor:
+    def to_draft_vocabulary(self, logits: Tensor) -> Tensor:
         return logits
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> TextSession:

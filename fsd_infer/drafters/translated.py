@@ -56,10 +56,10 @@ class TranslatedDrafter(LMDrafter):
             f"its own and {len(theirs.raw):,} of {self.target.name}'s"
         )
 
-    def known(self, tokens: Tensor) -> Tensor:
+    def clamp_ids(self, tokens: Tensor) -> Tensor:
         return tokens  # sessions keep the small LM's own
 
-    def fitted(self, logits: Tensor) -> Tensor:
+    def to_draft_vocabulary(self, logits: Tensor) -> Tensor:
         return self.translation.restrict(logits)
 
     def slots(self, longest: int) -> int:
@@ -125,9 +125,9 @@ class OwnSession(LMSession):
         self.text = torch.nn.functional.pad(self.text, (0, self._room + 1 - self.text.shape[1]))
         self.cache = self.drafter.model.new_cache(len(self._counts), self.drafter.slots(self._room))
         self.cached.zero_()
-        self._behind = max(self._counts)
-        for known in self._expanded:
-            known.clear()
+        self._max_unread = max(self._counts)
+        for nodes in self._expanded:
+            nodes.clear()
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
@@ -142,4 +142,4 @@ class TranslatedSession(OwnSession):
         return logits, self.drafter.translation.ids
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        return super()._read_nodes(self.drafter.translation.known[tokens], parents, positions, visible)
+        return super()._read_nodes(self.drafter.translation.own_of[tokens], parents, positions, visible)

@@ -115,7 +115,7 @@ class Translation:
     Attributes:
         ids: [I] the target's ids of the shared tokens, ascending, on the small LM's device.
         own: [I] the small LM's id of each.
-        known: [V] the small LM's id of each of the target's tokens; of those that are not shared an arbitrary one.
+        own_of: [V] the small LM's id of each of the target's tokens; of those that are not shared an arbitrary one.
 
     Raises:
         VocabularyMismatchError: a model without a tokenizer.
@@ -134,8 +134,8 @@ class Translation:
         self.ids, self.own = (
             torch.tensor(each, dtype=torch.long).to(model.device) for each in (shared, [pairs[t] for t in shared])
         )
-        self.known = torch.zeros(target.vocab_size, dtype=torch.long, device=model.device)
-        self.known[self.ids] = self.own
+        self.own_of = torch.zeros(target.vocab_size, dtype=torch.long, device=model.device)
+        self.own_of[self.ids] = self.own
         place = {theirs.raw[token]: number for number, token in enumerate(shared) if token in theirs.raw}
         self._twins = [part.to(model.device) for part in _twins(ours, place)]
         self._spelled: dict[int, list[int]] = {}

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from fsd_infer.device.cuda_graphs import CachedModel, Recorder
 from fsd_infer.drafters.base import Drafter
-from fsd_infer.drafters.drawing import Shares
+from fsd_infer.drafters.drawing import AcceptanceRatios
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.shape import LARGEST, MENU, NO_TREE, TreeShape, default_shape
 
@@ -40,7 +40,7 @@ class TreeDrafter(Drafter):
     def __init__(self, target: Target, model: CachedModel, vocabulary: int, shape: TreeShape | None) -> None:
         self.target, self.model, self.vocabulary = target, model, vocabulary
         self.has_default_shape = shape is None
-        self.shares: dict[Hashable, Shares] = {}  # by distribution and temperature
+        self.ratios: dict[Hashable, AcceptanceRatios] = {}  # by distribution and temperature
         self.shape = self._within(shape or default_shape(target.device))
 
     def _within(self, shape: TreeShape) -> TreeShape:

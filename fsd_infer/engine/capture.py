@@ -103,7 +103,7 @@ class RoundCapture:
     @classmethod
     def of(cls, target: Target) -> RoundCapture | None:
         """Return the recordings of a target; None if it does not record."""
-        if target.recorder is None or target.angles.fixed is not None:  # which the host chooses token by token
+        if target.recorder is None or target.dynamic_rope.fixed_length is not None:  # angles that the host chooses
             return None
         if target.recorded is None:
             target.recorded = cls(target.recorder, target.device)

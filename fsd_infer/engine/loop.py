@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from fsd_infer.device.cores import Team
 from fsd_infer.drafters.base import Drafter
 from fsd_infer.engine.capture import RoundCapture
-from fsd_infer.engine.prefill import prefill, read_again, start
+from fsd_infer.engine.prefill import prefill, recompute_cache, start
 from fsd_infer.engine.report import PendingReport
 from fsd_infer.engine.request import Request
 from fsd_infer.engine.round import decode_round
@@ -35,26 +35,26 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
     """
     with target.lock, target.without_gradients(), Team(target.device, request.generator is not None) as team:
         tracker = start(target, drafter, rule, request)
-        state, recorded = tracker.state, RoundCapture.of(target)
-        run = decode_round if recorded is None else recorded.run
+        state, capture = tracker.state, RoundCapture.of(target)
+        run = decode_round if capture is None else capture.run
         try:
             process(tracker, PendingReport("prefill", state.numbers, prefill(state, tracker)))
             previous: PendingReport | None = None  # which the host reads while the device runs the next round
             while state.numbers:
                 team.fit()
-                read_again(state, tracker)
+                recompute_cache(state, tracker)
                 tracker.on_phase("start")
                 pending: PendingReport | None = PendingReport("round", state.numbers, run(state))
                 if tracker.overlaps:
                     pending, previous = previous, pending
                 if pending is not None:
                     process(tracker, pending)
-                if recorded is not None and recorded.can_fold(state, len(tracker.unfinished())):
+                if capture is not None and capture.can_fold(state, len(tracker.unfinished())):
                     if previous is not None:
                         process(tracker, previous)
                     previous = None
                     if live := tracker.unfinished():
-                        recorded.fold(state, live)
+                        capture.fold(state, live)
             return tracker.outcome()
         finally:
             state.release_request()  # recordings keep the state, but need not keep the request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.estimates import RuleProfile
 from fsd_infer.trees.menu import MenuPolicy, menu_of
-from fsd_infer.trees.policy import TreePolicy, memory_of
+from fsd_infer.trees.policy import TreePolicy, policy_store
 from fsd_infer.trees.tree import DraftTree, Draws
 
 MIN_DRAWING_TEMPERATURE = 0.5  # below, drawn nodes gain nothing over likely tokens, and take time
@@ -36,7 +37,7 @@ class CacheSizes(NamedTuple):
     """What the caches of a request have room for.
 
     Attributes:
-        rows: of the batch, with those that fill a bucket.
+        rows: of the batch, with those of its bucket that no prompt fills.
         longest: tokens of the longest text at its end.
         capacity: slots of the target's cache, per row.
         drafter_slots: most tokens that the drafter is told of, per row. It pads rows to the one that emitted most, so
@@ -49,51 +50,110 @@ class CacheSizes(NamedTuple):
     drafter_slots: int
 
 
+@dataclass(frozen=True)
+class RequestPlan:
+    """What is decided about a request before memory is allocated for it.
+
+    Rows that no prompt fills come last in a bucket. They have a prompt of one token, and an answer of one.
+
+    Attributes:
+        request: as the caller gave it.
+        drafter: in its fastest form for the rules.
+        rules: [rows] the rule of each row.
+        prompts: [rows] token ids.
+        ends: [rows] tokens of each prompt with its longest answer.
+        sizes: of the caches.
+        processors: the request's logits processors.
+        draft_bonus: nats that the rules' distributions give for an accepted draft, on average.
+        draws: which drafts are drawn from q.
+        capture: what records the rounds; None: they run eagerly.
+    """
+
+    request: Request
+    drafter: Drafter
+    rules: list[Rule]
+    prompts: list[list[int]]
+    ends: list[int]
+    sizes: CacheSizes
+    processors: TreeProcessors
+    draft_bonus: float
+    draws: Draws
+    capture: RoundCapture | None
+
+    @property
+    def capture_key(self) -> CaptureKey:
+        """What fixes its rounds, besides their shapes."""
+        signature = self.processors.signature
+        return CaptureKey(self.drafter.capture_key, tuple(self.rules), self.sizes.capacity, signature, self.draft_bonus)
+
+
 def start(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], request: Request) -> RequestTracker:
     """Allocate the state of a request; return its tracker. Raises as :func:`fsd_infer.engine.decode`."""
-    prompts, count, device = request.prompts, len(request.prompts), target.device
-    rules = _rule_per_prompt(rule, count)
-    limits = check_prompts(target, prompts, request.max_new_tokens)
+    rules = _rule_per_prompt(rule, len(request.prompts))
+    limits = check_prompts(target, request.prompts, request.max_new_tokens)
     check_sights(target, request.sights)
-    processors, tracker = TreeProcessors(request.processors, count), RequestTracker(target, request, limits)
-    markers, marks = markers_of(rules, target.tokenizer), ends_of(rules, target.tokenizer, device)
-    draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / count
+    tracker = RequestTracker(target, request, limits)
+    plan = _plan(target, drafter, rules, limits, request)
+    cache_bytes = _check_memory(target, plan)
+    tracker.prompts = plan.prompts
+    state = _new_state(target, plan, tracker)
+    if plan.capture is not None:
+        state = plan.capture.state_for(state, len(request.prompts), plan.capture_key)
+    tracker.begin(state, plan.drafter, cache_bytes)
+    return tracker
+
+
+def _plan(target: Target, drafter: Drafter, rules: list[Rule], limits: Sequence[int], request: Request) -> RequestPlan:
+    """Plan a request. ``limits``: most tokens of each answer."""
+    draft_bonus = sum(rule.draft_bonus(request.greedy) for rule in rules) / len(rules)
     drafter = drafter.for_bonus(draft_bonus)
-    recorded, ends = _recorded(target, drafter), [len(prompt) + limit for prompt, limit in zip(prompts, limits)]
-    sizes = _sizes(target, drafter, ends, recorded is not None)
-    cache_bytes = _check_memory(target, drafter, sizes, request, recorded)
-    added = sizes.rows - count
-    rules, ends = rules + rules[:1] * added, ends + [2] * added  # a prompt of one token, and an answer of one
-    prompts = tracker.prompts = [*prompts, *[prompts[0][:1]] * added]
-    generator = request.generator if recorded is None else recorded.generator_like(request.generator)
-    draws = _draws(drafter, rules, _temperature(request))
-    policy = _policy(target, drafter, rules, request, draft_bonus, draws)
-    drafted = _draft_request(request, device, sizes, processors, generator, draft_bonus, draws, policy)
-    state = DecodeState(
+    capture = _capture(target, drafter)
+    ends = [len(prompt) + limit for prompt, limit in zip(request.prompts, limits)]
+    sizes = _sizes(target, drafter, ends, capture is not None)
+    fillers = sizes.rows - len(rules)
+    return RequestPlan(
+        request=request,
+        drafter=drafter,
+        rules=rules + rules[:1] * fillers,
+        prompts=[*request.prompts, *[request.prompts[0][:1]] * fillers],
+        ends=ends + [2] * fillers,
+        sizes=sizes,
+        processors=TreeProcessors(request.processors, len(rules)),
+        draft_bonus=draft_bonus,
+        draws=_draws(drafter, rules, _temperature(request)),
+        capture=capture,
+    )
+
+
+def _new_state(target: Target, plan: RequestPlan, tracker: RequestTracker) -> DecodeState:
+    """Allocate the caches, open the drafter's session, and return the state before the prompts are read."""
+    request, rules, prompts, device = plan.request, plan.rules, plan.prompts, target.device
+    rows, capacity = plan.sizes.rows, plan.sizes.capacity
+    markers, sentence_ends = markers_of(rules, target.tokenizer), ends_of(rules, target.tokenizer, device)
+    generator = request.generator if plan.capture is None else plan.capture.generator_like(request.generator)
+    policy = _policy(target, plan)
+    draft_request = _draft_request(plan, device, generator, policy)
+    slots = capacity + plan.drafter.max_nodes + 1
+    return DecodeState(
         target=target,
-        processors=processors,
+        processors=plan.processors,
         greedy=request.greedy,
         generator=generator,
         rules=rules,
-        numbers=list(range(count)),
-        cache=target.new_cache(sizes.rows, sizes.capacity),
-        session=drafter.start(torch.tensor([prompt[0] for prompt in prompts]), drafted),
+        numbers=list(range(len(request.prompts))),
+        cache=target.new_cache(rows, capacity),
+        session=plan.drafter.start(torch.tensor([prompt[0] for prompt in prompts]), draft_request),
         lengths=to_device(torch.tensor([len(prompt) for prompt in prompts]), device),
         roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
-        texts=TokenHistory([()] * sizes.rows, prompts, device, markers, sizes.capacity + drafter.max_nodes + 1, marks),
-        max_lengths=to_device(torch.tensor(ends), device),
+        texts=TokenHistory([()] * rows, prompts, device, markers, slots, sentence_ends),
+        max_lengths=to_device(torch.tensor(plan.ends), device),
         budget=nats_of(rules, device),
-        kl_excess=torch.zeros(sizes.rows, device=device),
+        kl_excess=torch.zeros(rows, device=device),
         measure_log_likelihood=request.measure_log_likelihood,
         history=tracker.history,
-        max_nodes=drafter.max_nodes,
+        max_nodes=plan.drafter.max_nodes,
         policy=policy,
     )
-    if recorded is not None:
-        key = CaptureKey(drafter.capture_key, tuple(rules), sizes.capacity, processors.signature, draft_bonus)
-        state = recorded.state_for(state, count, key)
-    tracker.begin(state, drafter, cache_bytes)
-    return tracker
 
 
 def _rule_per_prompt(rule: Rule | Sequence[Rule], count: int) -> list[Rule]:
@@ -114,44 +174,40 @@ def _sizes(target: Target, drafter: Drafter, ends: Sequence[int], is_recorded: b
     return CacheSizes(bucket(len(ends)), longest, slots, slots)
 
 
-def _check_memory(
-    target: Target, drafter: Drafter, sizes: CacheSizes, request: Request, recorded: RoundCapture | None
-) -> int:
+def _check_memory(target: Target, plan: RequestPlan) -> int:
     """Return the bytes of the caches. Raises CacheMemoryError if they do not fit; recordings make room."""
+    drafter, sizes, capture = plan.drafter, plan.sizes, plan.capture
     cache_bytes = target.cache_bytes(sizes.rows, sizes.capacity) + drafter.cache_bytes(sizes.rows, sizes.drafter_slots)
     free = free_bytes(target.device)
-    if recorded is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
-        recorded.forget()
+    if capture is not None and free is not None and cache_bytes > free:  # recordings hold memory of other sizes
+        capture.forget()
     held = target.held_bytes + drafter.held_bytes
-    check_caches(cache_bytes, sizes.rows, sizes.capacity, target.device, request.max_cache_bytes, held)
+    check_caches(cache_bytes, sizes.rows, sizes.capacity, target.device, plan.request.max_cache_bytes, held)
     return cache_bytes
 
 
 def _draft_request(
-    request: Request,
+    plan: RequestPlan,
     device: torch.device,
-    sizes: CacheSizes,
-    processors: TreeProcessors,
     generator: torch.Generator | None,
-    draft_bonus: float,
-    draws: Draws,
     policy: TreePolicy | MenuPolicy | None,
 ) -> DraftRequest:
     """Return what the drafter is told of a request."""
-    keys, count = request.cache_keys, len(request.prompts)
+    request, sizes, count = plan.request, plan.sizes, len(plan.request.prompts)
+    keys = request.cache_keys
     return DraftRequest(
-        sizes.rows,
-        sizes.drafter_slots,
-        request.greedy,
-        processors.of_drafts if processors else None,
-        generator,
-        device,
-        draft_bonus,
-        None if policy is None else policy.choose(count),
+        batch=sizes.rows,
+        slots=sizes.drafter_slots,
+        greedy=request.greedy,
+        process=plan.processors.of_drafts if plan.processors else None,
+        generator=generator,
+        device=device,
+        draft_bonus=plan.draft_bonus,
+        shape=None if policy is None else policy.choose(count),
         menu=policy.menu if isinstance(policy, MenuPolicy) else (),
         clock=policy.clock if isinstance(policy, TreePolicy) else None,
         keys=None if keys is None else [*keys, *[""] * (sizes.rows - count)],
-        draws=draws,
+        draws=plan.draws,
         seeded=request.generator is not None,
         longest=sizes.longest,
         temperature=_temperature(request),
@@ -162,18 +218,18 @@ def _temperature(request: Request) -> float:
     return 0.0 if request.greedy else temperature_of(request.processors)
 
 
-def _recorded(target: Target, drafter: Drafter) -> RoundCapture | None:
+def _capture(target: Target, drafter: Drafter) -> RoundCapture | None:
     """Return what records the request's rounds; None if they run eagerly."""
     if drafter.bounds is not None and not drafter.menu:
         return None
-    return None if _changes_angles(drafter) else RoundCapture.of(target)
+    return None if _has_dynamic_rope(drafter) else RoundCapture.of(target)
 
 
-def _changes_angles(drafter: Drafter) -> bool:
+def _has_dynamic_rope(drafter: Drafter) -> bool:
     """Whether the drafter, or a part of it, is a model whose angles the host chooses token by token."""
     model = getattr(drafter, "model", None)
-    own = isinstance(model, Target) and model.angles.fixed is not None
-    return own or any(map(_changes_angles, drafter.parts))
+    own = isinstance(model, Target) and model.dynamic_rope.fixed_length is not None
+    return own or any(map(_has_dynamic_rope, drafter.parts))
 
 
 def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws:
@@ -188,36 +244,34 @@ def _draws(drafter: Drafter, rules: Sequence[Rule], temperature: float) -> Draws
     return Draws.TREE if temperature >= MIN_DRAWING_TEMPERATURE else Draws.NONE
 
 
-def _policy(
-    target: Target, drafter: Drafter, rules: Sequence[Rule], request: Request, draft_bonus: float, draws: Draws
-) -> TreePolicy | MenuPolicy | None:
+def _policy(target: Target, plan: RequestPlan) -> TreePolicy | MenuPolicy | None:
     """Return what chooses the shape of each round's trees; None for a drafter of fixed shape."""
+    drafter, rules = plan.drafter, plan.rules
     if drafter.bounds is None:
         return None
     names = {rule.name for rule in rules}
-    profile = RuleProfile(
-        draft_bonus, names.pop() if len(names) == 1 else "several", drafter.samples and draws is Draws.CHAIN
-    )
-    learns = request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
-    memory = memory_of(drafter.learner, target, drafter.learner.relative_cost)
+    name = names.pop() if len(names) == 1 else "several"
+    profile = RuleProfile(plan.draft_bonus, name, sampled=drafter.samples and plan.draws is Draws.CHAIN)
+    learns = plan.request.generator is None and not target.is_sharded  # otherwise trees depend on the text alone
+    store = policy_store(drafter.learner, target, drafter.learner.relative_cost)
     if drafter.menu:
-        return MenuPolicy(memory, len(rules), profile, menu_of(drafter.menu, chains=profile.sampled), learns=learns)
-    return TreePolicy(memory, len(rules), profile, drafter.bounds, learns=learns)
+        return MenuPolicy(store, len(rules), profile, menu_of(drafter.menu, chains=profile.sampled), learns=learns)
+    return TreePolicy(store, len(rules), profile, drafter.bounds, learns=learns)
 
 
-def read_again(state: DecodeState, tracker: RequestTracker) -> None:
-    """Read the texts once more that have just outgrown the length at which the target's angles change.
+def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
+    """Recompute keys and values of texts that have just outgrown :attr:`.Target.recompute_length` (LongRoPE).
 
-    A round accepts no node beyond that length (:func:`.round.accept`), so each text stops there.
+    A round accepts no node beyond that length (:func:`.round.max_accepted`), so each text stops there.
     """
-    longest = state.target.reads_again
-    if longest is None:
+    longest, prefilled = state.target.recompute_length, state.cache.prefilled
+    if longest is None or prefilled is None:
         return
-    for place, number in enumerate(state.numbers):
+    for row, number in enumerate(state.numbers):
         text = [*tracker.request.prompts[number], *tracker.records[number].tokens]
-        if len(text) == longest + 1 and int(state.cache.read[place]) <= longest:  # type: ignore[index]
-            state.cache.read[place] = len(text)  # type: ignore[index]
-            read_text(state.target, state.cache.row(place), to_device(torch.tensor([text[:-1]]), state.device))
+        if len(text) == longest + 1 and int(prefilled[row]) <= longest:
+            prefilled[row] = len(text)
+            read_text(state.target, state.cache.row(row), to_device(torch.tensor([text[:-1]]), state.device))
             tracker.on_phase("prefill")
 
 

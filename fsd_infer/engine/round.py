@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsd_core.tensors import at_nodes, without_padding
+from fsd_core.tensors import at_nodes, trimmed_on_host
 from fsd_infer.engine.state import DecodeState
 from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.rules import Verdict
@@ -90,7 +90,7 @@ def accept(state: DecodeState, verified: VerifiedTree) -> RoundTensors:
     rows, nodes = tree.tokens.shape
     # [B, N, 3], drawn for the largest tree: padding of a tree changes no later draw
     uniforms = torch.rand(rows, max(nodes, state.max_nodes), 3, generator=state.generator, device=logits.device)
-    verdict = device_verdict(state.rules, verified.round_for_rules(uniforms[:, :nodes], max_accepted(state, tree)))
+    verdict = device_verdict(state.rules, verified.round_input(uniforms[:, :nodes], max_accepted(state, tree)))
     if state.live is not None:  # finished rows emit nothing; the host may not know yet which have reached their limit
         goes_on = state.live & (state.texts.lengths < state.max_lengths)
         verdict.accepted = verdict.accepted.masked_fill(~goes_on, -1)
@@ -114,14 +114,14 @@ def charge(state: DecodeState, verdict: Verdict) -> None:
 
 
 def max_accepted(state: DecodeState, tree: DraftTree) -> Tensor | None:
-    """Return how many drafts each row may accept before the target's rotary angles change, [B]; None: they do not.
+    """Return how many drafts each row may accept before its keys and values are recomputed, [B]; None: any number.
 
-    Nodes beyond :attr:`.Target.reads_again` are read under the angles of shorter texts.
+    Nodes beyond :attr:`.Target.recompute_length` are read with the rotary angles of shorter texts.
     """
-    longest, read = state.target.reads_again, state.cache.read
-    if longest is None or read is None:
+    longest, prefilled = state.target.recompute_length, state.cache.prefilled
+    if longest is None or prefilled is None:
         return None
-    return (longest - 1 - state.lengths).clamp_min(0).where(read <= longest, tree.tokens.shape[1])
+    return (longest - 1 - state.lengths).clamp_min(0).where(prefilled <= longest, tree.tokens.shape[1])
 
 
 def advance(state: DecodeState, result: RoundTensors, tokens: Tensor, counts: Tensor) -> None:
@@ -129,5 +129,5 @@ def advance(state: DecodeState, result: RoundTensors, tokens: Tensor, counts: Te
 
     ``result.features`` [B, K, F] are those before the tokens.
     """
-    tokens, features = without_padding(counts, tokens, result.features)
+    tokens, features = trimmed_on_host(counts, tokens, result.features)
     state.session.extend(tokens, features, counts)

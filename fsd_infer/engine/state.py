@@ -37,7 +37,7 @@ class DecodeState:
         texts: prompts and answers.
         max_lengths: [B] tokens of prompt and longest allowed answer.
         budget: [B] nats that each row may still spend; None: no rule has a budget.
-        kl_excess: [B] nats beyond the targets of adaptive KL coefficients, see :class:`~fsd_infer.rules.Verification`.
+        kl_excess: [B] nats beyond the targets of adaptive KL coefficients, see :class:`~fsd_infer.rules.RoundInput`.
         measure_log_likelihood: whether to measure the log-likelihood of emitted tokens.
         history: returns the tokens before each row's root, as processors take them; None for finished rows.
         max_nodes: nodes of the largest tree.

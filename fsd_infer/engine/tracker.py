@@ -42,7 +42,9 @@ class RequestTracker:
         self.prompts, kept = request.prompts, target.prefixes
         if kept is not None and request.generator is not None:
             kept = None  # a seeded answer comes again, to its last bit
-        self.prefixes = PrefixSession(kept, target.captured_layers, request.cache_keys, target.angles.fixed)
+        self.prefixes = PrefixSession(
+            kept, target.captured_layers, request.cache_keys, target.dynamic_rope.fixed_length
+        )
         self.timer = PhaseTimer(target.device, reports=any(one.reads_tensors for one in request.callbacks))
         self.callbacks: list[Callback] = [
             Stopping(request, self.records, limits), self.timer, Recorder(self.records, self.timer)

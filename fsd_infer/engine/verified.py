@@ -1,4 +1,4 @@
-"""A verified tree, and what rules are told of it beside the target's logits."""
+"""A tree after verification: the target's logits at its nodes, and the input of the rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fsd_infer.engine.state import DecodeState
-from fsd_infer.rules import Verification
+from fsd_infer.rules import RoundInput
 from fsd_infer.trees.tree import DraftTree
 
 
@@ -31,10 +31,15 @@ class VerifiedTree:
         self.recurrent: dict[Hashable, Any] = dict(state.cache.recurrent.kept)
         self._copies: dict[int, Tensor | None] = {}
 
-    def round_for_rules(self, uniforms: Tensor, max_accepted: Tensor | None) -> Verification:
-        """Return what rules are told of the round. Arguments as there."""
+    def round_input(self, uniforms: Tensor, max_accepted: Tensor | None) -> RoundInput:
+        """Return the input of the rules.
+
+        Args:
+            uniforms: [B, N, 3] in [0, 1).
+            max_accepted: [B] most drafts that each row may accept; None: all.
+        """
         state = self._state
-        return Verification(
+        return RoundInput(
             tree=self.tree,
             logits=self.raw_logits,
             scores=self.scores,

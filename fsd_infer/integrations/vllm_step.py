@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsd_infer.rules import Rule, RuleInputs, TokenHistory, Verification
+from fsd_infer.rules import RoundInput, Rule, RuleInputs, TokenHistory
 from fsd_infer.rules._walk import affordable
 from fsd_infer.rules.distributions import biased
 from fsd_infer.rules.texts import Markers
@@ -114,7 +114,7 @@ class Chains(RuleInputs):
         step: the drafts.
         scores: [B, N, V] ln p up to a constant; at temperature 0 raw logits.
         greedy: temperature 0.
-        kl_excess: [B], see :class:`Verification`.
+        kl_excess: [B], see :class:`RoundInput`.
     """
 
     def __init__(self, step: SchedulerStep, scores: Tensor, greedy: bool, kl_excess: Tensor | None = None) -> None:
@@ -127,7 +127,7 @@ class Chains(RuleInputs):
             scores=torch.zeros(step.shape, device=scores.device).masked_fill(no_draft, -math.inf),
         )
         uniforms = None if greedy else scores.new_empty(batch, nodes, 3)  # nothing is drawn here
-        round = Verification(tree, scores, scores, greedy, uniforms, texts=step.texts, kl_excess=kl_excess)
+        round = RoundInput(tree, scores, scores, greedy, uniforms, texts=step.texts, kl_excess=kl_excess)
         super().__init__(round)
 
     def biased(self, rule: Rule, mine: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:

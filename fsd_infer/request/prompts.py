@@ -71,10 +71,10 @@ def check_prompts(
 
 def check_sights(target: Target, sights: Sequence[Sight | None] | None) -> None:
     """Raise FsdError for images in a text that this target may read a second time, without its images."""
-    if target.reads_again is not None and any(sights or ()):
+    if target.recompute_length is not None and any(sights or ()):
         raise FsdError(
-            f"{target.name} reads a text again when it has {target.reads_again} tokens (LongRoPE), which is not done "
-            "with images: leave them out, or use another target."
+            f"{target.name} reads a text again when it has {target.recompute_length} tokens (LongRoPE), which is not "
+            "done with images: leave them out, or use another target."
         )
 
 
@@ -100,9 +100,9 @@ def read_prompts(
         Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
     """
     known, sights = _per_row(known, len(tokens)), _per_row(sights, len(tokens))
-    cache.read = to_device(lengths, target.device)
+    cache.prefilled = to_device(lengths, target.device)
     if target.places_images:
-        cache.offsets = torch.zeros_like(cache.read) if cache.offsets is None else cache.offsets.zero_()
+        cache.offsets = torch.zeros_like(cache.prefilled) if cache.offsets is None else cache.offsets.zero_()
     if any(known) or any(sights) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
         read = [
@@ -113,7 +113,7 @@ def read_prompts(
         ]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
         return torch.cat(padded), torch.cat([logits for _, logits in read])
-    features, logits = read_text(target, cache, to_device(tokens, target.device), lengths=cache.read)
+    features, logits = read_text(target, cache, to_device(tokens, target.device), lengths=cache.prefilled)
     if int(lengths.min()) < tokens.shape[1]:  # the forward computed logits at the longest prompt's end only
         target.check_lm_head()
         last = at_nodes(features, to_device(lengths - 1, target.device)[:, None])

@@ -35,7 +35,7 @@ from fsd_infer.rules.published import (
 )
 from fsd_infer.rules.texts import TokenHistory
 from fsd_infer.rules.tilted import Tilted
-from fsd_infer.rules.verification import Emission, TokenOrigin, Verdict, Verification
+from fsd_infer.rules.verification import Emission, RoundInput, TokenOrigin, Verdict
 from fsd_infer.rules.vocab_rows import VocabRows
 
 __all__ = [
@@ -67,7 +67,7 @@ __all__ = [
     "Tilted",
     "Typical",
     "Verdict",
-    "Verification",
+    "RoundInput",
     "apply_rules",
     "parameter",
     "parse_rule",
@@ -75,7 +75,10 @@ __all__ = [
     "rule_text",
 ]
 
-_FORMER = {"Law": "OutputDistribution", "Evidence": "RuleInputs", "Contexts": "VocabRows", "Texts": "TokenHistory"}
+_FORMER = {
+    "Law": "OutputDistribution", "Evidence": "RuleInputs", "Contexts": "VocabRows", "Texts": "TokenHistory",
+    "Verification": "RoundInput",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -55,7 +55,7 @@ class _Walk:
         cost: nats of the rule's distribution at each context; None if all rules have the target's distribution.
         applies: contexts with a distribution other than the target's.
         r_token: at temperature 0, the token of a dense distribution.
-        dense: above temperature 0, contexts with their distributions r, [·, V] or lumped.
+        dense: above temperature 0, contexts with their distributions r, [·, V] or over a reduced vocabulary.
         r_row: the context's row among those of all ``dense`` together; -1 if it has none.
     """
 
@@ -71,7 +71,7 @@ class _Walk:
         self.cost: Tensor | None = None
         if self.tree.parents.shape[1] == 1:
             return  # nothing was drafted
-        self.p_draft = self.r_draft = inputs.chance
+        self.p_draft = self.r_draft = inputs.accept_prob
         self.applies = torch.zeros_like(inputs.tree.is_draft)
         self.r_token, self.r_row = inputs.likeliest, torch.full_like(self.tree.parents, -1)
         self.outputs = [self._add(output, rows) for output, rows in outputs]
@@ -87,16 +87,16 @@ class _Walk:
             return new if of_rule is True else torch.where(of_rule, new, old)
 
         if output.test is not None:
-            self.p_draft = put(output.test.chance.to(self.p_draft.dtype), self.p_draft)
+            self.p_draft = put(output.test.accept_prob.to(self.p_draft.dtype), self.p_draft)
         if output.is_target:
             return output, of_rule
         if self.cost is None:
             self.cost = torch.zeros(self.tree.tokens.shape, dtype=wide(self.device), device=self.device)
         if output.logit_bias is not None:
             where = output.dense_at(self.inputs) if output.log_r is not None else None
-            applies, chance, cost, _ = biased(self.inputs, output.logit_bias, output.applies)
+            applies, r, cost, _ = biased(self.inputs, output.logit_bias, output.applies)
             applies = applies if where is None else torch.where(where, output.applies, applies)
-            self.r_draft, self.cost = put(chance, self.r_draft), put(cost, self.cost)
+            self.r_draft, self.cost = put(r, self.r_draft), put(cost, self.cost)
         self.applies = put(applies, self.applies)
         if output.gate is not None or output.log_r is not None:
             self._evaluate(output, VocabRows.every(self.inputs, None if of_rule is True else index))
@@ -110,33 +110,49 @@ class _Walk:
         if output.log_r is None:
             return
         holds = output.dense_at(inputs)
-        at = at.those(functional.selected(at.of(self.applies if holds is None else self.applies & holds)))
+        at = at.subset(functional.host_nonzero(at.of(self.applies if holds is None else self.applies & holds)))
         if not len(at.rows):
             return
-        at = at.lumped() if output.lumpable else at
+        at = at.reduced() if output.is_reducible else at
         log_r, where = output.log_r(at), (at.rows, at.nodes)
         r_row = torch.full_like(self.r_row, -1).index_put(where, torch.arange(len(log_r), device=self.device))
         r_row = r_row if holds is None else r_row.masked_fill(~holds, -1)
         above = inputs.above(r_row)
-        if inputs.greedy:
-            token = log_r.argmax(-1)
-            pair = at.scores.gather(1, torch.stack([at.of(inputs.likeliest), token], 1))
-            cost = (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
-            self.r_token = self.r_token.index_put(where, token)
-            chance = self.tree.tokens == inputs.above(self.r_token)
-        else:
-            r, cost = log_r.softmax(-1), functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
-            chance = at.of_drafts(r, above.clamp_min(0)).to(self.r_draft.dtype)
-            if inputs.sampled:
-                residual = (r - at.proposal).clamp_min(0.0).sum(-1)
-                of_context = torch.zeros_like(chance).index_put(where, residual.to(chance.dtype))
-                chance = inputs.tested(chance, chance.log(), of_context)
-            self.r_row = torch.where(r_row >= 0, r_row + sum(len(each) for _, each in self.dense), self.r_row)
-            self.dense.append((at, r))
-        self.r_draft = torch.where((above >= 0) & inputs.tree.is_draft, chance, self.r_draft)
+        r_draft, cost = (self._dense_greedy if inputs.greedy else self._dense_sampled)(at, log_r, r_row, above)
+        self.r_draft = torch.where((above >= 0) & inputs.tree.is_draft, r_draft, self.r_draft)
         assert self.cost is not None
         cost = torch.zeros_like(self.cost).index_put(where, cost.to(self.cost.dtype))
         self.cost = torch.where(r_row >= 0, cost, self.cost)
+
+    def _dense_greedy(self, at: VocabRows, log_r: Tensor, r_row: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+        """Note the tokens of a dense distribution at temperature 0. Arguments and results as of _dense_sampled()."""
+        token = log_r.argmax(-1)
+        pair = at.scores.gather(1, torch.stack([at.of(self.inputs.likeliest), token], 1))
+        self.r_token = self.r_token.index_put((at.rows, at.nodes), token)
+        return self.tree.tokens == self.inputs.above(self.r_token), (pair[:, 0] - pair[:, 1]).clamp_min(0.0)
+
+    def _dense_sampled(self, at: VocabRows, log_r: Tensor, r_row: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a dense distribution above temperature 0.
+
+        Args:
+            at: R contexts.
+            log_r: [R, V] the distribution there.
+            r_row: [B, N] the row of each context; -1 if it has none.
+            above: [B, N] the same of each node's parent.
+
+        Returns:
+            [B, N] probability of each draft below these contexts; [R] their costs.
+        """
+        inputs, r = self.inputs, log_r.softmax(-1)
+        cost = functional.divergence_rows(at.scores, log_r, divergence("kl_qp"))
+        r_draft = at.of_drafts(r, above.clamp_min(0)).to(self.r_draft.dtype)
+        if inputs.sampled:
+            residual = (r - at.proposal).clamp_min(0.0).sum(-1)
+            of_context = torch.zeros_like(r_draft).index_put((at.rows, at.nodes), residual.to(r_draft.dtype))
+            r_draft = inputs.accept_prob_under(r_draft, r_draft.log(), of_context)
+        self.r_row = torch.where(r_row >= 0, r_row + sum(len(each) for _, each in self.dense), self.r_row)
+        self.dense.append((at, r))
+        return r_draft, cost
 
     def verdict(self) -> Verdict:
         """Walk to the nodes whose ancestors were all picked, and gather what they say."""
@@ -244,16 +260,16 @@ class _Walk:
         r, r_row = at.p, self.r_row.gather(1, end) if self.dense else end
         for contexts, dense in self.dense:
             here = is_lossy & (r_row >= 0) & (r_row < len(dense))
-            r = torch.where(here, contexts.whole(dense, r_row[:, 0].clamp(0, len(dense) - 1), at.p), r)
+            r = torch.where(here, contexts.over_all(dense, r_row[:, 0].clamp(0, len(dense) - 1), at.p), r)
             r_row = r_row - len(dense)
         weights = r
         if inputs.sampled:
-            draws = at.of(inputs.draws)[:, None]
+            draws = at.of(inputs.has_drawn_child)[:, None]
             weights = torch.where(draws, (r - at.proposal).clamp_min(0.0), r)
             for own, of_rule in self.outputs:
                 if own.test is not None:
-                    rest = r if own.test.rest is None else own.test.rest(at)
-                    weights = torch.where(~is_lossy & draws & of_rule, rest, weights)
+                    residual = r if own.test.residual is None else own.test.residual(at)
+                    weights = torch.where(~is_lossy & draws & of_rule, residual, weights)
         refused = inputs.is_drawn if inputs.is_chain else tree.is_draft
         drafted = torch.where(refused & (tree.parents == end), 0.0, math.inf)
         return weights.scatter_reduce(1, tree.tokens, drafted, "amin")

@@ -23,7 +23,7 @@ from fsd_infer.rules.distributions import OutputDistribution
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import current, parameter, parameters_of, reads_former_names
 from fsd_infer.rules.texts import markers
-from fsd_infer.rules.verification import Verdict, Verification, row_index
+from fsd_infer.rules.verification import RoundInput, Verdict, row_index
 from fsd_infer.trees.tree import Draws
 
 _FORMER_METHODS = {"law": "output", "charged_law": "restricted_output", "tilt": "draft_bonus"}
@@ -100,7 +100,7 @@ class Rule:
         """Return :meth:`output` with the parameters that all rules share applied."""
         return self.output(inputs)
 
-    def __call__(self, round: Verification) -> Verdict:
+    def __call__(self, round: RoundInput) -> Verdict:
         """Return the verdict on a round with this rule for every row; see :func:`apply_rules`."""
         return apply_rules([self] * round.tree.tokens.shape[0], round)
 
@@ -204,7 +204,7 @@ class _Rules(Registry[type[Rule]]):
 RULES = _Rules("rule")
 
 
-def apply_rules(rules: Sequence[Rule], round: Verification) -> Verdict:
+def apply_rules(rules: Sequence[Rule], round: RoundInput) -> Verdict:
     """Return the verdict on one round, on the CPU, with a rule per row.
 
     Raises:
@@ -214,7 +214,7 @@ def apply_rules(rules: Sequence[Rule], round: Verification) -> Verdict:
     return device_verdict(rules, round).on_host()
 
 
-def device_verdict(rules: Sequence[Rule], round: Verification) -> Verdict:
+def device_verdict(rules: Sequence[Rule], round: RoundInput) -> Verdict:
     """Return the verdict of :func:`apply_rules` on the device of the tree, unchecked and without a sync."""
     rows: dict[Rule, list[int]] = {}
     for row, rule in enumerate(rules):

@@ -28,15 +28,15 @@ ROUNDING = 1e-5  # error of ln p: a token whose own ln p is the cutoff must pass
 
 
 class AcceptanceTest(NamedTuple):
-    """A test of sampled drafts under p, in place of the chance min(1, p/q).
+    """A test of sampled drafts under p, in place of the probability min(1, p/q).
 
     Attributes:
-        chance: [B, N] that each draft is accepted.
-        rest: contexts -> [R, V] weights of the draw that replaces a rejected draft; None: p without the draft.
+        accept_prob: [B, N] of each draft.
+        residual: contexts -> [R, V] weights of the draw that replaces a rejected draft; None: p without the draft.
     """
 
-    chance: Tensor
-    rest: VocabFunction | None = None
+    accept_prob: Tensor
+    residual: VocabFunction | None = None
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class OutputDistribution:
         log_r: see :meth:`dense`. Where there is a bias, too, it holds at contexts with drawn nodes below them.
         gate: contexts -> [R] bool, a further condition.
         test: of sampled drafts where the distribution is p.
-        lumpable: whether ``log_r`` is linear in p where q is 0, so that one column may stand for all such tokens, see
-            :class:`.LumpedVocabRows`.
+        is_reducible: whether ``log_r`` is linear in p where q is 0, so that one column may stand for all such tokens
+            (:class:`.ReducedVocabRows`).
     """
 
     applies: Tensor
@@ -58,7 +58,7 @@ class OutputDistribution:
     log_r: VocabFunction | None = None
     gate: VocabFunction | None = None
     test: AcceptanceTest | None = None
-    lumpable: bool = False
+    is_reducible: bool = False
 
     @property
     def is_target(self) -> bool:
@@ -108,8 +108,8 @@ class OutputDistribution:
         """Return a dense distribution at contexts with drawn nodes below them, a biased one at the others of a tree."""
         applies = inputs.has_q
         if logit_bias is not None:
-            applies = torch.where(inputs.unsettled, applies, inputs.tree.inner)
-        return cls(applies, logit_bias, log_r, lumpable=True)
+            applies = torch.where(inputs.has_drawn_below, applies, inputs.tree.inner)
+        return cls(applies, logit_bias, log_r, is_reducible=True)
 
     @classmethod
     def dense(cls, inputs: RuleInputs, log_r: VocabFunction) -> OutputDistribution:
@@ -163,7 +163,7 @@ class OutputDistribution:
         output = cls.drawn(inputs, logit_bias, log_r)
         if chance is not None:
             return output
-        return output.where(~inputs.unsettled | (inputs.log_p_max >= cutoff - ROUNDING))
+        return output.where(~inputs.has_drawn_below | (inputs.log_p_max >= cutoff - ROUNDING))
 
     @classmethod
     def trusting(cls, inputs: RuleInputs, cutoff: Tensor | float) -> OutputDistribution:
@@ -185,7 +185,7 @@ class OutputDistribution:
             from_p = at.q.masked_fill(~below, 0.0).sum(-1, keepdim=True)
             return (at.q.masked_fill(below, 0.0) + from_p * at.p).log()
 
-        return cls(inputs.has_q, log_r=log_r, lumpable=True)
+        return cls(inputs.has_q, log_r=log_r, is_reducible=True)
 
     def where(self, holds: Tensor | VocabFunction) -> OutputDistribution:
         """Return the distribution restricted to contexts where ``holds``, with p elsewhere.
@@ -199,28 +199,30 @@ class OutputDistribution:
         return replace(self, gate=holds if first is None else lambda at: first(at) & holds(at))
 
     def without_copies(self, inputs: RuleInputs, n: int) -> OutputDistribution:
-        """Return the distribution with an exact test of tokens that complete a known n-gram.
+        """Return the distribution with an exact test of tokens that repeat an n-gram of the texts.
 
         Such drafts get the bias -inf. A dense distribution gives such a y at most p(y); the excess is drawn from p.
         """
         dense = self.log_r
-        logit_bias = None if self.logit_bias is None else self.logit_bias.masked_fill(inputs.known(n), -math.inf)
+        logit_bias = (
+            None if self.logit_bias is None else self.logit_bias.masked_fill(inputs.repeats_ngram(n), -math.inf)
+        )
         if dense is None:
             return replace(self, logit_bias=logit_bias)
 
         def log_r(at: VocabRows) -> Tensor:
-            known, log_r = at.known_tokens(n), dense(at)
+            repeats, log_r = at.repeating_tokens(n), dense(at)
             if inputs.greedy:
-                return torch.where(known.gather(1, log_r.argmax(-1, keepdim=True)), at.scores, log_r)
+                return torch.where(repeats.gather(1, log_r.argmax(-1, keepdim=True)), at.scores, log_r)
             r = log_r.softmax(-1)
-            kept = torch.where(known, torch.minimum(r, at.p), r)
+            kept = torch.where(repeats, torch.minimum(r, at.p), r)
             return (kept + (r - kept).sum(-1, keepdim=True) * at.p).log()
 
         return replace(self, logit_bias=logit_bias, log_r=log_r)
 
     def dense_at(self, inputs: RuleInputs) -> Tensor | None:
         """[B, N] bool; contexts where :attr:`log_r` is the distribution, if there is one; None: all that have a q."""
-        return None if self.logit_bias is None else inputs.unsettled
+        return None if self.logit_bias is None else inputs.has_drawn_below
 
     def log_probs(self, inputs: RuleInputs) -> Tensor:
         """Return ln r [B, N, V] without regard to budgets; above temperature 0."""
@@ -230,11 +232,11 @@ class OutputDistribution:
         log_r = log_p = at.log_p.unflatten(0, applies.shape).double()
         where = self.dense_at(inputs)
         if self.logit_bias is not None:
-            of_biased, chance, _, others = biased(inputs, self.logit_bias, applies)
-            applies = of_biased if where is None else torch.where(where, applies, of_biased)
-            log_r = log_p + others[..., None]
+            at_bias, r, _, log_scale = biased(inputs, self.logit_bias, applies)
+            applies = at_bias if where is None else torch.where(where, applies, at_bias)
+            log_r = log_p + log_scale[..., None]
             rows, drafts = inputs.tree.is_draft.nonzero(as_tuple=True)
-            log_r[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = chance[rows, drafts].log()
+            log_r[rows, tree.parents[rows, drafts], tree.tokens[rows, drafts]] = r[rows, drafts].log()
         if self.log_r is not None:
             dense = self.log_r(at).log_softmax(-1).view_as(log_p).double()
             log_r = dense if where is None else torch.where(where[..., None], dense, log_r)
@@ -246,49 +248,66 @@ def _limit(at: VocabRows, cutoff: Tensor | float) -> Tensor | float:
     return at.of(cutoff - ROUNDING)[:, None] if isinstance(cutoff, Tensor) else cutoff
 
 
-class Odds(NamedTuple):
+class BiasedOutput(NamedTuple):
     """A biased distribution in numbers, [B, N] each.
 
     Attributes:
         applies: contexts where it differs from p.
-        chance: r of each draft.
+        r: probability of each draft.
         cost: nats at each context.
-        others: ln(r/p) of the tokens that are not drafted, per context; meaningless at temperature 0.
+        log_scale: ln(r/p) of the tokens that are not drafted, per context; meaningless at temperature 0.
     """
 
     applies: Tensor
-    chance: Tensor
+    r: Tensor
     cost: Tensor
-    others: Tensor
+    log_scale: Tensor
 
 
-def biased(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> Odds:
-    """Compute the distribution r ∝ p·e^bias at contexts with ``applies``, see :meth:`OutputDistribution.biased`.
+def biased(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
+    """Compute the distribution r ∝ p·e^bias, see :meth:`OutputDistribution.biased`.
+
+    Args:
+        inputs: of the round.
+        logit_bias: [B, N] nats per draft; inf restricts p to such children, -inf keeps r = p.
+        applies: [B, N] bool; contexts that may have the distribution.
+    """
+    logit_bias = logit_bias.masked_fill(inputs.logprob_gap == math.inf, 0.0)  # never what the processed target forbids
+    applies = applies & inputs.some(logit_bias > 0)
+    return (_biased_greedy if inputs.greedy else _biased_sampled)(inputs, logit_bias, applies)
+
+
+def _biased_greedy(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
+    """:func:`biased` at temperature 0: the child with the largest ln p + bias, if that exceeds the target's choice."""
+    logprob_gap, dtype = inputs.logprob_gap, wide(logit_bias.device)
+    applies = applies & ~inputs.some((logit_bias == -math.inf) & inputs.accept_prob)
+    value = inputs.of_children(logit_bias - logprob_gap, -math.inf)  # over the target's own choice, [B, N, N]
+    best = value.amax(-1, keepdim=True)
+    # ties: the least gap, then the smallest token, as an argmax over the vocabulary resolves them
+    order = -logprob_gap.to(dtype) - 1e-12 * inputs.tree.tokens
+    child, wins = order[:, None].masked_fill(value < best, -math.inf).argmax(-1), best[..., 0] > 0
+    r = torch.where(inputs.above(wins), inputs.nodes == inputs.above(child), inputs.accept_prob)
+    cost = logprob_gap.gather(1, child).masked_fill(~wins, 0.0).to(dtype)
+    return BiasedOutput(applies, r, cost, cost)
+
+
+def _biased_sampled(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
+    """:func:`biased` above temperature 0.
 
     Works with logarithms in the device's widest type: p(C) and e^-bias may underflow at a low temperature.
     """
-    dtype, inf, logprob_gap = wide(logit_bias.device), math.inf, inputs.logprob_gap
-    logit_bias = logit_bias.masked_fill(logprob_gap == inf, 0.0)  # never emit what the processed target forbids
-    held = logit_bias == -inf
-    applies = applies & inputs.some(logit_bias > 0)
-    if inputs.greedy:
-        applies = applies & ~inputs.some(held & inputs.chance)
-        value = inputs.of_children(logit_bias - logprob_gap, -inf)
-        best = value.amax(-1, keepdim=True)
-        # ties: the least gap, then the smallest token, as an argmax over the vocabulary resolves them
-        order = -logprob_gap.to(dtype) - 1e-12 * inputs.tree.tokens
-        child, won = order[:, None].masked_fill(value < best, -inf).argmax(-1), best[..., 0] > 0
-        chance = torch.where(inputs.above(won), inputs.nodes == inputs.above(child), inputs.chance)
-        cost = logprob_gap.gather(1, child).masked_fill(~won, 0.0).to(dtype)
-        return Odds(applies, chance, cost, cost)
+    dtype, inf = wide(logit_bias.device), math.inf
     logit_bias, log_p = logit_bias.to(dtype), inputs.log_p.to(dtype)
-    free = (1.0 - inputs.total(log_p.exp().masked_fill(~held, 0.0))).clamp_min(0.0).log()
-    forced = inputs.some(logit_bias == inf)  # p is restricted to these children
-    outside = (1.0 - inputs.draft_mass).clamp_min(0.0).log().masked_fill(forced, -inf)
-    log_r = log_p + torch.where(inputs.above(forced), torch.where(logit_bias == inf, 0.0, -inf), logit_bias)
-    inside = inputs.of_children(log_r, -inf).logsumexp(-1)
-    others = free - torch.logaddexp(inside, outside)  # ln of the scale of all weights; held children reduce it
-    log_r = torch.where(held, log_p, log_r + inputs.above(others))
-    r, cost = log_r.exp(), ((outside + others).exp() * others).masked_fill(outside == -inf, 0.0)
+    keeps_p = logit_bias == -inf
+    restricted = inputs.some(logit_bias == inf)  # contexts where p is restricted to such children
+    # ln of the unnormalised mass: of drafts, of the tokens that are not drafted, and of all that do not keep p
+    log_r = log_p + torch.where(inputs.above(restricted), torch.where(logit_bias == inf, 0.0, -inf), logit_bias)
+    drafted = inputs.of_children(log_r, -inf).logsumexp(-1)
+    undrafted = (1.0 - inputs.draft_mass).clamp_min(0.0).log().masked_fill(restricted, -inf)
+    left = (1.0 - inputs.total(log_p.exp().masked_fill(~keeps_p, 0.0))).clamp_min(0.0).log()
+    log_scale = left - torch.logaddexp(drafted, undrafted)
+    log_r = torch.where(keeps_p, log_p, log_r + inputs.above(log_scale))
+    r = log_r.exp()
+    cost = ((undrafted + log_scale).exp() * log_scale).masked_fill(undrafted == -inf, 0.0)
     cost = (cost + inputs.total((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)
-    return Odds(applies & others.isfinite(), r, cost, others.masked_fill(forced, -inf))
+    return BiasedOutput(applies & log_scale.isfinite(), r, cost, log_scale.masked_fill(restricted, -inf))

@@ -62,41 +62,38 @@ def block_test(inputs: RuleInputs) -> AcceptanceTest:
     In expectation over the draws s(y) = w(y), so a token that follows x has probability min(w·p, q) by its own draw and
     (w·p - q)+ otherwise: w·p together. No fewer drafts are accepted than draft by draft.
     """
-    tree, drawn, draws = inputs.tree, inputs.is_drawn, inputs.draws
-    ratio = (inputs.log_p - inputs.log_q).to(wide(drawn.device)).exp()
-    weight = ones = torch.ones_like(ratio)
+    tree, drawn, has_drawn_child = inputs.tree, inputs.is_drawn, inputs.has_drawn_child
+    log_p, log_q = (each.to(wide(drawn.device)) for each in (inputs.log_p, inputs.log_q))
+    p, q, ratio = log_p.exp(), log_q.exp(), (log_p - log_q).exp()
+    weight = ones = torch.ones_like(p)
     for _ in range(tree.max_depth):
         weight = torch.where(drawn, (inputs.above(weight) * ratio).clamp_max(1.0), ones)
-    residual = _residual(inputs, weight)
-    ends = torch.where(draws & (weight < 1), residual / (residual + 1 - weight).clamp_min(TINY), weight)  # h
-    within, below = ends, torch.zeros_like(ends)  # s of each node, and of its drawn child
+    residual = _residual_mass(inputs, weight)
+    ends_here = torch.where(has_drawn_child & (weight < 1), residual / (residual + 1 - weight).clamp_min(TINY), weight)
+    ends_below, ends_within = torch.zeros_like(p), ends_here
     for _ in range(tree.max_depth):
-        below = torch.zeros_like(ends).scatter_add(1, tree.parents, within.masked_fill(~drawn, 0.0))
-        within = below + (1 - below) * ends
-    goes_on = (below / within.clamp_min(TINY)).clamp_max(1.0)  # to the drawn child, given that the walk is here
-    rest = (inputs.above(weight) * inputs.log_p.exp() - inputs.log_q.exp()).clamp_min(0.0)
-    share = (rest / inputs.above(residual).clamp_min(TINY)).clamp_max(1.0)
-    fixed = torch.where(inputs.above(draws), (1 - inputs.above(goes_on)) * share, inputs.log_p.to(weight.dtype).exp())
-    chance = torch.where(drawn, inputs.above(goes_on), fixed)
-    return AcceptanceTest(
-        chance, lambda at: (at.of(weight).to(at.p.dtype)[:, None] * at.p - at.proposal).clamp_min(0.0)
-    )
+        ends_below = torch.zeros_like(p).scatter_add(1, tree.parents, ends_within.masked_fill(~drawn, 0.0))
+        ends_within = ends_below + (1 - ends_below) * ends_here
+    goes_on = inputs.above(ends_below / ends_within.clamp_min(TINY)).clamp_max(1.0)  # given that the walk is here
+    rest = (inputs.above(weight) * p - q).clamp_min(0.0) / inputs.above(residual).clamp_min(TINY)
+    fixed = torch.where(inputs.above(has_drawn_child), (1 - goes_on) * rest.clamp_max(1.0), p)
+    return AcceptanceTest(torch.where(drawn, goes_on, fixed), lambda at: _residual(at, weight))
 
 
-def _rest(at: VocabRows, weight: Tensor) -> Tensor:
+def _residual(at: VocabRows, weight: Tensor) -> Tensor:
     """Return (w·p - q)+, [R, V]."""
     return (at.of(weight).to(at.p.dtype)[:, None] * at.p - at.proposal).clamp_min(0.0)
 
 
-def _residual(inputs: RuleInputs, weight: Tensor) -> Tensor:
+def _residual_mass(inputs: RuleInputs, weight: Tensor) -> Tensor:
     """Return Σ (w·p - q)+ at contexts with a drawn child, [B, N]. It is the total variation where w = 1."""
     tree, scores = inputs.tree, inputs.round.scores
     assert tree.q_scores is not None
-    index = tree.q_index.masked_fill(~inputs.draws, -1)
+    index = tree.q_index.masked_fill(~inputs.has_drawn_child, -1)
     tv = functional.divergence_rows(scores, tree.q_scores, divergence("tv"), tree.draft_ids, index).to(weight.dtype)
     at = VocabRows.every(inputs)
-    at = at.those(functional.selected(at.of(inputs.draws & (weight < 1))))
+    at = at.subset(functional.host_nonzero(at.of(inputs.has_drawn_child & (weight < 1))))
     if not len(at.rows):
         return tv
-    weighted = _rest(at, weight).sum(-1).to(tv.dtype)
-    return torch.where(weight < 1, tv.index_put((at.rows, at.nodes), weighted), tv)
+    mass = _residual(at, weight).sum(-1).to(tv.dtype)
+    return torch.where(weight < 1, tv.index_put((at.rows, at.nodes), mass), tv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,13 @@ from fsd_core.divergence import Divergence, divergence, expand_draft
 from fsd_core.errors import FsdError
 from fsd_core.former import say
 from fsd_core.tensors import wide
-from fsd_infer.rules.texts import TokenHistory, in_sentence, inside, known
-from fsd_infer.rules.verification import Verification
+from fsd_infer.rules.texts import TokenHistory, in_sentence, inside, repeats_ngram
+from fsd_infer.rules.verification import RoundInput
+
+_FORMER = {
+    "regret": "logprob_gap", "chance": "accept_prob", "tested": "accept_prob_under", "known": "repeats_ngram",
+    "draws": "has_drawn_child", "unsettled": "has_drawn_below",
+}  # fmt: skip
 
 
 class RuleInputs:
@@ -35,14 +41,22 @@ class RuleInputs:
         is_chain: whether all of them were, so that they form a chain.
     """
 
-    def __init__(self, round: Verification) -> None:
+    def __init__(self, round: RoundInput) -> None:
         self.round, self.tree, self.greedy = round, round.tree, round.greedy
         self.sampled = round.tree.sampled and not round.greedy
         self.is_chain = self.sampled and round.tree.drawn is None
         self._divergences: dict[tuple[str, bool], Tensor] = {}
-        self._known: dict[int, Tensor] = {}
+        self._repeats: dict[int, Tensor] = {}
         if round.uniforms is None and not round.greedy:
-            raise FsdError("a round above temperature 0 needs uniforms [B, N, 3]; pass them in Verification.")
+            raise FsdError("a round above temperature 0 needs uniforms [B, N, 3]; pass them in RoundInput.")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:  # only called for names that there are not
+            if name not in _FORMER:
+                raise AttributeError(f"RuleInputs has no {name!r}")
+            say(f"RuleInputs.{name}", f"it is now RuleInputs.{_FORMER[name]}")
+            return getattr(self, _FORMER[name])
 
     def above(self, values: Tensor) -> Tensor:
         """Map values of contexts to nodes: each node gets its parent's value."""
@@ -115,12 +129,6 @@ class RuleInputs:
         own = scores.flatten(1).gather(1, tree.parents * scores.shape[-1] + tree.tokens).float()
         return (self.above(self._maxima[0]) - own).clamp_min(0.0).masked_fill(~self.tree.is_draft, math.inf)
 
-    @property
-    def regret(self) -> Tensor:
-        """:attr:`logprob_gap`, which had this name."""
-        say("RuleInputs.regret", "it is now RuleInputs.logprob_gap")
-        return self.logprob_gap
-
     @cached_property
     def log_p(self) -> Tensor:
         """ln p of each draft at its parent; -inf at roots and padding."""
@@ -138,12 +146,12 @@ class RuleInputs:
         return drawn & self.above(self.has_q)
 
     @cached_property
-    def draws(self) -> Tensor:
+    def has_drawn_child(self) -> Tensor:
         """bool; contexts with a drawn child."""
         return self.some(self.is_drawn)
 
     @cached_property
-    def unsettled(self) -> Tensor:
+    def has_drawn_below(self) -> Tensor:
         """bool; contexts with a drawn node below them. The rest of the tree below may depend on its value."""
         drawn = self.is_drawn[..., None] & self.tree.ancestors
         return drawn.sum(1) > self.is_drawn  # a node is its own ancestor
@@ -183,8 +191,8 @@ class RuleInputs:
         return places.index_copy(0, ids.long(), torch.arange(len(ids), device=ids.device))
 
     @cached_property
-    def chance(self) -> Tensor:
-        """Probability that each draft is emitted (a drawn one: passes) under p. At temperature 0 bool."""
+    def accept_prob(self) -> Tensor:
+        """Probability that each draft is emitted under p (a drawn one: passes its test); at temperature 0 bool."""
         if self.greedy:
             return (self.tree.tokens == self.above(self.likeliest)) & self.tree.is_draft
         p = self.log_p.to(wide(self.log_p.device)).exp()
@@ -193,12 +201,12 @@ class RuleInputs:
         tree, tv = self.tree, torch.zeros_like(p)
         if not self.is_chain:
             assert tree.q_scores is not None
-            index = tree.q_index.masked_fill(~self.draws, -1)
+            index = tree.q_index.masked_fill(~self.has_drawn_child, -1)
             tv = functional.divergence_rows(self.round.scores, tree.q_scores, divergence("tv"), tree.draft_ids, index)
-        return self.tested(p, self.log_p, tv)
+        return self.accept_prob_under(p, self.log_p, tv)
 
-    def tested(self, r: Tensor, log_r: Tensor, residual: Tensor) -> Tensor:
-        """Probability that each draft is emitted (a drawn one: passes) under any distribution r, above temperature 0.
+    def accept_prob_under(self, r: Tensor, log_r: Tensor, residual: Tensor) -> Tensor:
+        """:attr:`accept_prob` under any distribution r, above temperature 0.
 
         A drawn draft y is tested first and passes with probability min(1, r(y)/q(y)), with q the distribution that it
         was drawn from. Otherwise the token is drawn from (r - q)+ and may be another child (arXiv:2502.18779).
@@ -214,7 +222,7 @@ class RuleInputs:
         fails = 1.0 - self.above(self.total(passes))
         rest = (r - self.log_q.to(r.dtype).exp()).clamp_min(0.0)
         rest = rest / self.above(residual).to(r.dtype).clamp_min(1e-30)
-        fixed = torch.where(self.above(self.draws), fails * rest, r).clamp_max(1.0)
+        fixed = torch.where(self.above(self.has_drawn_child), fails * rest, r).clamp_max(1.0)
         return torch.where(self.is_drawn, passes, fixed)
 
     def divergence(self, measure: str | Divergence, processed: bool = False) -> Tensor:
@@ -232,8 +240,8 @@ class RuleInputs:
             if key[1]:
                 p, q, ids = self.round.scores, self.draft_scores, None
             none = torch.full(tree.tokens.shape, math.inf, device=tree.tokens.device)
-            known = tree.q_logits.shape[1] > 0
-            self._divergences[key] = functional.divergence_rows(p, q, measure, ids, tree.q_index) if known else none
+            has_any = tree.q_logits.shape[1] > 0
+            self._divergences[key] = functional.divergence_rows(p, q, measure, ids, tree.q_index) if has_any else none
         return self._divergences[key]
 
     @property
@@ -242,26 +250,26 @@ class RuleInputs:
         return self.uniform(2)
 
     def uniform(self, column: int) -> Tensor:
-        """A column of the uniforms, see :class:`Verification`."""
+        """A column of the uniforms, see :class:`RoundInput`."""
         if self.round.uniforms is None:
-            raise FsdError("this rule draws at random at every temperature; pass uniforms [B, N, 3] in Verification.")
+            raise FsdError("this rule draws at random at every temperature; pass uniforms [B, N, 3] in RoundInput.")
         return self.round.uniforms[..., column]
 
     @property
     def texts(self) -> TokenHistory:
         """Each batch row's prompt and answer so far. Raises FsdError if the round has none."""
         if self.round.texts is None:
-            raise FsdError("this rule reads prompt and answer; pass texts in Verification.")
+            raise FsdError("this rule reads prompt and answer; pass texts in RoundInput.")
         return self.round.texts
 
-    def known(self, n: int) -> Tensor:
+    def repeats_ngram(self, n: int) -> Tensor:
         """bool; would the draft complete an n-gram that prompt, answer, its path or remembered texts have."""
-        if n not in self._known:
+        if n not in self._repeats:
             ask = None if self.tree.sampled else self.round.copies
             copies = None if ask is None else ask(n)
-            found = known(self.texts, self.tree, n)
-            self._known[n] = found if copies is None else found | copies
-        return self._known[n]
+            found = repeats_ngram(self.texts, self.tree, n)
+            self._repeats[n] = found if copies is None else found | copies
+        return self._repeats[n]
 
     @property
     def answered(self) -> Tensor:

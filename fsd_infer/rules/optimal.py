@@ -57,7 +57,7 @@ def least_divergent(p: Tensor, q: Tensor, fixed: Tensor) -> Tensor:
         better = (used / p.masked_fill(~free, 0.0).sum(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1.0)
         found = better <= a * (1 + CLOSE)
         a = torch.where(found, a, better)  # a row that is done stays as it is, whatever the others need
-        if functional.surely(found):
+        if functional.host_all(found):
             break
     r = torch.minimum(a * p, bound)
     return r / r.sum(-1, keepdim=True).clamp_min(1e-30)
@@ -78,7 +78,7 @@ def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
     for _ in range(_STEPS):
         log_r, total, slope = _clip(log_p, log_q, gain, log_a)
         found = (total - 1).abs() < _NEAR
-        if functional.surely(found):
+        if functional.host_all(found):
             break
         low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)
         newton = log_a + ((1 - total + slope).clamp_min(0.0) / slope).log()

@@ -227,12 +227,12 @@ class Asd(LossyRule):
             return OutputDistribution.target(inputs)
         tree, logprob_gap = inputs.tree, inputs.logprob_gap
         ones = torch.ones_like(logprob_gap)
-        mismatch = tree.is_draft & ~inputs.chance
+        mismatch = tree.is_draft & ~inputs.accept_prob
         count = (tree.ancestors.to(ones.dtype) @ mismatch.to(ones.dtype)[..., None]).squeeze(-1)
         depth_below = best_path(tree.ancestors, ones, tree.is_draft)
         passes = (logprob_gap <= self.gap * inputs.above(depth_below)) & (count <= self.mismatches)
         logit_bias = torch.zeros_like(logprob_gap).masked_fill(passes & mismatch, math.inf)
-        return OutputDistribution.biased(inputs, logit_bias).where(~inputs.some(inputs.chance))
+        return OutputDistribution.biased(inputs, logit_bias).where(~inputs.some(inputs.accept_prob))
 
 
 @RULES.register("mars")

@@ -67,7 +67,7 @@ class TokenHistory:
     @property
     def tokens(self) -> Tensor:
         """[B, L] on the device, padded at the end with -1. On a CPU L is the longest text, elsewhere it is fixed."""
-        return self._buffer[:, : functional.upper_bound(self.lengths, self._buffer.shape[1]) or 1]
+        return self._buffer[:, : functional.host_max(self.lengths, self._buffer.shape[1]) or 1]
 
     @property
     def answered(self) -> Tensor:
@@ -110,7 +110,7 @@ def last_tokens(texts: TokenHistory, tree: DraftTree, count: int) -> Tensor:
     return torch.stack(columns[::-1], -1)
 
 
-def known(texts: TokenHistory, tree: DraftTree, n: int) -> Tensor:
+def repeats_ngram(texts: TokenHistory, tree: DraftTree, n: int) -> Tensor:
     """[B, N] bool; whether the node's token completes an n-gram that text and path had before it."""
     ends = last_tokens(texts, tree, n)
     above = tree.ancestors & (tree.depths[:, :, None] > tree.depths[:, None]) & (tree.depths > 0)[:, None]
@@ -125,19 +125,19 @@ def known(texts: TokenHistory, tree: DraftTree, n: int) -> Tensor:
     return completes & (tree.depths > 0)
 
 
-def known_tokens(
+def repeating_tokens(
     texts: TokenHistory, tree: DraftTree, rows: Tensor, nodes: Tensor, n: int, width: int, columns: Tensor | None = None
 ) -> Tensor:
-    """[R, width] bool; which tokens would complete a known n-gram of text and path after these R nodes.
+    """[R, width] bool; which tokens would repeat an n-gram of text and path after these R nodes.
 
     columns: [V] column of each token, -1 for none; None: its id.
     """
-    known = torch.zeros(rows.shape[0], width + 1, dtype=torch.bool, device=rows.device)  # last column: misses
+    found = torch.zeros(rows.shape[0], width + 1, dtype=torch.bool, device=rows.device)  # last column: misses
 
     def put(same: Tensor, tokens: Tensor) -> None:
         if columns is not None:
             tokens = columns[tokens.clamp_min(0)]
-        known.scatter_(1, torch.where(same & (tokens >= 0), tokens, width), True)
+        found.scatter_(1, torch.where(same & (tokens >= 0), tokens, width), True)
 
     last = last_tokens(texts, tree, n)
     begun, ends = last[rows, nodes, 1:], last[rows]  # [R, n - 1], [R, N, n]
@@ -149,7 +149,7 @@ def known_tokens(
         windows = tokens.unfold(1, n, 1)  # [R, L - n + 1, n]
         same = (windows[..., :-1] == begun[:, None]).all(-1) & (windows[..., -1] >= 0)
         put(same, windows[..., -1])
-    return known[:, :-1]
+    return found[:, :-1]
 
 
 def markers(phase: str) -> tuple[str, str]:

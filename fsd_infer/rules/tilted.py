@@ -147,30 +147,30 @@ class Tilted(LossyRule):
         """[B, N] v(c)/λ of each draft."""
         coef, tree, least = self.kl_coefs(inputs), inputs.tree, self.least_p
         logprob_gap = inputs.logprob_gap.to(coef.dtype)
-        fresh = ~inputs.known(self.exact_ngram_size) if self.exact_ngram_size else inputs.tree.is_draft
-        favoured = fresh & (logprob_gap <= (-math.log(least) if least else torch.finfo(logprob_gap.dtype).max))
+        fresh = ~inputs.repeats_ngram(self.exact_ngram_size) if self.exact_ngram_size else inputs.tree.is_draft
+        eligible = fresh & (logprob_gap <= (-math.log(least) if least else torch.finfo(logprob_gap.dtype).max))
         if inputs.greedy:
             copied = ~fresh & (logprob_gap == 0)  # the target's own choice, whose siblings are never taken
-            open = favoured & ~inputs.above(inputs.some(copied)) | copied
+            open = eligible & ~inputs.above(inputs.some(copied)) | copied
             if (where := self.lossy_at(inputs)) is not None:
-                open = open & (inputs.above(where) | inputs.chance)
-            toll = torch.where(inputs.chance, 0.0, self.least_toll)
+                open = open & (inputs.above(where) | inputs.accept_prob)
+            toll = torch.where(inputs.accept_prob, 0.0, self.least_toll)
             value = best_path(tree.ancestors, fresh.to(logprob_gap.dtype) - coef * logprob_gap - toll, open) - toll
         else:
             log_p = inputs.log_p.to(logprob_gap.dtype)
-            mass = inputs.total(log_p.exp().masked_fill(~favoured, 0.0))
-            value = coef * log_mean_exp(tree.ancestors, log_p + 1 / coef, favoured, 1.0 - mass)
-        return ((1 + value).clamp_min(0.0) / coef).masked_fill(~favoured, 0.0)
+            mass = inputs.total(log_p.exp().masked_fill(~eligible, 0.0))
+            value = coef * log_mean_exp(tree.ancestors, log_p + 1 / coef, eligible, 1.0 - mass)
+        return ((1 + value).clamp_min(0.0) / coef).masked_fill(~eligible, 0.0)
 
     def _gain(self, at: VocabRows) -> Tensor:
         """[R, V] v/λ of each token as the draft of a sampled chain, which is worth 1 or 0."""
         gain = (1 / self.kl_coefs(at.inputs))[at.rows].float()
-        favoured = at.log_p > -math.inf
+        eligible = at.log_p > -math.inf
         if self.least_p:
-            favoured = at.log_p >= at.of(at.inputs.log_p_max)[:, None] + math.log(self.least_p)
+            eligible = at.log_p >= at.of(at.inputs.log_p_max)[:, None] + math.log(self.least_p)
         if self.exact_ngram_size:
-            favoured &= ~at.known_tokens(self.exact_ngram_size)
-        return torch.where(favoured, gain, 0.0)
+            eligible &= ~at.repeating_tokens(self.exact_ngram_size)
+        return torch.where(eligible, gain, 0.0)
 
     def draft_bonus(self, greedy: bool) -> float:
         return (GREEDY_SHARPNESS if greedy else 1.0) / self.first_kl_coef

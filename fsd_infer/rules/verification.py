@@ -53,7 +53,7 @@ class Emission(NamedTuple):
 
 
 @dataclass
-class Verification:
+class RoundInput:
     """The input of rules in one round.
 
     Attributes:

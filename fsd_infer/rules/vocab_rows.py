@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsd_core.divergence import Divergence
 from fsd_infer.rules.inputs import RuleInputs
-from fsd_infer.rules.texts import known_tokens
+from fsd_infer.rules.texts import repeating_tokens
 
 
 class VocabRows:
@@ -20,10 +20,10 @@ class VocabRows:
     Context r is node ``nodes[r]`` of the tree of batch row ``rows[r]``, [R] each.
     """
 
-    def __init__(self, inputs: RuleInputs, rows: Tensor, nodes: Tensor, whole: bool = False) -> None:
+    def __init__(self, inputs: RuleInputs, rows: Tensor, nodes: Tensor, is_every: bool = False) -> None:
         self.inputs, self.rows, self.nodes = inputs, rows, nodes
-        self._whole = whole  # all nodes of all rows in order, so views replace copies
-        self._known: dict[int, Tensor] = {}
+        self._is_every = is_every  # all nodes of all rows in order, so views replace copies
+        self._repeating: dict[int, Tensor] = {}
 
     @classmethod
     def every(cls, inputs: RuleInputs, rows: Tensor | None = None) -> VocabRows:
@@ -32,13 +32,13 @@ class VocabRows:
         index = torch.arange(batch, device=nodes.device) if rows is None else rows
         return cls(inputs, index[:, None].expand(-1, len(nodes)).flatten(), nodes.repeat(len(index)), rows is None)
 
-    def those(self, places: Tensor | None) -> VocabRows:
+    def subset(self, places: Tensor | None) -> VocabRows:
         """The contexts at these places [R'] among the rows; the same object for None, which means all."""
         return self if places is None else VocabRows(self.inputs, self.rows[places], self.nodes[places])
 
     def of(self, values: Tensor) -> Tensor:
         """[B, N, ...] -> [R, ...]"""
-        return values.flatten(0, 1) if self._whole else values[self.rows, self.nodes]
+        return values.flatten(0, 1) if self._is_every else values[self.rows, self.nodes]
 
     def _of_drafter(self, values: Tensor) -> Tensor:
         """[B, I, ...] -> [R, ...] in fp32."""
@@ -96,7 +96,7 @@ class VocabRows:
         tree = self.inputs.tree
         assert tree.q_scores is not None
         q = self._of_drafter(tree.q_scores).softmax(-1)
-        return self._over_all(q).masked_fill_(~self.of(self.inputs.draws)[:, None], 0.0)
+        return self._over_all(q).masked_fill_(~self.of(self.inputs.has_drawn_child)[:, None], 0.0)
 
     def _over_all(self, q: Tensor) -> Tensor:
         """Return probabilities [R, Vd] of the drafter's vocabulary over the target's."""
@@ -118,18 +118,18 @@ class VocabRows:
         ids = self.inputs.tree.draft_ids
         return entries if ids is None else ids[entries]
 
-    def lumped(self) -> VocabRows:
+    def reduced(self) -> VocabRows:
         """Return these contexts with one column for all tokens that the drafter lacks, if it lacks any."""
         inputs = self.inputs
         if inputs.tree.draft_ids is None or inputs.greedy:
             return self
-        return LumpedVocabRows(inputs, self.rows, self.nodes)
+        return ReducedVocabRows(inputs, self.rows, self.nodes)
 
     def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
         """Return the probability [B, N] of each draft's token under row ``slot`` [B, N] of r [R, V]."""
         return r.flatten()[slot * r.shape[1] + self.inputs.tree.tokens]
 
-    def whole(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
+    def over_all(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
         """Return rows ``slot`` [B] of r [R, V] over all tokens: [B, V]. p: [B, V] of the target there."""
         return r[slot]
 
@@ -137,24 +137,24 @@ class VocabRows:
         """[R] D(p, q), infinite where no q is known; see :meth:`RuleInputs.divergence`."""
         return self.of(self.inputs.divergence(measure, processed))
 
-    def known_tokens(self, n: int) -> Tensor:
+    def repeating_tokens(self, n: int) -> Tensor:
         """[R, V] bool; would a token, as the next, complete an n-gram that prompt, answer and path already have, or as
         a draft one of remembered texts."""
-        if n not in self._known:
-            self._known[n] = self._find_known(n)
-        return self._known[n]
+        if n not in self._repeating:
+            self._repeating[n] = self._find_repeating(n)
+        return self._repeating[n]
 
-    def _find_known(self, n: int) -> Tensor:
+    def _find_repeating(self, n: int) -> Tensor:
         inputs, tree = self.inputs, self.inputs.tree
-        found = known_tokens(inputs.texts, tree, self.rows, self.nodes, n, inputs.round.scores.shape[-1])
+        found = repeating_tokens(inputs.texts, tree, self.rows, self.nodes, n, inputs.round.scores.shape[-1])
         if inputs.round.copies is not None and not tree.sampled:
-            copied = tree.child[self.rows, self.nodes] & inputs.known(n)[self.rows]  # [R, N]
+            copied = tree.child[self.rows, self.nodes] & inputs.repeats_ngram(n)[self.rows]  # [R, N]
             column = tree.tokens[self.rows].where(copied, found.shape[1])  # one more than there are, for the others
             found = torch.nn.functional.pad(found, (0, 1)).scatter(1, column, True)[:, :-1]
         return found
 
 
-class LumpedVocabRows(VocabRows):
+class ReducedVocabRows(VocabRows):
     """Contexts over the drafter's vocabulary, [R, Vd + 1]; the last column stands for all other tokens together.
 
     A distribution that is linear in p where q is 0 gives all these tokens the same multiple of p. So the sums of a
@@ -168,10 +168,10 @@ class LumpedVocabRows(VocabRows):
         assert ids is not None
         return ids
 
-    def those(self, places: Tensor | None) -> VocabRows:
-        return self if places is None else LumpedVocabRows(self.inputs, self.rows[places], self.nodes[places])
+    def subset(self, places: Tensor | None) -> VocabRows:
+        return self if places is None else ReducedVocabRows(self.inputs, self.rows[places], self.nodes[places])
 
-    def lumped(self) -> VocabRows:
+    def reduced(self) -> VocabRows:
         return self
 
     @cached_property
@@ -202,12 +202,12 @@ class LumpedVocabRows(VocabRows):
     def _columns(self, entries: Tensor) -> Tensor:
         return entries
 
-    def _find_known(self, n: int) -> Tensor:
+    def _find_repeating(self, n: int) -> Tensor:
         inputs = self.inputs
         if inputs.round.copies is not None and not inputs.tree.sampled:
-            return torch.nn.functional.pad(super()._find_known(n)[:, self._ids], (0, 1))
+            return torch.nn.functional.pad(super()._find_repeating(n)[:, self._ids], (0, 1))
         width, texts = len(self._ids) + 1, inputs.texts
-        return known_tokens(texts, inputs.tree, self.rows, self.nodes, n, width, inputs.places)
+        return repeating_tokens(texts, inputs.tree, self.rows, self.nodes, n, width, inputs.places)
 
     def of_drafts(self, r: Tensor, slot: Tensor) -> Tensor:
         entries, width = self.inputs.entries, r.shape[1]
@@ -215,6 +215,6 @@ class LumpedVocabRows(VocabRows):
         share = (r[:, -1] / self.p[:, -1].clamp_min(1e-30))[slot]
         return torch.where(entries < 0, share * self.inputs.log_p.exp(), own)
 
-    def whole(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
+    def over_all(self, r: Tensor, slot: Tensor, p: Tensor) -> Tensor:
         share = r[:, -1] / self.p[:, -1].clamp_min(1e-30)
         return (share[slot, None] * p).index_copy(1, self._ids, r[slot, :-1])

@@ -3,8 +3,8 @@
 transformers computes the angles of a forward by its largest position, and caches keys with the angles of their own
 forward. So, when a prompt of P tokens is read at once and then token by token, the token at position p has the angles
 for a text of max(p + 1, P) tokens. A forward over a draft tree, or over a batch, has tokens of several such lengths,
-and calls the rotary module once per length. Some families read the whole text again when it first exceeds the original
-length (:func:`reading_again`); P is then the length at that time.
+and calls the rotary module once per length. Some families recompute the whole text when it first exceeds the original
+length (:func:`recompute_length_of`); P is then the length at that time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 _CHANGING = ("longrope", "dynamic")
-_READ_AGAIN = ("phi3", "phimoe", "phi4_multimodal")  # whose prepare_inputs_for_generation drops the cache
+_RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")  # whose prepare_inputs_for_generation drops the cache
 
 
 def changes(config: Any) -> dict[str, int]:
@@ -35,40 +35,40 @@ def changes(config: Any) -> dict[str, int]:
     return found
 
 
-def reading_again(config: Any) -> int | None:
-    """Return the length beyond which ``generate`` reads a text once more, under the new angles; None: never."""
-    again = config.model_type in _READ_AGAIN and "longrope" in changes(config)
-    return int(config.original_max_position_embeddings) if again else None
+def recompute_length_of(config: Any) -> int | None:
+    """Return the length beyond which ``generate`` recomputes a text, with the new angles; None: never."""
+    recomputes = config.model_type in _RECOMPUTING and "longrope" in changes(config)
+    return int(config.original_max_position_embeddings) if recomputes else None
 
 
-class ChangingAngles:
-    """The rotary modules of a decoder whose angles change.
+class DynamicRope:
+    """The rotary modules of a decoder whose angles change with the length of the text (transformers' dynamic RoPE).
 
     Args:
         decoder: holds the modules.
         config: its text config.
 
     Attributes:
-        fixed: longest text whose angles are those of shorter texts; None: angles never change.
+        fixed_length: longest text whose angles are those of shorter texts; None: angles never change.
     """
 
     def __init__(self, decoder: nn.Module, config: Any) -> None:
         lengths = changes(config)
-        self.fixed = min(lengths.values(), default=None)
+        self.fixed_length = min(lengths.values(), default=None)
         self._every = "dynamic" in lengths  # each length beyond has angles of its own
         self.modules = [part for part in decoder.modules() if _kinds(part) & set(_CHANGING)]
 
     @contextmanager
-    def of_texts(self, read: Tensor | None) -> Iterator[None]:
+    def of_texts(self, prefilled: Tensor | None) -> Iterator[None]:
         """Within this context forwards of this thread compute angles by text.
 
         Args:
-            read: [B] length of each row's text when it was last read at once; None: 0.
+            prefilled: [B] length of each row's text when it was last read at once; None: 0.
         """
-        if self.fixed is None:
+        if self.fixed_length is None:
             yield
             return
-        hooks = [module.register_forward_hook(self._hook(read), with_kwargs=True) for module in self.modules]
+        hooks = [module.register_forward_hook(self._hook(prefilled), with_kwargs=True) for module in self.modules]
         try:
             yield
         finally:
@@ -87,26 +87,26 @@ class ChangingAngles:
                     frequencies = module.get_buffer(name.replace("original_", ""))
                     module.register_buffer(name.replace("original_", ""), buffer.to(frequencies), persistent=False)
 
-    def _hook(self, read: Tensor | None) -> Any:
+    def _hook(self, prefilled: Tensor | None) -> Any:
         thread = threading.get_ident()
 
         def by_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if threading.get_ident() != thread:  # another thread may run the same module
                 return output
             inputs, positions, kwargs = _arguments(args, kwargs)
-            return self._angles(module, inputs, positions, kwargs, read, output)
+            return self._angles(module, inputs, positions, kwargs, prefilled, output)
 
         return by_text
 
     def _angles(
-        self, module: Any, x: Tensor, positions: Tensor, kwargs: dict[str, Any], read: Tensor | None, like: Any
+        self, module: Any, x: Tensor, positions: Tensor, kwargs: dict[str, Any], prefilled: Tensor | None, like: Any
     ) -> Any:
         """Return the module's output at positions [B, M], each with the angles of its own length of text."""
-        assert self.fixed is not None
-        lengths = positions + 1 if read is None else (positions + 1).maximum(read[:, None])
-        lengths = lengths.where(lengths > self.fixed, self.fixed)
+        assert self.fixed_length is not None
+        lengths = positions + 1 if prefilled is None else (positions + 1).maximum(prefilled[:, None])
+        lengths = lengths.where(lengths > self.fixed_length, self.fixed_length)
         if not self._every:
-            lengths = lengths.clamp_max(self.fixed + 1)
+            lengths = lengths.clamp_max(self.fixed_length + 1)
         made = [part.clone() for part in _parts(like)]
         for length in lengths.unique().tolist():
             self.reset()

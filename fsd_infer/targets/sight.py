@@ -138,7 +138,7 @@ def read_seen(target: Any, cache: SlotCache, tokens: Tensor, sight: Sight) -> tu
     )
     if not target.plain_stack.takes_keep:
         del given["logits_to_keep"]
-    with target.angles.of_texts(cache.read), target.plain_stack.captured(target.captured_layers) as found:
+    with target.dynamic_rope.of_texts(cache.prefilled), target.plain_stack.captured(target.captured_layers) as found:
         logits = model(**given).logits[:, -1:]
     features: Tensor = target.joined(*found)
     if features.shape[1] != count:

@@ -25,7 +25,7 @@ from fsd_infer.targets.logit_form import LogitForm
 from fsd_infer.targets.masks import fixed_positions, layer_windows, max_positions, windowed
 from fsd_infer.targets.precision import precision_of, ready
 from fsd_infer.targets.prefixes import PrefixCache
-from fsd_infer.targets.rotary import ChangingAngles, reading_again
+from fsd_infer.targets.rotary import DynamicRope, recompute_length_of
 from fsd_infer.targets.sight import places_images
 from fsd_infer.targets.stack import Stack, TransformersStack
 from fsd_infer.targets.token_ids import eos_ids
@@ -65,7 +65,7 @@ class Target(CachedModel):
         self.decoder: nn.Module = model.get_decoder()
         self.captured_layers: tuple[int, ...] = ()
         ready(self.model)
-        self.angles = ChangingAngles(self.decoder, self.config)
+        self.dynamic_rope = DynamicRope(self.decoder, self.config)
         layers = layer_list(self.decoder, int(self.config.num_hidden_layers))
         self.plain_stack = TransformersStack(model, self.decoder, list(layers or []))
         self.stack: Stack = self.plain_stack
@@ -158,9 +158,9 @@ class Target(CachedModel):
         return places_images(self.model)
 
     @cached_property
-    def reads_again(self) -> int | None:
-        """Length beyond which ``generate`` reads a text once more, under other angles (LongRoPE); None: never."""
-        return reading_again(self.config)
+    def recompute_length(self) -> int | None:
+        """Tokens of a text beyond which ``generate`` recomputes it, with other angles (LongRoPE); None: never."""
+        return recompute_length_of(self.config)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -239,7 +239,7 @@ class Target(CachedModel):
 
         Other ``inputs`` go to the model's forward. Only the captured layers' outputs are kept.
         """
-        self.angles.reset()
+        self.dynamic_rope.reset()
         with self.plain_stack.captured(self.captured_layers) as found:
             self.decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False, **inputs)
         return self.joined(*found)
@@ -352,7 +352,7 @@ class Target(CachedModel):
         self, cache: SlotCache, visible: Tensor, tokens: Tensor, positions: Tensor, keep: int = 0
     ) -> tuple[Tensor, Tensor]:
         masks = windowed(visible, positions, cache, self.layer_windows)
-        with self.angles.of_texts(cache.read):
+        with self.dynamic_rope.of_texts(cache.prefilled):
             rotary = cache.rotary(positions)
             final, others, logits = self.stack(tokens, rotary, masks, cache, capture=self.captured_layers, keep=keep)
         logits = self.lm_logits(final[:, -keep:]) if logits is None else logits  # [-0:] is all

@@ -11,37 +11,38 @@ from fsd_infer.trees.costs import CostModel, CostPrior
 from fsd_infer.trees.prices import Calibration, Kind
 from fsd_infer.trees.shape import TreeShape
 
-TEXT_MEMORY, BIN_MEMORY = 40, 200  # drafts
-DEPTH_MEMORY, LONG_MEMORY = 40, 50  # rounds
-SIDE_MEMORY, SIDE_TRIALS = 15, 4  # rounds, and the first ones, in which a grafted drafter is asked in any case
+# windows of running ratios
+TEXT_WINDOW, BIN_WINDOW = 40, 200  # drafts
+DEPTH_WINDOW, LONG_WINDOW = 40, 50  # rounds
+SIDE_WINDOW, SIDE_TRIALS = 15, 4  # rounds, and the first ones, in which a grafted drafter is asked in any case
 ATTEMPT, ATTEMPTS_SHARE = 2, 0.03  # rounds of an attempt after a pause; share of tokens that attempts may cost
 
 
-class Rate:
-    """A ratio of two sums that fade.
+class RunningRatio:
+    """A ratio of two running sums, which forget exponentially.
 
     Args:
-        over: the numerator's prior, per observation.
-        under: the denominator's.
-        memory: observations after which the sums have faded to 1/e, and the weight of the prior.
+        numerator: its prior, per observation.
+        denominator: its prior, per observation.
+        window: observations after which one counts 1/e of what it did, and the weight of the prior.
     """
 
-    def __init__(self, over: float, under: float, memory: float) -> None:
-        self.over, self.under, self.memory = over * memory, under * memory, memory
+    def __init__(self, numerator: float, denominator: float, window: float) -> None:
+        self.numerator, self.denominator, self.window = numerator * window, denominator * window, window
 
     @property
     def value(self) -> float:
         """The present ratio."""
-        return self.over / self.under
+        return self.numerator / self.denominator
 
-    def learn(self, over: float, under: float) -> None:
+    def learn(self, numerator: float, denominator: float) -> None:
         """Add one observation to both sums."""
-        self.over += over - self.over / self.memory
-        self.under += under - self.under / self.memory
+        self.numerator += numerator - self.numerator / self.window
+        self.denominator += denominator - self.denominator / self.window
 
-    def recent(self, memory: float) -> Rate:
-        """Return a ratio with this value as its prior and another memory."""
-        return Rate(self.over / self.memory, self.under / self.memory, memory)
+    def with_window(self, window: float) -> RunningRatio:
+        """Return a ratio with this value as its prior and another window."""
+        return RunningRatio(self.numerator / self.window, self.denominator / self.window, window)
 
 
 class LearnedCalibration(Calibration):
@@ -49,12 +50,12 @@ class LearnedCalibration(Calibration):
 
     def __init__(self, draft_bonus: float = 0.0, sampled: bool = False) -> None:
         super().__init__(draft_bonus, sampled)
-        self._seen = [Rate(0.2, 0.2, BIN_MEMORY) for _ in self._ratios]
+        self._seen = [RunningRatio(0.2, 0.2, BIN_WINDOW) for _ in self._ratios]
         self.begin_text()
 
     def begin_text(self) -> None:
         """Reset the ratios of the text's last drafts."""
-        self._text = [Rate(0.5, 0.5, TEXT_MEMORY) for _ in Kind]
+        self._text = [RunningRatio(0.5, 0.5, TEXT_WINDOW) for _ in Kind]
         self._text_ratios = [1.0 for _ in Kind]
 
     def learn(self, log_q: float, depth: int, first: bool, kind: Kind, accepted: bool) -> None:
@@ -93,7 +94,7 @@ class Pause:
     def __init__(self) -> None:
         self.rounds = self.attempt = 0
 
-    def most_loss(self, batch: int) -> float:
+    def max_loss(self, batch: int) -> float:
         """Return how many tokens the next round may be expected to lose by that: more than 0 if it may attempt it."""
         return math.inf if 0 < self.attempt < ATTEMPT else ATTEMPTS_SHARE * self.rounds * batch / ATTEMPT
 
@@ -108,14 +109,14 @@ class SideWorth:
 
     def __init__(self, costs: CostModel, batch: int) -> None:
         self.costs, self.batch, self.pause, self.trials = costs, batch, Pause(), 0
-        self.gain, self.cost = Rate(0.2 * batch, 1.0, SIDE_MEMORY), Rate(0.02, 1.0, SIDE_MEMORY)
+        self.gain, self.cost = RunningRatio(0.2 * batch, 1.0, SIDE_WINDOW), RunningRatio(0.02, 1.0, SIDE_WINDOW)
 
     def _loss(self, rate: float) -> float:
         return rate * self.cost.value - self.gain.value
 
     def asks(self, rate: float) -> bool:
         """Return whether to ask it in the next round. ``rate``: tokens per forward over a single token."""
-        return self.trials < SIDE_TRIALS or self._loss(rate) <= self.pause.most_loss(self.batch)
+        return self.trials < SIDE_TRIALS or self._loss(rate) <= self.pause.max_loss(self.batch)
 
     def note(self, asked: bool, rate: float) -> None:
         """Note whether a round asked it."""
@@ -157,18 +158,18 @@ class PolicyState:
 
     def __init__(self, costs: CostModel, batch: int, profile: RuleProfile) -> None:
         self.costs, self.curve = costs, LearnedCalibration(profile.draft_bonus, profile.sampled)
-        self.rate = Rate(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_MEMORY)
-        self.reach_ratio = Rate(1.0, 1.0, DEPTH_MEMORY)
-        self.accept_rate = Rate(0.6, 1.0, DEPTH_MEMORY)
-        self.gain = Rate(1.0, 1.0, DEPTH_MEMORY)
-        self.draft_cost = Rate(costs.drafting(2, 2 * batch), 1.0, DEPTH_MEMORY)
+        self.rate = RunningRatio(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_WINDOW)
+        self.reach_ratio = RunningRatio(1.0, 1.0, DEPTH_WINDOW)
+        self.accept_rate = RunningRatio(0.6, 1.0, DEPTH_WINDOW)
+        self.gain = RunningRatio(1.0, 1.0, DEPTH_WINDOW)
+        self.draft_cost = RunningRatio(costs.drafting(2, 2 * batch), 1.0, DEPTH_WINDOW)
         self.trials, self.pause, self.side = 0, Pause(), SideWorth(costs, batch)
-        self.usual: dict[TreeShape, Rate] = {}
-        self.ratios: dict[TreeShape, Rate] = {}
+        self.usual: dict[TreeShape, RunningRatio] = {}
+        self.ratios: dict[TreeShape, RunningRatio] = {}
 
 
-class TreeMemory:
-    """What a drafter's requests have learned about rounds.
+class PolicyStore:
+    """The estimates of a drafter's requests, by batch size and profile.
 
     Args:
         prior: assumed costs of a round.

@@ -68,7 +68,7 @@ class Growth:
 
     def starts(self) -> bool:
         """Return whether this round drafts."""
-        self.drafted = self.prices.loss <= self.prices.most_loss
+        self.drafted = self.prices.loss <= self.prices.max_loss
         if self.drafted:
             self.count_depth(1)
         return self.drafted
@@ -119,9 +119,9 @@ class Growth:
     def choose(self, tree: DraftTree) -> Tensor:
         """Return [B, K] numbers of the nodes to verify, the root and then the likeliest. Syncs with the device."""
         prices, rows, found = self.prices, self.rows, self._steps_of(tree)
-        held = torch.zeros_like(tree.is_draft) if tree.held is None else tree.held
+        pinned = torch.zeros_like(tree.is_draft) if tree.pinned is None else tree.pinned
         gains, orders, longest, least = [0.0] * self.nodes, [], 1, 1
-        for (_, chances), must in zip(found, held.tolist()):
+        for (_, chances), must in zip(found, pinned.tolist()):
             # nodes that must be verified, then the likeliest; a parent before its children
             order = sorted(range(1, len(chances)), key=lambda node: (not must[node], -chances[node]))
             orders.append(order)
@@ -130,8 +130,8 @@ class Growth:
             for drafts, gain in enumerate(accumulate(chances[node] for node in order[: self.nodes - 1]), 1):
                 gains[drafts] += gain
         most = min(self.nodes, longest, max(MOST_TOGETHER // rows, 2, least))
-        sizes = range(max(least, prices.fewest if self.drafted else 1), most + 1) or range(1, most + 1)
-        nodes = max(sizes, key=lambda n: gains[n - 1] - prices.of_nodes(n * rows))
+        sizes = range(max(least, prices.min_nodes if self.drafted else 1), most + 1) or range(1, most + 1)
+        nodes = max(sizes, key=lambda n: gains[n - 1] - prices.verify_price(n * rows))
         self.expected, self.steps, kept = gains[nodes - 1], [], []
         for (steps, chances), order in zip(found, orders):
             row = [0, *sorted(sorted(order[: nodes - 1]), key=lambda node: -chances[node])]

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from fsd_infer.trees.costs import CostModel
-from fsd_infer.trees.estimates import PolicyState, Rate, RuleProfile, TreeMemory
-from fsd_infer.trees.policy import GAIN_MEMORY, RATE_MEMORY, TreeStats
+from fsd_infer.trees.estimates import PolicyState, PolicyStore, RuleProfile, RunningRatio
+from fsd_infer.trees.policy import GAIN_WINDOW, RATE_WINDOW, TreeStats
 from fsd_infer.trees.shape import NO_TREE, TreeShape
 
-TEXT, SHAPE = 40.0, 200.0  # expected acceptances after which a ratio of the text, or of a shape, has faded to 1/e
+TEXT_WINDOW, SHAPE_WINDOW = 40.0, 200.0  # of the ratios of a text and of a shape, in expected acceptances
 RECENT = 3  # rounds over which forecasts are averaged
 SURVIVAL = 0.6  # of a draft, before anything was forecast
 
@@ -40,7 +40,7 @@ class MenuPolicy:
     """Chooses the shape of every round's trees among those of a menu.
 
     Args:
-        memory: of the drafter.
+        store: of the drafter.
         rows: of the request.
         profile: how drafts are verified.
         menu: the shapes.
@@ -53,10 +53,10 @@ class MenuPolicy:
     """
 
     def __init__(
-        self, memory: TreeMemory, rows: int, profile: RuleProfile, menu: Sequence[TreeShape], learns: bool = True
+        self, store: PolicyStore, rows: int, profile: RuleProfile, menu: Sequence[TreeShape], learns: bool = True
     ) -> None:
-        self.menu, self.learns, self.clock = tuple(menu), learns, memory.clock
-        self.state = memory.state_of(rows, profile) if learns else PolicyState(CostModel(memory.prior), rows, profile)
+        self.menu, self.learns, self.clock = tuple(menu), learns, store.clock
+        self.state = store.state_of(rows, profile) if learns else PolicyState(CostModel(store.prior), rows, profile)
         costs = self.state.costs
         self.costs = [
             costs.forward(shape.max_nodes * rows)
@@ -64,20 +64,20 @@ class MenuPolicy:
             + costs.rest(True)
             for shape in self.menu
         ]
-        self.rate = self.state.rate.recent(RATE_MEMORY)
-        self.ratio = Rate(1.0, 1.0, TEXT)  # accepted drafts of this text per expected one
-        self.expected = [self._usual(shape).value for shape in self.menu]  # drafts of a row, by shape
+        self.rate = self.state.rate.with_window(RATE_WINDOW)
+        self.ratio = RunningRatio(1.0, 1.0, TEXT_WINDOW)  # accepted drafts of this text per expected one
+        self.expected = [self._usual_drafts(shape).value for shape in self.menu]  # drafts of a row, by shape
         self.stats = TreeStats()
         self.timed = False
 
-    def _usual(self, shape: TreeShape) -> Rate:
-        """Return the drafts that earlier rounds expected of a shape, per row."""
+    def _usual_drafts(self, shape: TreeShape) -> RunningRatio:
+        """Return the drafts per row that earlier rounds expected of a shape."""
         prior = sum(SURVIVAL**depth for depth in range(1, shape.depth + 1))
-        return self.state.usual.setdefault(shape, Rate(prior, 1.0, GAIN_MEMORY))
+        return self.state.usual.setdefault(shape, RunningRatio(prior, 1.0, GAIN_WINDOW))
 
-    def _of_shape(self, shape: TreeShape) -> Rate:
+    def _shape_ratio(self, shape: TreeShape) -> RunningRatio:
         """Return how many drafts are accepted per expected one, by trees of a shape."""
-        return self.state.ratios.setdefault(shape, Rate(1.0, 1.0, SHAPE))
+        return self.state.ratios.setdefault(shape, RunningRatio(1.0, 1.0, SHAPE_WINDOW))
 
     def time(self, seconds: Sequence[float]) -> None:
         """Take the seconds of a round of each shape, timed when they were recorded."""
@@ -85,21 +85,24 @@ class MenuPolicy:
         if self.learns:
             self.costs = [each / max(min(seconds), 1e-9) for each in seconds]
 
-    def _tokens(self, place: int) -> float:
-        """Return the drafts that a row is expected to accept in a tree of the place-th shape."""
-        return self.expected[place] * self._of_shape(self.menu[place]).value * self.ratio.value
+    def _expected_drafts(self, index: int) -> float:
+        """Return the drafts that a row is expected to accept in a tree of that shape of the menu."""
+        return self.expected[index] * self._shape_ratio(self.menu[index]).value * self.ratio.value
 
     def _values(self, rows: int) -> list[float]:
         """Return tokens less their price, by shape."""
-        return [rows * (1.0 + self._tokens(at)) - self.rate.value * cost for at, cost in enumerate(self.costs)]
+        return [
+            rows * (1.0 + self._expected_drafts(index)) - self.rate.value * cost
+            for index, cost in enumerate(self.costs)
+        ]
 
     def choose(self, rows: int) -> TreeShape:
         """Return the shape of the next trees of ``rows`` texts."""
         values = self._values(rows)
         best = max(range(len(values)), key=values.__getitem__)
         if self.menu[best] == NO_TREE and len(values) > 1:  # attempt again after a while
-            second = max((at for at in range(len(values)) if at != best), key=values.__getitem__)
-            if values[best] - values[second] <= self.state.pause.most_loss(rows):
+            second = max((index for index in range(len(values)) if index != best), key=values.__getitem__)
+            if values[best] - values[second] <= self.state.pause.max_loss(rows):
                 return self.menu[second]
         return self.menu[best]
 
@@ -111,32 +114,40 @@ class MenuPolicy:
             forecasts: as of :func:`forecast`, of each row that goes on; NaN: not known.
             accepted: number of their accepted drafts.
         """
-        place, rows = self.menu.index(shape), len(accepted)
-        values, tokens = self._values(rows), float(sum(accepted) + rows)
-        loss = 0.0 if NO_TREE not in self.menu else values[self.menu.index(NO_TREE)] - values[place]
-        self.state.pause.note(shape != NO_TREE, loss)
-        cost = self.costs[place]
-        self.stats.add(TreeStats([shape.max_nodes], tokens, rows * (1.0 + self._tokens(place))))
+        index, rows = self.menu.index(shape), len(accepted)
+        self._note_pause(shape, rows)
+        tokens, cost = float(sum(accepted) + rows), self.costs[index]
+        self.stats.add(TreeStats([shape.max_nodes], tokens, rows * (1.0 + self._expected_drafts(index))))
         for rate in (self.rate, self.state.rate):
             rate.learn(tokens, cost)
-        known = [(row, count) for row, count in zip(forecasts, accepted) if not math.isnan(row[0])]
-        if not known or shape == NO_TREE:  # what is expected of this text is forgotten
-            self._expect([self._usual(one).value for one in self.menu], 2 * GAIN_MEMORY)
-            return
-        made = [fmean(x) for x in zip(*(self._extended(shape, row) for row, _ in known))]
-        expected, right = len(known) * made[place], sum(count for _, count in known)
-        self.ratio.learn(right, expected * self._of_shape(shape).value)
-        self._of_shape(shape).learn(right, expected)
-        for one, value in zip(self.menu, made):
-            self._usual(one).learn(value, 1.0)
-        self._expect(made, RECENT)
+        forecast = [(row, count) for row, count in zip(forecasts, accepted) if not math.isnan(row[0])]
+        if not forecast or shape == NO_TREE:  # what is expected of this text is forgotten
+            self._expect([self._usual_drafts(one).value for one in self.menu], 2 * GAIN_WINDOW)
+        else:
+            self._compare(shape, *zip(*forecast))
 
-    def _expect(self, values: Sequence[float], memory: float) -> None:
-        self.expected = [before + (now - before) / memory for before, now in zip(self.expected, values)]
+    def _note_pause(self, shape: TreeShape, rows: int) -> None:
+        """Note whether a round drafted, and the tokens that it was expected to lose by that."""
+        values = self._values(rows)
+        plain = values[self.menu.index(NO_TREE)] if NO_TREE in self.menu else -math.inf
+        self.state.pause.note(shape != NO_TREE, plain - values[self.menu.index(shape)])
+
+    def _compare(self, shape: TreeShape, forecasts: Sequence[Sequence[float]], accepted: Sequence[int]) -> None:
+        """Learn from forecasts of a shape's rows and from the drafts that they accepted."""
+        means = [fmean(values) for values in zip(*(self._extended(shape, row) for row in forecasts))]
+        expected, ratio = len(forecasts) * means[self.menu.index(shape)], self._shape_ratio(shape)
+        self.ratio.learn(sum(accepted), expected * ratio.value)
+        ratio.learn(sum(accepted), expected)
+        for one, mean in zip(self.menu, means):
+            self._usual_drafts(one).learn(mean, 1.0)
+        self._expect(means, RECENT)
+
+    def _expect(self, values: Sequence[float], window: float) -> None:
+        self.expected = [before + (now - before) / window for before, now in zip(self.expected, values)]
 
     def _extended(self, shape: TreeShape, row: Sequence[float]) -> list[float]:
         """Return the forecasts of a row with what deeper shapes add: as many drafts survive a depth as did so far."""
-        reach = min(max(row[-1], 0.0), 1.0)
-        step = reach ** (1.0 / shape.depth)
-        more = [reach * sum(step**depth for depth in range(1, one.depth - shape.depth + 1)) for one in self.menu]
+        to_end = min(max(row[-1], 0.0), 1.0)  # drafts at the shape's depth
+        survival = to_end ** (1.0 / shape.depth)
+        more = [to_end * sum(survival**depth for depth in range(1, one.depth - shape.depth + 1)) for one in self.menu]
         return [value + extra for value, extra in zip(row, more)]

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from fsd_infer.trees.costs import CostModel, prior_for
-from fsd_infer.trees.estimates import PolicyState, RuleProfile, TreeMemory
+from fsd_infer.trees.estimates import PolicyState, PolicyStore, RuleProfile
 from fsd_infer.trees.growing import UNLIKELY, Growth
 from fsd_infer.trees.prices import KNOTS, Kind, Prices
 from fsd_infer.trees.shape import TreeShape
@@ -36,10 +36,10 @@ from fsd_infer.trees.shape import TreeShape
 if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
-RATE_MEMORY, GAIN_MEMORY = 20, 15  # rounds of a text
+RATE_WINDOW, GAIN_WINDOW = 20, 15  # rounds of a text
 TRIALS, LEAST_TRIALS = 12, 4  # first rounds of one row, and of any batch; every other one drafts unconditionally
 RECENT, USUAL = 5, 8  # trees whose median size is typical, and the size before any
-MOST_LEAST = 0.25  # of least_chance
+MAX_MIN_ACCEPT_PROB = 0.25
 
 
 @dataclass
@@ -92,7 +92,7 @@ class TreePolicy:
     """Chooses the shape of every round's trees for the most tokens per second, and learns from the rounds.
 
     Args:
-        memory: of the drafter.
+        store: of the drafter.
         rows: of the request.
         profile: how drafts are verified.
         largest: the largest shape of a tree.
@@ -104,11 +104,11 @@ class TreePolicy:
     """
 
     def __init__(
-        self, memory: TreeMemory, rows: int, profile: RuleProfile, largest: TreeShape, learns: bool = True
+        self, store: PolicyStore, rows: int, profile: RuleProfile, largest: TreeShape, learns: bool = True
     ) -> None:
-        self.memory, self.profile, self.largest, self.learns = memory, profile, largest, learns
-        self.clock = memory.clock if learns else None
-        self.state = memory.state_of(rows, profile) if learns else PolicyState(CostModel(memory.prior), rows, profile)
+        self.store, self.profile, self.largest, self.learns = store, profile, largest, learns
+        self.clock = store.clock if learns else None
+        self.state = store.state_of(rows, profile) if learns else PolicyState(CostModel(store.prior), rows, profile)
         self.state.curve.begin_text()
         self.stats, self.rows = TreeStats(), 0
 
@@ -116,9 +116,9 @@ class TreePolicy:
         """Begin rounds of ``rows`` rows."""
         self.rows = rows
         if self.learns:
-            self.state = self.memory.state_of(rows, self.profile)
-        self.rate = self.state.rate.recent(RATE_MEMORY)
-        self.gain = self.state.gain.recent(GAIN_MEMORY)
+            self.state = self.store.state_of(rows, self.profile)
+        self.rate = self.state.rate.with_window(RATE_WINDOW)
+        self.gain = self.state.gain.with_window(GAIN_WINDOW)
 
     @property
     def _in_trials(self) -> bool:
@@ -132,22 +132,29 @@ class TreePolicy:
         costs = state.costs
         is_trial = self._in_trials and state.trials % 2 == 0
         if self._in_trials:  # every other round drafts, and the others show what a plain round costs
-            most_loss = math.inf if is_trial else -math.inf if self.learns else 0.0
+            max_loss = math.inf if is_trial else -math.inf if self.learns else 0.0
         else:
-            most_loss = state.pause.most_loss(rows)
-        slopes = tuple(rate * slope for slope in costs.forward_slopes.weights)
+            max_loss = state.pause.max_loss(rows)
+        verify_prices = tuple(rate * slope for slope in costs.forward_slopes.weights)
         sizes = sorted(self.stats.nodes[-RECENT:] or [USUAL])
         typical = max(bisect_left(KNOTS, sizes[len(sizes) // 2] * rows) - 1, 0)
         of_depth, of_node = costs.draft_slopes.weights
         prices = Prices(
-            state.curve, slopes, depth=rate * of_depth, expansion=rate * of_node,
-            accept=state.accept_rate.value, reach=state.reach_ratio.value,
-            drafting=rate * (costs.reading + state.draft_cost.value),
-            gain=self.gain.value, most_loss=most_loss,
-            least_chance=min(max(slopes[typical], UNLIKELY), MOST_LEAST), fewest=1 + is_trial,
-            missed=(1.0,) * rows, waits=state.pause.rounds > 0,
+            state.curve,
+            verify_prices,
+            depth_price=rate * of_depth,
+            expand_price=rate * of_node,
+            accept_rate=state.accept_rate.value,
+            reach_ratio=state.reach_ratio.value,
+            draft_price=rate * (costs.reading + state.draft_cost.value),
+            expected_gain=self.gain.value,
+            max_loss=max_loss,
+            min_accept_prob=min(max(verify_prices[typical], UNLIKELY), MAX_MIN_ACCEPT_PROB),
+            min_nodes=1 + is_trial,
+            uncovered=(1.0,) * rows,
+            was_plain=state.pause.rounds > 0,
             asks_side=not self.learns or state.side.asks(rate),
-        )  # fmt: skip
+        )
         return replace(self.largest, prices=prices)
 
     def update(self, report: TreeReport) -> None:
@@ -165,62 +172,92 @@ class TreePolicy:
 
     def _learn(self, report: TreeReport, resumed: bool) -> None:
         """Update all estimates. ``resumed``: the drafter read more than the last round's tokens."""
-        state, growth, costs, rows = self.state, report.growth, self.state.costs, self.rows
+        growth, costs, rows = report.growth, self.state.costs, self.rows
         size = max(map(len, growth.steps), default=1)  # of a row's tree
-        nodes, reads = size * rows, state.pause.rounds == 0
-        verifying, drafting = costs.forward(nodes), costs.drafting(growth.depths, growth.expanded)
-        cost = verifying + drafting + costs.rest(reads)
-        gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.covered
-        # Drawn drafts are verified whatever they cost, and trees of trials need not pay; others are as large as pays.
-        is_chosen = growth.prices.fewest == 1
-        draft, forward, rest = report.seconds or (0.0, 0.0, 0.0)
-        tokens, seconds = float(sum(report.accepted) + rows), draft + forward + (rest or 0.0)
-        self.stats.add(
-            TreeStats([size], tokens, rows + growth.expected, seconds, cost * (costs.seconds_per_forward or 0.0))
-        )
-        for rate in (self.rate, state.rate):
-            rate.learn(tokens, cost)
+        nodes, reads = size * rows, self.state.pause.rounds == 0
+        verifying = costs.forward(nodes)
+        cost = verifying + costs.drafting(growth.depths, growth.expanded) + costs.rest(reads)
+        gain = growth.expected - self.rate.value * (verifying - costs.forward(rows)) - growth.prices.side_gain
+        self._learn_rate(report, size, cost)
         if not resumed:
-            draft, rest = draft - growth.side_seconds, None if rest is None else rest + growth.side_seconds
-            costs.learn(nodes, forward, growth.depths, growth.expanded, draft, rest, reads)
+            self._learn_costs(report, nodes, reads)
         if growth.depths:
-            for each in (self.gain, state.gain):
-                each.learn(gain if is_chosen else max(gain, 0.0), sum(growth.prices.missed))
-            state.draft_cost.learn(costs.drafting(growth.depths, growth.expanded), 1.0)
-            for depth, expected in enumerate(growth.expected_rows):
-                reached, went_on = (sum(count >= least for count in report.accepted) for least in (depth, depth + 1))
-                state.accept_rate.learn(went_on, reached)
-                if depth:
-                    state.reach_ratio.learn(reached, expected)
-        grafted, right = self._calibrate(report)
+            self._learn_gain(growth, gain)
+            self._learn_acceptance(growth, report.accepted)
+        grafted, accepted = self._learn_calibration(report)
         if growth.asked_side and self.learns and costs.seconds_per_forward is not None:
-            state.side.learn(growth.side_seconds, nodes, grafted, right)
+            self.state.side.learn(growth.side_seconds, nodes, grafted, accepted)
 
-    def _calibrate(self, report: TreeReport) -> tuple[int, int]:
+    def _learn_rate(self, report: TreeReport, size: int, cost: float) -> None:
+        """Learn the tokens per unit of cost, and add the round to the totals.
+
+        Args:
+            report: of the round.
+            size: nodes of a row's tree.
+            cost: of the round, as expected.
+        """
+        tokens, expected_tokens = float(sum(report.accepted) + self.rows), self.rows + report.growth.expected
+        draft, forward, rest = report.seconds or (0.0, 0.0, 0.0)
+        expected_seconds = cost * (self.state.costs.seconds_per_forward or 0.0)
+        self.stats.add(TreeStats([size], tokens, expected_tokens, draft + forward + (rest or 0.0), expected_seconds))
+        for rate in (self.rate, self.state.rate):
+            rate.learn(tokens, cost)
+
+    def _learn_costs(self, report: TreeReport, nodes: int, reads: bool) -> None:
+        """Learn what the parts of a round cost. Grafted drafters count to the rest.
+
+        Args:
+            report: of the round.
+            nodes: verified nodes of all rows.
+            reads: whether the drafter read the accepted tokens.
+        """
+        growth, (draft, forward, rest) = report.growth, report.seconds or (0.0, 0.0, 0.0)
+        draft, rest = draft - growth.side_seconds, None if rest is None else rest + growth.side_seconds
+        self.state.costs.learn(nodes, forward, growth.depths, growth.expanded, draft, rest, reads)
+
+    def _learn_gain(self, growth: Growth, gain: float) -> None:
+        """Learn what a round that drafts gains and costs.
+
+        Drawn drafts are verified whatever they cost, and trees of trials need not pay; others are as large as pays.
+        """
+        is_chosen = growth.prices.min_nodes == 1
+        for each in (self.gain, self.state.gain):
+            each.learn(gain if is_chosen else max(gain, 0.0), sum(growth.prices.uncovered))
+        self.state.draft_cost.learn(self.state.costs.drafting(growth.depths, growth.expanded), 1.0)
+
+    def _learn_acceptance(self, growth: Growth, accepted: Sequence[int]) -> None:
+        """Learn how many rows reach expanded nodes, and how many accept a child there. ``accepted``: drafts per row."""
+        for depth, expected in enumerate(growth.expected_rows):
+            reached, went_on = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
+            self.state.accept_rate.learn(went_on, reached)
+            if depth:
+                self.state.reach_ratio.learn(reached, expected)
+
+    def _learn_calibration(self, report: TreeReport) -> tuple[int, int]:
         """Learn of each draft. Return how many drafts of all rows were grafted, and how many of these were accepted."""
-        grafted = right = 0
-        for steps, way, count in zip(report.growth.steps, report.path, report.accepted):
-            depth_of = dict(zip(way[: count + 1], range(count + 1)))  # of the nodes on the accepted path
+        grafted = accepted = 0
+        for steps, path, count in zip(report.growth.steps, report.path, report.accepted):
+            depth_of = dict(zip(path[: count + 1], range(count + 1)))  # of the nodes on the accepted path
             grafted += sum(step.kind is Kind.GRAFTED for step in steps)
-            right += sum(step.kind is Kind.GRAFTED and node in depth_of for node, step in enumerate(steps))
+            accepted += sum(step.kind is Kind.GRAFTED and node in depth_of for node, step in enumerate(steps))
             for node, step in enumerate(steps[1:], 1):
                 if step.parent in depth_of:
                     depth = depth_of[step.parent] + 1
                     self.state.curve.learn(step.log_q, depth, step.first, step.kind, node in depth_of)
-        return grafted, right
+        return grafted, accepted
 
 
-_MEMORIES: WeakKeyDictionary[object, TreeMemory] = WeakKeyDictionary()
+_STORES: WeakKeyDictionary[object, PolicyStore] = WeakKeyDictionary()
 
 
-def memory_of(learner: object, target: Target, relative_cost: float | None) -> TreeMemory:
-    """Return what the requests of a drafter have learned; it is kept as long as the drafter.
+def policy_store(learner: object, target: Target, relative_cost: float | None) -> PolicyStore:
+    """Return the estimates of a drafter's requests, which are kept as long as the drafter.
 
     Args:
         learner: the drafter, or the part of it that learns.
         target: verifies its drafts.
         relative_cost: of it, as of a Drafter.
     """
-    if learner not in _MEMORIES:
-        _MEMORIES[learner] = TreeMemory(prior_for(target, relative_cost))
-    return _MEMORIES[learner]
+    if learner not in _STORES:
+        _STORES[learner] = PolicyStore(prior_for(target, relative_cost))
+    return _STORES[learner]

@@ -105,64 +105,66 @@ class Prices:
     """By what a drafter grows the tree of one round; prices are in tokens of all rows.
 
     Attributes:
-        calibration: chances of acceptance from the drafter's probabilities.
-        slopes: of the price of verification between KNOTS, per node.
-        depth: of drafting a depth.
-        expansion: of expanding a node.
-        accept: chance that a row accepts a child of an expanded node that it has reached.
-        reach: rows that reach expanded nodes, per row that is expected to.
-        drafting: of a round that drafts, with the drafter's reading of the accepted tokens.
-        gain: tokens that drafts are expected to add, less the price of their verification, per share in ``missed``.
-        most_loss: tokens that drafting may be expected to lose: more than 0 in attempts, infinite in trials.
-        least_chance: of acceptance at which a node is worth verifying, in a tree as large as the last ones.
-        fewest: nodes of a tree if the model drafts, whatever they are worth, the root included.
-        missed: share of each row's tokens that other drafters' trees of this round miss.
-        covered: net gain of the best of these trees.
+        calibration: probabilities of acceptance from the drafter's probabilities.
+        verify_prices: of verifying one node more, by interval between KNOTS.
+        depth_price: of drafting a depth.
+        expand_price: of expanding a node.
+        accept_rate: probability that a row accepts a child of an expanded node that it has reached.
+        reach_ratio: rows that reach expanded nodes, per row that is expected to.
+        draft_price: of a round that drafts, with the drafter's reading of the accepted tokens.
+        expected_gain: tokens that drafts are expected to add, less the price of their verification, per row that no
+            side tree covers.
+        max_loss: tokens that drafting may be expected to lose: more than 0 in attempts, infinite in trials.
+        min_accept_prob: at which a node is worth verifying, in a tree as large as the last ones.
+        uncovered: share of each row's tokens that the trees of grafted drafters leave to this one, in this round.
+        min_nodes: of a tree if the model drafts, whatever they are worth, the root included.
+        side_gain: net gain of the best of these trees.
         asks_side: whether grafted drafters are asked: they may cost more than their drafts gain.
-        waits: whether the last round had no drafts. The next one rarely has any either, so texts may stay unread.
+        was_plain: whether the last round had no drafts. The next one rarely has any either, so texts may stay unread.
     """
 
     calibration: Calibration
-    slopes: tuple[float, ...]
-    depth: float
-    expansion: float
-    accept: float
-    reach: float
-    drafting: float
-    gain: float
-    most_loss: float
-    least_chance: float
-    missed: tuple[float, ...]
-    fewest: int = 1
-    covered: float = 0.0
+    verify_prices: tuple[float, ...]
+    depth_price: float
+    expand_price: float
+    accept_rate: float
+    reach_ratio: float
+    draft_price: float
+    expected_gain: float
+    max_loss: float
+    min_accept_prob: float
+    uncovered: tuple[float, ...]
+    min_nodes: int = 1
+    side_gain: float = 0.0
     asks_side: bool = True
-    waits: bool = False
+    was_plain: bool = False
 
     @property
     def loss(self) -> float:
         """The tokens that drafting is expected to lose; negative if it gains."""
-        return self.drafting - self.gain * sum(self.missed)
+        return self.draft_price - self.expected_gain * sum(self.uncovered)
 
-    def of_nodes(self, nodes: int) -> float:
+    def verify_price(self, nodes: int) -> float:
         """Return the price of verifying ``nodes`` nodes of all rows instead of one."""
-        return sum(map(mul, self.slopes, spans(nodes)))
+        return sum(map(mul, self.verify_prices, spans(nodes)))
 
-    def beside(self, tree: DraftTree) -> Prices:
-        """Return the prices for a drafter beside another one's tree [B, N].
+    def beside_side_tree(self, tree: DraftTree) -> Prices:
+        """Return the prices for a drafter beside the tree [B, N] of a grafted one.
 
         A root is worth expanding where that tree is likely to be wrong or to end early. Accepted drafts have accepted
         children with chance a, so (1 - a)·a^(d - 1) of a head's tokens have depth d.
         """
-        chances: list[float] = []
-        missed = list(self.missed)
+        all_probs: list[float] = []
+        uncovered = list(self.uncovered)
         for row, (scores, parents) in enumerate(zip(*lists(tree.scores, tree.parents), strict=True)):
-            drafts, shares = [math.exp(score) for score in scores[1:]], [(1.0 - self.accept) / self.accept]
+            # the share of a head's tokens that have each node's depth
+            probs, at_depth = [math.exp(score) for score in scores[1:]], [(1.0 - self.accept_rate) / self.accept_rate]
             for parent in parents[1:]:
-                shares.append(self.accept * shares[parent])
-            missed[row] *= 1.0 - min(sum(map(mul, drafts, shares[1:])), 1.0)
-            chances += drafts
-        covered = max(self.covered, self.best_gain(sorted(chances, reverse=True))[0])
-        return replace(self, missed=tuple(missed), covered=covered)
+                at_depth.append(self.accept_rate * at_depth[parent])
+            uncovered[row] *= 1.0 - min(sum(map(mul, probs, at_depth[1:])), 1.0)
+            all_probs += probs
+        side_gain = max(self.side_gain, self.best_gain(sorted(all_probs, reverse=True))[0])
+        return replace(self, uncovered=tuple(uncovered), side_gain=side_gain)
 
     def best_gain(self, chances: Sequence[float]) -> tuple[float, float]:
         """Return the largest net gain of verifying a prefix of these drafts, and the least gain of one more node.
@@ -174,15 +176,15 @@ class Prices:
             Expected tokens minus price for the best prefix. The chance that one more node needs: that of the prefix's
             last node, which it may displace, or the price of a place after it, whichever is less.
         """
-        slopes, rows = self.slopes, len(self.missed)
+        prices, rows = self.verify_prices, len(self.uncovered)
         best = gain = 0.0
         kept = 0
         for count, chance in enumerate(chances, 1):
-            gain += chance - slopes[bisect_left(KNOTS, rows + count) - 1]
+            gain += chance - prices[bisect_left(KNOTS, rows + count) - 1]
             if gain > best:
                 best, kept = gain, count
         last = chances[kept - 1] if kept else 1.0
-        return best, min(last, slopes[bisect_left(KNOTS, rows + kept + 1) - 1])
+        return best, min(last, prices[bisect_left(KNOTS, rows + kept + 1) - 1])
 
     def width(self, chances: Sequence[float], frontier: Sequence[Sequence[float]]) -> int:
         """Return how many nodes of each row to expand next; 0 if drafting stops.
@@ -193,18 +195,18 @@ class Prices:
         """
         gain, marginal = self.best_gain(chances)
         # Expand a node only if its best child's expected gain exceeds the price of its drafting and verification.
-        least, accept = (self.expansion + marginal) * len(frontier), self.accept * self.reach
-        width = sum(accept * sum(row[place] for row in frontier) > least for place in range(len(frontier[0])))
+        least, accept_rate = (self.expand_price + marginal) * len(frontier), self.accept_rate * self.reach_ratio
+        width = sum(accept_rate * sum(row[place] for row in frontier) > least for place in range(len(frontier[0])))
         return width if width and self._pays(chances, gain, [row[:width] for row in frontier]) else 0
 
     def _pays(self, chances: Sequence[float], gain: float, frontier: Sequence[Sequence[float]]) -> bool:
         """Return whether up to AHEAD more depths pay, the first from this frontier, later ones of one node a row."""
         rows, price = len(frontier), 0.0
-        best = [[chance * self.reach * self.accept for chance in row] for row in frontier]
+        best = [[chance * self.reach_ratio * self.accept_rate for chance in row] for row in frontier]
         for depth in range(AHEAD):
-            price += self.depth + self.expansion * (len(frontier[0]) if depth == 0 else 1) * rows
+            price += self.depth_price + self.expand_price * (len(frontier[0]) if depth == 0 else 1) * rows
             chances = sorted([*chances, *(chance for row in best for chance in row)], reverse=True)
             if self.best_gain(chances)[0] - gain > price:
                 return True
-            best = [[row[0] * self.accept] for row in best]
+            best = [[row[0] * self.accept_rate] for row in best]
         return False

@@ -162,5 +162,5 @@ def default_shape(device: torch.device, draft_bonus: float = 0.0) -> TreeShape:
     """Return the shape of trees on this device for a distribution with this draft bonus in nats, as in
     ``DraftRequest``.
     """
-    favoured = BONUS_SHAPES if draft_bonus > SMALL_BONUS else SMALL_BONUS_SHAPES
-    return of_device(favoured if draft_bonus else DEFAULT_SHAPES, device)
+    with_bonus = BONUS_SHAPES if draft_bonus > SMALL_BONUS else SMALL_BONUS_SHAPES
+    return of_device(with_bonus if draft_bonus else DEFAULT_SHAPES, device)

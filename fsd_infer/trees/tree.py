@@ -114,10 +114,10 @@ class DraftTree:
     def max_depth(self) -> int:
         """At least the depth of the deepest node, found out, where that is free, if its builder does not say."""
         most = self.parents.shape[1] - 1
-        return functional.upper_bound(self.depths, most) if self.levels is None else min(self.levels, most)
+        return functional.host_max(self.depths, most) if self.levels is None else min(self.levels, most)
 
     @cached_property
-    def held(self) -> Tensor | None:
+    def pinned(self) -> Tensor | None:
         """[B, N] bool; drawn nodes and their ancestors, which every part of the tree keeps. None if none is drawn."""
         return None if self.drawn is None else (self.ancestors & self.drawn[..., None]).any(1)
 

@@ -48,7 +48,7 @@ def visit_scores(scores: Tensor, parents: Tensor, depth: int, draft_bonus: float
     return path_sums(log_r, parents, depth)
 
 
-def favoured(log_q: Tensor, draft_bonus: float) -> Tensor:
+def leaf_visit_scores(log_q: Tensor, draft_bonus: float) -> Tensor:
     """Return ln r̂ [..., C] from ln q [..., C] of a context's drafts, as if all of them were leaves."""
     if not draft_bonus:
         return log_q
@@ -56,18 +56,18 @@ def favoured(log_q: Tensor, draft_bonus: float) -> Tensor:
     return log_q + draft_bonus - (log_q.exp().sum(-1, keepdim=True) * math.expm1(draft_bonus)).log1p()
 
 
-def likeliest(
-    scores: Tensor, parents: Tensor, depth: int, draft_bonus: float, nodes: int, held: Tensor | None = None
+def select_nodes(
+    scores: Tensor, parents: Tensor, depth: int, draft_bonus: float, nodes: int, pinned: Tensor | None = None
 ) -> Tensor:
     """Return the root and up to ``nodes`` - 1 drafts, the likeliest visits first: [B, K] node numbers.
 
     The likeliest path thus comes early in the tree. If the answer takes it, its keys and values are already in place.
-    ``held`` [B, N] bool are nodes to keep in any case, with all their ancestors and fewer than ``nodes``. Other
+    ``pinned`` [B, N] bool are nodes to keep in any case, with all their ancestors and fewer than ``nodes``. Other
     arguments as of :func:`visit_scores`.
     """
     # Keep NaN scores, so that verification reports them. A stable sort keeps a parent before a child of equal score.
     visits = visit_scores(scores, parents, depth, draft_bonus).nan_to_num(0.0, neginf=-math.inf)
-    if held is None:
+    if pinned is None:
         return visits.sort(descending=True, stable=True).indices[:, :nodes]
-    kept = visits.masked_fill(held, math.inf).sort(descending=True, stable=True).indices[:, :nodes].sort().values
+    kept = visits.masked_fill(pinned, math.inf).sort(descending=True, stable=True).indices[:, :nodes].sort().values
     return kept.gather(1, visits.gather(1, kept).sort(descending=True, stable=True).indices)

@@ -66,10 +66,10 @@ def compare(
         p = full_head(batch.features[block.positions])
         best = p.argmax(-1)[at]
         log_p = p.log_softmax(-1)
-        inside, lumped = log_p, log_p
+        inside, merged = log_p, log_p
         if draft_ids is not None:
             inside = log_p[:, draft_ids]
-            lumped, _ = reduced(p, inside, draft_ids)  # one bin for all tokens outside the draft vocabulary
+            merged, _ = reduced(p, inside, draft_ids)  # one bin for all tokens outside the draft vocabulary
         q = batch.draft_head(batch.estimates[here])
         drafted = q.argmax(-1)
         agree[here] = (drafted if draft_ids is None else draft_ids[drafted]) == best
@@ -78,8 +78,8 @@ def compare(
         if draft_ids is not None:
             log_q = torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)
         for measure, values in zip(measures, distances.values(), strict=True):
-            if measure.lumpable:
-                values[here] = measure(lumped[at], log_q, log_probs=True)
+            if measure.is_reducible:
+                values[here] = measure(merged[at], log_q, log_probs=True)
             else:
                 values[here] = measure.with_reduced_drafter(p[at], q, draft_ids)
     return DraftAgreement(agree, overlap, distances)

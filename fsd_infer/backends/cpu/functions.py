@@ -117,11 +117,11 @@ def mixed_children(
     return NotImplemented if compiled is None else compiled.mixed_children(log_q, reach, sees, reserved, left, how)
 
 
-def upper_bound(values: Tensor, most: int) -> int:
+def host_max(values: Tensor, bound: int) -> int:
     return int(values.max()) if values.numel() else 0
 
 
-def selected(mask: Tensor) -> Tensor | None:
+def host_nonzero(mask: Tensor) -> Tensor | None:
     return None if bool(mask.all()) else mask.nonzero()[:, 0]
 
 
@@ -141,10 +141,10 @@ def ancestors(parents: Tensor) -> Any:
     return NotImplemented if compiled is None else compiled.ancestors(parents.contiguous())
 
 
-def tree_union(main: TreeTensors, side: TreeTensors, mains: int, depth: int) -> Any:
+def tree_union(main: TreeTensors, side: TreeTensors, main_proposers: int, depth: int) -> Any:
     """Take scores in fp32. In torch the union takes forty small operations."""
     compiled = kernels() if main[2].dtype == side[2].dtype == torch.float32 else None
-    return NotImplemented if compiled is None else compiled.union(main, side, mains)
+    return NotImplemented if compiled is None else compiled.union(main, side, main_proposers)
 
 
 def _compiled(*logits: Tensor) -> Kernels | None:
@@ -157,5 +157,5 @@ def _compiled(*logits: Tensor) -> Kernels | None:
 def register() -> None:
     """Let the kernels answer on CPUs."""
     of_rows = (row_max, row_stats, row_entropy, topk_logprobs, keep_top_k, divergence_rows, sample_rows)
-    for kernel in (*of_rows, draw, mixed_children, upper_bound, selected, ancestors, tree_union):
+    for kernel in (*of_rows, draw, mixed_children, host_max, host_nonzero, ancestors, tree_union):
         functional.register(kernel.__name__, "cpu", kernel)

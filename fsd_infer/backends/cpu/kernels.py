@@ -209,7 +209,7 @@ class Kernels:
         self._library.fsd_ancestors(parents.data_ptr(), batch, count, found.data_ptr())
         return found
 
-    def union(self, main: TreeTensors, side: TreeTensors, mains: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def union(self, main: TreeTensors, side: TreeTensors, main_proposers: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See :func:`fsd_core.functional.tree_union`: int64, but scores in fp32."""
         batch, count = len(main[0]), main[0].shape[1] + side[0].shape[1] - 1
         tokens, parents, proposers = (torch.empty(batch, count, dtype=torch.long) for _ in range(3))
@@ -218,7 +218,7 @@ class Kernels:
         sizes = main[0].shape[1], side[0].shape[1]
         trees = (Tree(*map(address_of, tree), size) for tree, size in zip(held, sizes))
         out = (x.data_ptr() for x in (tokens, parents, scores, proposers))
-        self._library.fsd_union(batch, *trees, mains, *out)
+        self._library.fsd_union(batch, *trees, main_proposers, *out)
         return tokens, parents, scores, proposers
 
     def divergence(

@@ -92,7 +92,7 @@ class _Beams:
                 f"{target.name} has recurrent layers, which keep one state of a text and none of its beams: decode "
                 "with num_beams=1, greedily or with do_sample=True."
             )
-        limits = check_prompts(target, request.prompts, request.max_new_tokens, target.reads_again)
+        limits = check_prompts(target, request.prompts, request.max_new_tokens, target.recompute_length)
         check_sights(target, request.sights)
         self.target, self.drafter, self.request = target, drafter, request
         self.device = target.device
