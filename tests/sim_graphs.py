@@ -29,8 +29,9 @@ class Graph:
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         for x in tensors_in((args, *kwargs.values())):
-            if address(x) not in self._own:
-                self.reads.setdefault(address(x), f"{func} of {tuple(x.shape)}")
+            place = address(x)
+            if place not in self._own and place not in self.reads:
+                self.reads[place] = f"{func} of {tuple(x.shape)}"
         if func.is_view:
             return
         aliased = any(found.alias_info is not None for found in func._schema.returns)

@@ -152,6 +152,31 @@ class Wait(NamedTuple):
     function: str
 
 
+class _Traits(NamedTuple):
+    """What is asked of an operation at every call: torch's own answers take most of the time otherwise."""
+
+    func: Any
+    packet: Any
+    decomposes: bool
+    is_view: bool
+    takes_numbers: bool  # on the host, without dimensions
+    indexed: bool
+    product: bool
+    waits: bool
+    waits_backward: bool
+
+
+_known_traits: dict[int, _Traits] = {}  # by the operation's address: its hash is computed in Python
+
+
+def _traits_of(func: Any) -> _Traits:
+    packet = func.overloadpacket
+    takes_numbers = torch.Tag.pointwise in func.tags or packet is aten.fill_
+    sets = (packet in group for group in (INDEXED, PRODUCTS, WAITS, BACKWARD_WAITS))
+    made = _Traits(func, packet, bool(func._can_decompose()), bool(func.is_view), takes_numbers, *sets)
+    return _known_traits.setdefault(id(func), made)
+
+
 class SimulatedDevice(TorchDispatchMode):
     """The device, while the context is open.
 
@@ -204,16 +229,18 @@ class SimulatedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _decomposes(func):  # inference mode hands composite operations on whole
+        traits = _known_traits.get(id(func)) or _traits_of(func)
+        if traits.decomposes:  # inference mode hands composite operations on whole
             with _entered(self):
                 return func.decompose(*args, **kwargs)
-        packet = func.overloadpacket
+        packet = traits.packet
         tensors = tensors_in((*args, *kwargs.values()) if kwargs else args)
         wanted, there = kwargs.get("device"), any(isinstance(x, SimTensor) for x in tensors)
         on_sim = there if wanted is None else wanted.type == SIM.type
         if packet is aten.copy_:
             on_sim = isinstance(args[0], SimTensor)
-        self._check(func, args, kwargs, tensors, on_sim, there)
+        if there or on_sim or kwargs:
+            self._check(traits, args, kwargs, tensors, on_sim, there)
         if packet is aten.is_pinned and not on_sim:
             return args[0].data_ptr() in self._pinned
         if packet is aten._pin_memory:
@@ -231,16 +258,16 @@ class SimulatedDevice(TorchDispatchMode):
         out = func(*plain_args, **plain_kwargs)
         if self.graph is not None and on_sim:
             self.graph.add(func, plain_args, plain_kwargs, out)
-        elif on_sim and not func.is_view:
+        elif on_sim and not traits.is_view:
             self.launches += 1
-        if type(out) is Tensor and func.is_view:
+        if traits.is_view and type(out) is Tensor:
             return SimTensor(out) if on_sim else out
         known = {id(_plain(x)): x for x in tensors}
         return _mapped(lambda x: _known(x, known, on_sim), out)
 
-    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], on_sim: bool, there: bool) -> None:
+    def _check(self, traits: _Traits, args: Any, kwargs: Any, tensors: list[Tensor], on_sim: bool, there: bool) -> None:
         """Count what waits, refuse what CUDA refuses."""
-        packet = func.overloadpacket
+        func, packet = traits.func, traits.packet
         generator = kwargs.get("generator")
         if generator is not None and (generator._cdata in SimGenerator.made) is not on_sim:
             raise RuntimeError(f"{func}: a generator of another device than {SIM if on_sim else 'cpu'}")
@@ -251,15 +278,15 @@ class SimulatedDevice(TorchDispatchMode):
         if packet in (aten._to_copy, aten.copy_):
             return self._check_copy(func, args, kwargs, on_sim)
         host = [x for x in tensors if not isinstance(x, SimTensor)]
-        if packet in INDEXED:
+        if traits.indexed:
             host = self._check_indices(func, args, host)
-        if any(x.dim() or torch.Tag.pointwise not in func.tags and packet is not aten.fill_ for x in host):
+        if any(x.dim() or not traits.takes_numbers for x in host):
             raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found sim:0 and cpu")
-        if packet in PRODUCTS and not tensors[0].is_floating_point():
+        if traits.product and not tensors[0].is_floating_point():
             raise NotImplementedError(f'"{packet}_cuda" not implemented for {tensors[0].dtype}')
-        if packet in BACKWARD_WAITS and torch.is_grad_enabled():
+        if traits.waits_backward and torch.is_grad_enabled():
             self.waited(func)
-        if packet in WAITS or packet is aten.repeat_interleave and kwargs.get("output_size") is None:
+        if traits.waits or packet is aten.repeat_interleave and kwargs.get("output_size") is None:
             self.waited(func)
 
     def _check_copy(self, func: Any, args: Any, kwargs: Any, on_sim: bool) -> None:
@@ -297,11 +324,6 @@ def on(where: torch.device) -> AbstractContextManager[Any]:
 def _unblocked(args: Any, kwargs: Any) -> bool:
     """Of aten.copy_."""
     return bool(kwargs.get("non_blocking")) or args[2:] == (True,)
-
-
-@cache
-def _decomposes(func: Any) -> bool:
-    return bool(func._can_decompose())
 
 
 @contextmanager

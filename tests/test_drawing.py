@@ -11,9 +11,9 @@ import torch
 from scipy.special import softmax
 from scipy.stats import chisquare
 
-from fsd_infer import FsdError
 from fsd_infer.drafters.drawing import AcceptanceRatios, Drawing, accepted_and_expected
 from fsd_infer.rules import Exact, RoundInput, RuleInputs, parse_rule
+from fsd_infer.rules.exact import block_test
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import Draws
 from tests.test_drawn_distributions import Grown, round_of, trees_of
@@ -70,16 +70,16 @@ def many_rounds(toy: Grown, rows: int, seed: int) -> RoundInput:
 def test_what_is_learned_is_the_share_of_drafts_that_is_accepted(seed: int) -> None:
     """Accepted per expected drafts of each kind, over many rounds of one tree shape."""
     round = many_rounds(Grown(4, TreeShape(2, 3, 9), least=0.02, seed=30 + seed), 10_000, seed)
-    verdict, tree, chance = Exact()(round), round.tree, RuleInputs(round).chance
+    verdict, tree, accept_prob = Exact()(round), round.tree, block_test(RuleInputs(round)).accept_prob
     sums = accepted_and_expected(tree, verdict.path, verdict.accepted).double().sum(0).view(2, 2, 2)
     ratios, step = AcceptanceRatios(), (tree.scores - tree.scores.gather(1, tree.parents)).exp()
     for _ in range(30):
         ratios.learn((sums / 20).flatten().tolist())
-    reach = torch.where(tree.depths == 1, 1.0, chance.gather(1, tree.parents)) * tree.is_draft
+    reach = torch.where(tree.depths == 1, 1.0, accept_prob.gather(1, tree.parents)) * tree.is_draft
     for drawn in (False, True):
         for below in (False, True):
             mine = (tree.drawn == drawn) & ((tree.depths > 1) == below) & tree.is_draft
-            wanted = float((reach * chance)[mine].sum() / (reach * step)[mine].sum())
+            wanted = float((reach * accept_prob)[mine].sum() / (reach * step)[mine].sum())
             seen = float(sums[int(drawn), int(below), 0] / sums[int(drawn), int(below), 1])
             assert seen == pytest.approx(wanted, rel=0.06)
             assert drawn or ratios.ratio(drawn, below) == pytest.approx(seen, rel=0.02)
@@ -112,7 +112,5 @@ def test_a_round_without_any_acceptance_does_not_end_the_drafts_of_a_kind() -> N
     assert ratios.ratio(True, 0) == pytest.approx(0.8), "and what is accepted later is learned"
 
 
-def test_block_verification_refuses_trees_with_drawn_nodes() -> None:
-    with pytest.raises(FsdError, match="must form a chain"):
-        parse_rule("exact:block=true")(round_of(Grown(4, TreeShape(3, 2, 6)))[0])
+def test_which_rules_draw_chains_and_which_no_nodes() -> None:
     assert [parse_rule(rule).draws for rule in ("exact:block=true", "exact:draw=false")] == [Draws.CHAIN, Draws.NONE]

@@ -29,7 +29,7 @@ from tests.tree_rounds import masked
 
 LEVELS = 4  # contexts have at most as many tokens
 RULES = (
-    "exact", "fuzzy:js:0.1", "fuzzy:js:inf:min_p=0.3", "fuzzy:kl_qp:0.3:gate=processed", "fuzzy-strict:js:0.1",
+    "fuzzy:js:0.1", "fuzzy:js:inf:min_p=0.3", "fuzzy:kl_qp:0.3:gate=processed", "fuzzy-strict:js:0.1",
     "draft-only", "random:0.5", "tilted:1:exact_ngram_size=0", "tilted:0.3:min_p=0.3:exact_ngram_size=1",
     "tilted:1:gate=0.1:exact_ngram_size=0",
     "lenient:0.5", "typical:0.2:0.5", "relaxed:2:0.3", "threshold:0.4:0.7", "cascade-token:0.4", "ensemble:0.6",
@@ -260,6 +260,42 @@ def test_no_draw_shifts_what_a_context_emits(name: str) -> None:
         for (context, _), (weight, emitted, r) in seen.items():
             if weight > 1e-9:
                 np.testing.assert_allclose(emitted / weight, r, atol=3e-4, err_msg=f"{name} {rule} {context}")
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_block_verification_of_trees_has_the_targets_distribution_and_accepts_more(name: str) -> None:
+    """Averaged over the draws, a round's tokens, and those that follow it, have the target's joint distribution."""
+    toy = TOYS[name]
+    round, probability, where = round_of(toy)
+    inputs, _, _, emits, reach = emissions("exact", toy)
+    p, every = toy.process(toy.logits[0]).double().softmax(-1).numpy(), range(toy.vocabulary)
+
+    @cache
+    def target(context: int, tokens: int) -> np.ndarray:
+        """[V**tokens] joint distribution of the next tokens."""
+        if not tokens:
+            return np.ones(1)
+        below = toy.vocabulary * context + 1
+        return np.concatenate([p[context, y] * target(below + y, tokens - 1) for y in every])
+
+    def emitted(row: int, node: int, tokens: int) -> np.ndarray:
+        """[V**tokens] the same of what is emitted at and after a node that is reached."""
+        drafts = inputs.tree.child[row, node].nonzero()[:, 0].tolist()
+        children = {int(inputs.tree.tokens[row, draft]): draft for draft in drafts}
+        below, after = toy.vocabulary * int(where[row, node]) + 1, tokens - 1
+        then = [emitted(row, children[y], after) if y in children else target(below + y, after) for y in every]
+        return np.concatenate([float(chance) * each for chance, each in zip(emits[row, node], then, strict=True)])
+
+    tokens = toy.shape.depth + 1
+    found = sum(float(weight) * emitted(row, 0, tokens) for row, weight in enumerate(probability))
+    np.testing.assert_allclose(found, target(0, tokens), atol=1e-5)
+    one_by_one = torch.ones_like(reach)
+    for node in range(1, reach.shape[1]):
+        above = inputs.tree.parents[:, node : node + 1]
+        one_by_one[:, node] = one_by_one.gather(1, above)[:, 0] * inputs.accept_prob[:, node]
+    accepted, fewer = ((each * inputs.tree.is_draft).sum(1) @ probability for each in (reach, one_by_one))
+    assert accepted > fewer - 1e-5
+    assert accepted > fewer + 1e-4 or not (inputs.is_drawn & inputs.above(inputs.is_drawn)).any()
 
 
 def node_of(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

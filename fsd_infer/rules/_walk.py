@@ -238,8 +238,7 @@ class _Walk:
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
         inputs, tree, faults = self.inputs, self.tree, dict(self.non_finite)
-        in_chains = tree.drawn is None or any(output.test is not None for output, _ in self.outputs)
-        if inputs.sampled and self.outputs and in_chains:
+        if inputs.is_chain and self.outputs:
             faults[FORKS] = (tree.child.sum(-1) > 1).any(1, keepdim=True)
         return faults
 

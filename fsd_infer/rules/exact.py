@@ -7,12 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsd_core import functional
+from fsd_core.divergence import divergence
+from fsd_core.tensors import wide
 from fsd_infer.rules.base import RULES, Rule
 from fsd_infer.rules.distributions import AcceptanceTest, OutputDistribution
 from fsd_infer.rules.inputs import RuleInputs
 from fsd_infer.rules.parameters import parameter
 from fsd_infer.rules.vocab_rows import VocabRows
 from fsd_infer.trees.tree import Draws
+
+TINY = 1e-30  # in place of 0 as a divisor
 
 
 @RULES.register("exact")
@@ -21,13 +26,10 @@ class Exact(Rule):
     """Lossless: the output has the target's distribution.
 
     On a deterministic tree draw y ~ p and accept the child y, if there is one. No rule with distribution p accepts
-    more. A drawn draft x is accepted with probability min(1, p(x)/q(x)); otherwise draw from the residual (p - q)+, and
-    accept another child if the draw is one (the mixed scheme, arXiv:2502.18779).
+    more. The drawn nodes of a tree are tested together, see :func:`block_test`.
 
     Args:
-        block: draft chains that are drawn from q above temperature 0, and test them as a whole (block verification,
-            arXiv:2403.10444). In expectation no fewer drafts are accepted than draft by draft. Needs p and q at all
-            nodes of the chain.
+        block: draft chains that are drawn from q above temperature 0, and test them as a whole.
         draw: from temperature 0.5 on, let trees have drawn nodes (:mod:`fsd_infer.drafters.drawing`). The distribution
             is the same; more drafts are accepted.
     """
@@ -40,39 +42,58 @@ class Exact(Rule):
         return Draws.CHAIN if self.block else super().draws
 
     def output(self, inputs: RuleInputs) -> OutputDistribution:
-        if not (self.block and inputs.sampled):
-            return OutputDistribution.target(inputs)
-        weight, accept_prob = _verify_block(inputs)
-        test = AcceptanceTest(
-            inputs.above(accept_prob), lambda at: (at.of(weight)[:, None] * at.p - at.q).clamp_min(0.0)
-        )
-        return OutputDistribution.target(inputs, test)
+        # a chain is drawn without ``block`` only if another row's rule asks for one; that row tests draft by draft
+        together = inputs.sampled and (self.block or not inputs.is_chain)
+        return OutputDistribution.target(inputs, block_test(inputs) if together else None)
 
 
-def _verify_block(inputs: RuleInputs) -> tuple[Tensor, Tensor]:
-    """Block verification of sampled chains; node i is the i-th draft.
+def block_test(inputs: RuleInputs) -> AcceptanceTest:
+    """Test drawn drafts path by path: block verification (arXiv:2403.10444), here on trees with fixed children, too.
 
-    The accepted prefix is the longest one whose own test succeeds. The tests are independent. Let w(0) = 1 and
-    w(i) = min(1, w(i-1)·p/q of draft i). Let s(i) = Σ (w(i)·p - q)+ after draft i. Prefix i succeeds with probability
-    h(i) = s(i)/(s(i) + 1 - w(i)); at the chain's end h = w. So the walk continues from node i with the probability that
-    a longer prefix succeeds, given that prefix i or a longer one does.
+    Draft by draft, y ~ q passes with probability min(1, p/q) and is lost where p < q, although its own drafts may be
+    likelier under p than under q. So the ratios are multiplied first. Let w = 1 at roots and at fixed nodes, and
+    w(y) = min(1, w(x)·p(y)/q(y)) at a drawn child y of x. The walk ends at or below y with probability w(y):
 
-    Returns:
-        w: [B, N].
-        accept_prob: [B, N] of the draft below each node, given that the node is accepted.
+    - below y it ends with probability s of y's drawn child, 0 without one;
+    - else at y, with probability h(y) = r/(r + 1 - w(y)) and r = Σ (w(y)·p - q)+; without a drawn child h = w;
+    - else the walk returns to x, which decides likewise. At w = 1 it never returns.
+
+    Where it ends, the next token is drawn from (w·p - q)+. If that is a fixed child, the walk goes on there with w = 1.
+    In expectation over the draws s(y) = w(y), so a token that follows x has probability min(w·p, q) by its own draw and
+    (w·p - q)+ otherwise: w·p together. No fewer drafts are accepted than draft by draft.
     """
-    batch, nodes = inputs.tree.tokens.shape
+    tree, drawn, has_drawn_child = inputs.tree, inputs.is_drawn, inputs.has_drawn_child
+    log_p, log_q = (each.to(wide(drawn.device)) for each in (inputs.log_p, inputs.log_q))
+    p, q, ratio = log_p.exp(), log_q.exp(), (log_p - log_q).exp()
+    weight = ones = torch.ones_like(p)
+    for _ in range(tree.max_depth):
+        weight = torch.where(drawn, (inputs.above(weight) * ratio).clamp_max(1.0), ones)
+    residual = _residual_mass(inputs, weight)
+    ends_here = torch.where(has_drawn_child & (weight < 1), residual / (residual + 1 - weight).clamp_min(TINY), weight)
+    ends_below, ends_within = torch.zeros_like(p), ends_here
+    for _ in range(tree.max_depth):
+        ends_below = torch.zeros_like(p).scatter_add(1, tree.parents, ends_within.masked_fill(~drawn, 0.0))
+        ends_within = ends_below + (1 - ends_below) * ends_here
+    goes_on = inputs.above(ends_below / ends_within.clamp_min(TINY)).clamp_max(1.0)  # given that the walk is here
+    rest = (inputs.above(weight) * p - q).clamp_min(0.0) / inputs.above(residual).clamp_min(TINY)
+    fixed = torch.where(inputs.above(has_drawn_child), (1 - goes_on) * rest.clamp_max(1.0), p)
+    return AcceptanceTest(torch.where(drawn, goes_on, fixed), lambda at: _residual(at, weight))
+
+
+def _residual(at: VocabRows, weight: Tensor) -> Tensor:
+    """Return (w·p - q)+, [R, V]."""
+    return (at.of(weight).to(at.p.dtype)[:, None] * at.p - at.proposal).clamp_min(0.0)
+
+
+def _residual_mass(inputs: RuleInputs, weight: Tensor) -> Tensor:
+    """Return Σ (w·p - q)+ at contexts with a drawn child, [B, N]. It is the total variation where w = 1."""
+    tree, scores = inputs.tree, inputs.round.scores
+    assert tree.q_scores is not None
+    index = tree.q_index.masked_fill(~inputs.has_drawn_child, -1)
+    tv = functional.divergence_rows(scores, tree.q_scores, divergence("tv"), tree.draft_ids, index).to(weight.dtype)
     at = VocabRows.every(inputs)
-    p, q = at.p.view(batch, nodes, -1), at.q.view(batch, nodes, -1)
-    ratio, inner = (inputs.log_p - inputs.log_q).exp(), inputs.tree.inner
-    w = [torch.ones_like(ratio[:, 0])]
-    for i in range(1, nodes):
-        w.append((w[-1] * ratio[:, i]).clamp_max(1.0))
-    weight = torch.stack(w, 1)
-    surplus = (weight[..., None] * p - q).clamp_min(0.0).sum(-1)
-    succeeds = torch.where(inner & (weight < 1), surplus / (surplus + 1 - weight), weight)  # 1 where w = 1
-    fails = 1 - succeeds
-    reached = 1 - fails.flip(1).cumprod(1).flip(1)  # [B, N] a prefix of at least i drafts succeeds
-    below = torch.cat([reached[:, 1:], torch.zeros_like(reached[:, :1])], 1)
-    # the empty prefix always succeeds, and w(0) = 1 says so
-    return weight, (below / reached.clamp_min(1e-30)).clamp_max(1.0)
+    at = at.subset(functional.host_nonzero(at.of(inputs.has_drawn_child & (weight < 1))))
+    if not len(at.rows):
+        return tv
+    mass = _residual(at, weight).sum(-1).to(tv.dtype)
+    return torch.where(weight < 1, tv.index_put((at.rows, at.nodes), mass), tv)
