@@ -198,7 +198,7 @@ def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor
     emits = torch.zeros_like(stated)
     for node in range(tree.tokens.shape[1]):
         weights = walk._weights(torch.full_like(tree.parents[:, :1], node), lossy).double()
-        left = (1.0 - inputs.total(chance)[:, node, None]).clamp_min(0.0)
+        left = (1.0 - inputs.sum_children(chance)[:, node, None]).clamp_min(0.0)
         emits[:, node] = left * weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
     batch, drafts = tree.is_draft.nonzero(as_tuple=True)
     emits.index_put_((batch, tree.parents[batch, drafts], tree.tokens[batch, drafts]), chance[batch, drafts], True)
