@@ -273,22 +273,22 @@ class MtpDrafter(EagleDrafter):
 
 
 class MtpSession(EagleSession):
-    """A session of MTP layers. ``last`` holds all layers' outputs at the root."""
+    """A session of MTP layers. ``root_output`` holds all layers' outputs, [B, K · H]."""
 
     drafter: MtpDrafter
 
     def __init__(self, drafter: MtpDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
-        self._carried = self.last  # [B, K · H] outputs before the tokens that are read next
+        self._carried = self.root_output  # [B, K · H] outputs before the tokens that are read next
         self._level = 0  # of the nodes that are expanded
         self._places: list[Tensor] = []  # [B, E] positions of each depth's expanded nodes, if a layer needs them
         if len(drafter.head.layers) > 1:
-            self.few_unread = 0
+            self.max_step_unread = 0
 
     def _read(self, first: int, tokens: Tensor, features: Tensor) -> Tensor:
         if len(self.drafter.head.layers) == 1:
             return super()._read(first, tokens, features)
-        before = (self._carried if first else self.last)[:, None].expand(-1, tokens.shape[1], -1)
+        before = (self._carried if first else self.root_output)[:, None].expand(-1, tokens.shape[1], -1)
         made = super()._read(first, tokens, torch.cat([features, before], -1))
         self._carried = made[:, -1]
         return made
