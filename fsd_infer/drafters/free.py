@@ -165,7 +165,7 @@ class FreeSession(DraftSession):
 
     drafter: FreeDrafter
     needs_report = True
-    _given: Tensor | None = None  # the trees of recorded rounds
+    _host_inputs: Tensor | None = None  # the trees of recorded rounds
 
     def __init__(self, first_tokens: Tensor, request: DraftRequest) -> None:
         self.device, self.shape = request.device, request.shape
@@ -192,15 +192,15 @@ class FreeSession(DraftSession):
         return [DraftTree.packed_lists(self._rows(), self.drafter.nodes)]
 
     def set_host_inputs(self, inputs: Iterator[Tensor] | None) -> None:
-        self._given = None if inputs is None else next(inputs)
+        self._host_inputs = None if inputs is None else next(inputs)
 
     def restart(self, fresh: FreeSession) -> None:
         vars(self).update(vars(fresh))
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter = self.drafter
-        if self._given is not None:
-            return DraftTree.of_packed(self._given, drafter.vocab_size, drafter.depth)
+        if self._host_inputs is not None:
+            return DraftTree.of_packed(self._host_inputs, drafter.vocab_size, drafter.depth)
         rows = self._rows()
         tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
         if self.shape is None or self.shape.prices is None:
