@@ -27,7 +27,7 @@ class CachedSession(TreeSession):
         super().select(rows)
         self._cached = [self._cached[row] for row in rows.tolist()]
 
-    def place_nodes(self, positions: Sequence[Tensor], slots: int) -> None:
+    def set_node_positions(self, positions: Sequence[Tensor], slots: int) -> None:
         """Tell the cache the positions of the nodes in it, [B, E] of each depth, of ``slots`` slots that are seen."""
         nodes = torch.cat(list(positions), 1)
         text = torch.arange(slots, device=self.device).repeat(len(nodes), 1)
