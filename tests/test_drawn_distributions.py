@@ -167,7 +167,7 @@ def round_of(toy: Grown) -> tuple[RoundInput, Tensor, Tensor]:
         return torch.cat(parts)
 
     names = ("tokens", "parents", "scores", "q_logits", "q_index", "q_scores", "drawn", "fixed")
-    tree = replace(padded[0], **{name: joined(name) for name in names}, levels=toy.shape.depth)
+    tree = replace(padded[0], **{name: joined(name) for name in names}, depth_bound=toy.shape.depth)
     where = torch.zeros_like(tree.tokens)
     for node in range(1, count):
         above = where.gather(1, tree.parents[:, node : node + 1])[:, 0]

@@ -160,7 +160,7 @@ class ForcedSession(DraftSession):
         drawn = None if main.drawn is None else main.drawn & ~is_long
         main = replace(main, scores=main.scores.masked_fill(main.is_draft & is_long, -math.inf), drawn=drawn)
         union = union_of(main, forced, drafter.max_depth, self._proposer)
-        union.levels = drafter.max_depth
+        union.depth_bound = drafter.max_depth
         drafts = union.is_draft.sum(1)
         if functional.host_all(drafts == main.is_draft.sum(1)):  # main holds the chains
             return main

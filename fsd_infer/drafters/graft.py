@@ -165,7 +165,7 @@ class GraftedSession(DraftSession):
         """Return the best nodes of both trees."""
         drafter, began = self.drafter, self.clock()
         union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
-        union.levels = drafter.max_depth
+        union.depth_bound = drafter.max_depth
         if self.growth is not None:
             self.growth.side_seconds += self.clock() - began
             return keep_nodes(union, main, self.growth.choose(union))

@@ -178,7 +178,7 @@ class LMSession(CachedSession):
         bound = max(self._max_unread, self.drafter.max_depth + 2)  # the same in every round
         return functional.host_max(self.lengths - self.cached, bound)
 
-    def _max_level(self) -> int:
+    def _max_depth(self) -> int:
         self._row_depths = self._context_depths()  # [B]
         return functional.host_max(self._row_depths, self._most_depth)
 

@@ -184,8 +184,8 @@ class StepSession(TreeSession):
         self._roots = roots
         return super().draft(roots)
 
-    def _max_level(self) -> int:
-        return min(super()._max_level(), self.drafter.depth)
+    def _max_depth(self) -> int:
+        return min(super()._max_depth(), self.drafter.depth)
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         roots = self._roots[:, None]
