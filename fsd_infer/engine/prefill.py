@@ -277,17 +277,16 @@ def recompute_cache(state: DecodeState, tracker: RequestTracker) -> None:
 
 def prefill(state: DecodeState, tracker: RequestTracker) -> RoundTensors:
     """Read the prompts, emit each row's first token, and pass the prompts' features [B, M, F] to the drafter."""
-    prompts, request = tracker.prompts, tracker.request
-    tokens, lengths = padded(prompts), torch.tensor([len(prompt) for prompt in prompts])
-    known = tracker.prefixes.known(tracker.named_prompts)
-    features, logits = read_prompts(state.target, state.cache, tokens, lengths, known, request.sights)
+    tokens, lengths = padded(tracker.prompts), torch.tensor([len(prompt) for prompt in tracker.prompts])  # [B, M], [B]
+    prefixes, sights = tracker.prefixes.find(tracker.named_prompts), tracker.request.sights
+    features, logits = read_prompts(state.target, state.cache, tokens, lengths, prefixes, sights)
     root = DraftTree.root_only(state.roots, logits.shape[-1])
-    made = accept(state, VerifiedTree(state, root, logits, features[:, :1]))
+    result = accept(state, VerifiedTree(state, root, logits, features[:, :1]))
     # the drafter reads pairs (feature of token i, token i+1): the prompt shifted by one, then the first new token
     tokens = to_device(tokens, state.device)
-    following = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
-    following.scatter_(1, (state.lengths - 1)[:, None], made.verdict.tokens[:, :1])
-    made.features = features
-    state.extend(made.verdict.tokens, made.verdict.accepted)
-    advance(state, made, following, state.lengths.clone())  # which the next round changes in place
-    return made
+    next_tokens = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+    next_tokens.scatter_(1, (state.lengths - 1)[:, None], result.verdict.tokens[:, :1])
+    result.features = features
+    state.extend(result.verdict.tokens, result.verdict.accepted)
+    advance(state, result, next_tokens, state.lengths.clone())  # which the next round changes in place
+    return result

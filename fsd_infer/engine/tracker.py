@@ -32,8 +32,8 @@ class RequestTracker:
     Attributes:
         records: of all answers.
         prompts: [B] of the request, and of rows that fill a bucket.
-        prefixes: what the prefix cache knows of the prompts.
-        named_prompts: as it knows them.
+        prefixes: what the prefix cache has of the prompts.
+        named_prompts: as it has them.
         overlaps: whether the host reads a round after it has launched the next one. Else somebody needs it earlier.
     """
 
@@ -121,7 +121,7 @@ class RequestTracker:
             drafter=self.drafter.describe() | ({} if policy is None else {"tree": AUTO}),
             seconds=seconds,
             prefill_seconds=timer.prefill_seconds,
-            known=self.prefixes.known_tokens,
+            known=self.prefixes.cached_tokens,
             phases=timer.clock.phases(),
             cache_bytes=self.cache_bytes,
             trees=None if policy is None else policy.stats,

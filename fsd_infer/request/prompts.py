@@ -83,7 +83,7 @@ def read_prompts(
     cache: SlotCache,
     tokens: Tensor,
     lengths: Tensor,
-    known: Sequence[Prefix | None] | None = None,
+    prefixes: Sequence[Prefix | None] | None = None,
     sights: Sequence[Sight | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Fill the cache's first slots with prompts, slot = position.
@@ -93,22 +93,22 @@ def read_prompts(
         cache: with a row per prompt.
         tokens: [B, M] ids of the prompts, right-padded, on the CPU.
         lengths: [B] lengths of the prompts in tokens, on the CPU.
-        known: per prompt a prefix that the target has read before, or None.
+        prefixes: per prompt a kept prefix that the target has read before, or None.
         sights: per prompt its images, or None.
 
     Returns:
         Features [B, M, F], meaningless at padding, and logits [B, 1, V] at each prompt's last token.
     """
-    known, sights = _per_row(known, len(tokens)), _per_row(sights, len(tokens))
+    prefixes, sights = _per_row(prefixes, len(tokens)), _per_row(sights, len(tokens))
     cache.prefilled = to_device(lengths, target.device)
     if target.places_images:
         cache.offsets = torch.zeros_like(cache.prefilled) if cache.offsets is None else cache.offsets.zero_()
-    if any(known) or any(sights) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
+    if any(prefixes) or any(sights) or len(tokens) > 1 and target.device.type in READ_IN_TURN:
         prompts = [to_device(row[:length][None], target.device) for row, length in zip(tokens, lengths.tolist())]
         read = [
-            read_text(target, cache.row(row), prompt, known[row])
+            read_text(target, cache.row(row), prompt, prefixes[row])
             if (sight := sights[row]) is None
-            else _read_with_images(target, cache.row(row), prompt, sight, known[row])
+            else _read_with_images(target, cache.row(row), prompt, sight, prefixes[row])
             for row, prompt in enumerate(prompts)
         ]
         padded = [F.pad(features, (0, 0, 0, tokens.shape[1] - features.shape[1])) for features, _ in read]
@@ -127,26 +127,26 @@ def _per_row(given: Sequence[Any] | None, rows: int) -> list[Any]:
 
 
 def _read_with_images(
-    target: Target, cache: SlotCache, tokens: Tensor, sight: Sight, known: Prefix | None
+    target: Target, cache: SlotCache, tokens: Tensor, sight: Sight, prefix: Prefix | None
 ) -> tuple[Tensor, Tensor]:
     """Read a prompt [1, P] that begins with all of its images, if a kept prefix has them, else with their pixels."""
-    if known is None or len(known.tokens) < sight.ends(tokens[0].tolist()):
+    if prefix is None or len(prefix.tokens) < sight.ends(tokens[0].tolist()):
         return read_seen(target, cache, tokens, sight)
     set_offset(cache, positions_of(target.model, tokens, sight))
-    return read_text(target, cache, tokens, known)
+    return read_text(target, cache, tokens, prefix)
 
 
 def read_text(
-    target: Target, cache: SlotCache, tokens: Tensor, known: Prefix | None = None, lengths: Tensor | None = None
+    target: Target, cache: SlotCache, tokens: Tensor, prefix: Prefix | None = None, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Forwards over tokens [B, M], chunk by chunk: (features [B, M, F], logits [B, 1, V] at the last token).
 
-    ``known`` is a prefix of the tokens, for B = 1. Rows are padded beyond ``lengths`` [B].
+    ``prefix`` is a prefix of the tokens, for B = 1. Rows are padded beyond ``lengths`` [B].
     """
     features, first = [], 0
-    if known is not None:
-        cache.restore(known.states)
-        features, first = [known.features[None]], len(known.tokens)
+    if prefix is not None:
+        cache.restore(prefix.states)
+        features, first = [prefix.features[None]], len(prefix.tokens)
     for start in range(first, tokens.shape[1], PREFILL_CHUNK):
         chunk = tokens[:, start : start + PREFILL_CHUNK]
         slots = (start + torch.arange(chunk.shape[1], device=target.device)).expand_as(chunk)

@@ -96,12 +96,12 @@ class PrefixCache:
         if text.nbytes > self.max_bytes or len(text.tokens) < LEAST:
             return
         others = [
-            known
-            for known in self.texts
-            if known.key != text.key
-            or _shared(known.tokens, text.tokens) < len(known.tokens)
+            other
+            for other in self.texts
+            if other.key != text.key
+            or _shared(other.tokens, text.tokens) < len(other.tokens)
             or text.is_whole
-            and len(known.tokens) < len(text.tokens)
+            and len(other.tokens) < len(text.tokens)
         ]
         self.texts = [*others, text]
         while self.nbytes > self.max_bytes:
@@ -109,26 +109,26 @@ class PrefixCache:
 
 
 class PrefixSession:
-    """One request's use of a prefix cache: the known starts of its prompts, and the texts that it adds.
+    """One request's use of a prefix cache: the kept prefixes of its prompts, and the texts that it adds.
 
     Args:
-        cache: None: nothing is known, and nothing is kept.
+        cache: None: nothing is found, and nothing is kept.
         layers: captured layers of the features, see :meth:`Target.capture_layers`.
         owners: [B] owner of each text; None: one owner.
         longest: longest text that keeps its keys however it goes on (see :mod:`.rotary`); None: any.
 
     Attributes:
-        known_tokens: [B] tokens of each prompt found in the cache; empty without one.
+        cached_tokens: [B] tokens of each prompt found in the cache; empty without one.
     """
 
     def __init__(
         self, cache: PrefixCache | None, layers: tuple[int, ...], owners: Sequence[str] | None, longest: int | None
     ) -> None:
-        self.cache, self.layers, self.owners, self.known_tokens = cache, layers, owners, list[int]()
+        self.cache, self.layers, self.owners, self.cached_tokens = cache, layers, owners, list[int]()
         self.longest = math.inf if longest is None else longest
         self._features: dict[int, list[Tensor]] = {}  # of each text, as it grows
 
-    def known(self, prompts: Sequence[Sequence[int]]) -> list[Prefix | None] | None:
+    def find(self, prompts: Sequence[Sequence[int]]) -> list[Prefix | None] | None:
         """Return each prompt's kept prefix; None without a cache."""
         if self.cache is None:
             return None
@@ -136,7 +136,7 @@ class PrefixSession:
             self.cache.find(prompt, self._key(number)) if len(prompt) <= self.longest else None
             for number, prompt in enumerate(prompts)
         ]
-        self.known_tokens = [0 if prefix is None else len(prefix.tokens) for prefix in found]
+        self.cached_tokens = [0 if prefix is None else len(prefix.tokens) for prefix in found]
         return found
 
     def add(self, numbers: Sequence[int], features: Tensor, counts: Tensor) -> None:
