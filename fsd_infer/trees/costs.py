@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fsd_infer.trees.prices import KNOTS, spans
 from fsd_infer.trees.shape import of_device
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from fsd_infer.targets.target import Target
 
 NOISE, SAME_NOISE = 0.1, 0.3  # relative standard deviation of a measured cost, beside another one and alone
-DOUBT = 0.8  # relative standard deviation of a prior slope
-FORWARD_DOUBT = 0.04  # at least, of C's slopes: machines differ by more than their small ones
-KINSHIP = 0.7  # correlation of these deviations, the first slope's excepted: slopes tend to be too high together
-FORGET = 0.01  # share of the evidence that a round forgets
+PRIOR_SD = 0.8  # relative standard deviation of a prior slope
+MIN_FORWARD_SD = 0.04  # at least, of C's slopes: machines differ by more than their small ones
+PRIOR_CORRELATION = (
+    0.7  # correlation of these deviations, the first slope's excepted: slopes tend to be too high together
+)
+FORGETTING = 0.01  # share of the evidence that a round forgets
 RECENT = 5  # rounds whose median gives the present speed of the machine
-STARTING = 0.05  # fixed cost of a small LM's forward, in forwards of the target
+LAUNCH_COST = 0.05  # fixed cost of a small LM's forward, in forwards of the target
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class CostPrior:
 
         The small LM reads the accepted tokens together with the root, in the forward of the first depth.
         """
-        depth = STARTING + share if share else 0.001
+        depth = LAUNCH_COST + share if share else 0.001
         return CostPrior(self.slopes, (depth, max(share * self.slopes[2], 0.0005)), (self.rest[0], 0.01))
 
 
@@ -77,19 +79,19 @@ class RecursiveLeastSquares:
 
     Args:
         prior: weights before the first observation.
-        least_doubt: least standard deviation of a prior weight.
+        min_sd: least standard deviation of a prior weight.
 
     Attributes:
         weights: the present estimate.
     """
 
-    def __init__(self, prior: Sequence[float], least_doubt: float = 0.0) -> None:
+    def __init__(self, prior: Sequence[float], min_sd: float = 0.0) -> None:
         self.weights = list(prior)
-        self._least = [0.05 * value for value in prior]
-        doubts = [max(DOUBT * value, least_doubt) for value in prior]
+        self._min_weights = [0.05 * value for value in prior]
+        deviations = [max(PRIOR_SD * value, min_sd) for value in prior]
         self._prior = [
-            [a * b * (1.0 if i == j else KINSHIP if i and j else 0.0) for j, b in enumerate(doubts)]
-            for i, a in enumerate(doubts)
+            [a * b * (1.0 if i == j else PRIOR_CORRELATION if i and j else 0.0) for j, b in enumerate(deviations)]
+            for i, a in enumerate(deviations)
         ]
         self._covariance = [row[:] for row in self._prior]
 
@@ -99,15 +101,38 @@ class RecursiveLeastSquares:
 
     def learn(self, x: Sequence[float], y: float, noise: float) -> None:
         """Learn from one observation y with standard deviation ``noise``."""
-        spread = [sum(entry * value for entry, value in zip(row, x)) for row in self._covariance]
-        variance = sum(entry * value for entry, value in zip(spread, x)) + noise**2
+        # P is the weights' covariance
+        p_x = [sum(entry * value for entry, value in zip(row, x)) for row in self._covariance]
+        variance = sum(entry * value for entry, value in zip(p_x, x)) + noise**2  # of the residual
         most = 2.0 * math.sqrt(variance)
         residual = min(max(y - self.predict(x), -most), most) / variance
         for i, (row, prior) in enumerate(zip(self._covariance, self._prior)):
-            self.weights[i] = max(self.weights[i] + spread[i] * residual, self._least[i])
-            share = spread[i] / variance
-            for j, other in enumerate(spread):
-                row[j] += FORGET * (prior[j] - row[j]) - share * other
+            self.weights[i] = max(self.weights[i] + p_x[i] * residual, self._min_weights[i])
+            gain = p_x[i] / variance
+            for j, entry in enumerate(p_x):
+                row[j] += FORGETTING * (prior[j] - row[j]) - gain * entry
+
+
+class TimedRound(NamedTuple):
+    """What a round did, and the seconds that it took.
+
+    Attributes:
+        nodes: verified nodes of all rows.
+        depths: depths drafted.
+        expanded: expanded nodes of all rows.
+        reads: whether the drafter read the accepted tokens.
+        forward: seconds of the target forward.
+        draft: seconds of drafting.
+        rest: seconds of everything else; None if unknown.
+    """
+
+    nodes: int
+    depths: int
+    expanded: int
+    reads: bool
+    forward: float
+    draft: float
+    rest: float | None
 
 
 class CostModel:
@@ -118,7 +143,7 @@ class CostModel:
     """
 
     def __init__(self, prior: CostPrior) -> None:
-        self.forward_slopes = RecursiveLeastSquares(prior.slopes, FORWARD_DOUBT)
+        self.forward_slopes = RecursiveLeastSquares(prior.slopes, MIN_FORWARD_SD)
         self.draft_slopes = RecursiveLeastSquares(prior.drafting)
         self.rest_slopes = RecursiveLeastSquares(prior.rest)
         self._forward_seconds: deque[float] = deque(maxlen=RECENT)
@@ -146,36 +171,26 @@ class CostModel:
         """Return the cost of everything else. ``reads``: whether the drafter reads the accepted tokens."""
         return self.rest_slopes.predict((1.0, float(reads)))
 
-    def learn(
-        self, nodes: int, forward: float, depths: int, expanded: int, draft: float, rest: float | None, reads: bool
-    ) -> None:
-        """Learn from one round. Ignore it if the clock was set back, or was not read.
-
-        Args:
-            nodes: verified nodes of all rows.
-            forward: seconds of the target forward.
-            depths: depths drafted.
-            expanded: expanded nodes of all rows.
-            draft: seconds of drafting.
-            rest: seconds of everything else; None if unknown.
-            reads: whether the drafter read the accepted tokens.
-        """
-        if min(forward, draft if depths else 1.0, 1.0 if rest is None else rest) <= 0.0:
+    def learn(self, timed: TimedRound) -> None:
+        """Learn from one round. Ignore it if the clock was set back, or was not read."""
+        drafts = timed.depths > 0
+        if min(timed.forward, timed.draft if drafts else 1.0, 1.0 if timed.rest is None else timed.rest) <= 0.0:
             return
-        expected = self.forward(nodes)
-        own = forward / expected  # a busy machine slows all parts of a round alike
-        self._forward_seconds.append(own)
-        before, self._before = self._before, (nodes, forward, not depths)
-        if before is not None and before[2] != (not depths):
-            self._compare(*sorted((before[:2], (nodes, forward))))
+        expected = self.forward(timed.nodes)
+        unit = timed.forward / expected  # seconds per unit of cost: a busy machine slows all parts of a round alike
+        self._forward_seconds.append(unit)
+        before, self._before = self._before, (timed.nodes, timed.forward, not drafts)
+        if before is not None and before[2] == drafts:
+            self._compare(*sorted((before[:2], (timed.nodes, timed.forward))))
         else:
             usual = median(self._forward_seconds)
-            self.forward_slopes.learn(spans(nodes), forward / usual - 1.0, SAME_NOISE * expected)
-        if depths:
-            expected = self.drafting(depths, expanded)
-            self.draft_slopes.learn((depths, expanded), draft / own, 2 * NOISE * expected)
-        if rest is not None:
-            self.rest_slopes.learn((1.0, float(reads)), rest / own, 2 * NOISE * self.rest(reads))
+            self.forward_slopes.learn(spans(timed.nodes), timed.forward / usual - 1.0, SAME_NOISE * expected)
+        if drafts:
+            expected = self.drafting(timed.depths, timed.expanded)
+            self.draft_slopes.learn((timed.depths, timed.expanded), timed.draft / unit, 2 * NOISE * expected)
+        if timed.rest is not None:
+            noise = 2 * NOISE * self.rest(timed.reads)
+            self.rest_slopes.learn((1.0, float(timed.reads)), timed.rest / unit, noise)
 
     def _compare(self, plain: tuple[int, float], drafted: tuple[int, float]) -> None:
         """Learn from a round without drafts and one with drafts beside it, nodes and seconds each.

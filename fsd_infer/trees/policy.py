@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from fsd_infer.trees.costs import CostModel, prior_for
+from fsd_infer.trees.costs import CostModel, TimedRound, prior_for
 from fsd_infer.trees.estimates import PolicyState, PolicyStore, RuleProfile
 from fsd_infer.trees.growing import UNLIKELY, Growth
 from fsd_infer.trees.prices import KNOTS, Kind, Prices
@@ -213,7 +213,8 @@ class TreePolicy:
         """
         growth, (draft, forward, rest) = report.growth, report.seconds or (0.0, 0.0, 0.0)
         draft, rest = draft - growth.side_seconds, None if rest is None else rest + growth.side_seconds
-        self.state.costs.learn(nodes, forward, growth.depths, growth.expanded, draft, rest, reads)
+        timed = TimedRound(nodes, growth.depths, growth.expanded, reads, forward, draft, rest)
+        self.state.costs.learn(timed)
 
     def _learn_gain(self, growth: Growth, gain: float) -> None:
         """Learn what a round that drafts gains and costs.
