@@ -280,14 +280,14 @@ class SlotCache(Cache):
             if isinstance(layer, _SlotLayer) and layer.is_initialized:
                 layer.lazy_initialization(layer.keys[: self.batch], layer.values[: self.batch])
 
-    def apart(self) -> SlotCache:
+    def detached(self) -> SlotCache:
         """Return a cache of the same rows in the same memory, which :meth:`select` changes alone."""
         made = SlotCache(self.config, self.batch, self.capacity, self._memory, self._rows)
         made._pools, made.recurrent.states = dict(self._pools), dict(self.recurrent.states)
         made.prefilled, made.offsets = self.prefilled, self.offsets
         return made
 
-    def moved(self, into: Callable[[], SlotCache]) -> SlotCache:
+    def reallocated(self, into: Callable[[], SlotCache]) -> SlotCache:
         """Return an empty cache of as many rows, which may lie in the same memory, with all that this one holds."""
         pools = {key: pool.clone() for key, pool in self._pools.items()}
         states = {name: state.clone() for name, state in self.recurrent.states.items()}

@@ -90,14 +90,14 @@ class TreeSession(DraftSession):
         self.cache.select(rows)
         self.lengths = self.lengths[to_device(rows, self.device)]
 
-    def _apart(self) -> Self:
-        made = super()._apart()
-        made.cache = self.cache.apart()
+    def _detached(self) -> Self:
+        made = super()._detached()
+        made.cache = self.cache.detached()
         return made
 
-    def _move(self) -> None:
+    def _reallocate(self) -> None:
         rows, slots = len(self.lengths), self.drafter.slots(self.request.slots)
-        self.cache = self.cache.moved(lambda: self.drafter.model.new_cache(rows, slots))
+        self.cache = self.cache.reallocated(lambda: self.drafter.model.new_cache(rows, slots))
 
     def draft(self, roots: Tensor) -> DraftTree:
         depth = self._max_depth()

@@ -242,21 +242,21 @@ class DraftSession(ABC):
 
         ``rows`` is on the CPU and ascends.
         """
-        made = self._apart()
+        made = self._detached()
         made.select(rows)
-        made._move()
+        made._reallocate()
         return made
 
-    def _apart(self) -> Self:
+    def _detached(self) -> Self:
         """Return a copy that :meth:`select` changes alone, as far as :meth:`restart` does not reset it."""
         made = copy(self)
-        made.parts = [part._apart() for part in self.parts]
+        made.parts = [part._detached() for part in self.parts]
         return made
 
-    def _move(self) -> None:
+    def _reallocate(self) -> None:
         """Move keys and values to memory for as many rows as there are."""
         for part in self.parts:
-            part._move()
+            part._reallocate()
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [B'] of the batch. ``rows`` is on the CPU."""

@@ -128,10 +128,10 @@ class DecodeState:
     def folded(self, rows: Sequence[int]) -> DecodeState:
         """Return the state of these rows in memory for so many. This one is to be restarted before its next use."""
         made, index = copy(self), torch.tensor(rows)
-        made.texts, made.cache, made.session = copy(self.texts), self.cache.apart(), self.session.folded(index)
+        made.texts, made.cache, made.session = copy(self.texts), self.cache.detached(), self.session.folded(index)
         made._select(rows)
         made.cache.select(index)
-        made.cache = made.cache.moved(lambda: self.target.new_cache(len(rows), self.cache.capacity))
+        made.cache = made.cache.reallocated(lambda: self.target.new_cache(len(rows), self.cache.capacity))
         return made
 
     def select(self, rows: Sequence[int]) -> None:
