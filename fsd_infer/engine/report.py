@@ -55,11 +55,11 @@ class RoundReport:
         return [row[: count + 1] for row, count in rows]
 
 
-def columns_of(made: RoundTensors) -> dict[str, Tensor]:
+def columns_of(tensors: RoundTensors) -> dict[str, Tensor]:
     """Return what the host reads of a round, [B, ·] each."""
-    log_p = {} if made.log_p is None else {"log_p": made.log_p}
-    feedback = {f"{_FEEDBACK}{place}": values for place, values in enumerate(made.feedback)}
-    return {**made.verdict.columns(), **log_p, **feedback}
+    log_p = {} if tensors.log_p is None else {"log_p": tensors.log_p}
+    feedback = {f"{_FEEDBACK}{number}": values for number, values in enumerate(tensors.feedback)}
+    return {**tensors.verdict.columns(), **log_p, **feedback}
 
 
 class PendingReport:
@@ -68,14 +68,14 @@ class PendingReport:
     Args:
         phase: as of the report.
         numbers: [B] number of each row in the request, as the round had them.
-        made: the round.
+        tensors: of the round.
     """
 
-    def __init__(self, phase: str, numbers: Sequence[int], made: RoundTensors) -> None:
-        self.phase, self.numbers, self.made = phase, list(numbers), made
-        self._columns, self._transfer = columns_of(made), None
-        if not is_host(made.tree.tokens.device):
-            self._transfer = Transfer(packed(*self._columns.values()) if made.packed is None else made.packed)
+    def __init__(self, phase: str, numbers: Sequence[int], tensors: RoundTensors) -> None:
+        self.phase, self.numbers, self.tensors = phase, list(numbers), tensors
+        self._columns, self._transfer = columns_of(tensors), None
+        if not is_host(tensors.tree.tokens.device):
+            self._transfer = Transfer(packed(*self._columns.values()) if tensors.packed is None else tensors.packed)
 
     def report(self, finished: Sequence[int] = ()) -> tuple[RoundReport, list[Tensor]]:
         """Return the report, and the feedback for drafters on the CPU. Syncs with the device.
@@ -86,13 +86,13 @@ class PendingReport:
         Raises:
             NonFiniteLogitsError, FsdError: as :func:`.check_faults`.
         """
-        columns, made = self._columns, self.made
+        columns, tensors = self._columns, self.tensors
         if self._transfer is not None:
-            read = self._transfer.wait().split([column.shape[1] for column in columns.values()], 1)
-            columns = dict(zip(columns, read, strict=True))
-        verdict = Verdict.of_columns(columns, made.verdict.allowed)
+            received = self._transfer.wait().split([column.shape[1] for column in columns.values()], 1)
+            columns = dict(zip(columns, received, strict=True))
+        verdict = Verdict.of_columns(columns, tensors.verdict.allowed)
         if finished:
             verdict.accepted[torch.tensor(finished)] = -1
         log_p = columns["log_p"].tolist() if "log_p" in columns else None
-        report = RoundReport(self.phase, self.numbers, verdict.emissions(log_p), verdict, made)
+        report = RoundReport(self.phase, self.numbers, verdict.emissions(log_p), verdict, tensors)
         return report, [column for name, column in columns.items() if name.startswith(_FEEDBACK)]

@@ -38,19 +38,17 @@ class RequestTracker:
     """
 
     def __init__(self, target: Target, request: Request, limits: Sequence[int]) -> None:
-        self.request, self.records = request, [RowRecord() for _ in request.prompts]
-        self.prompts, kept = request.prompts, target.prefixes
-        if kept is not None and request.generator is not None:
-            kept = None  # a seeded answer comes again, to its last bit
-        self.prefixes = PrefixSession(
-            kept, target.captured_layers, request.cache_keys, target.dynamic_rope.fixed_length
-        )
+        self.request, self.prompts, self.records = request, request.prompts, [RowRecord() for _ in request.prompts]
+        # a seeded answer comes again, to its last bit
+        prefix_cache = None if request.generator is not None else target.prefixes
+        longest = target.dynamic_rope.fixed_length
+        self.prefixes = PrefixSession(prefix_cache, target.captured_layers, request.cache_keys, longest)
         self.timer = PhaseTimer(target.device, reports=any(one.reads_tensors for one in request.callbacks))
         self.callbacks: list[Callback] = [
             Stopping(request, self.records, limits), self.timer, Recorder(self.records, self.timer)
         ]  # fmt: skip
-        self.named_prompts = request.prompts if kept is None else request.named_prompts
-        self.callbacks += [] if kept is None else [Prefixes(self.prefixes, self.named_prompts)]
+        self.named_prompts = request.prompts if prefix_cache is None else request.named_prompts
+        self.callbacks += [] if prefix_cache is None else [Prefixes(self.prefixes, self.named_prompts)]
 
     def begin(self, state: DecodeState, drafter: Drafter, cache_bytes: int) -> None:
         """Take the state of the batch, and tell the callbacks."""
@@ -61,10 +59,10 @@ class RequestTracker:
             policy = state.policy
             self.callbacks.append(MenuUpdate(policy) if isinstance(policy, MenuPolicy) else TreeUpdate(policy))
         state.on_phase = self.on_phase
-        waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
-        waits = waits or state.asks_host or state.session.needs_report
-        self.overlaps = state.live is not None and state.session.is_capturable and not waits
-        self._timers = [
+        somebody_waits = any(callback.reads_tensors or callback.waits for callback in self.callbacks)
+        somebody_waits = somebody_waits or state.asks_host or state.session.needs_report
+        self.overlaps = state.live is not None and state.session.is_capturable and not somebody_waits
+        self._phase_listeners = [
             one.on_phase for one in self.callbacks if getattr(one.on_phase, "__func__", None) is not Callback.on_phase
         ]
         for callback in self.callbacks:
@@ -92,8 +90,8 @@ class RequestTracker:
         return [row for row, number in enumerate(numbers) if self.records[number].finish_reason is not None]
 
     def on_phase(self, phase: str) -> None:
-        for tell in self._timers:
-            tell(phase)
+        for listener in self._phase_listeners:
+            listener(phase)
 
     def on_round(self, report: RoundReport) -> None:
         """Tell the callbacks of a round, and drop the rows that it finishes."""
