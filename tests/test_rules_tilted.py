@@ -126,7 +126,7 @@ def test_at_temperature_0_it_takes_the_best_way_down(kl_coef: float, options: st
             worth = []
             for way in ways(round.tree, row):
                 loss = [float(scores[a].max() - scores[a, round.tree.tokens[row, b]]) for a, b in zip(way, way[1:])]
-                if any(math.exp(-x) < rule.least_p for x in loss) or INF in loss:
+                if any(math.exp(-x) < rule.effective_min_p for x in loss) or INF in loss:
                     continue
                 if not all(_may_take(round, again, row, a, b) for a, b in zip(way, way[1:])):
                     continue
@@ -134,7 +134,7 @@ def test_at_temperature_0_it_takes_the_best_way_down(kl_coef: float, options: st
                 other = sum(int(scores[a].argmax()) != round.tree.tokens[row, b] for a, b in zip(way, way[1:]))
                 worth.append(
                     (
-                        wins - kl_coef * sum(loss) - rule.least_toll * other,
+                        wins - kl_coef * sum(loss) - rule.effective_toll * other,
                         [round.tree.tokens[row, node] for node in way[1:]],
                         loss,
                     )
@@ -281,7 +281,7 @@ def test_a_row_that_overspent_pays_its_own_fixed_price(shape: str, greedy: bool)
         kl_excess = torch.tensor(spent[: round.tree.tokens.shape[0]])
         made = apply_rules([learned] * len(kl_excess), replace(round, kl_excess=kl_excess))
         coefs = [max(INITIAL_KL_COEF + float(nats), LEAST_KL_COEF) for nats in kl_excess]
-        fixed = [Tilted(kl_coef, learned.least_p, exact_ngram_size=0) for kl_coef in coefs]
+        fixed = [Tilted(kl_coef, learned.effective_min_p, exact_ngram_size=0) for kl_coef in coefs]
         assert_same(made, apply_rules(fixed, round))
         different += int((made.spent != apply_rules([fixed[2]] * len(fixed), round).spent).any())
         assert made.allowed is not None and (made.allowed >= 0).all()

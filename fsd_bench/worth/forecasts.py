@@ -326,7 +326,10 @@ def _shaped(shape: TreeShape, tally: Tally, forwards: Forwards, step: float, res
 
 def fixed_coefs(rule: Tilted) -> list[Rule]:
     """Return rules of fixed KL coefficients between which one with an adaptive one lies."""
-    return [Exact(), *(replace(rule, kl_coef=coef, match_temperature=None, min_p=rule.least_p) for coef in KL_COEFS)]
+    return [
+        Exact(),
+        *(replace(rule, kl_coef=coef, match_temperature=None, min_p=rule.effective_min_p) for coef in KL_COEFS),
+    ]
 
 
 def learned(rule: Tilted, allowed: float, found: Mapping[Rule, Sequence[Shaped]]) -> list[Shaped]:

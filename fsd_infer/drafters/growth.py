@@ -26,7 +26,7 @@ from fsd_infer.drafters.drawing import AcceptanceRatios, ChainDrawing, Drawing, 
 from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.drafters.tree_drafter import TreeDrafter
-from fsd_infer.trees.forecast import Masks, forecast
+from fsd_infer.trees.forecast import MenuMasks, forecast
 from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import TreeShape
@@ -59,7 +59,7 @@ class TreeSession(DraftSession):
         self.draft_bonus, self.request = request.draft_bonus, request
         self.lengths = torch.zeros(request.batch, dtype=torch.long, device=self.device)
         self._forecasts: list[list[float]] = []
-        self._masks: dict[tuple[int, int], Masks] = {}  # by depth and width of the tree
+        self._masks: dict[tuple[int, int], MenuMasks] = {}  # by depth and width of the tree
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
         if request.draws is Draws.TREE and (self.prices is not None or is_host(self.device)):  # else recorded
@@ -264,7 +264,7 @@ class TreeSession(DraftSession):
         assert tree.depth_bound is not None
         key = tree.depth_bound, self.width
         if key not in self._masks:  # at first: a recording cannot copy them to the device
-            self._masks[key] = Masks(*key, self.request.menu, self.device)
+            self._masks[key] = MenuMasks(*key, self.request.menu, self.device)
         return forecast(visit_scores(tree.scores, tree.parents, tree.depth_bound, self.draft_bonus), self._masks[key])
 
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:

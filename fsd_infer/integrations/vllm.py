@@ -109,11 +109,11 @@ def no_looser(rule: Rule, most: Rule) -> bool:
         return (
             rule.only_in == most.only_in
             and (rule.match_temperature or 0.0) <= (most.match_temperature or 0.0)
-            and rule.first_kl_coef >= most.first_kl_coef
-            and rule.least_toll >= most.least_toll
-            and rule.settled >= most.settled
-            and rule.leading >= most.leading
-            and rule.least_p >= most.least_p
+            and rule.initial_kl_coef >= most.initial_kl_coef
+            and rule.effective_toll >= most.effective_toll
+            and rule.exact_answer_tokens >= most.exact_answer_tokens
+            and rule.exact_sentence_tokens >= most.exact_sentence_tokens
+            and rule.effective_min_p >= most.effective_min_p
             and (0 < rule.exact_ngram_size <= most.exact_ngram_size or not most.exact_ngram_size)
             and rule.nats <= most.nats
         )

@@ -26,7 +26,10 @@ from fsd_infer.rules.texts import markers
 from fsd_infer.rules.verification import RoundInput, Verdict, row_index
 from fsd_infer.trees.tree import Draws
 
-_FORMER_METHODS = {"law": "output", "charged_law": "restricted_output", "tilt": "draft_bonus"}
+_FORMER_METHODS = {
+    "law": "output", "charged_law": "restricted_output", "tilt": "draft_bonus", "settled": "exact_answer_tokens",
+    "leading": "exact_sentence_tokens",
+}  # fmt: skip
 
 
 class Rule:
@@ -67,13 +70,13 @@ class Rule:
             return getattr(self, new)
 
     @property
-    def settled(self) -> int:
-        """How many tokens an answer has before a distribution may differ from p."""
+    def exact_answer_tokens(self) -> int:
+        """How many first tokens of an answer are from p."""
         return getattr(self, "settle", None) or 0
 
     @property
-    def leading(self) -> int:
-        """How many tokens a sentence has before a distribution may differ from p."""
+    def exact_sentence_tokens(self) -> int:
+        """How many first tokens of each sentence are from p."""
         return getattr(self, "lead", None) or 0
 
     def lossy_at(self, inputs: RuleInputs) -> Tensor | None:
@@ -176,10 +179,10 @@ class LossyRule(Rule):
 
     def lossy_at(self, inputs: RuleInputs) -> Tensor | None:
         bounds = []
-        if self.settled:
-            bounds.append(inputs.answered >= self.settled)
-        if self.leading:
-            bounds.append(inputs.in_sentence >= self.leading)
+        if self.exact_answer_tokens:
+            bounds.append(inputs.answered >= self.exact_answer_tokens)
+        if self.exact_sentence_tokens:
+            bounds.append(inputs.in_sentence >= self.exact_sentence_tokens)
         if self.only_in is not None:
             bounds.append(inputs.inside(self.only_in))
         return reduce(torch.logical_and, bounds) if bounds else None

@@ -212,7 +212,7 @@ def ends_of(rules: Sequence[Any], tokenizer: Any, device: torch.device | str) ->
 
     Raises FsdError if there is no tokenizer.
     """
-    if not any(rule.leading for rule in rules):
+    if not any(rule.exact_sentence_tokens for rule in rules):
         return None
     if tokenizer is None:
         raise FsdError("lead: the target has no tokenizer to look the ends of sentences up. Add its files, or lead=0.")

@@ -102,23 +102,23 @@ class Tilted(LossyRule):
         return self.kl_coef is None and self.match_temperature is None
 
     @property
-    def least_toll(self) -> float:
+    def effective_toll(self) -> float:
         """The toll, given or by default."""
         return self.toll if self.toll is not None else TOLL if self._by_default else 0.0
 
     @property
-    def settled(self) -> int:
+    def exact_answer_tokens(self) -> int:
         return self.settle if self.settle is not None else SETTLE if self._by_default else 0
 
     @property
-    def least_p(self) -> float:
+    def effective_min_p(self) -> float:
         """``min_p``, given or by default."""
         if self.min_p is not None:
             return self.min_p
         return 0.25 if self.match_temperature is None else RARE**-self.match_temperature
 
     @property
-    def first_kl_coef(self) -> float:
+    def initial_kl_coef(self) -> float:
         """``kl_coef``, given or of a text's first round."""
         if self.kl_coef is not None:
             return self.kl_coef
@@ -127,7 +127,7 @@ class Tilted(LossyRule):
     def kl_coefs(self, inputs: RuleInputs) -> Tensor:
         """[B, 1] the current ``kl_coef`` of each row."""
         kl_excess = inputs.round.kl_excess
-        first = inputs.tree.tokens[:, :1].to(wide(inputs.tree.tokens.device)) * 0 + self.first_kl_coef
+        first = inputs.tree.tokens[:, :1].to(wide(inputs.tree.tokens.device)) * 0 + self.initial_kl_coef
         if self.match_temperature is None or kl_excess is None:
             return first
         return (first + kl_excess[:, None]).clamp_min(LEAST_KL_COEF)
@@ -145,35 +145,51 @@ class Tilted(LossyRule):
 
     def _logit_bias(self, inputs: RuleInputs) -> Tensor:
         """[B, N] v(c)/λ of each draft."""
-        coef, tree, least = self.kl_coefs(inputs), inputs.tree, self.least_p
+        coef, min_p = self.kl_coefs(inputs), self.effective_min_p
         logprob_gap = inputs.logprob_gap.to(coef.dtype)
-        fresh = ~inputs.repeats_ngram(self.exact_ngram_size) if self.exact_ngram_size else inputs.tree.is_draft
-        eligible = fresh & (logprob_gap <= (-math.log(least) if least else torch.finfo(logprob_gap.dtype).max))
+        is_new = ~inputs.repeats_ngram(self.exact_ngram_size) if self.exact_ngram_size else inputs.tree.is_draft
+        eligible = is_new & (logprob_gap <= (-math.log(min_p) if min_p else torch.finfo(logprob_gap.dtype).max))
         if inputs.greedy:
-            copied = ~fresh & (logprob_gap == 0)  # the target's own choice, whose siblings are never taken
-            open = eligible & ~inputs.above(inputs.any_child(copied)) | copied
-            if (where := self.lossy_at(inputs)) is not None:
-                open = open & (inputs.above(where) | inputs.accept_prob)
-            toll = torch.where(inputs.accept_prob, 0.0, self.least_toll)
-            value = best_path(tree.ancestors, fresh.to(logprob_gap.dtype) - coef * logprob_gap - toll, open) - toll
+            value = self._greedy_value(inputs, coef, logprob_gap, is_new, eligible)
         else:
             log_p = inputs.log_p.to(logprob_gap.dtype)
             mass = inputs.sum_children(log_p.exp().masked_fill(~eligible, 0.0))
-            value = coef * log_mean_exp(tree.ancestors, log_p + 1 / coef, eligible, 1.0 - mass)
+            value = coef * log_mean_exp(inputs.tree.ancestors, log_p + 1 / coef, eligible, 1.0 - mass)
         return ((1 + value).clamp_min(0.0) / coef).masked_fill(~eligible, 0.0)
+
+    def _greedy_value(
+        self, inputs: RuleInputs, coef: Tensor, logprob_gap: Tensor, is_new: Tensor, eligible: Tensor
+    ) -> Tensor:
+        """Return V less the draft's own toll at temperature 0, [B, N].
+
+        Args:
+            inputs: of the round.
+            coef: [B, 1] λ.
+            logprob_gap: [B, N] in λ's type.
+            is_new: [B, N] bool; drafts that repeat no n-gram.
+            eligible: [B, N] bool; those of them that may be favoured.
+        """
+        # the target's own choice, whose siblings are never taken
+        repeated_choice = ~is_new & (logprob_gap == 0)
+        open = eligible & ~inputs.above(inputs.any_child(repeated_choice)) | repeated_choice
+        if (where := self.lossy_at(inputs)) is not None:
+            open = open & (inputs.above(where) | inputs.accept_prob)
+        toll = torch.where(inputs.accept_prob, 0.0, self.effective_toll)
+        gains = is_new.to(logprob_gap.dtype) - coef * logprob_gap - toll
+        return best_path(inputs.tree.ancestors, gains, open) - toll
 
     def _gain(self, at: VocabRows) -> Tensor:
         """[R, V] v/λ of each token as the draft of a sampled chain, which is worth 1 or 0."""
         gain = (1 / self.kl_coefs(at.inputs))[at.rows].float()
         eligible = at.log_p > -math.inf
-        if self.least_p:
-            eligible = at.log_p >= at.of(at.inputs.log_p_max)[:, None] + math.log(self.least_p)
+        if self.effective_min_p:
+            eligible = at.log_p >= at.of(at.inputs.log_p_max)[:, None] + math.log(self.effective_min_p)
         if self.exact_ngram_size:
             eligible &= ~at.repeating_tokens(self.exact_ngram_size)
         return torch.where(eligible, gain, 0.0)
 
     def draft_bonus(self, greedy: bool) -> float:
-        return (GREEDY_SHARPNESS if greedy else 1.0) / self.first_kl_coef
+        return (GREEDY_SHARPNESS if greedy else 1.0) / self.initial_kl_coef
 
     def describe(self) -> dict[str, object]:
         gated = {} if self.gate is None else divergence(self.divergence).describe()

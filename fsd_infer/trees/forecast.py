@@ -11,7 +11,7 @@ from fsd_core.tensors import to_device
 from fsd_infer.trees.shape import TreeShape
 
 
-class Masks:
+class MenuMasks:
     """Which candidates of a tree each shape of a menu has, on the device.
 
     Args:
@@ -34,18 +34,19 @@ class Masks:
         self.last = to_device((depths == depth).float(), device)  # [C]
 
 
-def forecast(visits: Tensor, masks: Masks) -> Tensor:
-    """Return how many drafts a walk is expected to accept in a tree of each shape, and its chance to reach the end.
+def forecast(visits: Tensor, masks: MenuMasks) -> Tensor:
+    """Return how many drafts a walk is expected to accept in a tree of each shape, and how likely it reaches the end.
 
     Deeper shapes than that of the tree count to its depth; :meth:`MenuPolicy.update` adds what lies below.
 
     Args:
-        visits: [B, C + 1] log chances of a visit to the root and to all candidates, in the order of their drafting.
+        visits: [B, C + 1] log-probabilities of a visit to the root and to all candidates, in the order of their
+            drafting.
         masks: of their shape.
 
     Returns:
         [B, S + 1], the last column for the deepest candidates.
     """
-    chances = visits[:, 1:].exp()
-    best = (chances[:, None] * masks.within).topk(masks.counted.shape[1], -1).values
-    return torch.cat([(best * masks.counted).sum(-1), (chances * masks.last).sum(-1, keepdim=True)], 1)
+    probs = visits[:, 1:].exp()
+    best = (probs[:, None] * masks.within).topk(masks.counted.shape[1], -1).values
+    return torch.cat([(best * masks.counted).sum(-1), (probs * masks.last).sum(-1, keepdim=True)], 1)
