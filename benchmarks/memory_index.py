@@ -77,17 +77,17 @@ def first_use(file: Path) -> dict[str, float]:
 
     start = time.perf_counter()
     opened = open_corpus(file, target())
-    opened.near(list(range(40)), 12)
+    opened.matches(list(range(40)), 12)
     seconds, ends, taken = time.perf_counter() - start, contexts(2000), []
     for end in ends:
         begun = time.perf_counter()
-        opened.near(end[-32:], 12)
+        opened.matches(end[-32:], 12)
         taken.append(1e6 * (time.perf_counter() - begun))
     facts = {"first_use_seconds": seconds, "tokens": len(opened), "cold_look_up_us": median(taken[:200])}
     taken.clear()
     for end in ends:
         begun = time.perf_counter()
-        opened.near(end[-32:], 12)
+        opened.matches(end[-32:], 12)
         taken.append(1e6 * (time.perf_counter() - begun))
     return facts | {"look_up_us": median(taken), "look_up_us_p95": quantiles(taken, n=20)[-1]}
 

@@ -17,7 +17,7 @@ from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, LookupDrafte
 from fsd_infer.drafters.free import HitRate, Options, best_first
 from fsd_infer.drafters.memory import FILED, NEAR, Recall
 from fsd_infer.drafters.prefixes import match_size
-from fsd_infer.drafters.recycle import Recycled, RecycleDrafter
+from fsd_infer.drafters.recycle import RecycleDrafter, RecycleTable
 from fsd_infer.trees.tree import DraftTree
 from tests.families import VOCAB, drafter_of, tell, tiny_model
 from tests.tree_rounds import check_tree
@@ -94,7 +94,7 @@ def logs(*chances: float) -> list[float]:
 
 
 def test_two_tokens_count_before_one() -> None:
-    memory = Recycled(width=3, most=100)
+    memory = RecycleTable(width=3, most=100)
     assert memory.candidates([1, 2]) == []
     memory.remember([1, 2], [5, 6, 7], logs(0.9, 0.08, 0.001))  # the last is too unlikely to be kept
     memory.remember([3, 2], [6, 8], logs(0.5, 0.5))

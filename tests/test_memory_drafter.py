@@ -52,11 +52,11 @@ def test_sorted_prefixes_find_all_matches(texts: list[list[int]], context: list[
         store.add([text])
     distinct = [list(text) for text in dict.fromkeys(map(tuple, texts))]  # a text that is known is not added again
     for prefixes, known in ((SuffixStore(whole, sorted_prefixes(whole)), texts), (store, distinct)):
-        found = prefixes.near(context, 10_000)
+        found = prefixes.matches(context, 10_000)
         sizes = [size for size, *_ in found]
         assert sizes == sorted(sizes, reverse=True)
         assert sorted((size, tokens[at]) for size, _, tokens, at in found) == matches(known, context)
-        assert prefixes.near(context, 3) == found[:3]
+        assert prefixes.matches(context, 3) == found[:3]
 
 
 def test_a_store_keeps_its_bound_and_what_is_used() -> None:
@@ -69,14 +69,14 @@ def test_a_store_keeps_its_bound_and_what_is_used() -> None:
         prompt, answer = ([draws.randrange(1000, 50_000) for _ in range(size)] for size in (5, 20))
         store.add([prompt, [*prompt, *answer]])
         if request % 25 == 0:
-            ((size, _, tokens, at),) = store.near(used[:20], 1)
+            ((size, _, tokens, at),) = store.matches(used[:20], 1)
             assert size == 20 and tokens[at] == used[20]
             store.use(tokens, at)
         most = max(most, store.held_bytes)
         assert store.array.nbytes + store.order.nbytes <= store.held_bytes <= bound
     assert most > 0.9 * bound and len(store.texts) < bound / 8 / 26
     assert sorted(store.order.tolist()) == list(range(len(store)))
-    ((size, _, tokens, at),) = store.near([*prompt, *answer[:-1]], 1)
+    ((size, _, tokens, at),) = store.matches([*prompt, *answer[:-1]], 1)
     assert size == len(prompt) + len(answer) - 1 and tokens[at] == answer[-1]
     assert len(store.by_hash) == len(store.texts)
 

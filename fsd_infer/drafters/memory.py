@@ -90,7 +90,7 @@ class Recall(TextIndex):
         """Return the occurrences of a context's end, those of each source with the longest matches first."""
         found = self._said(context)
         for store in self.stores:
-            found += store.near(context, NEAR)
+            found += store.matches(context, NEAR)
         return found
 
     def step(self, place: list[Occurrence], token: int) -> list[Occurrence]:
@@ -112,7 +112,7 @@ class Recall(TextIndex):
         said = self.index.get(tuple(context[-FILED:]), ())
         if any(match_size(text.tokens, at, context) >= len(context) for text, at in said):
             return True
-        return any(size >= len(context) for store in self.stores for size, *_ in store.near(context, 1))
+        return any(size >= len(context) for store in self.stores for size, *_ in store.matches(context, 1))
 
     def _said(self, context: Sequence[int]) -> list[Occurrence]:
         """Return occurrences in the texts at hand: those of longer n-grams first, and the latest first for each."""

@@ -87,7 +87,7 @@ class SuffixStore(TextIndex):
     def __len__(self) -> int:
         return len(self.array)
 
-    def near(self, context: Sequence[int], most: int) -> list[Occurrence]:
+    def matches(self, context: Sequence[int], most: int) -> list[Occurrence]:
         """Return up to ``most`` occurrences of the end of ``context``, the longest matches first."""
 
         def size_of(number: int) -> int:
@@ -95,7 +95,7 @@ class SuffixStore(TextIndex):
 
         tokens, places = self.tokens, self._places
         found: list[Occurrence] = []
-        right = bisect_left(places, list(context[-1 : -MAX_MATCH - 1 : -1]), key=self._ending)
+        right = bisect_left(places, list(context[-1 : -MAX_MATCH - 1 : -1]), key=self._reversed_prefix)
         left = right - 1
         of_left, of_right = size_of(left), size_of(right)
         while len(found) < most and max(of_left, of_right) >= LEAST_MATCH:
@@ -109,7 +109,7 @@ class SuffixStore(TextIndex):
                 of_right = size_of(right)
         return found
 
-    def _ending(self, place: int) -> list[int]:
+    def _reversed_prefix(self, place: int) -> list[int]:
         """Return the prefix that ends at a place, backwards."""
         return self.tokens[max(place - MAX_MATCH + 1, 0) : place + 1].tolist()[::-1]
 
@@ -158,7 +158,10 @@ class Store(SuffixStore):
         array = np.array(new, np.int32)
         order = sorted_prefixes(array)
         alone = SuffixStore(array, order)
-        places = [bisect_left(self._places, alone._ending(place), key=self._ending) for place in order.tolist()]
+        places = [
+            bisect_left(self._places, alone._reversed_prefix(place), key=self._reversed_prefix)
+            for place in order.tolist()
+        ]
         self._set(
             np.concatenate([self.array, array]),
             np.insert(self.order, places, order + np.int32(len(self))),

@@ -33,7 +33,7 @@ PRIORS = (0.9, 0.5, 0.15)
 Candidate = tuple[int, int, int]  # token, kind, bucket
 
 
-class Recycled:
+class RecycleTable:
     """A table of the target's likeliest tokens by context, a context being one or two tokens.
 
     Args:
@@ -145,14 +145,14 @@ class RecycleDrafter(FreeDrafter):
         if most < 1:
             raise FsdError(f"recycle needs most of at least 1, got {most}.")
         self.width, self.most, self.keep = width, most, keep
-        self.recycled = Recycled(width, most)
+        self.table = RecycleTable(width, most)
 
-    def tables(self, count: int, shared: bool = True) -> list[Recycled]:
+    def tables_for(self, count: int, shared: bool = True) -> list[RecycleTable]:
         """Return the tables of ``count`` texts: the drafter's own, or empty ones if texts keep or share nothing."""
-        return [self.recycled if self.keep and shared else Recycled(self.width, self.most) for _ in range(count)]
+        return [self.table if self.keep and shared else RecycleTable(self.width, self.most) for _ in range(count)]
 
     def forget(self) -> None:
-        self.recycled = Recycled(self.width, self.most)
+        self.table = RecycleTable(self.width, self.most)
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> RecycleSession:
         return RecycleSession(self, first_tokens, request)
@@ -166,13 +166,13 @@ class RecycleSession(FreeSession):
     """A session with the table of each row.
 
     Attributes:
-        recycled: the drafter's table for every row, or a table per row.
+        tables: the drafter's own for every row, or one per row.
     """
 
     def __init__(self, drafter: RecycleDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         super().__init__(first_tokens, request)
         self.drafter: RecycleDrafter = drafter
-        self.recycled = drafter.tables(request.batch, request.keys is None and not request.seeded)
+        self.tables = drafter.tables_for(request.batch, request.keys is None and not request.seeded)
 
     feedback_count = 5
 
@@ -186,35 +186,35 @@ class RecycleSession(FreeSession):
     def learn(self, feedback: Sequence[Tensor], verdict: Verdict) -> None:
         nodes, choice, log_p, tokens, parents = feedback
         numbers = (x.long().tolist() for x in (nodes, choice, tokens, parents))
-        made = (x.tolist() for x in (log_p, verdict.path, verdict.tokens, verdict.accepted))
+        others = (x.tolist() for x in (log_p, verdict.path, verdict.tokens, verdict.accepted))
         width = choice.shape[1] // nodes.shape[1]
-        rows = zip(self.recycled, self.tails, *numbers, *made, strict=True)
-        for recycled, last, seen, ids, drafted, parents_of, log_probs, path, emitted, count in rows:
+        rows = zip(self.tables, self.tails, *numbers, *others, strict=True)
+        for table, tail, verified, candidates, drafted, parents_of, log_probs, path, emitted, count in rows:
             if count < 0:  # a finished row of a recorded batch
                 continue
-            contexts = [[*last[-2:-1], drafted[0]]]
+            contexts = [[*tail[-2:-1], drafted[0]]]  # of each node, its last two tokens
             contexts += [[drafted[parent], token] for parent, token in zip(parents_of[1:], drafted[1:])]
-            for node, token in zip(path[: count + 1], emitted):  # learn before remember() stores the answer
-                recycled.learn(contexts[node], token)
-            on_path = set(path[: count + 1])
-            real = (place for place, node in enumerate(seen) if node >= 0)
-            for place in sorted(real, key=lambda place: seen[place] in on_path):  # accepted nodes last
-                these = slice(place * width, (place + 1) * width)
-                recycled.remember(contexts[seen[place]], ids[these], log_probs[these])
+            on_path = path[: count + 1]
+            for node, token in zip(on_path, emitted):  # learn before remember() stores the answer
+                table.learn(contexts[node], token)
+            places = (place for place, node in enumerate(verified) if node >= 0)
+            for place in sorted(places, key=lambda place: verified[place] in on_path):  # accepted nodes last
+                span = slice(place * width, (place + 1) * width)
+                table.remember(contexts[verified[place]], candidates[span], log_probs[span])
 
     def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
-        for row, (recycled, left, count) in enumerate(zip(self.recycled, nodes, grown, strict=True)):
+        for row, (table, left, count) in enumerate(zip(self.tables, nodes, grown, strict=True)):
             tokens, parents = frontier.tokens[row], frontier.parents[row]
             for node in left[:count]:
-                recycled.learn(self.context(frontier, row, parents[node]), tokens[node])
-            for node, known in enumerate(frontier.likely[row][frontier.read[row] :], frontier.read[row]):
-                if known is not None:
-                    log_p = [min(value, 0.0) for value in known[0]]
-                    recycled.remember(self.context(frontier, row, node), known[1][: recycled.width], log_p)
+                table.learn(self.context(frontier, row, parents[node]), tokens[node])
+            for node, likely in enumerate(frontier.likely[row][frontier.read[row] :], frontier.read[row]):
+                if likely is not None:
+                    log_p = [min(value, 0.0) for value in likely[0]]
+                    table.remember(self.context(frontier, row, node), likely[1][: table.width], log_p)
 
     def places(self) -> list[tuple[Table, Any]]:
-        return [(recycled, tuple(tail)) for recycled, tail in zip(self.recycled, self.tails, strict=True)]
+        return [(table, tuple(tail)) for table, tail in zip(self.tables, self.tails, strict=True)]
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
-        self.recycled = [self.recycled[row] for row in rows.tolist()]
+        self.tables = [self.tables[row] for row in rows.tolist()]
