@@ -28,9 +28,9 @@ from fsd_infer.drafters import (
 from fsd_infer.drafters.loading import choose_trees, main_of
 from fsd_infer.trees.costs import PRIORS, CostPrior
 from fsd_infer.trees.estimates import LearnedCalibration, PolicyStore, RuleProfile
-from fsd_infer.trees.growing import Growth
 from fsd_infer.trees.policy import TRIALS, TreePolicy, TreeReport, policy_store
-from fsd_infer.trees.prices import KNOTS, Kind
+from fsd_infer.trees.priced_growth import PricedGrowth
+from fsd_infer.trees.prices import KNOTS, DraftKind
 from fsd_infer.trees.shape import AUTO, TreeShape, parse_tree
 from tests.families import VOCAB, drafter_of, reference, tiny_model, tiny_prompts
 from tests.tree_rounds import tree_of
@@ -104,7 +104,7 @@ def round_of(text: Text, machine: Machine, choice: TreePolicy | TreeShape) -> in
     shape, growth, reads = choice, None, True
     if isinstance(choice, TreePolicy):
         shape = choice.choose(1)
-        growth, reads = Growth(shape, 1), choice.state.trials < TRIALS  # texts wait in pauses
+        growth, reads = PricedGrowth(shape, 1), choice.state.trials < TRIALS  # texts wait in pauses
     assert isinstance(shape, TreeShape)
     times = [machine()]
     goes_on = growth is None or growth.starts()
@@ -214,16 +214,17 @@ def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple
     shape, scores = choice.choose(1), [0.0, *accumulate(map(math.log, copy))]
     assert shape.prices is not None
     copied = tree_of(([0] * len(scores), [0, *range(len(copy))], scores), vocab=1)
-    assert Growth(replace(shape, prices=shape.prices.beside_side_tree(copied)), 1).starts() is drafts
+    assert PricedGrowth(replace(shape, prices=shape.prices.beside_side_tree(copied)), 1).starts() is drafts
 
 
 def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
     curve = LearnedCalibration()
     of_head = curve.accept_prob(-0.5, 1, True)
     for _ in range(40):
-        curve.learn(-0.5, 1, True, Kind.GRAFTED, accepted=False)
+        curve.learn(-0.5, 1, True, DraftKind.GRAFTED, accepted=False)
     assert (
-        curve.accept_prob(-0.5, 1, True) == of_head and curve.accept_prob(-0.7, 1, True, Kind.GRAFTED) < 0.6 * of_head
+        curve.accept_prob(-0.5, 1, True) == of_head
+        and curve.accept_prob(-0.7, 1, True, DraftKind.GRAFTED) < 0.6 * of_head
     )
 
 
@@ -239,7 +240,7 @@ def test_a_grafted_drafter_is_asked_where_its_drafts_pay(side_ms: float, right: 
 
     def decode(rounds: int, hits: float) -> float:
         for number in range(rounds):
-            growth, nodes = Growth(choice.choose(1), 1), 1
+            growth, nodes = PricedGrowth(choice.choose(1), 1), 1
             growth.asked_side = growth.prices.asks_side
             asked.append(growth.asked_side)
             if growth.asked_side:

@@ -17,7 +17,7 @@ from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.frontier import Frontier, Guess
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.targets.target import Target
-from fsd_infer.trees.growing import Growth
+from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape, check_tree
 from fsd_infer.trees.tree import DraftTree, Nodes
 
@@ -205,7 +205,7 @@ class FreeSession(DraftSession):
         tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
         if self.shape is None or self.shape.prices is None:
             return tree
-        self.growth = Growth(self.shape, len(rows))
+        self.growth = PricedGrowth(self.shape, len(rows))
         return tree.keep(self.growth.choose(tree))
 
     def _rows(self) -> list[Nodes]:

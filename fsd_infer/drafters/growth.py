@@ -27,7 +27,7 @@ from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.trees.forecast import MenuMasks, forecast
-from fsd_infer.trees.growing import Growth
+from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.prices import Prices
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
@@ -101,7 +101,7 @@ class TreeSession(DraftSession):
 
     def draft(self, roots: Tensor) -> DraftTree:
         depth = self._max_depth()
-        self.growth = None if self.prices is None else Growth(self.shape, len(self.lengths))
+        self.growth = None if self.prices is None else PricedGrowth(self.shape, len(self.lengths))
         if depth < 1 or self.growth is not None and not self.growth.starts():
             return DraftTree.root_only(roots, self.drafter.vocabulary)
         logits, ids = self._read_roots()

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from fsd_core.former import rename_members
 from fsd_infer.drafters.frontier import Frontier, Guess
-from fsd_infer.trees.growing import Growth
+from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
 
@@ -92,7 +92,7 @@ class DraftSession(ABC):
 
     parts: Sequence[DraftSession] = ()
     shape: TreeShape | None = None
-    growth: Growth | None = None
+    growth: PricedGrowth | None = None
 
     @property
     def reads_nodes(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fsd_infer.trees.costs import CostModel, CostPrior
-from fsd_infer.trees.prices import Calibration, Kind
+from fsd_infer.trees.prices import Calibration, DraftKind
 from fsd_infer.trees.shape import TreeShape
 
 # windows of running ratios
@@ -55,10 +55,10 @@ class LearnedCalibration(Calibration):
 
     def begin_text(self) -> None:
         """Reset the ratios of the text's last drafts."""
-        self._text = [RunningRatio(0.5, 0.5, TEXT_WINDOW) for _ in Kind]
-        self._text_ratios = [1.0 for _ in Kind]
+        self._text = [RunningRatio(0.5, 0.5, TEXT_WINDOW) for _ in DraftKind]
+        self._text_ratios = [1.0 for _ in DraftKind]
 
-    def learn(self, log_q: float, depth: int, first: bool, kind: Kind, accepted: bool) -> None:
+    def learn(self, log_q: float, depth: int, first: bool, kind: DraftKind, accepted: bool) -> None:
         """Learn whether a draft whose parent was accepted was ``accepted``. Others as of :meth:`accept_prob`."""
         if self._counts(log_q):
             place, expected = self._bin(log_q, depth, first, kind), self._expected(log_q, first)

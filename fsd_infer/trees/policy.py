@@ -29,8 +29,8 @@ from weakref import WeakKeyDictionary
 
 from fsd_infer.trees.costs import CostModel, TimedRound, prior_for
 from fsd_infer.trees.estimates import PolicyState, PolicyStore, RuleProfile
-from fsd_infer.trees.growing import UNLIKELY, Growth
-from fsd_infer.trees.prices import KNOTS, Kind, Prices
+from fsd_infer.trees.priced_growth import UNLIKELY, PricedGrowth
+from fsd_infer.trees.prices import KNOTS, DraftKind, Prices
 from fsd_infer.trees.shape import TreeShape
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class TreeReport(NamedTuple):
             rest is not typical. None: no clock is read.
     """
 
-    growth: Growth
+    growth: PricedGrowth
     path: Sequence[Sequence[int]]
     accepted: Sequence[int]
     seconds: tuple[float, float, float | None] | None = None
@@ -216,7 +216,7 @@ class TreePolicy:
         timed = TimedRound(nodes, growth.depths, growth.expanded, reads, forward, draft, rest)
         self.state.costs.learn(timed)
 
-    def _learn_gain(self, growth: Growth, gain: float) -> None:
+    def _learn_gain(self, growth: PricedGrowth, gain: float) -> None:
         """Learn what a round that drafts gains and costs.
 
         Drawn drafts are verified whatever they cost, and trees of trials need not pay; others are as large as pays.
@@ -226,7 +226,7 @@ class TreePolicy:
             each.learn(gain if is_chosen else max(gain, 0.0), sum(growth.prices.uncovered))
         self.state.draft_cost.learn(self.state.costs.drafting(growth.depths, growth.expanded), 1.0)
 
-    def _learn_acceptance(self, growth: Growth, accepted: Sequence[int]) -> None:
+    def _learn_acceptance(self, growth: PricedGrowth, accepted: Sequence[int]) -> None:
         """Learn how many rows reach expanded nodes, and how many accept a child there. ``accepted``: drafts per row."""
         for depth, expected in enumerate(growth.expected_rows):
             reached, went_on = (sum(count >= least for count in accepted) for least in (depth, depth + 1))
@@ -239,8 +239,8 @@ class TreePolicy:
         grafted = accepted = 0
         for steps, path, count in zip(report.growth.steps, report.path, report.accepted):
             depth_of = dict(zip(path[: count + 1], range(count + 1)))  # of the nodes on the accepted path
-            grafted += sum(step.kind is Kind.GRAFTED for step in steps)
-            accepted += sum(step.kind is Kind.GRAFTED and node in depth_of for node, step in enumerate(steps))
+            grafted += sum(step.kind is DraftKind.GRAFTED for step in steps)
+            accepted += sum(step.kind is DraftKind.GRAFTED and node in depth_of for node, step in enumerate(steps))
             for node, step in enumerate(steps[1:], 1):
                 if step.parent in depth_of:
                     depth = depth_of[step.parent] + 1

@@ -43,7 +43,7 @@ def spans(nodes: int) -> list[float]:
     return [max(min(nodes, end) - start, 0.0) for start, end in zip(KNOTS, ends)]
 
 
-class Kind(IntEnum):
+class DraftKind(IntEnum):
     """How a draft was proposed."""
 
     LIKELY = 0  # as one of the likeliest tokens of its drafter
@@ -71,9 +71,9 @@ class Calibration:
 
     def __init__(self, draft_bonus: float = 0.0, sampled: bool = False) -> None:
         self._gain, self._sampled = math.exp(min(draft_bonus, MAX_BONUS)) - 1.0, sampled
-        self._ratios, self._text_ratios = [1.0] * (4 * len(Kind) * BINS), [1.0] * len(Kind)
+        self._ratios, self._text_ratios = [1.0] * (4 * len(DraftKind) * BINS), [1.0] * len(DraftKind)
 
-    def accept_prob(self, log_q: float, depth: int, first: bool, kind: Kind = Kind.LIKELY) -> float:
+    def accept_prob(self, log_q: float, depth: int, first: bool, kind: DraftKind = DraftKind.LIKELY) -> float:
         """Return g(q).
 
         Args:
@@ -95,9 +95,9 @@ class Calibration:
         return q * (1.0 + self._gain) / (1.0 + q * self._gain) if first else q
 
     @staticmethod
-    def _bin(log_q: float, depth: int, first: bool, kind: Kind) -> int:
+    def _bin(log_q: float, depth: int, first: bool, kind: DraftKind) -> int:
         place = int(math.sqrt(max(log_q, LEAST) / LEAST) * (BINS - 1)) if log_q < 0.0 else 0
-        return 4 * (len(Kind) * place + kind) + 2 * (depth > 1) + first
+        return 4 * (len(DraftKind) * place + kind) + 2 * (depth > 1) + first
 
 
 @dataclass(frozen=True)

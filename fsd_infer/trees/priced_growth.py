@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import lists
-from fsd_infer.trees.prices import Kind
+from fsd_infer.trees.prices import DraftKind
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree
 
 UNLIKELY = 0.01  # probability of acceptance below which a draft is ignored
-MOST_TOGETHER = 160  # nodes of all trees in a batch
+MAX_BATCH_NODES = 160  # of all trees in a batch
 
 
 class DraftStep(NamedTuple):
@@ -30,10 +30,10 @@ class DraftStep(NamedTuple):
     parent: int
     log_q: float
     first: bool
-    kind: Kind = Kind.LIKELY
+    kind: DraftKind = DraftKind.LIKELY
 
 
-class Growth:
+class PricedGrowth:
     """How one round's trees are grown: :meth:`starts`, :meth:`expand` for every depth, then :meth:`choose`.
 
     Args:
@@ -94,22 +94,17 @@ class Growth:
         Returns:
             [B, E'] places among a row's E · w candidates, the likeliest first; None if drafting stops here.
         """
-        calibration, depth, most = self.prices.calibration, self.depths, log_q.shape[2]
         best: list[list[int]] = []
         frontier: list[list[float]] = []
-        last = torch.zeros_like(log_q[..., 0]) if drawn is None else drawn[..., -1]
-        for row, draws, before in zip(log_q.tolist(), last.tolist(), self._frontier):
-            probs: list[float] = []
-            for steps, draw, above in zip(row, draws, before):
-                probs += [above * calibration.accept_prob(step, depth, place == 0) for place, step in enumerate(steps)]
-                if draw:
-                    probs[-1] = above * calibration.accept_prob(steps[-1], depth, False, Kind.DRAWN)
-            order = sorted(range(len(probs)), key=probs.__getitem__, reverse=True)[:most]
+        last_drawn = torch.zeros_like(log_q[..., 0]) if drawn is None else drawn[..., -1]
+        for row, draws, above in zip(log_q.tolist(), last_drawn.tolist(), self._frontier):
+            probs = [prob for parent in zip(row, draws, above) for prob in self._child_probs(*parent)]
+            order = sorted(range(len(probs)), key=probs.__getitem__, reverse=True)[: log_q.shape[2]]
             best.append(order)
             frontier.append([probs[place] for place in order])
             self._probs += [prob for prob in probs if prob > UNLIKELY]
         self._probs.sort(reverse=True)
-        del self._probs[MOST_TOGETHER:]
+        del self._probs[MAX_BATCH_NODES:]
         width = self.prices.width(self._probs, frontier)
         if not width:
             return None
@@ -117,6 +112,20 @@ class Growth:
         self._frontier = [row[:width] for row in frontier]
         self.expected_rows.append(sum(min(sum(row), 1.0) for row in self._frontier))
         return torch.tensor([row[:width] for row in best], device=log_q.device)
+
+    def _child_probs(self, log_q: list[float], draws: bool, above: float) -> list[float]:
+        """Return how likely each child of a node is accepted.
+
+        Args:
+            log_q: [w] ln q of the children, falling.
+            draws: whether the last one was drawn.
+            above: probability that the node is accepted.
+        """
+        calibration, depth = self.prices.calibration, self.depths
+        probs = [above * calibration.accept_prob(step, depth, place == 0) for place, step in enumerate(log_q)]
+        if draws:
+            probs[-1] = above * calibration.accept_prob(log_q[-1], depth, False, DraftKind.DRAWN)
+        return probs
 
     def choose(self, tree: DraftTree) -> Tensor:
         """Return [B, K] numbers of the nodes to verify, the root and then the likeliest. Syncs with the device."""
@@ -150,7 +159,7 @@ class Growth:
             longest = max(longest, least, 1 + sum(prob > 0.0 for prob in of_node[1:]))
             for drafts, gain in enumerate(accumulate(of_node[node] for node in order[: self.nodes - 1]), 1):
                 gains[drafts] += gain
-        most = min(self.nodes, longest, max(MOST_TOGETHER // self.rows, 2, least))
+        most = min(self.nodes, longest, max(MAX_BATCH_NODES // self.rows, 2, least))
         sizes = range(max(least, self.prices.min_nodes if self.drafted else 1), most + 1) or range(1, most + 1)
         size = max(sizes, key=lambda n: gains[n - 1] - self.prices.verify_price(n * self.rows))
         return size, gains[size - 1]
@@ -161,12 +170,12 @@ class Growth:
         self.steps, self.expected = [steps for steps, _ in found], sum(sum(probs[1:]) for _, probs in found)
 
     def _steps_of(self, tree: DraftTree) -> list[tuple[list[DraftStep], list[float]]]:
-        """Return every row's steps and probs of acceptance by node."""
+        """Return every row's steps, and how likely each node is accepted."""
         kinds = torch.zeros_like(tree.parents)
         if tree.proposers is not None:
-            kinds = kinds.masked_fill(tree.proposers > 0, int(Kind.GRAFTED))
+            kinds = kinds.masked_fill(tree.proposers > 0, int(DraftKind.GRAFTED))
         if tree.drawn is not None:
-            kinds = kinds.masked_fill(tree.drawn, int(Kind.DRAWN))
+            kinds = kinds.masked_fill(tree.drawn, int(DraftKind.DRAWN))
         found = []
         for scores, parents, kind in zip(*lists(tree.scores, tree.parents, kinds)):
             firsts: dict[int, int] = {}  # the likeliest child of each inner node
@@ -178,8 +187,8 @@ class Growth:
             for node in range(1, len(scores)):
                 parent = parents[node]
                 depths[node] = depths[parent] + 1
-                first = firsts[parent] == node and kind[node] != Kind.DRAWN
-                step = DraftStep(parent, scores[node] - scores[parent], first, Kind(kind[node]))
+                first = firsts[parent] == node and kind[node] != DraftKind.DRAWN
+                step = DraftStep(parent, scores[node] - scores[parent], first, DraftKind(kind[node]))
                 steps.append(step)
                 above = probs[parent]
                 of_step = self.prices.calibration.accept_prob(step.log_q, depths[node], step.first, step.kind)
