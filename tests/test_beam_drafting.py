@@ -24,7 +24,7 @@ from fsd_infer.drafters import (
     RecycleDrafter,
 )
 from fsd_infer.drafters.free import FreeDrafter, FreeSession, Options, Table
-from fsd_infer.drafters.frontier import Frontier, Guess
+from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.drafters.loading import load_drafter
 from tests.beam_toys import doubled
 from tests.families import VOCAB, OracleDrafter, noisy_model, reference, tell, tiny_head, tiny_model, tiny_prompts
@@ -84,7 +84,7 @@ def children(target: Target, drafter: Drafter, text: list[int], path: Sequence[i
     return {tokens[child]: float(log_q[child]) for child in tree.child[0, node].nonzero()[:, 0].tolist()}
 
 
-def same(guess: Guess, wanted: dict[int, float]) -> None:
+def same(guess: Successors, wanted: dict[int, float]) -> None:
     assert guess[1] == sorted(wanted, key=lambda token: -wanted[token]) and len(wanted) == 3
     assert guess[0] == pytest.approx([wanted[token] for token in guess[1]], abs=1e-4)
 

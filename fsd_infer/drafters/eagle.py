@@ -335,15 +335,15 @@ class EagleSession(CachedSession):
             part = [[x for x in found if self._is_final(frontier, row, x) is final] for row, found in enumerate(unread)]
             if any(part):
                 self._read_part(frontier, part, final)
-        logits = self.drafter.q_logits(at_nodes(self._outputs, frontier.numbers(nodes)), self.vocabulary)
+        logits = self.drafter.q_logits(at_nodes(self._outputs, frontier.padded_nodes(nodes)), self.vocabulary)
         return logits, self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
 
     def _read_part(self, frontier: Frontier, nodes: Sequence[Sequence[int]], final: bool) -> None:
         if self.vocabulary is not None:
             self.vocabulary.extend([[tokens[node] for node in row] for tokens, row in zip(frontier.tokens, nodes)])
-        numbers, tokens, positions, visible = frontier.inputs(self.cache, self.lengths - 1, nodes)
+        numbers, tokens, positions, visible = frontier.forward_inputs(self.cache, self.lengths - 1, nodes)
         parents = [[parents[node] for node in row] for parents, row in zip(frontier.parents, nodes)]
-        before = frontier.numbers(parents)
+        before = frontier.padded_nodes(parents)
         if final:
             features = at_nodes(frontier.features, before.clamp_max(frontier.features.shape[1] - 1))
             features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)

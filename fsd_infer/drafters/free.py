@@ -14,7 +14,7 @@ from torch import Tensor
 from fsd_core.errors import FsdError
 from fsd_core.former import rename_members
 from fsd_infer.drafters.base import DRAFTERS, Drafter
-from fsd_infer.drafters.frontier import Frontier, Guess
+from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.priced_growth import PricedGrowth
@@ -216,7 +216,7 @@ class FreeSession(DraftSession):
             for (table, place), tail in zip(self.places(), self.tails, strict=True)
         ]
 
-    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
+    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
         rows = enumerate(zip(self.places(), nodes, strict=True))
         return [
             [likeliest_of(table.options(table.at(self.context(frontier, row, node))), count) for node in wanted]
@@ -229,7 +229,7 @@ class FreeSession(DraftSession):
         return self._tail([*self.tails[row], *(tokens[above] for above in frontier.path(row, node))])
 
 
-def likeliest_of(options: Options, count: int) -> Guess:
+def likeliest_of(options: Options, count: int) -> Successors:
     """Return the ``count`` likeliest options."""
     best = sorted(options, key=lambda option: -option[1])[:count]
     return [math.log(prob) for _, prob in best], [token for token, _ in best]

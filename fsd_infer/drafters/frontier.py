@@ -18,11 +18,11 @@ from fsd_core.tensors import at_nodes, is_host, lists, to_device, visible_slots
 from fsd_infer.device.cache import SlotCache
 from fsd_infer.trees.tree import DraftTree
 
-Guess = tuple[list[float], list[int]]  # log-probabilities of likely tokens, falling, and the tokens
-NOTHING: Guess = ([], [])
+Successors = tuple[list[float], list[int]]  # log-probabilities of likely tokens, falling, and the tokens
+NO_SUCCESSORS: Successors = ([], [])
 
 
-class Inputs(NamedTuple):
+class ForwardInputs(NamedTuple):
     """The arguments of a forward over M nodes of each row: all [B, M], ``visible`` [B, M, S] bool."""
 
     numbers: Tensor
@@ -52,7 +52,7 @@ class Frontier:
     lengths: Sequence[int]
     read: Sequence[int]
     features: Tensor
-    likely: Sequence[Sequence[Guess | None]] = field(default_factory=list)
+    likely: Sequence[Sequence[Successors | None]] = field(default_factory=list)
 
     @property
     def tree(self) -> DraftTree:
@@ -68,13 +68,13 @@ class Frontier:
             node = self.parents[row][node]
         return path[::-1]
 
-    def numbers(self, nodes: Sequence[Sequence[int]]) -> Tensor:
+    def padded_nodes(self, nodes: Sequence[Sequence[int]]) -> Tensor:
         """Return ragged lists of nodes as [B, M]. Rows are padded by the number after their last node."""
         most = max(map(len, nodes))
         rows = [[*row, *[len(tokens)] * (most - len(row))] for row, tokens in zip(nodes, self.tokens, strict=True)]
         return to_device(torch.tensor(rows, dtype=torch.long), self.features.device)
 
-    def inputs(self, cache: SlotCache, roots: Tensor, nodes: Sequence[Sequence[int]]) -> Inputs:
+    def forward_inputs(self, cache: SlotCache, roots: Tensor, nodes: Sequence[Sequence[int]]) -> ForwardInputs:
         """Return the arguments of a forward over these nodes, and set the cache's write slots.
 
         Args:
@@ -82,30 +82,30 @@ class Frontier:
             roots: [B] slot of each row's root.
             nodes: [B][M] some of every row, whose parents the cache has, or has after this forward.
         """
-        tree, numbers = self.tree, self.numbers(nodes)
+        tree, numbers = self.tree, self.padded_nodes(nodes)
         sees, depths = at_nodes(tree.ancestors, numbers), tree.depths
         slots, start, used = roots[:, None] + numbers, None, cache.window
         if is_host(roots.device):
             counts = torch.tensor([len(tokens) for tokens in self.tokens])
             used = int((roots + counts).max()) + 1
-            run = len(roots) == 1 and len(nodes[0]) == nodes[0][-1] + 1 - nodes[0][0]
-            start = int(slots[0, 0]) if run else None
-        every = torch.arange(used, device=roots.device)
-        below = (every - roots[:, None]).clamp(0, depths.shape[1] - 1)  # node of each slot from the root's on
-        at = torch.minimum(every, roots[:, None] + depths.gather(1, below))
-        cache.set_write_slots(slots, start, used, at)
+            is_run = len(roots) == 1 and len(nodes[0]) == nodes[0][-1] + 1 - nodes[0][0]  # slots without a gap
+            start = int(slots[0, 0]) if is_run else None
+        every_slot = torch.arange(used, device=roots.device)
+        node = (every_slot - roots[:, None]).clamp(0, depths.shape[1] - 1)  # of each slot from the root's on
+        slot_positions = torch.minimum(every_slot, roots[:, None] + depths.gather(1, node))
+        cache.set_write_slots(slots, start, used, slot_positions)
         positions = roots[:, None] + depths.gather(1, numbers)
-        return Inputs(numbers, tree.tokens.gather(1, numbers), positions, visible_slots(roots, sees, used))
+        return ForwardInputs(numbers, tree.tokens.gather(1, numbers), positions, visible_slots(roots, sees, used))
 
     def move(self, cache: SlotCache, roots: Tensor, nodes: Sequence[Sequence[int]]) -> None:
         """Move the keys and values of these nodes to the slots after the roots' slots [B], in this order."""
         moved = [[(node, place) for place, node in enumerate(row, 1) if node != place] for row in nodes]
         if any(moved):
-            numbers, places = (self.numbers([[pair[side] for pair in row] for row in moved]) for side in (0, 1))
+            numbers, places = (self.padded_nodes([[pair[side] for pair in row] for row in moved]) for side in (0, 1))
             cache.move(roots[:, None] + numbers, roots[:, None] + places)
 
 
-def guesses(log_q: Tensor, tokens: Tensor, nodes: Sequence[Sequence[int]]) -> list[list[Guess]]:
+def successor_lists(log_q: Tensor, tokens: Tensor, nodes: Sequence[Sequence[int]]) -> list[list[Successors]]:
     """Return successors [B, M, c] of ragged lists of nodes as lists."""
     width = log_q.shape[-1]
     rows = zip(nodes, *lists(log_q.flatten(1), tokens.flatten(1)), strict=True)

@@ -16,7 +16,7 @@ from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.free import likeliest_of
-from fsd_infer.drafters.frontier import Frontier, Guess
+from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.trees.tree import DraftTree, Draws
 from fsd_infer.trees.visits import select_nodes
@@ -174,10 +174,11 @@ class GraftedSession(DraftSession):
         nodes = nodes[:, : 1 + functional.host_max(union.is_draft.sum(1), nodes.shape[1] - 1)]  # without padding
         return keep_nodes(union, main, nodes)
 
-    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
+    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
         found = [session.successors(frontier, nodes, count) for session in self._beam_sessions()]
         return [
-            [_union_guess(guesses, count) for guesses in zip(*rows, strict=True)] for rows in zip(*found, strict=True)
+            [_union_of_successors(lists, count) for lists in zip(*rows, strict=True)]
+            for rows in zip(*found, strict=True)
         ]
 
     def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
@@ -189,10 +190,10 @@ class GraftedSession(DraftSession):
         return [session for session, part in parts if part.drafts_beams]
 
 
-def _union_guess(guesses: Sequence[Guess], count: int) -> Guess:
+def _union_of_successors(lists: Sequence[Successors], count: int) -> Successors:
     """Return the likeliest tokens that either drafter proposes. What both do has probability 1 - (1 - a)(1 - b)."""
     wrong: dict[int, float] = {}  # the probability that each token is not the next one
-    for log_prob, token in (pair for guess in guesses for pair in zip(*guess)):
+    for log_prob, token in (pair for successors in lists for pair in zip(*successors)):
         wrong[token] = wrong.get(token, 1.0) * (1.0 - math.exp(min(log_prob, 0.0)))
     return likeliest_of([(token, 1.0 - value) for token, value in wrong.items() if value < 1.0], count)
 

@@ -23,7 +23,7 @@ from typing_extensions import Self
 from fsd_core import functional
 from fsd_core.tensors import at_nodes, is_host, to_device
 from fsd_infer.drafters.drawing import AcceptanceRatios, ChainDrawing, Drawing, accepted_and_expected
-from fsd_infer.drafters.frontier import NOTHING, Frontier, Guess, guesses
+from fsd_infer.drafters.frontier import NO_SUCCESSORS, Frontier, Successors, successor_lists
 from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.drafters.tree_drafter import TreeDrafter
 from fsd_infer.trees.forecast import MenuMasks, forecast
@@ -273,15 +273,15 @@ class TreeSession(DraftSession):
         positions = (self.lengths + (depth - 1))[:, None].expand_as(tokens)
         return self._read_nodes(tokens, parents, positions, visible)
 
-    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
+    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
         within = [[node for node in of if self._can_draft_below(frontier, row, node)] for row, of in enumerate(nodes)]
-        found: list[list[Guess]] = [[] for _ in nodes]
+        found: list[list[Successors]] = [[] for _ in nodes]
         if any(within):
             logits, ids = self._read_frontier(frontier, within)
             log_q, entries = functional.topk_logprobs(logits, min(count, logits.shape[-1]))
-            found = guesses(log_q, entries if ids is None else ids[entries], within)
+            found = successor_lists(log_q, entries if ids is None else ids[entries], within)
         rows = [dict(zip(read, guessed)) for read, guessed in zip(within, found, strict=True)]
-        return [[made.get(node, NOTHING) for node in of] for of, made in zip(nodes, rows, strict=True)]
+        return [[made.get(node, NO_SUCCESSORS) for node in of] for of, made in zip(nodes, rows, strict=True)]
 
     def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
         """Whether the model can draft below a node."""

@@ -246,7 +246,7 @@ class LMSession(CachedSession):
         if bool((self.cached < self.lengths).any()):
             self._read_roots()
         unread = self._uncached(frontier, nodes)
-        _, tokens, positions, visible = frontier.inputs(self.cache, self.lengths - 1, unread)
+        _, tokens, positions, visible = frontier.forward_inputs(self.cache, self.lengths - 1, unread)
         logits = self._forward(tokens, positions, visible)
         places = [[read.index(node) for node in wanted] for wanted, read in zip(nodes, unread, strict=True)]
         return at_nodes(logits, to_device(padded(places).long(), self.device)), None

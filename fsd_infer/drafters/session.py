@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fsd_core.former import rename_members
-from fsd_infer.drafters.frontier import Frontier, Guess
+from fsd_infer.drafters.frontier import Frontier, Successors
 from fsd_infer.trees.priced_growth import PricedGrowth
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
@@ -159,7 +159,7 @@ class DraftSession(ABC):
     def draft(self, roots: Tensor) -> DraftTree:
         """Return a tree for each row. ``roots`` [B] are the last tokens of the texts."""
 
-    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Guess]]:
+    def successors(self, frontier: Frontier, nodes: Sequence[Sequence[int]], count: int) -> list[list[Successors]]:
         """Return the likely next tokens of nodes below the texts, for beams (:attr:`Drafter.drafts_beams`).
 
         Args:

@@ -175,7 +175,7 @@ class _Beams:
     def verify(self, frontier: Frontier) -> Tensor:
         """Run the target over the nodes that it has not read; return its features at all nodes, [B, N, F]."""
         new = [range(search.read, len(search.tokens)) for search in self.searches]
-        numbers, tokens, positions, visible = frontier.inputs(self.cache, self.roots, new)
+        numbers, tokens, positions, visible = frontier.forward_inputs(self.cache, self.roots, new)
         logits, features = self.target.forward(tokens, positions, visible, self.cache)
         self._take(frontier, logits)
         for search in self.searches:
@@ -200,7 +200,7 @@ class _Beams:
         frontier.move(self.cache, self.roots, nodes)
         self.roots += to_device(torch.tensor(grown), self.device)
         order = [[0, *row][count:] for row, count in zip(nodes, grown, strict=True)]
-        self.features = at_nodes(features, frontier.numbers(order).clamp_max(features.shape[1] - 1))
+        self.features = at_nodes(features, frontier.padded_nodes(order).clamp_max(features.shape[1] - 1))
         self._put_aside()
         self.clock.lap("search")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fsd_infer.drafters.frontier import NOTHING, Frontier
+from fsd_infer.drafters.frontier import NO_SUCCESSORS, Frontier
 from fsd_infer.drafters.session import DraftSession
 from fsd_infer.engine.beams.options import BeamOptions
 from fsd_infer.engine.beams.sampling import Draw, arrivals
@@ -76,7 +76,7 @@ class Planner:
     def _next_beams(self, search: Search, beams: Sequence[Beam], width: int) -> list[Draw]:
         """Return score, parent and token of the likely beams of the next step, which keeps ``width``."""
         known = [search.known[beam.node] for beam in beams]
-        lists = [of.likely or of.proposed or NOTHING for of in known]
+        lists = [of.likely or of.proposed or NO_SUCCESSORS for of in known]
         candidates = [
             (beam.score + value, place, token)
             for place, (beam, guess) in enumerate(zip(beams, lists, strict=True))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fsd_core.tensors import padded
-from fsd_infer.drafters.frontier import Guess
+from fsd_infer.drafters.frontier import Successors
 
 Draw = tuple[float, int, int]  # score, beam, token
 RACES = 64  # simulated for the dynamic width
@@ -39,7 +39,7 @@ def exponentials(keys: Sequence[int], tokens: Tensor) -> Tensor:
     return -(((x >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53).log()
 
 
-def arrivals(keys: Sequence[int], scores: Sequence[float], lists: Sequence[Guess]) -> Tensor:
+def arrivals(keys: Sequence[int], scores: Sequence[float], lists: Sequence[Successors]) -> Tensor:
     """ln of the time at which each listed successor arrives, [R, C]; inf where a list is shorter than the longest.
 
     Args:
@@ -56,7 +56,7 @@ def arrivals(keys: Sequence[int], scores: Sequence[float], lists: Sequence[Guess
 def draw(
     keys: Sequence[int],
     scores: Sequence[float],
-    lists: Sequence[Guess],
+    lists: Sequence[Successors],
     rests: Sequence[float],
     count: int,
     weights_of: Callable[[int], Tensor],
@@ -116,8 +116,8 @@ def _log_exponentials(size: int) -> Tensor:
 
 def chances_of_width(
     scores: Sequence[float],
-    target: Sequence[Guess],
-    drafter: Sequence[Guess],
+    target: Sequence[Successors],
+    drafter: Sequence[Successors],
     width: int,
     breadth: int,
     per_beam: int,
@@ -162,7 +162,7 @@ def dynamic_width(chances: Sequence[float], confidence: float, fewest: int) -> i
 
 
 def _aligned(
-    scores: Sequence[float], target: Sequence[Guess], drafter: Sequence[Guess], ends: Collection[int]
+    scores: Sequence[float], target: Sequence[Successors], drafter: Sequence[Successors], ends: Collection[int]
 ) -> tuple[Tensor, Tensor]:
     """Return scores [2, beams · C] of the candidates by target and drafter (-inf if not listed), and which continue."""
     tokens = [list(dict.fromkeys([*known[1], *guess[1]])) for known, guess in zip(target, drafter)]

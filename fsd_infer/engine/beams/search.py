@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fsd_infer.drafters.frontier import NOTHING, Guess
+from fsd_infer.drafters.frontier import NO_SUCCESSORS, Successors
 from fsd_infer.engine.beams.sampling import Draw
 from fsd_infer.engine.stats import RowRecord
 
@@ -76,9 +76,9 @@ class Known:
     """
 
     logits: Tensor | None = None
-    likely: Guess | None = None
+    likely: Successors | None = None
     rest: float = 0.0
-    proposed: Guess | None = None
+    proposed: Successors | None = None
 
 
 class Search:
@@ -138,9 +138,9 @@ class Search:
             node = self.parents[node]
         return self.shared + path[::-1]
 
-    def likely(self, node: int) -> Guess:
+    def likely(self, node: int) -> Successors:
         """Return the target's likely successors of a node that it has read."""
-        return self.known[node].likely or NOTHING
+        return self.known[node].likely or NO_SUCCESSORS
 
     def prune(self, shared: int, slots: int) -> tuple[list[int], int]:
         """Drop all nodes but the live beams, those above, and read ones below.
