@@ -71,7 +71,7 @@ def best_first(table: Table, place: Any, root: int, nodes: int, depth: int, leas
         root: the text's last token.
         nodes: most nodes, the root included.
         depth: of the deepest node.
-        least: chance of acceptance below which a node is not drafted.
+        least: probability of acceptance below which a node is not drafted.
     """
     tokens, parents, scores, depths = [root], [0], [0.0], [0]
     queue: list[tuple[float, int, int, int, Any]] = []  # -score, order of arrival, parent, token, parent's place
@@ -102,7 +102,7 @@ class FreeDrafter(Drafter):
         vocab_size: V of the target.
         depth: of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included.
-        least: estimated chance of acceptance below which a node is not drafted, in (0, 1).
+        least: estimated probability of acceptance below which a node is not drafted, in (0, 1).
         width: most children per context, for the check of the shape.
 
     Attributes:

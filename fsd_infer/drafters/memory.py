@@ -104,8 +104,8 @@ class Recall(TextIndex):
     def options(self, place: list[Occurrence]) -> Options:
         """Return distinct next tokens with their probabilities, which add up to at most 1."""
         options = [(token, self._hit_rate(kind).value) for token, kind in self._candidates(place)]
-        total = max(1.0, sum(chance for _, chance in options))
-        return [(token, chance / total) for token, chance in options]
+        total = max(1.0, sum(prob for _, prob in options))
+        return [(token, prob / total) for token, prob in options]
 
     def has(self, context: Sequence[int]) -> bool:
         """Return whether these tokens, at most :data:`MAX_MATCH`, occur in any of the texts."""
@@ -162,7 +162,7 @@ class MemoryDrafter(FreeDrafter):
         vocab_size: V of the target.
         depth: of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included. A round without a match has the root alone.
-        least: estimated chance of acceptance below which a node is not drafted, in (0, 1).
+        least: estimated probability of acceptance below which a node is not drafted, in (0, 1).
         store_bytes: bytes of remembered prompts and answers, over all keys; 0: each text drafts from itself only.
         keep: make :meth:`forget` do nothing, so that benchmarks measure the effect of earlier prompts.
 

@@ -119,7 +119,7 @@ class RecycleDrafter(FreeDrafter):
         depth: of the deepest draft, in tokens after the root.
         nodes: most nodes verified per round, the root included.
         width: candidates per context.
-        least: estimated chance of acceptance below which a node is not drafted, in (0, 1).
+        least: estimated probability of acceptance below which a node is not drafted, in (0, 1).
         most: contexts in the table, about 0.5 kB each.
         keep: whether later requests draft from earlier ones. If not, a tree depends on its request only, and answers
             of lossy rules repeat.

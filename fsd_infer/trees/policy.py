@@ -124,20 +124,25 @@ class TreePolicy:
     def _in_trials(self) -> bool:
         return self.state.trials < max(TRIALS // self.rows, LEAST_TRIALS)
 
+    @property
+    def _is_trial(self) -> bool:
+        """Whether the next round drafts unconditionally: in trials every other one does, others show a plain one."""
+        return self._in_trials and self.state.trials % 2 == 0
+
+    def _max_loss(self, rows: int) -> float:
+        """Return how many tokens drafting may be expected to lose in the next round."""
+        if not self._in_trials:
+            return self.state.pause.max_loss(rows)
+        return math.inf if self._is_trial else -math.inf if self.learns else 0.0
+
     def choose(self, rows: int) -> TreeShape:
         """Return the shape of the next trees of ``rows`` texts. Asking again changes nothing."""
         if rows != self.rows:
             self._begin(rows)
-        state, rate = self.state, self.rate.value
-        costs = state.costs
-        is_trial = self._in_trials and state.trials % 2 == 0
-        if self._in_trials:  # every other round drafts, and the others show what a plain round costs
-            max_loss = math.inf if is_trial else -math.inf if self.learns else 0.0
-        else:
-            max_loss = state.pause.max_loss(rows)
+        state, costs, rate = self.state, self.state.costs, self.rate.value
         verify_prices = tuple(rate * slope for slope in costs.forward_slopes.weights)
         sizes = sorted(self.stats.nodes[-RECENT:] or [USUAL])
-        typical = max(bisect_left(KNOTS, sizes[len(sizes) // 2] * rows) - 1, 0)
+        typical = max(bisect_left(KNOTS, sizes[len(sizes) // 2] * rows) - 1, 0)  # the interval of recent trees
         of_depth, of_node = costs.draft_slopes.weights
         prices = Prices(
             state.calibration,
@@ -148,9 +153,9 @@ class TreePolicy:
             reach_ratio=state.reach_ratio.value,
             draft_price=rate * (costs.reading + state.draft_cost.value),
             expected_gain=self.gain.value,
-            max_loss=max_loss,
+            max_loss=self._max_loss(rows),
             min_accept_prob=min(max(verify_prices[typical], UNLIKELY), MAX_MIN_ACCEPT_PROB),
-            min_nodes=1 + is_trial,
+            min_nodes=1 + self._is_trial,
             uncovered=(1.0,) * rows,
             was_plain=state.pause.rounds > 0,
             asks_side=not self.learns or state.side.asks(rate),

@@ -7,8 +7,8 @@ v(c) = 1 + V(c). So it visits deep paths more often. With t = 1/λ and z(n) = e^
 
     z(n) = 1 - q(C) + Σ_c q(c)·e^t·z(c),    r̂(c) = q(c)·e^t·z(c) / z(n)
 
-over the children C of n, and z = 1 at leaves. The product of r̂ over a node's path is the chance of a visit. It never
-exceeds the parent's, so the likeliest nodes form a tree.
+over the children C of n, and z = 1 at leaves. The product of r̂ over a node's path is the probability of a visit. It
+never exceeds the parent's, so the likeliest nodes form a tree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_BONUS = 2.5  # e^(2.5 · 256), for the deepest tree, is finite in fp64; a la
 
 
 def visit_scores(scores: Tensor, parents: Tensor, depth: int, draft_bonus: float) -> Tensor:
-    """Return the log chance of a visit to each node: [B, N].
+    """Return the log-probability of a visit to each node: [B, N].
 
     Args:
         scores: [B, N] cumulative log q, the root first and parents before children; -inf at padding.
