@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fsd_core.errors import FsdError
+from fsd_infer.drafters.free import FreeDrafter
 from fsd_infer.drafters.session import DraftSession
 from fsd_infer.rules import (
     Exact,
@@ -141,4 +142,8 @@ def test_a_session_written_with_former_names_works(monkeypatch: pytest.MonkeyPat
             def append(self, rows: Any) -> None:
                 pass
 
+        class Bigrams(FreeDrafter):
+            reach = 2
+
     assert Own.feedback is vars(Own)["facts"] and Own.extend_on_host is vars(Own)["append"]
+    assert Bigrams.context_length == 2
