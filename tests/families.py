@@ -297,7 +297,7 @@ def noisy_copy(target: Target) -> Target:
 def tell(session: DraftSession, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
     """Extend the session's texts, on the device and on the host, as the engine does."""
     session.extend(tokens, features, counts)
-    session.append([row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)])
+    session.extend_on_host([row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)])
 
 
 def recorded_drafts(

@@ -130,8 +130,8 @@ def test_the_successors_of_a_beam_are_those_of_its_text(kind: str, tmp_path: Pat
     same(session.successors(beams, [[5], []], 3)[0][0], children(target, drafter, [*texts[0], 0, 3], [best]))
 
     # the target reads all nodes; the first row's text grows by a token, and node 2 is dropped
-    session.keep(beams, [[1, 3, 4, 5], [1, 2]], [1, 0])
-    session.append([[0], []])
+    session.follow_beams(beams, [[1, 3, 4, 5], [1, 2]], [1, 0])
+    session.extend_on_host([[0], []])
     texts = [[*texts[0], 0], texts[1]]
     tokens, parents = [[0, 3, 1, best, 1, 2], [3, 1, 2, 0]], [[0, 0, 0, 1, 3, 2], [0, 0, 1, 2]]
     beams = frontier(tokens, parents, [4, 3], texts)
@@ -163,10 +163,10 @@ class BigramSession(FreeSession):
         super().__init__(first_tokens, request)
         self.drafter, self.after = drafter, dict[int, Options]()
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         for tail, row in zip(self.tails, rows, strict=True):
             self.after.update({token: [(then, 0.8)] for token, then in zip([tail[-1], *row], row)})
-        super().append(rows)
+        super().extend_on_host(rows)
 
     def places(self) -> list[tuple[Table, Any]]:
         return [(Pairs(self.after), tail[-1]) for tail in self.tails]

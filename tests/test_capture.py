@@ -122,7 +122,7 @@ def test_recorded_rounds_answer_as_a_cpu_does(
     """
     spent: list[tuple[int, int]] = []
     launched: list[int] = []
-    process = loop.process
+    process = loop.handle_report
 
     def noted(*given: Any) -> Any:
         spent.append((device.launches, len(device.waits)))
@@ -134,7 +134,7 @@ def test_recorded_rounds_answer_as_a_cpu_does(
         first = run(kind, rule, greedy)
         made = len(recorder.graphs)
         assert first.sequences == wanted and made > 0 and recorder.replayed > 0
-        monkeypatch.setattr(loop, "process", noted)
+        monkeypatch.setattr(loop, "handle_report", noted)
         replayed = recorder.replayed
         assert run(kind, rule, greedy).sequences == wanted
         stands_on_memory_that_stays(kind, parts, recorder)

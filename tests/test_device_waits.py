@@ -104,7 +104,7 @@ def drafter(kind: str, device: torch.device) -> Drafter:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     monkeypatch.setattr("fsd_infer.request.prompts.PREFILL_CHUNK", 4)
-    monkeypatch.setattr("fsd_infer.drafters.eagle.READ_AT_ONCE", 3)
+    monkeypatch.setattr("fsd_infer.drafters.eagle.PREFILL_CHUNK", 3)
     with SimulatedDevice() as opened:
         yield opened
 

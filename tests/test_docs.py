@@ -19,7 +19,7 @@ from benchmarks.results_page import filled, middle
 from benchmarks.tables import difference, ratio
 from fsd_infer.engine import round as round_module
 from fsd_infer.rules import RoundInput, RuleInputs, Tilted
-from fsd_infer.rules.optimal import clipped
+from fsd_infer.rules.optimal import clipped_distribution
 from fsd_infer.trees.tree import DraftTree
 
 
@@ -191,7 +191,7 @@ def test_the_numbers_on_the_page_of_the_optimal_rule(repo_root: Path) -> None:
     shown = [f"r(c) = 0.6·e / Z = {c:.4f}", f"/ Z = {b:.4f}", f"{drafts:.4f}; exact", f"V = {value:.4f}"]
     shown += [f"({drafts:.4f} − {value:.4f}) / λ | {drafts - value:.4f}"]
     p, q = torch.tensor([[0.5, 0.3, 0.2]]).double(), torch.tensor([[0.2, 0.2, 0.6]]).double()
-    r = clipped(p.log(), q.log(), torch.full_like(p, math.log(2))).exp()
+    r = clipped_distribution(p.log(), q.log(), torch.full_like(p, math.log(2))).exp()
     shown += ["r = (" + ", ".join(f"{x:.4g}" for x in r[0].tolist()) + ")"]
     shown += [f"= {float(r.minimum(q).sum()):.4f} instead", f"= {float((r * (r / p).log()).sum()):.4f} nats"]
     for text in shown:

@@ -99,9 +99,9 @@ def test_what_the_small_lm_reads_is_split_as_its_tokenizer_would() -> None:
     tokens = words(written, add_special_tokens=False).input_ids
     request = families.DraftRequest(batch=1, slots=4, longest=64)
     session = drafter.start(torch.tensor([tokens[0]]), request)
-    session.append([tokens[1:4]])
+    session.extend_on_host([tokens[1:4]])
     for token in tokens[4:]:
-        session.append([[token]])
+        session.extend_on_host([[token]])
         session.draft(torch.tensor([token]))  # reads the text
     own = small.tokenizer(written).input_ids
     assert session.text[0, : session.lengths[0]].tolist() == own

@@ -21,7 +21,7 @@ from fsd_infer.drafters.growth import TreeSession
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.rules import RoundInput, RuleInputs, TokenHistory, VocabRows, parse_rule
 from fsd_infer.rules._walk import _Walk
-from fsd_infer.rules.optimal import clipped, least_divergent, passed
+from fsd_infer.rules.optimal import clipped_distribution, least_divergent, passing_distribution
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree, Draws
 from fsd_infer.trees.visits import select_nodes
@@ -167,7 +167,7 @@ def round_of(toy: Grown) -> tuple[RoundInput, Tensor, Tensor]:
         return torch.cat(parts)
 
     names = ("tokens", "parents", "scores", "q_logits", "q_index", "q_scores", "drawn", "fixed")
-    tree = replace(padded[0], **{name: joined(name) for name in names}, levels=toy.shape.depth)
+    tree = replace(padded[0], **{name: joined(name) for name in names}, depth_bound=toy.shape.depth)
     where = torch.zeros_like(tree.tokens)
     for node in range(1, count):
         above = where.gather(1, tree.parents[:, node : node + 1])[:, 0]
@@ -198,7 +198,7 @@ def emissions(rule: str, toy: Grown) -> tuple[RuleInputs, Tensor, Tensor, Tensor
     emits = torch.zeros_like(stated)
     for node in range(tree.tokens.shape[1]):
         weights = walk._weights(torch.full_like(tree.parents[:, :1], node), lossy).double()
-        left = (1.0 - inputs.total(chance)[:, node, None]).clamp_min(0.0)
+        left = (1.0 - inputs.sum_children(chance)[:, node, None]).clamp_min(0.0)
         emits[:, node] = left * weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
     batch, drafts = tree.is_draft.nonzero(as_tuple=True)
     emits.index_put_((batch, tree.parents[batch, drafts], tree.tokens[batch, drafts]), chance[batch, drafts], True)
@@ -326,7 +326,7 @@ def test_the_distributions_of_a_node_with_a_drawn_child_are_the_best(seed: int) 
         return float((gain * drafted).sum() - price * rel_entr(r, p).sum())
 
     log_q = np.where(fixed, np.inf, np.log(np.maximum(q, 0), where=q > 0, out=np.full(5, -np.inf)))
-    r = clipped(as_tensor(np.log(p)), as_tensor(log_q), as_tensor(gain / price))[0].exp().numpy()
+    r = clipped_distribution(as_tensor(np.log(p)), as_tensor(log_q), as_tensor(gain / price))[0].exp().numpy()
     assert abs(r.sum() - 1) < 1e-9
     others = np.random.default_rng(seed).dirichlet(np.ones(5), 300)
     near = 0.97 * r + 0.03 * others
@@ -341,18 +341,18 @@ def test_the_distributions_of_a_node_with_a_drawn_child_are_the_best(seed: int) 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_distribution_of_both_kinds_is_that_of_either(seed: int) -> None:
-    """Without a drawn child :func:`passed` is the distribution of a tree, without fixed candidates that of a chain."""
+    """Without a drawn child it is the distribution of a tree, without fixed candidates that of a chain."""
     generator = torch.Generator().manual_seed(seed)
     p, q = (torch.randn(2, 1, 6, generator=generator).double() * 1.5).softmax(-1)
     none, passes, fixed = torch.zeros_like(p), p >= 0.25, torch.arange(6)[None] < 2
     raised = lambda x: (x / 0.6).clamp(max=1.0)  # noqa: E731
-    on_tree = passed(p, none, fixed, passes, raised)
+    on_tree = passing_distribution(p, none, fixed, passes, raised)
     chosen, mass = fixed & passes, (p * fixed).sum()
     if chosen.any():
         wanted = p * chosen / (p * chosen).sum()
     else:
         wanted = torch.where(fixed, p / mass * raised(mass), p / (1 - mass) * (1 - raised(mass)))
     torch.testing.assert_close(on_tree, wanted)
-    on_chain = passed(p, q, torch.zeros_like(fixed), passes, raised)
+    on_chain = passing_distribution(p, q, torch.zeros_like(fixed), passes, raised)
     kept, residual = torch.where(passes, q, torch.minimum(q, p / 0.6)), (p - q).clamp_min(0)
     torch.testing.assert_close(on_chain, kept + (1 - kept.sum()) * residual / residual.sum())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fsd_core.tensors import padded
 from fsd_infer import FsdError, Target
 from fsd_infer.drafters import Drafter, DraftRequest, DraftSession, LookupDrafter, MemoryDrafter
-from fsd_infer.drafters.free import Chance, Options, best_first
+from fsd_infer.drafters.free import HitRate, Options, best_first
 from fsd_infer.drafters.memory import FILED, NEAR, Recall
 from fsd_infer.drafters.prefixes import match_size
 from fsd_infer.drafters.recycle import Recycled, RecycleDrafter
@@ -134,9 +134,9 @@ def test_estimates_follow_the_text() -> None:
 
     def chances(texts: list[list[int]]) -> dict[int, float]:
         """What follows the last text, if every text was drafted for token by token."""
-        known: dict[tuple[int, int], Chance] = {}
+        known: dict[tuple[int, int], HitRate] = {}
         for text in texts:
-            recall = Recall(chances=known)
+            recall = Recall(hit_rates=known)
             for token in text:
                 recall.append(token)
                 recall.look()

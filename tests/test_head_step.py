@@ -53,12 +53,12 @@ def test_a_heads_step_is_one_call_and_gives_what_its_modules_give(
             calls.clear()
             faster = found(width)
             assert not calls, "no layers by themselves"
-            monkeypatch.setattr(drafter, "_faster", None)
+            monkeypatch.setattr(drafter, "_fused_step", None)
             for one, other in zip(faster, found(width), strict=True):
                 assert torch.equal(one == NEVER, other == NEVER)
                 assert float((one - other).float().norm()) <= 0.01 * float(other.float().norm())
             assert calls == [10]
-        monkeypatch.setattr(drafter, "_stepped", None)
+        monkeypatch.setattr(drafter, "_step_stack", None)
     tokens[1, 2] = 128
     with pytest.raises(IndexError), torch.inference_mode():
         found(128)
@@ -69,4 +69,4 @@ def test_a_heads_step_is_one_call_and_gives_what_its_modules_give(
     assert calls == [10, 10]
     handle.remove()
     target.logit_form = LogitForm(cap=30.0)
-    assert drafter._faster_step() is None
+    assert drafter._find_fused_step() is None

@@ -18,7 +18,7 @@ from fsd_bench.engine import EngineMethod
 from fsd_infer import FuzzyDecoder, Target
 from fsd_infer.drafters import DraftRequest, GraftedDrafter, LookupDrafter, MemoryDrafter
 from fsd_infer.drafters.loading import load_drafter
-from fsd_infer.drafters.prefixes import END, LEAST_MATCH, SORTED, Store, SuffixStore, sorted_prefixes
+from fsd_infer.drafters.prefixes import END, LEAST_MATCH, MAX_MATCH, Store, SuffixStore, sorted_prefixes
 from fsd_infer.rules import parse_rule
 from fsd_infer.serving.batcher import Batcher
 from fsd_infer.trees.tree import DraftTree
@@ -35,7 +35,7 @@ def matches(texts: list[list[int]], context: list[int]) -> list[tuple[int, int]]
     for text in texts:
         for place in range(len(text)):
             size = 0
-            while size < min(SORTED, len(context), place + 1) and text[place - size] == context[-1 - size]:
+            while size < min(MAX_MATCH, len(context), place + 1) and text[place - size] == context[-1 - size]:
                 size += 1
             if size >= LEAST_MATCH:
                 found.append((size, [*text, END][place + 1]))
@@ -78,7 +78,7 @@ def test_a_store_keeps_its_bound_and_what_is_used() -> None:
     assert sorted(store.order.tolist()) == list(range(len(store)))
     ((size, _, tokens, at),) = store.near([*prompt, *answer[:-1]], 1)
     assert size == len(prompt) + len(answer) - 1 and tokens[at] == answer[-1]
-    assert len(store.known) == len(store.texts)
+    assert len(store.by_hash) == len(store.texts)
 
 
 def test_a_large_memory_loses_texts_and_not_all_at_once() -> None:
@@ -134,7 +134,7 @@ def trees_of(drafter: MemoryDrafter, texts: list[list[int]], keys: list[str] | N
     """The drafts of each row of a batch that has read these texts."""
     request = DraftRequest(len(texts), 99, keys=keys)
     session = drafter.start(torch.tensor([text[0] for text in texts]), request)
-    session.append([text[1:] for text in texts])
+    session.extend_on_host([text[1:] for text in texts])
     tree = session.draft(torch.tensor([text[-1] for text in texts]))
     return [tokens[drafts].tolist() for tokens, drafts in zip(tree.tokens, tree.is_draft)]
 
@@ -177,7 +177,7 @@ def test_copies_from_memory_are_copies() -> None:
     drafter = MemoryDrafter(VOCAB)
     texts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [20, 21, 22, 23, 24, 25, 4, 5, 6]]
     session = drafter.start(torch.tensor([1, 20]), DraftRequest(2, 99))
-    session.append([text[1:] for text in texts])
+    session.extend_on_host([text[1:] for text in texts])
     tokens = torch.tensor([[9, 1, 2], [6, 7, 11]])  # in no text; continued as the first text was, then not
     tree = DraftTree.chain(tokens, torch.empty(2, 0, VOCAB))
     copies = session.copies(tree, 3)

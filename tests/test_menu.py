@@ -86,7 +86,7 @@ def test_a_device_chooses_among_recorded_shapes_and_answers_as_a_cpu_does(
     launch at most six operations besides their graph.
     """
     spent: list[tuple[int, int]] = []
-    process = loop.process
+    process = loop.handle_report
 
     def noted(*given: Any) -> Any:
         spent.append((device.launches, len(device.waits)))
@@ -100,7 +100,7 @@ def test_a_device_chooses_among_recorded_shapes_and_answers_as_a_cpu_does(
         outcome, _ = run(kind, "exact", True, SIM)
         made, menu = len(recorder.graphs), drafter(kind, SIM, True).menu
         assert outcome.sequences == wanted and made >= len(menu) > 2
-        monkeypatch.setattr(loop, "process", noted)
+        monkeypatch.setattr(loop, "handle_report", noted)
         before = recorder.replayed
         outcome, shapes = run(kind, "exact", True, SIM)
         assert outcome.sequences == wanted and set(shapes.seen) <= set(menu)  # which of them depends on the machine

@@ -219,10 +219,12 @@ def test_a_head_drafts_beyond_a_short_copy_and_not_beside_a_long_one(copy: tuple
 
 def test_a_text_without_copies_leaves_the_heads_drafts_alone() -> None:
     curve = LearnedCalibration()
-    of_head = curve.chance(-0.5, 1, True)
+    of_head = curve.accept_prob(-0.5, 1, True)
     for _ in range(40):
         curve.learn(-0.5, 1, True, Kind.GRAFTED, accepted=False)
-    assert curve.chance(-0.5, 1, True) == of_head and curve.chance(-0.7, 1, True, Kind.GRAFTED) < 0.6 * of_head
+    assert (
+        curve.accept_prob(-0.5, 1, True) == of_head and curve.accept_prob(-0.7, 1, True, Kind.GRAFTED) < 0.6 * of_head
+    )
 
 
 SIDES = [(0.5, 0.0, 0.25), (0.5, 1.0, 1.0), (0.0, 0.9, 1.0), (2.0, 0.2, 0.25)]

@@ -138,4 +138,7 @@ def test_a_session_written_with_former_names_works(monkeypatch: pytest.MonkeyPat
             def facts(self, tree: Any, logits: Any, verdict: Any) -> list[Any]:
                 return ["mine"]
 
-    assert Own.feedback is vars(Own)["facts"]
+            def append(self, rows: Any) -> None:
+                pass
+
+    assert Own.feedback is vars(Own)["facts"] and Own.extend_on_host is vars(Own)["append"]

@@ -17,7 +17,7 @@ from scipy.special import rel_entr, softmax
 
 from fsd_infer import FsdError, FuzzyDecoder
 from fsd_infer.rules import Exact, RoundInput, Rule, RuleInputs, TokenHistory, apply_rules, parse_rule
-from fsd_infer.rules.optimal import clipped
+from fsd_infer.rules.optimal import clipped_distribution
 from fsd_infer.rules.texts import repeating_tokens, repeats_ngram
 from fsd_infer.rules.tilted import INITIAL_KL_COEF, LEAST_KL_COEF, Tilted, sampling_cost
 from fsd_infer.trees.tree import DraftTree
@@ -156,7 +156,7 @@ def test_the_clipped_distribution_is_one_whatever_the_numbers(kl_coef: float) ->
     log_q = (log_p + torch.randn(64, 300) * 3).masked_fill(torch.rand(64, 300) < 0.3, -INF).log_softmax(-1)
     log_p = log_p.masked_fill((torch.rand(64, 300) < 0.3) & (log_p < log_p.amax(-1, True)), -INF).log_softmax(-1)
     gain = (torch.rand(64, 300) < 0.7).float() / kl_coef
-    log_r = clipped(log_p, log_q, gain)
+    log_r = clipped_distribution(log_p, log_q, gain)
     assert not log_r.isnan().any() and (log_r.exp().sum(-1) - 1).abs().max() < 1e-5
     assert (log_r == -INF)[log_p == -INF].all()
     # by its definition: the token's ratio to p lies between those of the clip, and inside it r = q

@@ -115,7 +115,7 @@ class Drafter(ABC):
 
         Args:
             first_tokens: [B] first token of each text, on the CPU. The session takes the others by
-                :meth:`DraftSession.extend` and :meth:`DraftSession.append`.
+                :meth:`DraftSession.extend` and :meth:`DraftSession.extend_on_host`.
             request: see :class:`DraftRequest`.
         """
 

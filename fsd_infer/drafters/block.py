@@ -6,8 +6,8 @@ distributions, given the tokens before them if there is a correction. So the dis
 :mod:`fsd_infer.drafters.drawing` hold unchanged.
 
 **A confidence head** estimates for every node how likely the draft after it is accepted. A node gets no children if the
-product of these chances along its path falls below ``TreeShape.stop_below``, in place of what q would estimate. They
-depend on the node and its ancestors, never on a child, so a cut does not look ahead, and no rule's distribution
+product of these probabilities along its path falls below ``TreeShape.stop_below``, in place of what q would estimate.
+They depend on the node and its ancestors, never on a child, so a cut does not look ahead, and no rule's distribution
 changes.
 """
 
@@ -116,7 +116,7 @@ class BlockSession(StepSession):
     def __init__(self, drafter: BlockDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
         if drafter.head.config.confidence is not None:  # which estimates what q would otherwise
-            self._least, self.shape = self.shape.stop_below, replace(self.shape, stop_below=0.0)
+            self._min_survival, self.shape = self.shape.stop_below, replace(self.shape, stop_below=0.0)
         self._block: Tensor  # [B, K, H] states of the slots that estimate, in this round
         self._base: Tensor  # [B, K, Vd] their logits
 

@@ -27,7 +27,7 @@ class CachedSession(TreeSession):
         super().select(rows)
         self._cached = [self._cached[row] for row in rows.tolist()]
 
-    def place_nodes(self, positions: Sequence[Tensor], slots: int) -> None:
+    def set_node_positions(self, positions: Sequence[Tensor], slots: int) -> None:
         """Tell the cache the positions of the nodes in it, [B, E] of each depth, of ``slots`` slots that are seen."""
         nodes = torch.cat(list(positions), 1)
         text = torch.arange(slots, device=self.device).repeat(len(nodes), 1)
@@ -46,7 +46,7 @@ class CachedSession(TreeSession):
         """Whether the target's verification leaves what the model has read of a node as it is."""
         return True
 
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
         ends = [row[count - 1 : count] if count else [] for row, count in zip(nodes, grown, strict=True)]
         unread = [[node for node in row if node not in cached] for row, cached in zip(ends, self._cached, strict=True)]
         if any(unread):

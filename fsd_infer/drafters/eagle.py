@@ -28,9 +28,9 @@ from fsd_infer.targets.target import Target
 from fsd_infer.targets.weights import format_of
 from fsd_infer.trees.shape import TreeShape
 
-READ_AT_ONCE = 256  # tokens of all rows per forward over prompts; more are not faster and take memory
-FEW_UNREAD = 16  # tokens of a text that are read as one step, with logits
-MOST_UNREAD = 1024  # tokens of a text that may wait while drafting is paused
+PREFILL_CHUNK = 256  # tokens of all rows per forward over prompts; more are not faster and take memory
+MAX_STEP_UNREAD = 16  # tokens of a text that are read as one step, with logits
+MAX_UNREAD = 1024  # tokens of a text that may wait while drafting is paused
 
 
 class HeadModel(CachedModel):
@@ -99,8 +99,8 @@ class EagleDrafter(TreeDrafter):
         self.draft_ids = head.draft_ids
         own = head.lm_head is not None
         self.lm_head = None if own or self.draft_ids is None else target.reduced_lm_head(self.draft_ids)
-        self._stepped: Stack | None = None  # the stack that gave the step
-        self._faster: HeadStep | None = None
+        self._fused_step: HeadStep | None = None  # the backend's step, from ids and features to logits
+        self._step_stack: Stack | None = None  # the stack that gave it
 
     @classmethod
     def load(cls, name: str | Path, target: Target, tree: TreeShape | None) -> Drafter | None:
@@ -180,17 +180,17 @@ class EagleDrafter(TreeDrafter):
         vocabulary: ContextVocabulary | None,
     ) -> tuple[Tensor, Tensor]:
         """Run the head on [B, E] tokens, as :meth:`HeadModel.forward`, and return its outputs and :meth:`q_logits`."""
-        if self.head.stack is not self._stepped:  # a backend has changed it
-            self._stepped, self._faster = self.head.stack, self._faster_step()
+        if self.head.stack is not self._step_stack:  # a backend has changed it
+            self._step_stack, self._fused_step = self.head.stack, self._find_fused_step()
         more = None if vocabulary is None else vocabulary.more
-        found = self._faster and self._faster(cache, visible, tokens, features, positions, more)
+        found = self._fused_step and self._fused_step(cache, visible, tokens, features, positions, more)
         if found:
             outputs, logits = found
             return outputs, logits if vocabulary is None else vocabulary.masked(logits)
         outputs = self.model.forward(cache, visible, tokens, features, positions)
         return outputs, self.q_logits(outputs, vocabulary)
 
-    def _faster_step(self) -> HeadStep | None:
+    def _find_fused_step(self) -> HeadStep | None:
         own, model = self.head.lm_head, self.target.model
         if own is None and not self.target.logit_form.is_linear:
             return None
@@ -218,51 +218,61 @@ class EagleDrafter(TreeDrafter):
 
 
 class EagleSession(CachedSession):
-    """A session whose cache slot i holds the pair of token i+1 and feature i. ``lengths`` counts a row's pairs."""
+    """A session whose cache slot i holds the pair of token i+1 and feature i. ``lengths`` counts a row's pairs.
+
+    Attributes:
+        root_output: [B, H] the head's output at each root.
+        unread: arguments of earlier calls of :meth:`extend`, which the next draft reads.
+    """
 
     drafter: EagleDrafter
-    few_unread = FEW_UNREAD
+    max_step_unread = MAX_STEP_UNREAD
 
     def __init__(self, drafter: EagleDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
         self.vocabulary = drafter.context_vocabulary(request.batch)
-        self.unread: list[tuple[Tensor, Tensor, Tensor]] = []  # arguments of earlier calls of extend()
+        self.unread: list[tuple[Tensor, Tensor, Tensor]] = []
         target, width = drafter.target, drafter.head.config.hidden_size
-        self.last = torch.zeros(request.batch, width, dtype=target.dtype, device=self.device)  # output at the root
-        self._begun = False  # whether the prompt is read
-        self._outputs = self.last.new_zeros(request.batch, 0, width)  # [B, N, H] at nodes of beams, in this round
+        self.root_output = torch.zeros(request.batch, width, dtype=target.dtype, device=self.device)
+        self._has_read_prompt = False  # whether the prompt is read
+        self._outputs = self.root_output.new_zeros(
+            request.batch, 0, width
+        )  # [B, N, H] at nodes of beams, in this round
         self._features: Tensor  # [B, E, H] the head's outputs at the nodes that were expanded last
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         self.unread.append((tokens, features, counts))
         # Tokens wait for the next draft, which reads them with the root. Prompts do not, nor do recorded rounds.
         waiting = sum(part[0].shape[1] for part in self.unread)
-        if not self._begun or self._recordable or waiting > MOST_UNREAD:
+        if not self._has_read_prompt or self._reads_at_once or waiting > MAX_UNREAD:
             self._read_text()
 
     def _read_text(self) -> Tensor | None:
         """Read the tokens that wait. Return logits [B, 1, Vd] at the roots if they came along."""
         if not self.unread:
             return None
-        tokens, features, counts = _joined(self.unread)
-        self.unread, most = [], max(READ_AT_ONCE // tokens.shape[0], 1)
+        tokens, features, counts = _concatenated(self.unread)  # [B, K], [B, K, F], [B]
+        self.unread = []
         features = self.drafter.target.features_of(features, self.drafter.head.config.fused_layers)
-        if self._begun and not self._recordable and tokens.shape[1] <= self.few_unread:
+        if self._has_read_prompt and not self._reads_at_once and tokens.shape[1] <= self.max_step_unread:
             slots, visible = self.cache.in_text(self.lengths, tokens.shape[1])
-            out, logits = self.drafter.step(self.cache, visible, tokens, features, slots, self.vocabulary)
+            outputs, logits = self.drafter.step(self.cache, visible, tokens, features, slots, self.vocabulary)
         else:
-            parts = zip(tokens.split(most, 1), features.split(most, 1), strict=True)
-            out, logits = torch.cat([self._read(place * most, *part) for place, part in enumerate(parts)], 1), None
-        grown, ends = counts > 0, (counts - 1).clamp_min(0)[:, None]
-        self.last.copy_(torch.where(grown[:, None], at_nodes(out, ends)[:, 0], self.last))  # finished rows keep theirs
+            chunk = max(PREFILL_CHUNK // tokens.shape[0], 1)
+            chunks = zip(tokens.split(chunk, 1), features.split(chunk, 1), strict=True)
+            outputs = torch.cat([self._read(number * chunk, *each) for number, each in enumerate(chunks)], 1)
+            logits = None
+        has_new, last_new = counts > 0, (counts - 1).clamp_min(0)[:, None]
+        root_output = at_nodes(outputs, last_new)[:, 0]
+        self.root_output.copy_(torch.where(has_new[:, None], root_output, self.root_output))  # else it stays
         self.lengths += counts
-        self._begun = True
-        return None if logits is None else at_nodes(logits, ends)
+        self._has_read_prompt = True
+        return None if logits is None else at_nodes(logits, last_new)
 
     def _read(self, first: int, tokens: Tensor, features: Tensor) -> Tensor:
         """Return the head's outputs over tokens [B, K] with features [B, K, F], the ``first``-th new ones onwards."""
         count = tokens.shape[1]
-        used = None if self._begun else first + count  # a prompt begins at slot 0
+        used = None if self._has_read_prompt else first + count  # a prompt begins at slot 0
         slots, visible = self.cache.in_text(self.lengths + first, count, used)
         return self.drafter.model.forward(self.cache, visible, tokens, features, slots)
 
@@ -275,7 +285,8 @@ class EagleSession(CachedSession):
         return self.prices is None and (self.vocabulary is None or self.vocabulary.is_capturable)
 
     @property
-    def _recordable(self) -> bool:
+    def _reads_at_once(self) -> bool:
+        """Whether accepted tokens are read at the end of their round, which may be recorded, and do not wait."""
         return self.is_capturable and (self.vocabulary is None or not is_host(self.device))
 
     def host_inputs(self) -> list[Tensor]:
@@ -286,18 +297,18 @@ class EagleSession(CachedSession):
             self.vocabulary.set_host_inputs(None if inputs is None else next(inputs))
 
     def tensors(self) -> list[Tensor]:
-        return [self.lengths, self.last]
+        return [self.lengths, self.root_output]
 
     def restart(self, fresh: EagleSession) -> None:
-        self._begun, self.vocabulary = fresh._begun, fresh.vocabulary
+        self._has_read_prompt, self.vocabulary = fresh._has_read_prompt, fresh.vocabulary
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         if self.vocabulary is not None:
             self.vocabulary.extend(rows)
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         logits = self._read_text()
-        self._features = self.last[:, None]
+        self._features = self.root_output[:, None]
         ids = self.drafter.draft_ids if self.vocabulary is None else self.vocabulary.ids
         return self.drafter.q_logits(self._features, self.vocabulary) if logits is None else logits, ids
 
@@ -307,7 +318,7 @@ class EagleSession(CachedSession):
         kept = to_device(rows, self.device)
         self.unread = [(tokens[kept], features[kept], counts[kept]) for tokens, features, counts in self.unread]
         super().select(rows)
-        self.last, self._outputs = self.last[kept], self._outputs[kept]
+        self.root_output, self._outputs = self.root_output[kept], self._outputs[kept]
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)
@@ -344,12 +355,12 @@ class EagleSession(CachedSession):
     def _is_final(self, frontier: Frontier, row: int, node: int) -> bool:
         return frontier.parents[row][node] < frontier.read[row]
 
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
-        super().keep(frontier, nodes, grown)
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        super().follow_beams(frontier, nodes, grown)
         self._outputs = self._outputs[:, :0]
 
 
-def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+def _concatenated(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     """Join the arguments of several calls of :meth:`EagleSession.extend` to those of one."""
     if len(parts) == 1:
         return parts[0]

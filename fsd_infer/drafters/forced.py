@@ -18,8 +18,8 @@ from fsd_infer.drafters.session import DraftRequest, DraftSession
 from fsd_infer.trees.tree import DraftTree, Nodes
 from fsd_infer.trees.visits import select_nodes
 
-MOST = 16  # forced tokens of a round
-ALONE = 2  # a row with this many forced tokens takes no drafts of the main drafter
+MAX_FORCED = 16  # forced tokens of a round
+FORCED_ALONE = 2  # a row with this many forced tokens takes no drafts of the main drafter
 
 
 class ForcedDrafter(Drafter):
@@ -58,11 +58,11 @@ class ForcedDrafter(Drafter):
 
     @property
     def max_nodes(self) -> int:
-        return self.main.max_nodes + MOST
+        return self.main.max_nodes + MAX_FORCED
 
     @property
     def max_depth(self) -> int:
-        return max(self.main.max_depth, MOST)
+        return max(self.main.max_depth, MAX_FORCED)
 
     def for_bonus(self, draft_bonus: float) -> Drafter:
         main = self.main.for_bonus(draft_bonus)
@@ -79,7 +79,7 @@ class ForcedSession(DraftSession):
     """The main drafter's session with each row's answer so far."""
 
     needs_report = True
-    _given: Tensor | None = None  # the chains of recorded rounds
+    _host_inputs: Tensor | None = None  # the chains of recorded rounds
 
     def __init__(self, drafter: ForcedDrafter, first_tokens: Tensor, request: DraftRequest) -> None:
         self.drafter, self.device, self.shape = drafter, request.device, request.shape
@@ -89,14 +89,14 @@ class ForcedSession(DraftSession):
         self.ends = first_tokens.tolist()  # the last token of each text
         self.finished: set[int] = set()  # of rows that stay in the batch
         self._chains: list[list[int]] = []
-        self._alone = False  # whether the main drafter does not draft in this round
+        self._main_is_idle = False  # whether the main drafter does not draft in this round
 
     @property
     def main(self) -> DraftSession:
         return self.parts[0]
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
-        super().append(rows)
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
+        super().extend_on_host(rows)
         for at, (answer, row) in enumerate(zip(self.answers, rows, strict=True)):
             if row:
                 answer += row if answer else row[-1:]  # the first tokens are the prompt's, and the answer's first one
@@ -118,13 +118,13 @@ class ForcedSession(DraftSession):
 
     @property
     def shape_key(self) -> Hashable:
-        return self._alone, any(self._chains), self.shape, self.main.shape_key
+        return self._main_is_idle, any(self._chains), self.shape, self.main.shape_key
 
     def host_inputs(self) -> list[Tensor]:
-        return [DraftTree.packed_lists(self._forced(), 1 + MOST), *super().host_inputs()]
+        return [DraftTree.packed_lists(self._forced_chains(), 1 + MAX_FORCED), *super().host_inputs()]
 
     def set_host_inputs(self, inputs: Iterator[Tensor] | None) -> None:
-        self._given = None if inputs is None else next(inputs)
+        self._host_inputs = None if inputs is None else next(inputs)
         super().set_host_inputs(inputs)
 
     def restart(self, fresh: ForcedSession) -> None:
@@ -132,42 +132,55 @@ class ForcedSession(DraftSession):
         vars(self).update({**vars(fresh), "parts": self.parts})
 
     def draft(self, roots: Tensor) -> DraftTree:
-        drafter, vocab_size, self.growth = self.drafter, self.drafter.vocab_size, None
-        if self._given is None:
-            forced = DraftTree.of_lists(self._forced(), vocab_size, self.device, MOST)
-        else:
-            forced = DraftTree.of_packed(self._given, vocab_size, MOST)
-        own = len(drafter.main.proposers)  # the guide's place among the proposers
-        if self._alone:
-            return replace(forced, proposers=torch.full_like(forced.parents, own))
+        self.growth, forced = None, self._forced_tree()
+        if self._main_is_idle:
+            return replace(forced, proposers=torch.full_like(forced.parents, self._proposer))
         if self.shape is not None:
             self.main.shape = self.shape
         main, self.growth = self.main.draft(roots), self.main.growth
         if main.sampled and main.drawn is None or not any(self._chains):
             return main
-        is_long = forced.is_draft.sum(1, keepdim=True) >= ALONE
+        return self._merge(main, forced)
+
+    @property
+    def _proposer(self) -> int:
+        """The guide's place among the proposers."""
+        return len(self.drafter.main.proposers)
+
+    def _forced_tree(self) -> DraftTree:
+        """Return the forced tokens as chains, each with probability 1."""
+        vocab_size = self.drafter.vocab_size
+        if self._host_inputs is None:
+            return DraftTree.of_lists(self._forced_chains(), vocab_size, self.device, MAX_FORCED)
+        return DraftTree.of_packed(self._host_inputs, vocab_size, MAX_FORCED)
+
+    def _merge(self, main: DraftTree, forced: DraftTree) -> DraftTree:
+        """Return the main trees with the forced chains; a long chain alone."""
+        drafter, is_long = self.drafter, forced.is_draft.sum(1, keepdim=True) >= FORCED_ALONE
         drawn = None if main.drawn is None else main.drawn & ~is_long
         main = replace(main, scores=main.scores.masked_fill(main.is_draft & is_long, -math.inf), drawn=drawn)
-        union = union_of(main, forced, drafter.max_depth, own)
-        union.levels = drafter.max_depth
+        union = union_of(main, forced, drafter.max_depth, self._proposer)
+        union.depth_bound = drafter.max_depth
         drafts = union.is_draft.sum(1)
         if functional.host_all(drafts == main.is_draft.sum(1)):  # main holds the chains
             return main
         most = 1 + functional.host_max(drafts, drafter.max_nodes - 1)
-        kept = select_nodes(union.scores, union.parents, drafter.max_depth, 0.0, most, union.pinned)
+        nodes = select_nodes(union.scores, union.parents, drafter.max_depth, 0.0, most, union.pinned)
         if self.growth is not None:
             self.growth.is_choice = False
-        return replace(keep_nodes(union, main, kept), forecast=None)  # what is forced says nothing of the drafter
+        return replace(keep_nodes(union, main, nodes), forecast=None)  # what is forced says nothing of the drafter
 
-    def _forced(self) -> list[Nodes]:
+    def _forced_chains(self) -> list[Nodes]:
         """Ask the grammar what it forces; return chains of it."""
-        goes_on = self._going()
+        goes_on = self._goes_on()
         rows = zip(goes_on, self.rows, self.answers, strict=True)
-        self._chains = [self.drafter.forced(row, answer)[:MOST] if goes_on else [] for goes_on, row, answer in rows]
-        self._alone = min((len(chain) for chain in compress(self._chains, goes_on)), default=0) >= ALONE
+        forced = self.drafter.forced
+        self._chains = [forced(row, answer)[:MAX_FORCED] if goes_on else [] for goes_on, row, answer in rows]
+        shortest = min((len(chain) for chain in compress(self._chains, goes_on)), default=0)
+        self._main_is_idle = shortest >= FORCED_ALONE
         return [_chain([root, *chain]) for root, chain in zip(self.ends, self._chains, strict=True)]
 
-    def _going(self) -> list[bool]:
+    def _goes_on(self) -> list[bool]:
         """[B] whether each row has an answer that goes on: rows that fill a bucket have none."""
         return [bool(answer) and row not in self.finished for row, answer in zip(self.rows, self.answers, strict=True)]
 

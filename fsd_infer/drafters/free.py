@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from fsd_core.errors import FsdError
+from fsd_core.former import rename_members
 from fsd_infer.drafters.base import DRAFTERS, Drafter
 from fsd_infer.drafters.frontier import Frontier, Guess
 from fsd_infer.drafters.session import DraftRequest, DraftSession
@@ -21,30 +22,30 @@ from fsd_infer.trees.shape import LARGEST_OF_LM, TreeShape, check_tree
 from fsd_infer.trees.tree import DraftTree, Nodes
 
 PRIOR_TRIALS = 4.0  # trials that a prior counts as
-Options = list[tuple[int, float]]  # distinct tokens with chances that add up to at most 1
+Options = list[tuple[int, float]]  # distinct tokens with probabilities that add up to at most 1
 
 
-class Chance:
+class HitRate:
     """The share of right guesses of one kind: (prior hits + hits) / (prior trials + trials). Both counts fade.
 
     Args:
         prior: the share before the first trial.
-        memory: trials after which new evidence makes older evidence fade.
+        window: trials after which new evidence makes older evidence fade.
         weight: trials that the prior counts as.
     """
 
-    def __init__(self, prior: float, memory: float, weight: float = PRIOR_TRIALS) -> None:
-        self.hits, self.trials, self.memory = weight * prior, weight, memory
+    def __init__(self, prior: float, window: float, weight: float = PRIOR_TRIALS) -> None:
+        self.hits, self.trials, self.window = weight * prior, weight, window
 
     @property
     def value(self) -> float:
         """Strictly between 0 and 1."""
         return self.hits / self.trials
 
-    def learn(self, right: bool) -> None:
-        fade = 1.0 if self.trials < self.memory else 1.0 - 1.0 / self.memory
-        self.hits, self.trials = self.hits * fade + right, self.trials * fade + 1.0
-        # never 0 or 1: scores must fall from parent to child, and a chance must be able to recover
+    def learn(self, hit: bool) -> None:
+        decay = 1.0 if self.trials < self.window else 1.0 - 1.0 / self.window
+        self.hits, self.trials = self.hits * decay + hit, self.trials * decay + 1.0
+        # never 0 or 1: scores must fall from parent to child, and a rate must be able to recover
         self.hits = min(max(self.hits, 0.01), self.trials - 0.05)
 
 
@@ -78,8 +79,8 @@ def best_first(table: Table, place: Any, root: int, nodes: int, depth: int, leas
     node = 0
     while True:
         if place is not None:
-            for token, chance in table.options(place):
-                score = scores[node] + math.log(chance)
+            for token, prob in table.options(place):
+                score = scores[node] + math.log(prob)
                 if score >= lowest:
                     arrivals += 1
                     heapq.heappush(queue, (-score, arrivals, node, token, place))
@@ -106,7 +107,7 @@ class FreeDrafter(Drafter):
 
     Attributes:
         largest: by device, the largest shape within which trees are chosen round by round.
-        reach: tokens of a context that its tables read at most.
+        context_length: tokens of a context that its tables read at most.
         most_chosen: nodes that it drafts at least under ``tree="auto"``, which then chooses the nodes to verify.
 
     Raises:
@@ -115,9 +116,13 @@ class FreeDrafter(Drafter):
 
     largest: ClassVar[Mapping[str, TreeShape]] = LARGEST_OF_LM
     relative_cost = 0.0
-    reach: ClassVar[int] = 32
+    context_length: ClassVar[int] = 32
     drafts_beams = True
     most_chosen: ClassVar[int] = 0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        rename_members(cls, {"reach": "context_length"})
 
     @abstractmethod
     def __init__(self, vocab_size: int, depth: int, nodes: int, least: float, width: int = 1) -> None:
@@ -155,12 +160,12 @@ class FreeSession(DraftSession):
     """A session of a :class:`FreeDrafter`, whose tables hold what may follow each text. All its state is the host's.
 
     Attributes:
-        tails: the last tokens of each text, as many as :attr:`FreeDrafter.reach`.
+        tails: the last tokens of each text, as many as :attr:`FreeDrafter.context_length`.
     """
 
     drafter: FreeDrafter
     needs_report = True
-    _given: Tensor | None = None  # the trees of recorded rounds
+    _host_inputs: Tensor | None = None  # the trees of recorded rounds
 
     def __init__(self, first_tokens: Tensor, request: DraftRequest) -> None:
         self.device, self.shape = request.device, request.shape
@@ -170,11 +175,11 @@ class FreeSession(DraftSession):
     def places(self) -> list[tuple[Table, Any]]:
         """Return the table of each text and the text's place in it."""
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         self.tails = [self._tail([*tail, *row]) for tail, row in zip(self.tails, rows, strict=True)]
 
     def _tail(self, tokens: list[int]) -> list[int]:
-        return tokens[-self.drafter.reach :]
+        return tokens[-self.drafter.context_length :]
 
     def select(self, rows: Tensor) -> None:
         self.tails = [self.tails[row] for row in rows.tolist()]
@@ -187,15 +192,15 @@ class FreeSession(DraftSession):
         return [DraftTree.packed_lists(self._rows(), self.drafter.nodes)]
 
     def set_host_inputs(self, inputs: Iterator[Tensor] | None) -> None:
-        self._given = None if inputs is None else next(inputs)
+        self._host_inputs = None if inputs is None else next(inputs)
 
     def restart(self, fresh: FreeSession) -> None:
         vars(self).update(vars(fresh))
 
     def draft(self, roots: Tensor) -> DraftTree:
         drafter = self.drafter
-        if self._given is not None:
-            return DraftTree.of_packed(self._given, drafter.vocab_size, drafter.depth)
+        if self._host_inputs is not None:
+            return DraftTree.of_packed(self._host_inputs, drafter.vocab_size, drafter.depth)
         rows = self._rows()
         tree = DraftTree.of_lists(rows, drafter.vocab_size, self.device, drafter.depth)
         if self.shape is None or self.shape.prices is None:
@@ -227,7 +232,7 @@ class FreeSession(DraftSession):
 def likeliest_of(options: Options, count: int) -> Guess:
     """Return the ``count`` likeliest options."""
     best = sorted(options, key=lambda option: -option[1])[:count]
-    return [math.log(chance) for _, chance in best], [token for token, _ in best]
+    return [math.log(prob) for _, prob in best], [token for token, _ in best]
 
 
 def free_drafters() -> dict[str, type[FreeDrafter]]:

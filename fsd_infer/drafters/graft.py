@@ -165,7 +165,7 @@ class GraftedSession(DraftSession):
         """Return the best nodes of both trees."""
         drafter, began = self.drafter, self.clock()
         union = union_of(main, side, drafter.max_depth, len(drafter.main.proposers))
-        union.levels = drafter.max_depth
+        union.depth_bound = drafter.max_depth
         if self.growth is not None:
             self.growth.side_seconds += self.clock() - began
             return keep_nodes(union, main, self.growth.choose(union))
@@ -180,9 +180,9 @@ class GraftedSession(DraftSession):
             [_union_guess(guesses, count) for guesses in zip(*rows, strict=True)] for rows in zip(*found, strict=True)
         ]
 
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
         for session in self._beam_sessions():
-            session.keep(frontier, nodes, grown)
+            session.follow_beams(frontier, nodes, grown)
 
     def _beam_sessions(self) -> list[DraftSession]:
         parts = zip(self.parts, self.drafter.parts, strict=True)

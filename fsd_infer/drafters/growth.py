@@ -100,7 +100,7 @@ class TreeSession(DraftSession):
         self.cache = self.cache.moved(lambda: self.drafter.model.new_cache(rows, slots))
 
     def draft(self, roots: Tensor) -> DraftTree:
-        depth = self._max_level()
+        depth = self._max_depth()
         self.growth = None if self.prices is None else Growth(self.shape, len(self.lengths))
         if depth < 1 or self.growth is not None and not self.growth.starts():
             return DraftTree.root_only(roots, self.drafter.vocabulary)
@@ -108,7 +108,7 @@ class TreeSession(DraftSession):
         self._drawing = None if self.request.draws is Draws.NONE else self._new_drawing()
         return self._select_nodes(self._grow(roots, logits, ids, depth))
 
-    def _max_level(self) -> int:
+    def _max_depth(self) -> int:
         """Return the depth to which candidates may be drafted in this round."""
         return self.shape.depth
 
@@ -167,17 +167,17 @@ class TreeSession(DraftSession):
         """
         if self._drawing is None:
             return *functional.topk_logprobs(logits, self.width), None
-        reach = scores if self.growth is None else self.growth.reach(scores)
-        return self._drawing.propose(logits, reach, sees, self.width)
+        log_probs = scores if self.growth is None else self.growth.accept_log_probs(scores)
+        return self._drawing.propose(logits, log_probs, sees, self.width)
 
-    def _grow(self, roots: Tensor, logits: Tensor, ids: Tensor | None, depth: int) -> DraftTree:
+    def _grow(self, roots: Tensor, logits: Tensor, ids: Tensor | None, max_depth: int) -> DraftTree:
         """Return the tree of all candidates.
 
         Args:
             roots: [B] tokens.
             logits: [B, 1, Vd] at the roots.
             ids: [Vd] target id of each entry; None if Vd = V.
-            depth: of the deepest candidates.
+            max_depth: of the deepest candidates.
         """
         batch, device, self._stopped = len(self.lengths), self.device, None
         frontier = torch.zeros(batch, 1, dtype=torch.long, device=device)  # [B, E] nodes to expand, at first the root
@@ -186,33 +186,33 @@ class TreeSession(DraftSession):
         tokens, parents, scores = [roots[:, None]], [frontier], [frontier_scores]  # of each depth
         drawn = [torch.zeros_like(frontier, dtype=torch.bool)]
         all_expanded, all_logits, count = [frontier], [logits], 1
-        for level in range(1, depth + 1):
+        for depth in range(1, max_depth + 1):
             # each node of the frontier proposes w children
             log_q, entries, is_drawn = self._propose(logits, frontier_scores, sees)  # [B, E, w]
             if self._stopped is not None:
                 log_q = log_q.masked_fill(self._stopped, -math.inf)
                 is_drawn = None if is_drawn is None else is_drawn & ~self._stopped
-            level_tokens = (entries if ids is None else ids[entries]).flatten(1)  # [B, E · w]
-            level_scores = (frontier_scores[..., None] + log_q).flatten(1)
-            tokens.append(level_tokens)
+            new_tokens = (entries if ids is None else ids[entries]).flatten(1)  # [B, E · w]
+            new_scores = (frontier_scores[..., None] + log_q).flatten(1)
+            tokens.append(new_tokens)
             parents.append(frontier[..., None].expand_as(log_q).flatten(1))
-            scores.append(level_scores)
+            scores.append(new_scores)
             if is_drawn is not None:
                 drawn.append(is_drawn.flatten(1))
             # the best of these children are the next frontier
-            chosen = None if level == depth else self._next_frontier(log_q, level_scores, is_drawn)  # [B, E']
+            chosen = None if depth == max_depth else self._next_frontier(log_q, new_scores, is_drawn)  # [B, E']
             if chosen is None:
                 break
-            frontier_scores = level_scores.gather(1, chosen)
+            frontier_scores = new_scores.gather(1, chosen)
             if isinstance(self._drawing, Drawing):
                 self._drawing.expand(drawn[-1].gather(1, chosen))
             # the model reads them
             itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
             parent = chosen // self.width  # [B, E'] place of each one's parent in the frontier before
             sees = torch.cat([at_nodes(sees, parent), itself], dim=-1)
-            logits = self._expand(level_tokens.gather(1, chosen), parent, sees, level)
+            logits = self._expand(new_tokens.gather(1, chosen), parent, sees, depth)
             frontier = count + chosen
-            count += level_tokens.shape[1]
+            count += new_tokens.shape[1]
             all_expanded.append(frontier)
             all_logits.append(logits)
         tree = _tree_of(tokens, parents, scores, all_expanded, all_logits, ids)
@@ -261,11 +261,11 @@ class TreeSession(DraftSession):
 
     def _forecast(self, tree: DraftTree) -> Tensor:
         """Return :func:`.trees.forecast.forecast` from all candidates of a tree."""
-        assert tree.levels is not None
-        key = tree.levels, self.width
+        assert tree.depth_bound is not None
+        key = tree.depth_bound, self.width
         if key not in self._masks:  # at first: a recording cannot copy them to the device
             self._masks[key] = Masks(*key, self.request.menu, self.device)
-        return forecast(visit_scores(tree.scores, tree.parents, tree.levels, self.draft_bonus), self._masks[key])
+        return forecast(visit_scores(tree.scores, tree.parents, tree.depth_bound, self.draft_bonus), self._masks[key])
 
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
         """Run the model on nodes [B, E]. Their keys follow those of the text and of earlier depths."""
@@ -322,5 +322,5 @@ def _tree_of(
         torch.cat(logits, 1),
         index,
         ids,
-        levels=len(tokens) - 1,
+        depth_bound=len(tokens) - 1,
     )

@@ -133,7 +133,7 @@ class LMSession(CachedSession):
         self._max_unread = 1  # a bound of any text's tokens that are not in the cache
         self._moves_nodes = is_host(self.device)  # whether accepted nodes' keys and values move to their final slots
         self._expanded = [ExpandedNodes() for _ in range(request.batch)]
-        self._positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if layers have windows
+        self._node_positions: list[Tensor] = []  # [B, E] of each depth's expanded nodes, if layers have windows
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         places = self.lengths[:, None] + torch.arange(tokens.shape[1], device=self.device)
@@ -178,7 +178,7 @@ class LMSession(CachedSession):
         bound = max(self._max_unread, self.drafter.max_depth + 2)  # the same in every round
         return functional.host_max(self.lengths - self.cached, bound)
 
-    def _max_level(self) -> int:
+    def _max_depth(self) -> int:
         self._row_depths = self._context_depths()  # [B]
         return functional.host_max(self._row_depths, self._most_depth)
 
@@ -187,7 +187,7 @@ class LMSession(CachedSession):
         return min(self.shape.depth, self.drafter.max_depth)
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
-        self._positions = []
+        self._node_positions = []
         return self._read(self.lengths, self._unread()), None
 
     def _select_nodes(self, tree: DraftTree) -> DraftTree:
@@ -231,8 +231,8 @@ class LMSession(CachedSession):
             for nodes, row, above in zip(self._expanded, tokens.tolist(), parents.tolist()):
                 nodes.add(row, above)
         if any(self.drafter.model.layer_windows.values()):  # windows go by positions, which differ from slots
-            self._positions.append(positions)
-            self.place_nodes(self._positions, visible.shape[-1])
+            self._node_positions.append(positions)
+            self.set_node_positions(self._node_positions, visible.shape[-1])
         return self._forward(tokens, positions, visible)
 
     def _can_draft_below(self, frontier: Frontier, row: int, node: int) -> bool:
@@ -251,8 +251,8 @@ class LMSession(CachedSession):
         places = [[read.index(node) for node in wanted] for wanted, read in zip(nodes, unread, strict=True)]
         return at_nodes(logits, to_device(padded(places).long(), self.device)), None
 
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
-        super().keep(frontier, nodes, grown)
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        super().follow_beams(frontier, nodes, grown)
         if any(grown):
             self.cached.copy_(self.lengths)
 

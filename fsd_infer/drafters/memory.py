@@ -16,8 +16,17 @@ from fsd_core.errors import FsdError
 from fsd_core.tensors import to_device
 from fsd_infer.drafters.base import DRAFTERS
 from fsd_infer.drafters.corpus import open_corpus
-from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
-from fsd_infer.drafters.prefixes import END, SORTED, STORE_BYTES, Occurrence, Store, SuffixStore, TextIndex, match_size
+from fsd_infer.drafters.free import FreeDrafter, FreeSession, HitRate, Options, Table
+from fsd_infer.drafters.prefixes import (
+    END,
+    MAX_MATCH,
+    STORE_BYTES,
+    Occurrence,
+    Store,
+    SuffixStore,
+    TextIndex,
+    match_size,
+)
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.tree import DraftTree
@@ -32,7 +41,7 @@ PRIOR_TRIALS, TRIALS = 12.0, 256.0  # trials that the share counts as, and trial
 
 Index = dict[tuple[int, ...], list[tuple["Recall", int]]]
 Kind = tuple[int, int]  # the sources that propose a candidate, one bit each, and the bin of its votes
-Chances = dict[Kind, Chance]
+HitRates = dict[Kind, HitRate]
 
 
 class Recall(TextIndex):
@@ -40,7 +49,7 @@ class Recall(TextIndex):
 
     Args:
         stores: remembered texts.
-        chances: estimated acceptance of each kind of candidate, learned while decoding; None: no estimates yet.
+        hit_rates: estimated acceptance of each kind of candidate, learned while decoding; None: no estimates yet.
         index: by n-gram of up to :data:`FILED` tokens, the texts and places of the tokens that followed it; None: an
             empty index. Texts that share an index draft from each other.
 
@@ -50,18 +59,18 @@ class Recall(TextIndex):
     """
 
     def __init__(
-        self, stores: Sequence[SuffixStore] = (), chances: Chances | None = None, index: Index | None = None
+        self, stores: Sequence[SuffixStore] = (), hit_rates: HitRates | None = None, index: Index | None = None
     ) -> None:
         self.stores = stores
         self.tokens: list[int] = []
-        self.chances: Chances = {} if chances is None else chances
+        self.hit_rates: HitRates = {} if hit_rates is None else hit_rates
         self.index: Index = {} if index is None else index
         self.here: list[Occurrence] = []
 
     def append(self, token: int) -> None:
         """Append a token: judge the candidates for it, then add it to the index. Takes O(1) steps."""
         for candidate, kind in self._candidates(self.here):
-            self._chance(kind).learn(candidate == token)
+            self._hit_rate(kind).learn(candidate == token)
         for _, source, tokens, at in self.here:
             if source is not self and tokens[at] == token:
                 source.use(tokens, at)
@@ -93,13 +102,13 @@ class Recall(TextIndex):
         ]
 
     def options(self, place: list[Occurrence]) -> Options:
-        """Return distinct next tokens with their chances, which add up to at most 1."""
-        options = [(token, self._chance(kind).value) for token, kind in self._candidates(place)]
+        """Return distinct next tokens with their probabilities, which add up to at most 1."""
+        options = [(token, self._hit_rate(kind).value) for token, kind in self._candidates(place)]
         total = max(1.0, sum(chance for _, chance in options))
         return [(token, chance / total) for token, chance in options]
 
     def has(self, context: Sequence[int]) -> bool:
-        """Return whether these tokens, at most :data:`SORTED`, occur in any of the texts."""
+        """Return whether these tokens, at most :data:`MAX_MATCH`, occur in any of the texts."""
         said = self.index.get(tuple(context[-FILED:]), ())
         if any(match_size(text.tokens, at, context) >= len(context) for text, at in said):
             return True
@@ -113,8 +122,8 @@ class Recall(TextIndex):
                 if (text, at) not in found:
                     size = match_size(text.tokens, at, context) if filed == FILED else filed
                     gap = len(text.tokens) - at
-                    if text is self and gap < SORTED:  # a period, which continues past the end of the text
-                        found[text, at] = size, text, text.tokens[at:] * (SORTED // gap + 1), 0
+                    if text is self and gap < MAX_MATCH:  # a period, which continues past the end of the text
+                        found[text, at] = size, text, text.tokens[at:] * (MAX_MATCH // gap + 1), 0
                     else:
                         found[text, at] = size, text, text.tokens, at
             if len(found) >= NEAR:
@@ -132,10 +141,10 @@ class Recall(TextIndex):
         votes.pop(END, None)
         return [(token, (sources, int(BINS * count / total))) for token, (sources, count) in votes.items()]
 
-    def _chance(self, kind: Kind) -> Chance:
-        if kind not in self.chances:
-            self.chances[kind] = Chance((kind[1] + 0.5) / BINS, TRIALS, PRIOR_TRIALS)
-        return self.chances[kind]
+    def _hit_rate(self, kind: Kind) -> HitRate:
+        if kind not in self.hit_rates:
+            self.hit_rates[kind] = HitRate((kind[1] + 0.5) / BINS, TRIALS, PRIOR_TRIALS)
+        return self.hit_rates[kind]
 
 
 @DRAFTERS.register("memory")
@@ -166,7 +175,7 @@ class MemoryDrafter(FreeDrafter):
 
     name = "memory"
     keeps_texts = True
-    reach = SORTED
+    context_length = MAX_MATCH
     most_chosen = 24
 
     def __init__(
@@ -223,7 +232,7 @@ class MemoryDrafter(FreeDrafter):
         for key in keys:
             if self.store_bytes and key != "":
                 store = self.store_of(key or "", stores)
-                recalls.append(Recall([store, *corpus], store.chances, indexes.setdefault(key, {})))
+                recalls.append(Recall([store, *corpus], store.hit_rates, indexes.setdefault(key, {})))
                 self.trim()
             else:
                 recalls.append(Recall(corpus))
@@ -233,7 +242,7 @@ class MemoryDrafter(FreeDrafter):
         """Add a finished text to the store that it drafted from, if any."""
         for store in recall.stores:
             if isinstance(store, Store):
-                store.add([prompt, [*prompt[-SORTED:], *answer]])
+                store.add([prompt, [*prompt[-MAX_MATCH:], *answer]])
                 self.trim()
 
     def start(self, first_tokens: Tensor, request: DraftRequest) -> MemorySession:
@@ -272,8 +281,8 @@ class MemorySession(FreeSession):
     def remembers(self) -> bool:
         return self._remembers
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
-        super().append(rows)
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
+        super().extend_on_host(rows)
         for recall, row in zip(self.recalls, rows, strict=True):
             for token in row:
                 recall.append(token)

@@ -93,12 +93,13 @@ class MtpHead(nn.Module):
         angles = {kind: self._angles(kind, embeds.to(states.dtype), positions) for kind in set(self._kinds)}
         is_text = states.shape[-1] > len(self.layers) * width
         for index, layer in enumerate(self.layers):
-            at = index if is_text else max(index - 1, 0)
-            given = states[..., at * width : (at + 1) * width]
+            # of a text: layer k reads layer k - 1 at the token before; of nodes: their parents' outputs
+            part = index if is_text else max(index - 1, 0)
+            state = states[..., part * width : (part + 1) * width]
             if is_text and index:
-                given = torch.cat([given[:, :1], made[-1][:, :-1]], 1)
-            seen = self._seen(index, attention_mask, positions, cache)
-            made.append(layer(embeds, given, seen, cache, position_ids=positions, **angles[self._kinds[index]]))
+                state = torch.cat([state[:, :1], made[-1][:, :-1]], 1)
+            mask = self._layer_mask(index, attention_mask, positions, cache)
+            made.append(layer(embeds, state, mask, cache, position_ids=positions, **angles[self._kinds[index]]))
         return torch.cat(made, -1)
 
     def _angles(self, kind: str, x: Tensor, positions: Tensor) -> dict[str, Any]:
@@ -108,25 +109,25 @@ class MtpHead(nn.Module):
         return {"position_embeddings": rotary(x, positions, *([kind] if _turns_by_kind(rotary) else []))}
 
     @property
-    def needs_places(self) -> bool:
+    def needs_node_positions(self) -> bool:
         """Whether some layer does not attend to all positions, of which siblings share one."""
         return "sliding_attention" in self._kinds or len(self.layers) > 1
 
-    def _seen(self, index: int, mask: Any, positions: Tensor, cache: Any) -> Any:
-        """The mask of a layer. Masks of packed rows are no tensors: their attention knows the layer's window."""
-        slides = self._kinds[index] == "sliding_attention"
-        if not index and not slides or not isinstance(mask, Tensor):
+    def _layer_mask(self, index: int, mask: Any, positions: Tensor, cache: Any) -> Any:
+        """Return a layer's mask. Masks of packed rows are no tensors: their attention knows the layer's window."""
+        has_window = self._kinds[index] == "sliding_attention"
+        if not index and not has_window or not isinstance(mask, Tensor):
             return mask
-        places: Any = cache or SimpleNamespace(positions=torch.arange(mask.shape[-1], device=mask.device)[None])
+        slots: Any = cache or SimpleNamespace(positions=torch.arange(mask.shape[-1], device=mask.device)[None])
         if index:
-            mask = mask & ~self._before(index, positions, places, mask.shape[-1])
-        if not slides:
+            mask = mask & ~self._before_layer(index, positions, slots, mask.shape[-1])
+        if not has_window:
             return mask
-        return windowed(mask[:, 0], positions, places, {"": self._window})[""][:, None]
+        return windowed(mask[:, 0], positions, slots, {"": self._window})[""][:, None]
 
     @staticmethod
-    def _before(index: int, positions: Tensor, cache: Any, slots: int) -> Tensor:
-        """[B, 1, M, S] the first ``index`` positions, where that layer has no pairs, for all tokens after them."""
+    def _before_layer(index: int, positions: Tensor, cache: Any, slots: int) -> Tensor:
+        """[B, 1, M, S] bool; the first ``index`` positions, where that layer has no pairs, for all tokens after."""
         at = torch.arange(slots, device=positions.device)[None] if cache.positions is None else cache.positions
         return (at < index)[:, None, None] & (positions >= index)[:, None, :, None]
 
@@ -273,38 +274,40 @@ class MtpDrafter(EagleDrafter):
 
 
 class MtpSession(EagleSession):
-    """A session of MTP layers. ``last`` holds all layers' outputs at the root."""
+    """A session of MTP layers. ``root_output`` holds all layers' outputs, [B, K · H]."""
 
     drafter: MtpDrafter
 
     def __init__(self, drafter: MtpDrafter, request: DraftRequest) -> None:
         super().__init__(drafter, request)
-        self._carried = self.last  # [B, K · H] outputs before the tokens that are read next
-        self._level = 0  # of the nodes that are expanded
-        self._places: list[Tensor] = []  # [B, E] positions of each depth's expanded nodes, if a layer needs them
+        self._chunk_end_output = self.root_output  # [B, K · H] outputs at the end of the chunk that was read last
+        self._depth = 0  # of the nodes that were expanded last
+        self._node_positions: list[
+            Tensor
+        ] = []  # [B, E] positions of each depth's expanded nodes, if a layer needs them
         if len(drafter.head.layers) > 1:
-            self.few_unread = 0
+            self.max_step_unread = 0
 
     def _read(self, first: int, tokens: Tensor, features: Tensor) -> Tensor:
         if len(self.drafter.head.layers) == 1:
             return super()._read(first, tokens, features)
-        before = (self._carried if first else self.last)[:, None].expand(-1, tokens.shape[1], -1)
+        before = (self._chunk_end_output if first else self.root_output)[:, None].expand(-1, tokens.shape[1], -1)
         made = super()._read(first, tokens, torch.cat([features, before], -1))
-        self._carried = made[:, -1]
+        self._chunk_end_output = made[:, -1]
         return made
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
-        self._places = []
+        self._node_positions = []
         return super()._read_roots()
 
     def _expand(self, tokens: Tensor, parents: Tensor, sees: Tensor, depth: int) -> Tensor:
-        self._level = depth
+        self._depth = depth
         return super()._expand(tokens, parents, sees, depth)
 
     def _read_nodes(self, tokens: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         before = at_nodes(self._features, parents)
-        if self.drafter.head.needs_places:
-            self._places.append(positions)
-            self.place_nodes(self._places, visible.shape[-1])
+        if self.drafter.head.needs_node_positions:
+            self._node_positions.append(positions)
+            self.set_node_positions(self._node_positions, visible.shape[-1])
         self._features = self.drafter.model.forward(self.cache, visible, tokens, before, positions)
-        return self.drafter.logits(self._features, self._level)
+        return self.drafter.logits(self._features, self._depth)

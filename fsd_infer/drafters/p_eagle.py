@@ -88,12 +88,12 @@ class ParallelEagleSession(EagleSession):
 
     drafter: ParallelEagleDrafter
 
-    def _max_level(self) -> int:
-        return min(super()._max_level(), self.drafter.depth)
+    def _max_depth(self) -> int:
+        return min(super()._max_depth(), self.drafter.depth)
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         logits, ids = super()._read_roots()
-        batch, masks = len(self.lengths), self._max_level() - 1
+        batch, masks = len(self.lengths), self._max_depth() - 1
         self._estimates = logits  # [B, K, Vd]
         if masks > 0:
             earlier = torch.ones(masks, masks, dtype=torch.bool, device=self.device).tril()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-SORTED = 32  # tokens by which prefixes are sorted, hence the longest match
+MAX_MATCH = 32  # tokens by which prefixes are sorted, hence the longest match
 LEAST_MATCH = 2
 END = -1  # separates texts
 ENTRY_BYTES, TEXT_ENTRIES = 8, 32  # bytes of a token and its place; entries that a text costs in addition
@@ -43,8 +43,8 @@ Occurrence = tuple[int, TextIndex, Sequence[int], int]
 
 
 def match_size(tokens: Sequence[int], place: int, context: Sequence[int]) -> int:
-    """Return how many tokens before a place equal the end of ``context``, at most :data:`SORTED`."""
-    size, most = 0, min(place, len(context), SORTED)
+    """Return how many tokens before a place equal the end of ``context``, at most :data:`MAX_MATCH`."""
+    size, most = 0, min(place, len(context), MAX_MATCH)
     while size < most and tokens[place - 1 - size] == context[-1 - size]:
         size += 1
     return size
@@ -54,15 +54,15 @@ def sorted_prefixes(tokens: Ids) -> Ids:
     """Return the places of the tokens, sorted by the prefixes that end there. The method is prefix doubling."""
     count = len(tokens)
     _, rank = np.unique(tokens, return_inverse=True)
-    rank, reach = rank.astype(np.int64), 1
+    rank, compared = rank.astype(np.int64), 1  # tokens by which they are sorted so far
     order = np.argsort(rank, kind="stable")
-    while reach < SORTED:
-        before = np.concatenate([np.full(min(reach, count), -1), rank[: max(count - reach, 0)]])
+    while compared < MAX_MATCH:
+        before = np.concatenate([np.full(min(compared, count), -1), rank[: max(count - compared, 0)]])
         key = rank * (count + 1) + before + 1
         order = np.argsort(key, kind="stable")
         ordered = key[order]
         rank[order] = np.concatenate([[0], np.cumsum(ordered[1:] != ordered[:-1])])[:count]
-        reach *= 2
+        compared *= 2
     return order.astype(np.int32)
 
 
@@ -95,7 +95,7 @@ class SuffixStore(TextIndex):
 
         tokens, places = self.tokens, self._places
         found: list[Occurrence] = []
-        right = bisect_left(places, list(context[-1 : -SORTED - 1 : -1]), key=self._ending)
+        right = bisect_left(places, list(context[-1 : -MAX_MATCH - 1 : -1]), key=self._ending)
         left = right - 1
         of_left, of_right = size_of(left), size_of(right)
         while len(found) < most and max(of_left, of_right) >= LEAST_MATCH:
@@ -111,7 +111,7 @@ class SuffixStore(TextIndex):
 
     def _ending(self, place: int) -> list[int]:
         """Return the prefix that ends at a place, backwards."""
-        return self.tokens[max(place - SORTED + 1, 0) : place + 1].tolist()[::-1]
+        return self.tokens[max(place - MAX_MATCH + 1, 0) : place + 1].tolist()[::-1]
 
 
 class Store(SuffixStore):
@@ -121,7 +121,7 @@ class Store(SuffixStore):
         most_bytes: of its arrays, and of :data:`TEXT_ENTRIES` entries for each text.
 
     Attributes:
-        chances: estimated acceptance of candidates, learned while decoding.
+        hit_rates: estimated acceptance of candidates, learned while decoding.
     """
 
     bit = 2
@@ -129,9 +129,9 @@ class Store(SuffixStore):
     def __init__(self, most_bytes: int) -> None:
         self.most = most_bytes // ENTRY_BYTES
         self.clock = 0
-        self.chances: dict[Any, Any] = {}
+        self.hit_rates: dict[Any, Any] = {}
         self.texts: list[_Text] = []  # in the order of their places
-        self.known: dict[int, _Text] = {}  # by hash
+        self.by_hash: dict[int, _Text] = {}
         super().__init__(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
     @property
@@ -143,11 +143,11 @@ class Store(SuffixStore):
         return len(self) + TEXT_ENTRIES * len(self.texts)
 
     def add(self, texts: Iterable[Sequence[int]]) -> None:
-        """Remember texts. A text that is already known counts as used."""
+        """Remember texts. A text that is already there counts as used."""
         self.clock += 1
         new: list[int] = []
         for tokens in texts:
-            text = self.known.setdefault(hash(tuple(tokens)), _Text(-1, 0))
+            text = self.by_hash.setdefault(hash(tuple(tokens)), _Text(-1, 0))
             text.used = self.clock
             if text.start < 0:
                 text.start = len(self) + len(new)
@@ -182,7 +182,7 @@ class Store(SuffixStore):
             entries -= end - text.start + TEXT_ENTRIES
         moved = np.cumsum(keep, dtype=np.int32) - 1
         self.texts = [text for text in self.texts if keep[text.start]]
-        self.known = {key: text for key, text in self.known.items() if keep[text.start]}
+        self.by_hash = {key: text for key, text in self.by_hash.items() if keep[text.start]}
         for text in self.texts:
             text.start = int(moved[text.start])
         self._set(self.array[keep], moved[self.order[keep[self.order]]])

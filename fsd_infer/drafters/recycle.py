@@ -17,7 +17,7 @@ from torch import Tensor
 from fsd_core import functional
 from fsd_core.errors import FsdError
 from fsd_infer.drafters.base import DRAFTERS
-from fsd_infer.drafters.free import Chance, FreeDrafter, FreeSession, Options, Table
+from fsd_infer.drafters.free import FreeDrafter, FreeSession, HitRate, Options, Table
 from fsd_infer.drafters.frontier import Frontier
 from fsd_infer.drafters.session import DraftRequest
 from fsd_infer.rules.verification import Verdict
@@ -25,7 +25,7 @@ from fsd_infer.trees.tree import DraftTree
 
 BUCKETS = 12  # of a candidate's log-probability
 BUCKET_NATS = 0.4  # width of a bucket
-MEMORY = 256.0  # trials
+WINDOW = 256.0  # trials
 # Prior acceptance, relative to the target's probability then, by kind of candidate: stored after the same two tokens;
 # after the same token, nothing being stored after two; after the same token, in addition to those after two.
 PRIORS = (0.9, 0.5, 0.15)
@@ -42,14 +42,14 @@ class Recycled:
 
     Attributes:
         after: candidates by context, each with its token and bucket, the likeliest first.
-        chances: estimated acceptance by kind and bucket.
+        hit_rates: estimated acceptance by kind and bucket.
     """
 
     def __init__(self, width: int, most: int) -> None:
         self.width, self.most = width, most
         self.after: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         middles = [math.exp(-BUCKET_NATS * (bucket + 0.5)) for bucket in range(BUCKETS)]
-        self.chances = [[Chance(prior * middle, MEMORY) for middle in middles] for prior in PRIORS]
+        self.hit_rates = [[HitRate(prior * middle, WINDOW) for middle in middles] for prior in PRIORS]
 
     def __len__(self) -> int:
         return len(self.after)
@@ -85,7 +85,7 @@ class Recycled:
     def learn(self, context: Sequence[int], token: int) -> None:
         """Update the estimated acceptance of the candidates after ``context``, which ``token`` followed."""
         for candidate, kind, bucket in self.candidates(context):
-            self.chances[kind][bucket].learn(candidate == token)
+            self.hit_rates[kind][bucket].learn(candidate == token)
 
     def at(self, context: Sequence[int]) -> tuple[int, ...]:
         """Return the context of a text: its last two tokens."""
@@ -96,10 +96,10 @@ class Recycled:
         return *place[-1:], token
 
     def options(self, context: Sequence[int]) -> Options:
-        """Return distinct next tokens after ``context`` with their chances, which add up to at most 1."""
-        options = [(token, self.chances[kind][bucket].value) for token, kind, bucket in self.candidates(context)]
-        total = max(1.0, sum(chance for _, chance in options))
-        return [(token, chance / total) for token, chance in options]
+        """Return distinct next tokens after ``context`` with their probabilities, which add up to at most 1."""
+        options = [(token, self.hit_rates[kind][bucket].value) for token, kind, bucket in self.candidates(context)]
+        total = max(1.0, sum(prob for _, prob in options))
+        return [(token, prob / total) for token, prob in options]
 
 
 @DRAFTERS.register("recycle")
@@ -108,7 +108,7 @@ class RecycleDrafter(FreeDrafter):
 
     As in the paper, candidates come from all verified nodes, accepted or not, and serve later requests too. So a new
     drafter has few drafts in its first request. Unlike the paper, contexts of two tokens come before contexts of one.
-    And the tree is no fixed template: it holds the nodes with the best chances, learned from how often candidates of
+    And the tree is no fixed template: it holds the likeliest nodes, learned from how often candidates of
     similar probability were accepted.
 
     A tree depends on earlier text only, so under the exact rule the distribution is p. Its nodes have no q, so gates
@@ -129,7 +129,7 @@ class RecycleDrafter(FreeDrafter):
     """
 
     name = "recycle"
-    reach = 2
+    context_length = 2
 
     def __init__(
         self,
@@ -189,20 +189,20 @@ class RecycleSession(FreeSession):
         made = (x.tolist() for x in (log_p, verdict.path, verdict.tokens, verdict.accepted))
         width = choice.shape[1] // nodes.shape[1]
         rows = zip(self.recycled, self.tails, *numbers, *made, strict=True)
-        for recycled, last, seen, ids, drafted, parents_of, chances, way, emitted, count in rows:
+        for recycled, last, seen, ids, drafted, parents_of, log_probs, path, emitted, count in rows:
             if count < 0:  # a finished row of a recorded batch
                 continue
             contexts = [[*last[-2:-1], drafted[0]]]
             contexts += [[drafted[parent], token] for parent, token in zip(parents_of[1:], drafted[1:])]
-            for node, token in zip(way[: count + 1], emitted):  # learn before remember() stores the answer
+            for node, token in zip(path[: count + 1], emitted):  # learn before remember() stores the answer
                 recycled.learn(contexts[node], token)
-            on_path = set(way[: count + 1])
+            on_path = set(path[: count + 1])
             real = (place for place, node in enumerate(seen) if node >= 0)
             for place in sorted(real, key=lambda place: seen[place] in on_path):  # accepted nodes last
                 these = slice(place * width, (place + 1) * width)
-                recycled.remember(contexts[seen[place]], ids[these], chances[these])
+                recycled.remember(contexts[seen[place]], ids[these], log_probs[these])
 
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
         for row, (recycled, left, count) in enumerate(zip(self.recycled, nodes, grown, strict=True)):
             tokens, parents = frontier.tokens[row], frontier.parents[row]
             for node in left[:count]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _FORMER = {
     "facts": "feedback", "fact_count": "feedback_count", "is_fixed": "is_capturable", "on_host": "needs_report",
-    "form": "shape_key", "prepared": "host_inputs", "give": "set_host_inputs",
+    "form": "shape_key", "prepared": "host_inputs", "give": "set_host_inputs", "append": "extend_on_host",
+    "keep": "follow_beams",
 }  # fmt: skip
 
 
@@ -74,7 +75,7 @@ class DraftSession(ABC):
 
     The tensors of a round are on the target's device, and nothing in :meth:`extend`, :meth:`draft` and
     :meth:`feedback` reads them on the host, unless :attr:`needs_report`. What a drafter keeps on the host it learns
-    after the round, from :meth:`append` and :meth:`learn`.
+    after the round, from :meth:`extend_on_host` and :meth:`learn`.
 
     A round of a session that :attr:`is_capturable` may be recorded as a CUDA graph. :meth:`host_inputs` returns what
     its draft needs of the host before the round, and :meth:`set_host_inputs` hands over the same on the device.
@@ -149,10 +150,10 @@ class DraftSession(ABC):
         for part in self.parts:
             part.extend(tokens, features, counts)
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         """Take the tokens of :meth:`extend`, of each row the real ones, on the host and after the round."""
         for part in self.parts:
-            part.append(rows)
+            part.extend_on_host(rows)
 
     @abstractmethod
     def draft(self, roots: Tensor) -> DraftTree:
@@ -171,8 +172,8 @@ class DraftSession(ABC):
         """
         raise NotImplementedError
 
-    def keep(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
-        """Follow beams to the next round, before :meth:`append` gets the tokens by which the texts have grown.
+    def follow_beams(self, frontier: Frontier, nodes: Sequence[Sequence[int]], grown: Sequence[int]) -> None:
+        """Follow beams to the next round, before :meth:`extend_on_host` gets the tokens by which the texts have grown.
 
         Args:
             frontier: the nodes of this round. The target has read them since, but for those without ``likely``.
@@ -180,7 +181,7 @@ class DraftSession(ABC):
             grown: [B] how many of them have become text. The last of these is the new root.
         """
         for part in self.parts:
-            part.keep(frontier, nodes, grown)
+            part.follow_beams(frontier, nodes, grown)
 
     def feedback(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
         """Return what :meth:`learn` needs of a verification: :attr:`feedback_count` tensors [B, ·].
@@ -198,7 +199,7 @@ class DraftSession(ABC):
         return sum(part.feedback_count for part in self.parts)
 
     def learn(self, feedback: Sequence[Tensor], verdict: Verdict) -> None:
-        """Learn from a verification, on the host and before :meth:`append`. Both arguments are on the CPU."""
+        """Learn from a verification, on the host and before :meth:`extend_on_host`. Both arguments are on the CPU."""
         for part in self.parts:
             part.learn(feedback[: part.feedback_count], verdict)
             feedback = feedback[part.feedback_count :]

@@ -143,8 +143,8 @@ class StepSession(TreeSession):
         self.last = torch.zeros(request.batch, target.hidden_size, dtype=target.dtype, device=self.device)
         self._state: Tensor  # [B, E, S] of the nodes that were expanded last
         self._roots: Tensor  # [B] of this round
-        self._survival: Tensor | None = None  # [B, E] log chance that the draft after each is accepted, if known
-        self._least = 0.0  # a chance below which a node gets no children
+        self._survival: Tensor | None = None  # [B, E] log-probability that each and its child are accepted, if known
+        self._min_survival = 0.0  # a node below it gets no children
 
     @abstractmethod
     def _begin(self, roots: Tensor) -> Tensor:
@@ -184,8 +184,8 @@ class StepSession(TreeSession):
         self._roots = roots
         return super().draft(roots)
 
-    def _max_level(self) -> int:
-        return min(super()._max_level(), self.drafter.depth)
+    def _max_depth(self) -> int:
+        return min(super()._max_depth(), self.drafter.depth)
 
     def _read_roots(self) -> tuple[Tensor, Tensor | None]:
         roots = self._roots[:, None]
@@ -204,9 +204,9 @@ class StepSession(TreeSession):
         raise NotImplementedError  # _expand() needs no slots
 
     def _propose(self, logits: Tensor, scores: Tensor, sees: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self._survival is None or not self._least:
+        if self._survival is None or not self._min_survival:
             return super()._propose(logits, scores, sees)
-        ends = self._survival < math.log(self._least)  # decided before anything is drawn
+        ends = self._survival < math.log(self._min_survival)  # decided before anything is drawn
         found, entries, drawn = super()._propose(logits, scores.masked_fill(ends, -math.inf), sees)
         return found.masked_fill(ends[..., None], -math.inf), entries, drawn
 

@@ -112,11 +112,11 @@ class TextSession(OwnSession):
         self._tails: list[list[int]] = [[] for _ in range(request.batch)]  # of the target's tokens
         self._own: list[list[int]] = [[] for _ in range(request.batch)]  # of the small LM's
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         firsts = [[] for _ in rows] if self._firsts is None else [[first] for first in self._firsts]
         for tail, first, row in zip(self._tails, firsts, rows, strict=True):
             tail[:] = [*tail, *first, *row][-WINDOW:]
-        super().append(rows)
+        super().extend_on_host(rows)
 
     def _take(self, own: list[list[int]]) -> None:
         super()._take(own)

@@ -92,9 +92,9 @@ class OwnSession(LMSession):
         self.text = torch.nn.functional.pad(self.text, (0, self._room + 1 - self.text.shape[1]))
 
     def extend(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
-        """Do nothing: :meth:`append` takes the tokens."""
+        """Do nothing: :meth:`extend_on_host` takes the tokens."""
 
-    def append(self, rows: Sequence[Sequence[int]]) -> None:
+    def extend_on_host(self, rows: Sequence[Sequence[int]]) -> None:
         translation = self.drafter.translation
         if self._firsts is None:
             own = [self._read_more(number, row) for number, row in enumerate(rows)]

@@ -52,7 +52,7 @@ class ContextVocabulary:
         self._extra: dict[int, int] = {}  # further ids and their places
         self._own = torch.zeros(batch, 0, dtype=torch.bool)  # [B, X] on the CPU; whether an id is in the row's text
         self._further: _Further | None = None  # on the device; None: there are no further ids, or they have changed
-        self._given: _Further | None = None  # of recorded rounds
+        self._host_inputs: _Further | None = None  # of recorded rounds
         self._prepared: Tensor | None = None
 
     def extend(self, texts: Sequence[Sequence[int]]) -> None:
@@ -124,15 +124,15 @@ class ContextVocabulary:
 
     def set_host_inputs(self, marked: Tensor | None) -> None:
         """Take what :meth:`host_inputs` returned; see :meth:`DraftSession.set_host_inputs`."""
-        self._given = None
+        self._host_inputs = None
         if marked is not None:
             ids, head = torch.cat([self._draft_ids, marked[0]]), self._target.reduced_lm_head(marked[0])
-            self._given = _Further(ids, head, marked[1:, None].bool())
+            self._host_inputs = _Further(ids, head, marked[1:, None].bool())
 
     def _read(self) -> _Further | None:
         """Return the further ids on the device; None if there are none."""
-        if self._given is not None or not self._extra:
-            return self._given
+        if self._host_inputs is not None or not self._extra:
+            return self._host_inputs
         if self._further is None:
             ids = to_device(torch.tensor(list(self._extra)), self._draft_ids.device)
             head = self._target.reduced_lm_head(ids).float()  # bf16 takes longer on a CPU, for so few rows

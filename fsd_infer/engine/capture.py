@@ -182,7 +182,7 @@ class RoundCapture:
         else:
             tree = session.draft(state.roots).padded_to(state.max_nodes)
             names, inputs = zip(*tensors_of(tree))
-            shape_key = tree.levels, names
+            shape_key = tree.depth_bound, names
             state.on_phase("draft")
         key = shape_key, state.asks_host, *((x.shape, x.dtype) for x in inputs)
         recording, is_new = captured.recordings.get(key), key not in captured.recordings

@@ -38,7 +38,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
         state, capture = tracker.state, RoundCapture.of(target)
         run = decode_round if capture is None else capture.run
         try:
-            process(tracker, PendingReport("prefill", state.numbers, prefill(state, tracker)))
+            handle_report(tracker, PendingReport("prefill", state.numbers, prefill(state, tracker)))
             previous: PendingReport | None = None  # which the host reads while the device runs the next round
             while state.numbers:
                 team.fit()
@@ -48,10 +48,10 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
                 if tracker.overlaps:
                     pending, previous = previous, pending
                 if pending is not None:
-                    process(tracker, pending)
+                    handle_report(tracker, pending)
                 if capture is not None and capture.can_fold(state, len(tracker.unfinished())):
                     if previous is not None:
-                        process(tracker, previous)
+                        handle_report(tracker, previous)
                     previous = None
                     if live := tracker.unfinished():
                         capture.fold(state, live)
@@ -60,7 +60,7 @@ def decode(target: Target, drafter: Drafter, rule: Rule | Sequence[Rule], reques
             state.release_request()  # recordings keep the state, but need not keep the request
 
 
-def process(tracker: RequestTracker, pending: PendingReport) -> None:
+def handle_report(tracker: RequestTracker, pending: PendingReport) -> None:
     """Read a round on the host, teach the drafters that learn there, and tell the callbacks."""
     state, phase = tracker.state, pending.phase
     report, feedback = pending.report(tracker.finished(pending.numbers))
@@ -68,7 +68,7 @@ def process(tracker: RequestTracker, pending: PendingReport) -> None:
     if phase == "prefill":
         texts = [[*prompt[1:], *new] for prompt, new in zip(tracker.prompts, texts, strict=True)]
     state.session.learn(feedback, report.verdict)
-    state.session.append(texts)
+    state.session.extend_on_host(texts)
     tracker.on_phase("prefill" if phase == "prefill" else "report")
     tracker.on_round(report)
     tracker.on_phase("report")

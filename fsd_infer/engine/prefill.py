@@ -22,7 +22,7 @@ from fsd_infer.engine.verified import VerifiedTree
 from fsd_infer.request.processors import TreeProcessors, temperature_of
 from fsd_infer.request.prompts import check_prompts, check_sights, read_prompts, read_text
 from fsd_infer.rules import Rule, TokenHistory
-from fsd_infer.rules.base import nats_of
+from fsd_infer.rules.base import budgets_of
 from fsd_infer.rules.texts import ends_of, markers_of
 from fsd_infer.targets.target import Target
 from fsd_infer.trees.estimates import RuleProfile
@@ -147,7 +147,7 @@ def _new_state(target: Target, plan: RequestPlan, tracker: RequestTracker) -> De
         roots=to_device(torch.tensor([prompt[-1] for prompt in prompts]), device),
         texts=TokenHistory([()] * rows, prompts, device, markers, slots, sentence_ends),
         max_lengths=to_device(torch.tensor(plan.ends), device),
-        budget=nats_of(rules, device),
+        budget=budgets_of(rules, device),
         kl_excess=torch.zeros(rows, device=device),
         measure_log_likelihood=request.measure_log_likelihood,
         history=tracker.history,

@@ -167,19 +167,19 @@ class _Walk:
         """Return [B, N] bool: contexts under the rule's distribution, drafts picked, drafts that exact decoding picks,
         too.
         """
-        inputs, lossy, chance = self.inputs, self.applies, self.p_draft
+        inputs, lossy, prob = self.inputs, self.applies, self.p_draft
         if self.budget_left is not None and self.cost is not None:
             lossy = lossy & affordable(inputs, self.cost.masked_fill(~lossy, 0.0), self.budget_left)
         if self.r_draft is not self.p_draft:
-            chance = torch.where(inputs.above(lossy), self.r_draft, self.p_draft)
+            prob = torch.where(inputs.above(lossy), self.r_draft, self.p_draft)
         if inputs.greedy:
-            return lossy, chance.clone(), self.p_draft
+            return lossy, prob.clone(), self.p_draft
         # the children divide [0, 1) by their probabilities; the uniform number falls on one of them or on none
-        offset = inputs.above(inputs.uniform(0)).to(chance.dtype)  # [B, N] from the start of each child's part
+        offset = inputs.above(inputs.uniform(0)).to(prob.dtype)  # [B, N] from the start of each child's part
         if not inputs.is_chain:
             siblings = (self.tree.parents[:, :, None] == self.tree.parents[:, None]).tril(-1)
-            offset = offset - torch.where(siblings, chance[:, None], 0.0).sum(-1)
-        return lossy, (offset >= 0) & (offset < chance), offset < self.p_draft
+            offset = offset - torch.where(siblings, prob[:, None], 0.0).sum(-1)
+        return lossy, (offset >= 0) & (offset < prob), offset < self.p_draft
 
     def _undrafted(self) -> Verdict:
         """Return the verdict on roots alone: a token from p each."""
@@ -198,34 +198,33 @@ class _Walk:
         )
 
     def _gathered(self, reached: Tensor, lossy: Tensor, exact: Tensor) -> Verdict:
-        """Gather the verdict along the path."""
+        """Gather the verdict along the path, whose nodes are ``reached`` [B, N]. Other arguments as of _picked()."""
         tree, inputs, width = self.tree, self.inputs, self.tree.max_depth + 1
-        nodes, steps = inputs.nodes, inputs.nodes[:width]
-        accepted, end = reached.sum(1, keepdim=True) - 1, (reached * nodes).amax(1, keepdim=True)
-        # scatter by depth; unreached nodes write the end to the end's place
-        places, ends = torch.where(reached, tree.depths, accepted), torch.where(reached, nodes, end)
-        path = end.expand(-1, width).scatter(1, places, ends)
-        last, beyond, below = steps == accepted, steps > accepted, torch.cat([path[:, 1:], end], 1)
-        tokens = torch.where(last, self._final(end, lossy), tree.tokens.gather(1, below))
+        steps = inputs.nodes[:width]  # [D+1] 0, 1, … along the path
+        accepted = reached.sum(1, keepdim=True) - 1  # [B, 1] drafts
+        end = (reached * inputs.nodes).amax(1, keepdim=True)  # [B, 1] the path's last node
+        path = self._path(reached, accepted, end, width)
+        following = torch.cat([path[:, 1:], end], 1)  # [B, D+1] the node that follows each of the path
+        is_last, is_padding = steps == accepted, steps > accepted
+        tokens = torch.where(is_last, self._final(end, lossy), tree.tokens.gather(1, following))
         sources = (steps < accepted) * int(TokenOrigin.EXACT)  # 0 is TARGET
         if self.cost is None:
-            is_lossy = torch.zeros_like(last)
-            spent = torch.zeros(last.shape, dtype=wide(self.device), device=self.device)
+            is_lossy = torch.zeros_like(is_last)
+            spent = torch.zeros(is_last.shape, dtype=wide(self.device), device=self.device)
         else:
-            is_lossy = lossy.gather(1, path) & ~beyond
+            is_lossy = lossy.gather(1, path) & ~is_padding
             spent = self.cost.gather(1, path).masked_fill_(~is_lossy, 0.0)
-            dense = torch.zeros_like(last)
+            dense = torch.zeros_like(is_last)
             for output, of_rule in self.outputs if not inputs.sampled else []:
                 dense = dense | of_rule if output.log_r is not None else dense
-            sources = sources.masked_fill(
-                torch.where(last, dense, ~exact.gather(1, below)) & is_lossy, int(TokenOrigin.GATE)
-            )
-        first = tree.first_choices.gather(1, path).masked_fill_(beyond, -1)
+            only_lossy = torch.where(is_last, dense, ~exact.gather(1, following)) & is_lossy
+            sources = sources.masked_fill(only_lossy, int(TokenOrigin.GATE))
+        first = tree.first_choices.gather(1, path).masked_fill_(is_padding, -1)
         logprob_gap = inputs.logprob_gap.gather(1, first.clamp_min(0)).masked_fill_(first < 0, math.nan)
         return Verdict(
             path=path,
             accepted=accepted[:, 0],
-            tokens=tokens.masked_fill_(beyond, 0),
+            tokens=tokens.masked_fill_(is_padding, 0),
             sources=sources,
             gate_open=is_lossy,
             spent=spent,
@@ -234,6 +233,13 @@ class _Walk:
             proposers=tree.proposers,
             faults=self._faults(),
         )
+
+    def _path(self, reached: Tensor, accepted: Tensor, end: Tensor, width: int) -> Tensor:
+        """Return the reached nodes [B, N] in order, [B, ``width``], padded with the last, ``end`` [B, 1]."""
+        # scatter by depth; unreached nodes write the end to the end's place
+        places = torch.where(reached, self.tree.depths, accepted)
+        nodes = torch.where(reached, self.inputs.nodes, end)
+        return end.expand(-1, width).scatter(1, places, nodes)
 
     def _faults(self) -> dict[str, Tensor]:
         """Return what may be wrong with the round, see :attr:`Verdict.faults`."""
@@ -259,17 +265,17 @@ class _Walk:
         at = VocabRows(inputs, torch.arange(len(end), device=self.device), end[:, 0])
         r, r_row = at.p, self.r_row.gather(1, end) if self.dense else end
         for contexts, dense in self.dense:
-            here = is_lossy & (r_row >= 0) & (r_row < len(dense))
-            r = torch.where(here, contexts.over_all(dense, r_row[:, 0].clamp(0, len(dense) - 1), at.p), r)
+            is_here = is_lossy & (r_row >= 0) & (r_row < len(dense))
+            r = torch.where(is_here, contexts.over_all(dense, r_row[:, 0].clamp(0, len(dense) - 1), at.p), r)
             r_row = r_row - len(dense)
         weights = r
-        if inputs.sampled:
-            draws = at.of(inputs.has_drawn_child)[:, None]
-            weights = torch.where(draws, (r - at.proposal).clamp_min(0.0), r)
-            for own, of_rule in self.outputs:
-                if own.test is not None:
-                    residual = r if own.test.residual is None else own.test.residual(at)
-                    weights = torch.where(~is_lossy & draws & of_rule, residual, weights)
-        refused = inputs.is_drawn if inputs.is_chain else tree.is_draft
-        drafted = torch.where(refused & (tree.parents == end), 0.0, math.inf)
-        return weights.scatter_reduce(1, tree.tokens, drafted, "amin")
+        if inputs.sampled:  # a drawn draft was rejected
+            has_drawn_child = at.of(inputs.has_drawn_child)[:, None]
+            weights = torch.where(has_drawn_child, (r - at.proposal).clamp_min(0.0), r)
+            for output, of_rule in self.outputs:
+                if output.test is not None:
+                    residual = r if output.test.residual is None else output.test.residual(at)
+                    weights = torch.where(~is_lossy & has_drawn_child & of_rule, residual, weights)
+        # the walk has decided against these children
+        is_refused = (inputs.is_drawn if inputs.is_chain else tree.is_draft) & (tree.parents == end)
+        return weights.scatter_reduce(1, tree.tokens, torch.where(is_refused, 0.0, math.inf), "amin")

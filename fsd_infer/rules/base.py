@@ -220,7 +220,7 @@ def device_verdict(rules: Sequence[Rule], round: RoundInput) -> Verdict:
     for row, rule in enumerate(rules):
         rows.setdefault(rule, []).append(row)
     inputs, left = RuleInputs(round), round.budget_left
-    left = nats_of(rules, inputs.nodes.device) if left is None else left
+    left = budgets_of(rules, inputs.nodes.device) if left is None else left
     verdict = walk(inputs, [(rule.restricted_output(inputs), of_rule) for rule, of_rule in rows.items()], left)
     if round.max_accepted is not None:
         verdict.cut(round.max_accepted)
@@ -228,7 +228,7 @@ def device_verdict(rules: Sequence[Rule], round: RoundInput) -> Verdict:
     return verdict
 
 
-def nats_of(rules: Sequence[Rule], device: torch.device) -> Tensor | None:
+def budgets_of(rules: Sequence[Rule], device: torch.device) -> Tensor | None:
     """Return each row's budget [B] on a device; None if no rule has one."""
     budgets = [rule.nats for rule in rules]
     return to_device(torch.tensor(budgets, dtype=wide(device)), device) if min(budgets) < math.inf else None

@@ -20,7 +20,7 @@ from torch import Tensor
 from fsd_core.former import say
 from fsd_core.tensors import wide
 from fsd_infer.rules.inputs import RuleInputs
-from fsd_infer.rules.optimal import clipped, passed
+from fsd_infer.rules.optimal import clipped_distribution, passing_distribution
 from fsd_infer.rules.vocab_rows import VocabRows
 
 VocabFunction = Callable[[VocabRows], Tensor]
@@ -91,7 +91,7 @@ class OutputDistribution:
 
         def log_r(at: VocabRows) -> Tensor:
             gains = gain(at) if callable(gain) else torch.full_like(at.log_p, gain)
-            return clipped(at.log_p, at.proposal.log().masked_fill(at.fixed, math.inf), gains)
+            return clipped_distribution(at.log_p, at.proposal.log().masked_fill(at.fixed, math.inf), gains)
 
         return cls.drawn(inputs, fixed_tree, log_r)
 
@@ -125,19 +125,19 @@ class OutputDistribution:
 
     @classmethod
     def passing(
-        cls, inputs: RuleInputs, cutoff: Tensor | float, chance: Callable[[Tensor], Tensor] | None = None
+        cls, inputs: RuleInputs, cutoff: Tensor | float, raise_prob: Callable[[Tensor], Tensor] | None = None
     ) -> OutputDistribution:
         """Return the exact distribution, except that a draft passes if its ln p is finite and at least ``cutoff``.
 
         On a tree p is restricted to the children that pass. On a sampled chain r = q for tokens that pass and min(p, q)
-        for others; the missing mass is drawn from (p - q)+. See :func:`passed` for both at once.
+        for others; the missing mass is drawn from (p - q)+. See :func:`passing_distribution` for both at once.
 
         Args:
             inputs: of the round.
             cutoff: [B, N] per context, or one number.
-            chance: maps a probability p to one of at least p. If no child passes, some child is emitted with
-                probability chance(p(C)), in proportion to p. A drawn draft that does not pass is accepted with
-                probability min(1, chance(p(x))/q(x)).
+            raise_prob: maps a probability p to one of at least p. If no child passes, some child is emitted with
+                probability raise_prob(p(C)), in proportion to p. A drawn draft that does not pass is accepted with
+                probability min(1, raise_prob(p(x))/q(x)).
         """
         logit_bias = None
         if not inputs.is_chain:
@@ -146,11 +146,11 @@ class OutputDistribution:
             else:
                 passes = inputs.log_p >= inputs.above(cutoff - ROUNDING)
             logit_bias = torch.zeros_like(inputs.logprob_gap)
-            if chance is not None:  # the bias that gives the children chance(p(C)) together
+            if raise_prob is not None:  # the bias that gives the children raise_prob(p(C)) together
                 mass = inputs.draft_mass
-                raised = chance(mass).clamp(max=1.0)
+                raised = raise_prob(mass).clamp(max=1.0)
                 ratio = (torch.logit(raised) - torch.logit(mass)).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
-                ratio = ratio.masked_fill(raised >= 1, math.inf).masked_fill(inputs.some(passes), 0.0)
+                ratio = ratio.masked_fill(raised >= 1, math.inf).masked_fill(inputs.any_child(passes), 0.0)
                 logit_bias = inputs.above(ratio)
             logit_bias = logit_bias.masked_fill(passes, math.inf)
         if not inputs.sampled:
@@ -158,10 +158,10 @@ class OutputDistribution:
 
         def log_r(at: VocabRows) -> Tensor:
             passes = (at.log_p >= _limit(at, cutoff)) & (at.p > 0)
-            return passed(at.p, at.proposal, at.fixed, passes, chance or (lambda p: p)).log()
+            return passing_distribution(at.p, at.proposal, at.fixed, passes, raise_prob or (lambda p: p)).log()
 
         output = cls.drawn(inputs, logit_bias, log_r)
-        if chance is not None:
+        if raise_prob is not None:
             return output
         return output.where(~inputs.has_drawn_below | (inputs.log_p_max >= cutoff - ROUNDING))
 
@@ -273,15 +273,15 @@ def biased(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOut
         applies: [B, N] bool; contexts that may have the distribution.
     """
     logit_bias = logit_bias.masked_fill(inputs.logprob_gap == math.inf, 0.0)  # never what the processed target forbids
-    applies = applies & inputs.some(logit_bias > 0)
+    applies = applies & inputs.any_child(logit_bias > 0)
     return (_biased_greedy if inputs.greedy else _biased_sampled)(inputs, logit_bias, applies)
 
 
 def _biased_greedy(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> BiasedOutput:
     """:func:`biased` at temperature 0: the child with the largest ln p + bias, if that exceeds the target's choice."""
     logprob_gap, dtype = inputs.logprob_gap, wide(logit_bias.device)
-    applies = applies & ~inputs.some((logit_bias == -math.inf) & inputs.accept_prob)
-    value = inputs.of_children(logit_bias - logprob_gap, -math.inf)  # over the target's own choice, [B, N, N]
+    applies = applies & ~inputs.any_child((logit_bias == -math.inf) & inputs.accept_prob)
+    value = inputs.over_children(logit_bias - logprob_gap, -math.inf)  # over the target's own choice, [B, N, N]
     best = value.amax(-1, keepdim=True)
     # ties: the least gap, then the smallest token, as an argmax over the vocabulary resolves them
     order = -logprob_gap.to(dtype) - 1e-12 * inputs.tree.tokens
@@ -299,15 +299,15 @@ def _biased_sampled(inputs: RuleInputs, logit_bias: Tensor, applies: Tensor) -> 
     dtype, inf = wide(logit_bias.device), math.inf
     logit_bias, log_p = logit_bias.to(dtype), inputs.log_p.to(dtype)
     keeps_p = logit_bias == -inf
-    restricted = inputs.some(logit_bias == inf)  # contexts where p is restricted to such children
+    restricted = inputs.any_child(logit_bias == inf)  # contexts where p is restricted to such children
     # ln of the unnormalised mass: of drafts, of the tokens that are not drafted, and of all that do not keep p
     log_r = log_p + torch.where(inputs.above(restricted), torch.where(logit_bias == inf, 0.0, -inf), logit_bias)
-    drafted = inputs.of_children(log_r, -inf).logsumexp(-1)
+    drafted = inputs.over_children(log_r, -inf).logsumexp(-1)
     undrafted = (1.0 - inputs.draft_mass).clamp_min(0.0).log().masked_fill(restricted, -inf)
-    left = (1.0 - inputs.total(log_p.exp().masked_fill(~keeps_p, 0.0))).clamp_min(0.0).log()
+    left = (1.0 - inputs.sum_children(log_p.exp().masked_fill(~keeps_p, 0.0))).clamp_min(0.0).log()
     log_scale = left - torch.logaddexp(drafted, undrafted)
     log_r = torch.where(keeps_p, log_p, log_r + inputs.above(log_scale))
     r = log_r.exp()
     cost = ((undrafted + log_scale).exp() * log_scale).masked_fill(undrafted == -inf, 0.0)
-    cost = (cost + inputs.total((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)
+    cost = (cost + inputs.sum_children((r * (log_r - log_p)).masked_fill(r == 0, 0.0))).clamp_min(0.0)
     return BiasedOutput(applies & log_scale.isfinite(), r, cost, log_scale.masked_fill(restricted, -inf))

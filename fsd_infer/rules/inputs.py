@@ -19,7 +19,8 @@ from fsd_infer.rules.verification import RoundInput
 
 _FORMER = {
     "regret": "logprob_gap", "chance": "accept_prob", "tested": "accept_prob_under", "known": "repeats_ngram",
-    "draws": "has_drawn_child", "unsettled": "has_drawn_below",
+    "draws": "has_drawn_child", "unsettled": "has_drawn_below", "total": "sum_children", "some": "any_child",
+    "of_children": "over_children",
 }  # fmt: skip
 
 
@@ -62,15 +63,15 @@ class RuleInputs:
         """Map values of contexts to nodes: each node gets its parent's value."""
         return values.gather(1, self.tree.parents)
 
-    def total(self, values: Tensor) -> Tensor:
+    def sum_children(self, values: Tensor) -> Tensor:
         """Sum values of drafts over each context's children."""
-        return self.of_children(values, 0.0).sum(-1)
+        return self.over_children(values, 0.0).sum(-1)
 
-    def of_children(self, values: Tensor, other: float) -> Tensor:
+    def over_children(self, values: Tensor, other: float) -> Tensor:
         """Arrange values of drafts as [B, N, N]: each context's children, ``other`` elsewhere."""
         return values[:, None].masked_fill(self._no_child, other)
 
-    def some(self, holds: Tensor) -> Tensor:
+    def any_child(self, holds: Tensor) -> Tensor:
         """Whether ``holds``, a bool per draft, is true for any child of each context."""
         return (self.tree.child & holds[:, None]).any(-1)
 
@@ -137,7 +138,7 @@ class RuleInputs:
     @cached_property
     def draft_mass(self) -> Tensor:
         """p(C), the total probability of each context's children, in the device's widest type."""
-        return self.total(self.log_p.to(wide(self.log_p.device)).exp()).clamp_max(1.0)
+        return self.sum_children(self.log_p.to(wide(self.log_p.device)).exp()).clamp_max(1.0)
 
     @cached_property
     def is_drawn(self) -> Tensor:
@@ -148,7 +149,7 @@ class RuleInputs:
     @cached_property
     def has_drawn_child(self) -> Tensor:
         """bool; contexts with a drawn child."""
-        return self.some(self.is_drawn)
+        return self.any_child(self.is_drawn)
 
     @cached_property
     def has_drawn_below(self) -> Tensor:
@@ -219,7 +220,7 @@ class RuleInputs:
         passes = (log_r - self.log_q).clamp_max(0.0).to(r.dtype).exp().masked_fill(~self.is_drawn, 0.0)
         if self.is_chain:
             return passes
-        fails = 1.0 - self.above(self.total(passes))
+        fails = 1.0 - self.above(self.sum_children(passes))
         rest = (r - self.log_q.to(r.dtype).exp()).clamp_min(0.0)
         rest = rest / self.above(residual).to(r.dtype).clamp_min(1e-30)
         fixed = torch.where(self.above(self.has_drawn_child), fails * rest, r).clamp_max(1.0)

@@ -15,26 +15,29 @@ CLOSE = 1e-6  # error of a distribution's sum at which the search ends; the dist
 _NEAR = 3e-5  # the same of a clipped distribution, whose gain is flat at the best sum
 
 
-def passed(p: Tensor, q: Tensor, fixed: Tensor, passes: Tensor, chance: Callable[[Tensor], Tensor]) -> Tensor:
+def passing_distribution(
+    p: Tensor, q: Tensor, fixed: Tensor, passes: Tensor, raise_prob: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return r [R, V] of :meth:`OutputDistribution.passing` at contexts with a drawn child, or above one.
 
     If fixed candidates pass, r is :func:`least_divergent` of all that always accept: p restricted to them if no child
-    was drawn. Otherwise a drawn draft that passes is accepted, and another one with probability min(1, chance(p)/q).
-    If it is rejected, the candidates get chance(p(C)) or what is left, and the other tokens the rest as (p - q)+.
+    was drawn. Otherwise a drawn draft that passes is accepted, and another one with probability min(1, p'/q), where p'
+    is raise_prob(p). If it is rejected, the candidates get raise_prob(p(C)) or what is left, and the other tokens the
+    rest as (p - q)+.
 
     Args:
         p, q: [R, V] the target, and the distribution of the drawn child, 0 where none is drawn.
         fixed: [R, V] bool, C.
         passes: [R, V] bool.
-        chance: maps a probability to one that is no smaller.
+        raise_prob: maps a probability to one that is no smaller.
     """
-    kept = torch.where(passes, q, torch.minimum(q, chance(p))).masked_fill(fixed, 0.0)
-    left = (1.0 - kept.sum(-1, keepdim=True)).clamp_min(0.0)
-    candidates, outside = p.masked_fill(~fixed, 0.0), (p - q).clamp_min(0.0).masked_fill(fixed, 0.0)
+    drawn = torch.where(passes, q, torch.minimum(q, raise_prob(p))).masked_fill(fixed, 0.0)  # emitted as drawn drafts
+    left = (1.0 - drawn.sum(-1, keepdim=True)).clamp_min(0.0)
+    candidates, residual = p.masked_fill(~fixed, 0.0), (p - q).clamp_min(0.0).masked_fill(fixed, 0.0)
     mass = candidates.sum(-1, keepdim=True)
-    inside = torch.minimum(left, chance(mass))
-    r = kept + inside * candidates / mass.clamp_min(1e-30)
-    r = r + (left - inside) * outside / outside.sum(-1, keepdim=True).clamp_min(1e-30)
+    of_candidates = torch.minimum(left, raise_prob(mass))
+    r = drawn + of_candidates * candidates / mass.clamp_min(1e-30)
+    r = r + (left - of_candidates) * residual / residual.sum(-1, keepdim=True).clamp_min(1e-30)
     chosen = fixed & passes
     return torch.where(chosen.any(-1, keepdim=True), least_divergent(p, q.masked_fill(~passes, 0.0), chosen), r)
 
@@ -63,7 +66,7 @@ def least_divergent(p: Tensor, q: Tensor, fixed: Tensor) -> Tensor:
     return r / r.sum(-1, keepdim=True).clamp_min(1e-30)
 
 
-def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
+def clipped_distribution(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
     """Return ln r [R, V] of r = clip(q, p/Z, p·e^gain/Z), which maximises Σ gain·min(r, q) - KL(r || p).
 
     Z makes r sum to 1. The sum is piecewise linear and increasing in 1/Z, so bracketed Newton steps find Z. Their
@@ -82,8 +85,8 @@ def clipped(log_p: Tensor, log_q: Tensor, gain: Tensor) -> Tensor:
             break
         low, high = torch.where(total < 1, log_a, low), torch.where(total >= 1, log_a, high)
         newton = log_a + ((1 - total + slope).clamp_min(0.0) / slope).log()
-        inside = (newton >= low) & (newton <= high)
-        log_a = torch.where(found, log_a, torch.where(inside, newton, (low + high) / 2))
+        bracketed = (newton >= low) & (newton <= high)
+        log_a = torch.where(found, log_a, torch.where(bracketed, newton, (low + high) / 2))
     else:
         log_r, total, _ = _clip(log_p, log_q, gain, log_a)
     return log_r - total.log()

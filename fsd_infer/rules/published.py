@@ -194,7 +194,7 @@ class Fly(LossyRule):
         log_p = inputs.best(3)
         unsure = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1) >= self.entropy
         logit_bias = torch.zeros_like(run).masked_fill(run >= self.window - 1, math.inf)
-        return OutputDistribution.biased(inputs, logit_bias).where(unsure & ~inputs.some(agrees))
+        return OutputDistribution.biased(inputs, logit_bias).where(unsure & ~inputs.any_child(agrees))
 
 
 @RULES.register("asd")
@@ -232,7 +232,7 @@ class Asd(LossyRule):
         depth_below = best_path(tree.ancestors, ones, tree.is_draft)
         passes = (logprob_gap <= self.gap * inputs.above(depth_below)) & (count <= self.mismatches)
         logit_bias = torch.zeros_like(logprob_gap).masked_fill(passes & mismatch, math.inf)
-        return OutputDistribution.biased(inputs, logit_bias).where(~inputs.some(inputs.accept_prob))
+        return OutputDistribution.biased(inputs, logit_bias).where(~inputs.any_child(inputs.accept_prob))
 
 
 @RULES.register("mars")

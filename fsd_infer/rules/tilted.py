@@ -151,14 +151,14 @@ class Tilted(LossyRule):
         eligible = fresh & (logprob_gap <= (-math.log(least) if least else torch.finfo(logprob_gap.dtype).max))
         if inputs.greedy:
             copied = ~fresh & (logprob_gap == 0)  # the target's own choice, whose siblings are never taken
-            open = eligible & ~inputs.above(inputs.some(copied)) | copied
+            open = eligible & ~inputs.above(inputs.any_child(copied)) | copied
             if (where := self.lossy_at(inputs)) is not None:
                 open = open & (inputs.above(where) | inputs.accept_prob)
             toll = torch.where(inputs.accept_prob, 0.0, self.least_toll)
             value = best_path(tree.ancestors, fresh.to(logprob_gap.dtype) - coef * logprob_gap - toll, open) - toll
         else:
             log_p = inputs.log_p.to(logprob_gap.dtype)
-            mass = inputs.total(log_p.exp().masked_fill(~eligible, 0.0))
+            mass = inputs.sum_children(log_p.exp().masked_fill(~eligible, 0.0))
             value = coef * log_mean_exp(tree.ancestors, log_p + 1 / coef, eligible, 1.0 - mass)
         return ((1 + value).clamp_min(0.0) / coef).masked_fill(~eligible, 0.0)
 

@@ -59,7 +59,7 @@ class LearnedCalibration(Calibration):
         self._text_ratios = [1.0 for _ in Kind]
 
     def learn(self, log_q: float, depth: int, first: bool, kind: Kind, accepted: bool) -> None:
-        """Learn whether a draft whose parent was accepted was ``accepted``. Other arguments as of :meth:`chance`."""
+        """Learn whether a draft whose parent was accepted was ``accepted``. Others as of :meth:`accept_prob`."""
         if self._counts(log_q):
             place, expected = self._bin(log_q, depth, first, kind), self._expected(log_q, first)
             self._text[kind].learn(accepted, min(expected * self._ratios[place], 1.0))
@@ -142,7 +142,7 @@ class PolicyState:
 
     Attributes:
         costs: of rounds.
-        curve: calibration of the drafter's probabilities.
+        calibration: of the drafter's probabilities.
         rate: tokens per unit of cost.
         reach_ratio: rows that reached expanded nodes, per row that was expected to.
         accept_rate: rows that accepted a child of an expanded node, per row that reached one.
@@ -157,7 +157,7 @@ class PolicyState:
     """
 
     def __init__(self, costs: CostModel, batch: int, profile: RuleProfile) -> None:
-        self.costs, self.curve = costs, LearnedCalibration(profile.draft_bonus, profile.sampled)
+        self.costs, self.calibration = costs, LearnedCalibration(profile.draft_bonus, profile.sampled)
         self.rate = RunningRatio(1.5 * batch, costs.forward(batch) + costs.rest(True), LONG_WINDOW)
         self.reach_ratio = RunningRatio(1.0, 1.0, DEPTH_WINDOW)
         self.accept_rate = RunningRatio(0.6, 1.0, DEPTH_WINDOW)

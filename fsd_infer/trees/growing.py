@@ -13,7 +13,7 @@ from fsd_infer.trees.prices import Kind
 from fsd_infer.trees.shape import TreeShape
 from fsd_infer.trees.tree import DraftTree
 
-UNLIKELY = 0.01  # chance of acceptance below which a draft is ignored
+UNLIKELY = 0.01  # probability of acceptance below which a draft is ignored
 MOST_TOGETHER = 160  # nodes of all trees in a batch
 
 
@@ -45,9 +45,9 @@ class Growth:
         drafted: whether the model drafted; None: it was not asked, or there is none.
         depths: depths drafted.
         expanded: nodes expanded, over all rows.
-        expected_rows: at the expanded nodes of each depth, by their chances.
+        expected_rows: at the expanded nodes of each depth, by their probabilities.
         steps: of each row's verified tree.
-        expected: accepted drafts of all rows, by their chances.
+        expected: accepted drafts of all rows, by their probabilities.
         asked_side: whether grafted drafters were asked; None: there are none.
         side_seconds: of their drafting and of merging their drafts.
         is_choice: whether the trees are the chosen ones and were accepted as far as the rule allowed.
@@ -63,8 +63,10 @@ class Growth:
         self.expected = self.side_seconds = 0.0
         self.asked_side: bool | None = None
         self.is_choice = True
-        self._chances: list[float] = []  # of all drafts of all rows, falling
-        self._frontier = [[1.0] for _ in range(rows)]  # chances of each row's nodes that may be expanded next
+        self._probs: list[float] = []  # of acceptance, of all drafts of all rows, falling
+        self._frontier = [
+            [1.0] for _ in range(rows)
+        ]  # probability of acceptance of each row's nodes that may be expanded next
 
     def starts(self) -> bool:
         """Return whether this round drafts."""
@@ -78,8 +80,8 @@ class Growth:
         self.depths += 1
         self.expanded += width * self.rows
 
-    def reach(self, scores: Tensor) -> Tensor:
-        """Return the log chance that each of the nodes that were expanded last is accepted: [B, E], as ``scores``."""
+    def accept_log_probs(self, scores: Tensor) -> Tensor:
+        """Return the log-probability that each node that was expanded last is accepted: [B, E], as ``scores``."""
         return torch.tensor(self._frontier, dtype=scores.dtype, device=scores.device).log()
 
     def expand(self, log_q: Tensor, drawn: Tensor | None = None) -> Tensor | None:
@@ -97,18 +99,18 @@ class Growth:
         frontier: list[list[float]] = []
         last = torch.zeros_like(log_q[..., 0]) if drawn is None else drawn[..., -1]
         for row, draws, before in zip(log_q.tolist(), last.tolist(), self._frontier):
-            chances: list[float] = []
+            probs: list[float] = []
             for steps, draw, above in zip(row, draws, before):
-                chances += [above * calibration.chance(step, depth, place == 0) for place, step in enumerate(steps)]
+                probs += [above * calibration.accept_prob(step, depth, place == 0) for place, step in enumerate(steps)]
                 if draw:
-                    chances[-1] = above * calibration.chance(steps[-1], depth, False, Kind.DRAWN)
-            order = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)[:most]
+                    probs[-1] = above * calibration.accept_prob(steps[-1], depth, False, Kind.DRAWN)
+            order = sorted(range(len(probs)), key=probs.__getitem__, reverse=True)[:most]
             best.append(order)
-            frontier.append([chances[place] for place in order])
-            self._chances += [chance for chance in chances if chance > UNLIKELY]
-        self._chances.sort(reverse=True)
-        del self._chances[MOST_TOGETHER:]
-        width = self.prices.width(self._chances, frontier)
+            frontier.append([probs[place] for place in order])
+            self._probs += [prob for prob in probs if prob > UNLIKELY]
+        self._probs.sort(reverse=True)
+        del self._probs[MOST_TOGETHER:]
+        width = self.prices.width(self._probs, frontier)
         if not width:
             return None
         self.count_depth(width)
@@ -118,35 +120,48 @@ class Growth:
 
     def choose(self, tree: DraftTree) -> Tensor:
         """Return [B, K] numbers of the nodes to verify, the root and then the likeliest. Syncs with the device."""
-        prices, rows, found = self.prices, self.rows, self._steps_of(tree)
-        pinned = torch.zeros_like(tree.is_draft) if tree.pinned is None else tree.pinned
-        gains, orders, longest, least = [0.0] * self.nodes, [], 1, 1
-        for (_, chances), must in zip(found, pinned.tolist()):
-            # nodes that must be verified, then the likeliest; a parent before its children
-            order = sorted(range(1, len(chances)), key=lambda node: (not must[node], -chances[node]))
-            orders.append(order)
-            least = max(least, 1 + sum(must[1:]))
-            longest = max(longest, least, 1 + sum(chance > 0.0 for chance in chances[1:]))
-            for drafts, gain in enumerate(accumulate(chances[node] for node in order[: self.nodes - 1]), 1):
-                gains[drafts] += gain
-        most = min(self.nodes, longest, max(MOST_TOGETHER // rows, 2, least))
-        sizes = range(max(least, prices.min_nodes if self.drafted else 1), most + 1) or range(1, most + 1)
-        nodes = max(sizes, key=lambda n: gains[n - 1] - prices.verify_price(n * rows))
-        self.expected, self.steps, kept = gains[nodes - 1], [], []
-        for (steps, chances), order in zip(found, orders):
-            row = [0, *sorted(sorted(order[: nodes - 1]), key=lambda node: -chances[node])]
+        found = self._steps_of(tree)
+        pinned = (torch.zeros_like(tree.is_draft) if tree.pinned is None else tree.pinned).tolist()
+        orders = []  # each row's nodes: those that must be verified, then the likeliest; a parent before its children
+        for (_, probs), must in zip(found, pinned):
+            orders.append(sorted(range(1, len(probs)), key=lambda node: (not must[node], -probs[node])))
+        size, self.expected = self._best_size(orders, [probs for _, probs in found], pinned)
+        self.steps, kept = [], []
+        for (steps, probs), order in zip(found, orders):
+            row = [0, *sorted(sorted(order[: size - 1]), key=lambda node: -probs[node])]
             number = {node: place for place, node in enumerate(row)}
             self.steps.append([steps[node]._replace(parent=number[steps[node].parent]) for node in row])
             kept.append(row)
         return torch.tensor(kept, device=tree.parents.device)
 
+    def _best_size(
+        self, orders: list[list[int]], probs: list[list[float]], pinned: list[list[bool]]
+    ) -> tuple[int, float]:
+        """Return how many nodes of each row to verify, and how many drafts of all rows are then accepted, as expected.
+
+        Args:
+            orders: [B] each row's drafts, those to verify first.
+            probs: [B][N] of acceptance.
+            pinned: [B][N] which must be verified.
+        """
+        gains, longest, least = [0.0] * self.nodes, 1, 1  # accepted drafts of all rows, by the number of drafts
+        for order, of_node, must in zip(orders, probs, pinned):
+            least = max(least, 1 + sum(must[1:]))
+            longest = max(longest, least, 1 + sum(prob > 0.0 for prob in of_node[1:]))
+            for drafts, gain in enumerate(accumulate(of_node[node] for node in order[: self.nodes - 1]), 1):
+                gains[drafts] += gain
+        most = min(self.nodes, longest, max(MOST_TOGETHER // self.rows, 2, least))
+        sizes = range(max(least, self.prices.min_nodes if self.drafted else 1), most + 1) or range(1, most + 1)
+        size = max(sizes, key=lambda n: gains[n - 1] - self.prices.verify_price(n * self.rows))
+        return size, gains[size - 1]
+
     def note(self, tree: DraftTree) -> None:
         """Note a sampled chain, which is verified as it is. Dropping a node would shift the distribution."""
         found = self._steps_of(tree)
-        self.steps, self.expected = [steps for steps, _ in found], sum(sum(chances[1:]) for _, chances in found)
+        self.steps, self.expected = [steps for steps, _ in found], sum(sum(probs[1:]) for _, probs in found)
 
     def _steps_of(self, tree: DraftTree) -> list[tuple[list[DraftStep], list[float]]]:
-        """Return every row's steps and chances of acceptance by node."""
+        """Return every row's steps and probs of acceptance by node."""
         kinds = torch.zeros_like(tree.parents)
         if tree.proposers is not None:
             kinds = kinds.masked_fill(tree.proposers > 0, int(Kind.GRAFTED))
@@ -159,15 +174,15 @@ class Growth:
                 best = firsts.setdefault(parents[node], node)
                 if scores[node] > scores[best]:
                     firsts[parents[node]] = node
-            steps, chances, depths = [DraftStep(0, 0.0, False)], [1.0] * len(scores), [0] * len(scores)
+            steps, probs, depths = [DraftStep(0, 0.0, False)], [1.0] * len(scores), [0] * len(scores)
             for node in range(1, len(scores)):
                 parent = parents[node]
                 depths[node] = depths[parent] + 1
                 first = firsts[parent] == node and kind[node] != Kind.DRAWN
                 step = DraftStep(parent, scores[node] - scores[parent], first, Kind(kind[node]))
                 steps.append(step)
-                above = chances[parent]
-                of_step = self.prices.calibration.chance(step.log_q, depths[node], step.first, step.kind)
-                chances[node] = above * of_step if above > UNLIKELY else 0.0
-            found.append((steps, chances))
+                above = probs[parent]
+                of_step = self.prices.calibration.accept_prob(step.log_q, depths[node], step.first, step.kind)
+                probs[node] = above * of_step if above > UNLIKELY else 0.0
+            found.append((steps, probs))
         return found

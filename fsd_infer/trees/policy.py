@@ -109,7 +109,7 @@ class TreePolicy:
         self.store, self.profile, self.largest, self.learns = store, profile, largest, learns
         self.clock = store.clock if learns else None
         self.state = store.state_of(rows, profile) if learns else PolicyState(CostModel(store.prior), rows, profile)
-        self.state.curve.begin_text()
+        self.state.calibration.begin_text()
         self.stats, self.rows = TreeStats(), 0
 
     def _begin(self, rows: int) -> None:
@@ -140,7 +140,7 @@ class TreePolicy:
         typical = max(bisect_left(KNOTS, sizes[len(sizes) // 2] * rows) - 1, 0)
         of_depth, of_node = costs.draft_slopes.weights
         prices = Prices(
-            state.curve,
+            state.calibration,
             verify_prices,
             depth_price=rate * of_depth,
             expand_price=rate * of_node,
@@ -243,7 +243,7 @@ class TreePolicy:
             for node, step in enumerate(steps[1:], 1):
                 if step.parent in depth_of:
                     depth = depth_of[step.parent] + 1
-                    self.state.curve.learn(step.log_q, depth, step.first, step.kind, node in depth_of)
+                    self.state.calibration.learn(step.log_q, depth, step.first, step.kind, node in depth_of)
         return grafted, accepted
 
 

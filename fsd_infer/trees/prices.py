@@ -4,8 +4,8 @@ A round drafts L depths, expands E nodes and verifies N nodes. In forwards over 
 
     cost = C(N) + a·L + b·E + f,    C(1) = 1, C piecewise linear and non-decreasing; a, b, f > 0.
 
-It emits 1 + Σ P(n) tokens in expectation, summed over its drafts n. The chance P(n) that n is accepted is the product
-of g(q) over the steps to n. Here q is the drafter's probability of a step, and g is a :class:`Calibration` that
+It emits 1 + Σ P(n) tokens in expectation, summed over its drafts n. The probability P(n) that n is accepted is the
+product of g(q) over the steps to n. Here q is the drafter's probability of a step, and g is a :class:`Calibration` that
 includes the draft bonus of a distribution that favours drafts. Every round maximises
 
     tokens - rate · cost,    rate = tokens per unit of cost so far.
@@ -32,7 +32,7 @@ from fsd_infer.trees.tree import DraftTree
 from fsd_infer.trees.visits import MAX_BONUS
 
 KNOTS = (1, 6, 7, 12, 24, 48, 96)  # node counts between which C is linear; the last slope continues
-CERTAIN = 0.99  # upper bound of a draft's chance
+CERTAIN = 0.99  # upper bound of a draft's probability
 BINS, LEAST = 20, -6.0  # of the calibration, equal in √(-ln q) down to ln q = LEAST: narrow where q is near 1
 AHEAD = 3  # depths that the decision to go on looks ahead
 
@@ -52,7 +52,7 @@ class Kind(IntEnum):
 
 
 class Calibration:
-    """The chance that a draft is accepted if its parent was, from the drafter's probability q.
+    """The probability that a draft is accepted if its parent was, from the drafter's probability q.
 
         g(q) = r · q·e^t / (1 + q·(e^t - 1))
 
@@ -73,7 +73,7 @@ class Calibration:
         self._gain, self._sampled = math.exp(min(draft_bonus, MAX_BONUS)) - 1.0, sampled
         self._ratios, self._text_ratios = [1.0] * (4 * len(Kind) * BINS), [1.0] * len(Kind)
 
-    def chance(self, log_q: float, depth: int, first: bool, kind: Kind = Kind.LIKELY) -> float:
+    def accept_prob(self, log_q: float, depth: int, first: bool, kind: Kind = Kind.LIKELY) -> float:
         """Return g(q).
 
         Args:
@@ -152,7 +152,7 @@ class Prices:
         """Return the prices for a drafter beside the tree [B, N] of a grafted one.
 
         A root is worth expanding where that tree is likely to be wrong or to end early. Accepted drafts have accepted
-        children with chance a, so (1 - a)·a^(d - 1) of a head's tokens have depth d.
+        children with probability a, so (1 - a)·a^(d - 1) of a head's tokens have depth d.
         """
         all_probs: list[float] = []
         uncovered = list(self.uncovered)
@@ -166,47 +166,47 @@ class Prices:
         side_gain = max(self.side_gain, self.best_gain(sorted(all_probs, reverse=True))[0])
         return replace(self, uncovered=tuple(uncovered), side_gain=side_gain)
 
-    def best_gain(self, chances: Sequence[float]) -> tuple[float, float]:
+    def best_gain(self, probs: Sequence[float]) -> tuple[float, float]:
         """Return the largest net gain of verifying a prefix of these drafts, and the least gain of one more node.
 
         Args:
-            chances: of acceptance, falling.
+            probs: of acceptance, falling.
 
         Returns:
-            Expected tokens minus price for the best prefix. The chance that one more node needs: that of the prefix's
-            last node, which it may displace, or the price of a place after it, whichever is less.
+            Expected tokens minus price for the best prefix. The probability that one more node needs: that of the
+            prefix's last node, which it may displace, or the price of a place after it, whichever is less.
         """
         prices, rows = self.verify_prices, len(self.uncovered)
         best = gain = 0.0
         kept = 0
-        for count, chance in enumerate(chances, 1):
-            gain += chance - prices[bisect_left(KNOTS, rows + count) - 1]
+        for count, prob in enumerate(probs, 1):
+            gain += prob - prices[bisect_left(KNOTS, rows + count) - 1]
             if gain > best:
                 best, kept = gain, count
-        last = chances[kept - 1] if kept else 1.0
+        last = probs[kept - 1] if kept else 1.0
         return best, min(last, prices[bisect_left(KNOTS, rows + kept + 1) - 1])
 
-    def width(self, chances: Sequence[float], frontier: Sequence[Sequence[float]]) -> int:
+    def width(self, probs: Sequence[float], frontier: Sequence[Sequence[float]]) -> int:
         """Return how many nodes of each row to expand next; 0 if drafting stops.
 
         Args:
-            chances: of acceptance, of all drafts of all rows so far, falling.
+            probs: of acceptance, of all drafts of all rows so far, falling.
             frontier: of each row's nodes that may be expanded, falling.
         """
-        gain, marginal = self.best_gain(chances)
+        gain, marginal = self.best_gain(probs)
         # Expand a node only if its best child's expected gain exceeds the price of its drafting and verification.
         least, accept_rate = (self.expand_price + marginal) * len(frontier), self.accept_rate * self.reach_ratio
         width = sum(accept_rate * sum(row[place] for row in frontier) > least for place in range(len(frontier[0])))
-        return width if width and self._pays(chances, gain, [row[:width] for row in frontier]) else 0
+        return width if width and self._pays(probs, gain, [row[:width] for row in frontier]) else 0
 
-    def _pays(self, chances: Sequence[float], gain: float, frontier: Sequence[Sequence[float]]) -> bool:
+    def _pays(self, probs: Sequence[float], gain: float, frontier: Sequence[Sequence[float]]) -> bool:
         """Return whether up to AHEAD more depths pay, the first from this frontier, later ones of one node a row."""
         rows, price = len(frontier), 0.0
-        best = [[chance * self.reach_ratio * self.accept_rate for chance in row] for row in frontier]
+        best = [[prob * self.reach_ratio * self.accept_rate for prob in row] for row in frontier]
         for depth in range(AHEAD):
             price += self.depth_price + self.expand_price * (len(frontier[0]) if depth == 0 else 1) * rows
-            chances = sorted([*chances, *(chance for row in best for chance in row)], reverse=True)
-            if self.best_gain(chances)[0] - gain > price:
+            probs = sorted([*probs, *(prob for row in best for prob in row)], reverse=True)
+            if self.best_gain(probs)[0] - gain > price:
                 return True
             best = [[row[0] * self.accept_rate] for row in best]
         return False

@@ -55,7 +55,7 @@ class DraftTree:
         proposers: [B, N] index of the drafter part that proposed each node, the first of several; None if there is one
             part.
         forecast: [B, S + 1] as of :func:`fsd_infer.trees.forecast.forecast`; None: nobody asks.
-        levels: at least the depth of the deepest node, as far as the host knows; None: not known.
+        depth_bound: at least the depth of the deepest node, as far as the host knows; None: not known.
     """
 
     tokens: Tensor
@@ -69,7 +69,7 @@ class DraftTree:
     drawn: Tensor | None = None
     fixed: Tensor | None = None
     forecast: Tensor | None = None
-    levels: int | None = None
+    depth_bound: int | None = None
 
     @property
     def sampled(self) -> bool:
@@ -114,7 +114,7 @@ class DraftTree:
     def max_depth(self) -> int:
         """At least the depth of the deepest node, found out, where that is free, if its builder does not say."""
         most = self.parents.shape[1] - 1
-        return functional.host_max(self.depths, most) if self.levels is None else min(self.levels, most)
+        return functional.host_max(self.depths, most) if self.depth_bound is None else min(self.depth_bound, most)
 
     @cached_property
     def pinned(self) -> Tensor | None:
@@ -196,16 +196,16 @@ class DraftTree:
             q_index=q_index.expand_as(tokens),
             draft_ids=draft_ids,
             q_scores=q_scores,
-            levels=tokens.shape[1] - 1,
+            depth_bound=tokens.shape[1] - 1,
         )
 
     @classmethod
     def of_lists(
-        cls, rows: Sequence[Nodes], vocab_size: int, device: torch.device, levels: int | None = None
+        cls, rows: Sequence[Nodes], vocab_size: int, device: torch.device, depth_bound: int | None = None
     ) -> DraftTree:
-        """Return trees without q, from drafters that build them as lists. ``vocab_size``: V; ``levels``: see there."""
+        """Return trees without q, from drafters that build them as lists. ``vocab_size``: V."""
         tokens, parents, scores = (to_device(padded(x, fill), device) for x, fill in zip(zip(*rows), _FILLS))
-        return cls._without_q(tokens, parents, scores, vocab_size, levels)
+        return cls._without_q(tokens, parents, scores, vocab_size, depth_bound)
 
     @staticmethod
     def packed_lists(rows: Sequence[Nodes], count: int) -> Tensor:
@@ -214,17 +214,17 @@ class DraftTree:
         return torch.tensor(list(parts), dtype=torch.float64)
 
     @classmethod
-    def of_packed(cls, values: Tensor, vocab_size: int, levels: int | None = None) -> DraftTree:
+    def of_packed(cls, values: Tensor, vocab_size: int, depth_bound: int | None = None) -> DraftTree:
         """Return the trees of :meth:`packed_lists`, on any device. Arguments as of :meth:`of_lists`."""
         tokens, parents, scores = values
-        return cls._without_q(tokens.long(), parents.long(), scores.float(), vocab_size, levels)
+        return cls._without_q(tokens.long(), parents.long(), scores.float(), vocab_size, depth_bound)
 
     @classmethod
     def _without_q(
-        cls, tokens: Tensor, parents: Tensor, scores: Tensor, vocab_size: int, levels: int | None
+        cls, tokens: Tensor, parents: Tensor, scores: Tensor, vocab_size: int, depth_bound: int | None
     ) -> DraftTree:
         no_q = torch.empty(len(tokens), 0, vocab_size, device=tokens.device)
-        return cls(tokens, parents, scores, no_q, torch.full_like(parents, -1), levels=levels)
+        return cls(tokens, parents, scores, no_q, torch.full_like(parents, -1), depth_bound=depth_bound)
 
 
 _FILLS = (0, 0, -math.inf)  # what rows are padded with

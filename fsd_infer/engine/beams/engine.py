@@ -157,7 +157,7 @@ class _Beams:
         self.roots = to_device(lengths - 1, self.device)
         if tokens.shape[1] > 1:  # a head reads a token with the feature before it
             self.session.extend(to_device(tokens[:, 1:], self.device), features[:, :-1], self.roots.clone())
-            self.session.append([prompt[1:] for prompt in prompts])
+            self.session.extend_on_host([prompt[1:] for prompt in prompts])
         self.features = features[:, :0]
         frontier = self._frontier()
         self._take(frontier, logits)
@@ -194,9 +194,9 @@ class _Beams:
         room = self.slots - self.planner.nodes - self.beams  # for the nodes of the next round
         pruned = [search.prune(most, room) for search, most in zip(self.searches, shared, strict=True)]
         nodes, grown = [left for left, _ in pruned], [count for _, count in pruned]
-        self.session.keep(frontier, nodes, grown)
+        self.session.follow_beams(frontier, nodes, grown)
         texts = [search.shared for search in self.searches]
-        self.session.append([text[len(text) - count :] for text, count in zip(texts, grown, strict=True)])
+        self.session.extend_on_host([text[len(text) - count :] for text, count in zip(texts, grown, strict=True)])
         frontier.move(self.cache, self.roots, nodes)
         self.roots += to_device(torch.tensor(grown), self.device)
         order = [[0, *row][count:] for row, count in zip(nodes, grown, strict=True)]
