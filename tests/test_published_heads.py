@@ -142,6 +142,19 @@ def test_names_may_begin_with_the_name_of_a_model(root: Path, name: str, prefix:
     assert torch.equal(found.tokens, tree.tokens) and torch.equal(found.q_logits, tree.q_logits)
 
 
+def test_the_drafted_ids_may_come_as_t2d_alone(root: Path, tmp_path: Path) -> None:
+    """And a prefixed table that is the target's own is shared, not kept twice."""
+    name = "dspark of speculators"
+    made, embeds = layout(name), target(name).model.get_input_embeddings().weight.detach().clone()
+    tensors = {f"model.{tensor}": values for tensor, values in made.tensors.items() if tensor != "d2t"}
+    drafter: Any = load_drafter(str(replace(made, tensors=tensors).write(tmp_path / "alone")), target(name), TREE)
+    found, tree = drafted(drafter, PROMPTS), drafted(load(root, name, TREE), PROMPTS)
+    assert torch.equal(found.tokens, tree.tokens) and torch.equal(found.q_logits, tree.q_logits)
+    tensors["model.embed_tokens.weight"] = embeds
+    drafter = load_drafter(str(replace(made, tensors=tensors).write(tmp_path / "shared")), target(name), TREE)
+    assert "embed_tokens.weight" not in drafter.model.head.state_dict()
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_greedy_answers_are_the_targets_own(root: Path, name: str) -> None:
     """In a batch of prompts of different lengths, by chains, trees, and trees chosen while decoding."""

@@ -12,7 +12,7 @@ What cannot be told from the config is refused, since a wrong guess costs nearly
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,8 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
         CheckpointError: malformed or ambiguous files, an unknown option, or a head for another target.
         VocabularyMismatchError: a head for another vocabulary.
     """
-    weights = Weights(directory)
-    names = {_name(stored): stored for stored in weights.shapes if not stored.endswith(_IGNORED)}
+    weights = Weights(directory, _name)
+    names = {name for name in weights.shapes if not name.endswith(_IGNORED)}
     try:
         made, order, ids = _described(_Options(config), weights, names, target)
     except CheckpointError as error:
@@ -83,7 +83,7 @@ def read_block_head(directory: Path, config: Mapping[str, Any], target: Target) 
         head = BlockHead(made)
     head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
     dropped = {name for name in (EMBEDDINGS, LM_HEAD) if name not in head.state_dict()}  # which are the target's
-    fill(head, weights, {name: stored for name, stored in names.items() if name not in dropped}, target.dtype)
+    fill(head, weights, {name: name for name in names - dropped}, target.dtype)
     head.fc.weight = nn.Parameter(_ordered(head.fc.weight, order), requires_grad=False)
     return head.to(target.device), None if ids is None else ids.to(target.device)
 
@@ -119,7 +119,7 @@ def _name(stored: str) -> str:
 
 
 def _described(
-    options: _Options, weights: Weights, names: Mapping[str, str], target: Target
+    options: _Options, weights: Weights, names: Collection[str], target: Target
 ) -> tuple[BlockConfig, list[int], Tensor | None]:
     """Return the head's config, the order of the layers as stored, and its draft ids."""
     for name, harmless in _HARMLESS.items():
@@ -130,7 +130,7 @@ def _described(
     layer = plain_layer(options.layer, "qwen3")
     count = layer_count(options.get("num_hidden_layers"), names)
     stored = _target_layers(options, count, target)
-    shape = weights.shapes.get(names.get("fc.weight", ""), ())
+    shape = weights.shapes.get("fc.weight", ())
     size = options.whole("target_hidden_size", layer["hidden_size"], 1)
     if len(shape) != 2 or shape[1] != len(stored) * size or size != target.hidden_size:
         raise CheckpointError(
@@ -148,13 +148,13 @@ def _described(
     made = BlockConfig(
         layer, count, tuple(sorted(stored)), size, vocabulary, options.whole("block_size", least=2),
         _mask_token(options, vocabulary), _fills_in(options, names), windows, causal,
-        weights.shapes[names[LM_HEAD]][0] if own_head else None, own_embeds, options.get("final_logit_softcapping"),
-        **_correction(options, layer["hidden_size"], weights, names),
+        weights.shapes[LM_HEAD][0] if own_head else None, own_embeds, options.get("final_logit_softcapping"),
+        **_correction(options, layer["hidden_size"], weights.shapes),
     )  # fmt: skip
     return made, stored, ids
 
 
-def _fills_in(options: _Options, names: Mapping[str, str]) -> bool:
+def _fills_in(options: _Options, names: Collection[str]) -> bool:
     """Whether slots estimate the tokens at their own positions."""
     said, classes = options.get("sample_from_anchor"), options.classes
     if said is not None:
@@ -234,9 +234,8 @@ def _attention(options: _Options, count: int) -> tuple[tuple[int | None, ...], t
     return tuple(window if slide else None for slide in slides), causal
 
 
-def _correction(options: _Options, width: int, weights: Weights, names: Mapping[str, str]) -> dict[str, Any]:
+def _correction(options: _Options, width: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the fields of :class:`BlockConfig` that describe a correction and a confidence head, by the tensors."""
-    shapes = {name: weights.shapes[stored] for name, stored in names.items()}
     if any(len(shapes.get(name, (1, 1))) != 2 for name in (_GRU, _EMBED, _MARKOV, _CONFIDENCE)):
         raise CheckpointError("a matrix of its correction has another shape.")
     made: dict[str, Any] = {}
@@ -244,7 +243,7 @@ def _correction(options: _Options, width: int, weights: Weights, names: Mapping[
         rank, plain = shapes.get(_EMBED, (0, 0))[0], options.whole("pure_draft_prefix_len", 0)
         made = {"correction": "domino", "rank": rank, "state_size": shapes[_GRU][1], "plain_slots": plain}
     elif _MARKOV in shapes:
-        gated, recurrent = ("markov_head.gate_proj.weight" in names), ("markov_head.joint_proj.weight" in names)
+        gated, recurrent = ("markov_head.gate_proj.weight" in shapes), ("markov_head.joint_proj.weight" in shapes)
         kind = "rnn" if recurrent else "gated" if gated else "vanilla"
         said = str(options.get("markov_head_type", kind)).lower()
         if said != kind:
@@ -262,9 +261,9 @@ def _correction(options: _Options, width: int, weights: Weights, names: Mapping[
 
 def _draft_ids(weights: Weights, vocabulary: int) -> Tensor | None:
     """Return the target id of each row of the LM head [Vd]; None if that is all ids in order."""
-    read_draft_ids(weights, vocabulary, weights.shapes)  # which checks them
+    ids, _ = read_draft_ids(weights, vocabulary, weights.shapes)
     if D2T not in weights.shapes:
-        return None
+        return ids
     offsets = weights.read(D2T, INTEGERS).long()
     ids = torch.arange(len(offsets)) + offsets
     return None if torch.equal(ids, torch.arange(vocabulary)) else ids

@@ -62,14 +62,10 @@ def _fetched_published(source: str, **hub: Any) -> tuple[str, Path, dict[str, An
 
 def _published(directory: Path, repository: _Repository | None) -> tuple[str, Path, dict[str, Any]] | None:
     config = read_config(directory)
-    local = repository is None and config.get("num_hidden_layers") in range(1, _SOME + 1) and has_weights(directory)
-    kind = kind_of_head(config, set(Weights(directory).shapes) if local else ())
-    if (
-        kind is None
-        and repository is None
-        and has_weights(directory)
-        and is_mtp_alone(Weights(directory).shapes, config)
-    ):
+    shapes = Weights(directory).shapes if repository is None and has_weights(directory) else {}
+    few = config.get("num_hidden_layers") in range(1, _SOME + 1)
+    kind = kind_of_head(config, set(shapes) if few else ())
+    if kind is None and shapes and is_mtp_alone(shapes, config):
         kind = MTP
     if kind is None:
         return None
