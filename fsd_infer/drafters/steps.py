@@ -213,21 +213,21 @@ class StepSession(TreeSession):
     def _read_frontier(self, frontier: Frontier, nodes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         """Step from the last node above each that the target has read. Each of these nodes is a row of its own."""
         width, device = max(map(len, nodes)), self.device
-        paths, before = [], []
+        paths, starts = [], []  # tokens of the nodes that are not read, and the place of the feature before them
         for row, wanted in enumerate(nodes):
             for node in [*wanted, *[0] * (width - len(wanted))]:
                 path = frontier.path(row, node)
-                known = sum(above < frontier.read[row] for above in path)
-                before.append(row * frontier.features.shape[1] + ([0, *path][known]))
-                paths.append([frontier.tokens[row][above] for above in path[known:]] or [0])
-        kept, tokens = self.last, to_device(padded(paths), device)
+                read = sum(above < frontier.read[row] for above in path)
+                starts.append(row * frontier.features.shape[1] + ([0, *path][read]))
+                paths.append([frontier.tokens[row][above] for above in path[read:]] or [0])
+        last, tokens = self.last, to_device(padded(paths), device)
         final = frontier.features[..., : self.drafter.target.hidden_size].flatten(0, 1)
-        self.last = final[to_device(torch.tensor(before), device)]
+        self.last = final[to_device(torch.tensor(starts), device)]
         state, logits = self._begin(tokens[:, 0]), []
         for depth in range(tokens.shape[1]):
             of_depth, state = self._step(depth, tokens[:, depth : depth + 1], state)
             logits.append(of_depth)
-        self.last = kept
+        self.last = last
         ends = to_device(torch.tensor([len(path) - 1 for path in paths]), device)
         found = at_nodes(torch.cat(logits, 1), ends[:, None])
         return found.view(len(nodes), width, -1), self.drafter.draft_ids

@@ -151,7 +151,7 @@ class PolicyState:
         draft_cost: of a round that drafts.
         trials: rounds of the trial phase so far.
         pause: of drafting.
-        usual, ratios: drafts that are expected of a row, and accepted ones per expected one, by shape
+        usual_drafts, shape_ratios: drafts that are expected of a row, and accepted ones per expected one, by shape
             (:mod:`fsd_infer.trees.menu`).
         side: whether grafted drafters pay.
     """
@@ -164,8 +164,8 @@ class PolicyState:
         self.gain = RunningRatio(1.0, 1.0, DEPTH_WINDOW)
         self.draft_cost = RunningRatio(costs.drafting(2, 2 * batch), 1.0, DEPTH_WINDOW)
         self.trials, self.pause, self.side = 0, Pause(), SideWorth(costs, batch)
-        self.usual: dict[TreeShape, RunningRatio] = {}
-        self.ratios: dict[TreeShape, RunningRatio] = {}
+        self.usual_drafts: dict[TreeShape, RunningRatio] = {}
+        self.shape_ratios: dict[TreeShape, RunningRatio] = {}
 
 
 class PolicyStore:

@@ -73,11 +73,11 @@ class MenuPolicy:
     def _usual_drafts(self, shape: TreeShape) -> RunningRatio:
         """Return the drafts per row that earlier rounds expected of a shape."""
         prior = sum(SURVIVAL**depth for depth in range(1, shape.depth + 1))
-        return self.state.usual.setdefault(shape, RunningRatio(prior, 1.0, GAIN_WINDOW))
+        return self.state.usual_drafts.setdefault(shape, RunningRatio(prior, 1.0, GAIN_WINDOW))
 
     def _shape_ratio(self, shape: TreeShape) -> RunningRatio:
         """Return how many drafts are accepted per expected one, by trees of a shape."""
-        return self.state.ratios.setdefault(shape, RunningRatio(1.0, 1.0, SHAPE_WINDOW))
+        return self.state.shape_ratios.setdefault(shape, RunningRatio(1.0, 1.0, SHAPE_WINDOW))
 
     def time(self, seconds: Sequence[float]) -> None:
         """Take the seconds of a round of each shape, timed when they were recorded."""
