@@ -51,7 +51,6 @@ class TreeSession(DraftSession):
     """
 
     shape: TreeShape
-    _ratios: AcceptanceRatios | None = None  # what the draws of earlier rounds have taught
 
     def __init__(self, drafter: TreeDrafter, request: DraftRequest) -> None:
         self.drafter, self.shape, self.device = drafter, request.shape or drafter.shape, drafter.model.device
@@ -62,11 +61,17 @@ class TreeSession(DraftSession):
         self._masks: dict[tuple[int, int], MenuMasks] = {}  # by depth and width of the tree
         self._visits = torch.zeros(0)  # [B, E] tilted scores of the nodes that were expanded last
         self._drawing: Drawing | ChainDrawing | None = None  # of this round
-        if request.draws is Draws.TREE and (self.prices is not None or is_host(self.device)):  # else recorded
-            key = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
-            learns = not request.seeded if self.prices is None else request.clock is not None
-            self._ratios = drafter.ratios.setdefault(key, AcceptanceRatios()) if learns else AcceptanceRatios()
+        self._ratios = self._acceptance_ratios()
         self._stopped: Tensor | None = None  # [] bool, on devices: whether drafting has stopped
+
+    def _acceptance_ratios(self) -> AcceptanceRatios | None:
+        """Return what the draws of earlier rounds have taught; None: nothing is drawn, or rounds are recorded."""
+        request = self.request
+        if request.draws is not Draws.TREE or self.prices is None and not is_host(self.device):
+            return None
+        learns = not request.seeded if self.prices is None else request.clock is not None
+        key = round(10 * request.temperature), round(4 * min(request.draft_bonus, 4.0))
+        return self.drafter.ratios.setdefault(key, AcceptanceRatios()) if learns else AcceptanceRatios()
 
     @property
     def prices(self) -> Prices | None:
@@ -125,10 +130,10 @@ class TreeSession(DraftSession):
         return (self._ratios is not None) + bool(self.request.menu)
 
     def feedback(self, tree: DraftTree, logits: Tensor, verdict: Verdict) -> list[Tensor]:
-        made = [] if self._ratios is None else [accepted_and_expected(tree, verdict.path, verdict.accepted)]
+        ratios = [] if self._ratios is None else [accepted_and_expected(tree, verdict.path, verdict.accepted)]
         if self.request.menu and tree.forecast is None:
-            return [*made, torch.full((len(logits), len(self.request.menu) + 1), math.nan, device=logits.device)]
-        return made if tree.forecast is None else [*made, tree.forecast]
+            return [*ratios, torch.full((len(logits), len(self.request.menu) + 1), math.nan, device=logits.device)]
+        return ratios if tree.forecast is None else [*ratios, tree.forecast]
 
     def learn(self, feedback: Sequence[Tensor], verdict: Verdict) -> None:
         if self._ratios is not None:

@@ -210,7 +210,7 @@ class RoundCapture:
 
         if not graphs and not self._record(state, whole, inputs, graphs):
             return self._eagerly(state, tree, inputs, recording)
-        drawn = self.generator.get_state() if asks and len(graphs) < 2 else None
+        random_state = self.generator.get_state() if asks and len(graphs) < 2 else None
         result = graphs[0].replay(inputs, tree is None)
         state.on_phase("target")
         if not asks:
@@ -220,15 +220,15 @@ class RoundCapture:
         def rest(*inputs: Tensor) -> Any:
             return finish_round(state, result, tree is None, dict(zip(computed, inputs)))
 
-        if drawn is not None:
+        if random_state is not None:
             is_recorded = self._record(state, rest, list(computed.values()), graphs)
-            self.generator.set_state(drawn)
+            self.generator.set_state(random_state)
             graphs[0].replay(inputs)  # again, since recording has moved keys and values
             if not is_recorded:
                 return finish_round(state, result, tree is None, computed)
-        settled: RoundTensors = graphs[1].replay(list(computed.values()))
+        finished: RoundTensors = graphs[1].replay(list(computed.values()))
         state.on_phase("rule")
-        return settled
+        return finished
 
     def _eagerly(
         self, state: DecodeState, tree: DraftTree | None, inputs: Sequence[Tensor], recording: Recording
@@ -266,7 +266,7 @@ class RoundCapture:
     def _unchanged(self, state: DecodeState, on_phase: Callable[[str], None]) -> Iterator[None]:
         """Undo what rounds within do to the state. ``on_phase``: is told of their phases."""
         changed = [*state.tensors(), *state.cache.recurrent.tensors, *state.session.tensors()]
-        before, drawn, own = [x.clone() for x in changed], self.generator.get_state(), state.on_phase
+        before, random_state, own = [x.clone() for x in changed], self.generator.get_state(), state.on_phase
         state.on_phase = on_phase
         try:
             yield
@@ -274,7 +274,7 @@ class RoundCapture:
             state.on_phase = own
             for x, value in zip(changed, before, strict=True):
                 x.copy_(value)
-            self.generator.set_state(drawn)
+            self.generator.set_state(random_state)
 
     def _time(self, state: DecodeState, policy: MenuPolicy, captured: CapturedState) -> None:
         """Record and time a round of every shape of a menu, at the first round of its state."""
