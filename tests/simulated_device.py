@@ -265,9 +265,7 @@ class SimulatedDevice(TorchDispatchMode):
         known = {id(_plain(x)): x for x in tensors}
         return _mapped(lambda x: _known(x, known, on_sim), out)
 
-    def _check(
-        self, traits: _Traits, args: Any, kwargs: Any, tensors: list[Tensor], on_sim: bool, there: bool
-    ) -> None:
+    def _check(self, traits: _Traits, args: Any, kwargs: Any, tensors: list[Tensor], on_sim: bool, there: bool) -> None:
         """Count what waits, refuse what CUDA refuses."""
         func, packet = traits.func, traits.packet
         generator = kwargs.get("generator")
