@@ -256,6 +256,12 @@ def test_an_absent_server_is_named_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == [], "nothing to clear away"
 
 
+def test_a_record_that_cannot_be_written_is_refused_before_anything_is_loaded(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(FsdError, match="the record .*file/record.json cannot be written"):
+        run(toy.prompts, ["plain"], json_path=tmp_path / "file" / "record.json", target="no/such-model")
+
+
 def test_batches_agree_with_single_forwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target.from_pretrained(str(save_tiny_chat_target(tmp_path)), dtype=torch.float32)
     pairs = list(zip(tiny_prompts((1, 30, 7, 12, 3, 22)), tiny_prompts((9, 1, 19, 4, 11, 6), seed=1), strict=True))
