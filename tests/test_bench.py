@@ -138,6 +138,18 @@ def test_damaged_lines_of_an_unfinished_run_are_measured_again(tmp_path: Path) -
             RunFile(made.path, "bench", {"seed": 1}, jobs)
 
 
+def test_ctrl_c_says_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Trial("plain", 0)
+    for runs in (0, 1):
+        file = RunFile(tmp_path / "r.jsonl", "bench", {}, {job: 1}, advice=("add --resume", "another name"))
+        with pytest.raises(KeyboardInterrupt), file.kept():
+            for _ in range(runs):
+                file.add(job, TimedRun(1.0, 0.1, [MeasuredAnswer([1], 1, 1)], {}))
+            raise KeyboardInterrupt
+        kept = f"1 finished runs are kept in {tmp_path / 'r.jsonl'}: add --resume.\n" if runs else ""
+        assert capsys.readouterr().err == kept and (tmp_path / "r.jsonl").exists() == bool(runs)
+
+
 @pytest.fixture(scope="module")
 def greedy(toy: Toy) -> Behaviour:
     """A server that decodes the toy target greedily, two tokens per event."""
