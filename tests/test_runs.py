@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -261,6 +262,29 @@ def test_unwritable_directories(place: str, toys: Path, tmp_path: Path, capsys: 
     run = Run(toys, tmp_path / "run", capsys, **elsewhere)
     status, err = run.fit(5)
     assert status == 2 and err.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in err
+
+
+def test_an_export_replaces_no_model_and_no_checkpoints(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A head's directory is replaced as a whole, and so are the files that `export` writes."""
+    for head in (tmp_path / "run", tmp_path / "run" / "checkpoints", tmp_path / "run" / "best"):
+        run = Run(toys, tmp_path / "run", capsys, head=head, best=tmp_path / "run" / "best" / "best")
+        status, err = run.fit(2)
+        assert status == 2 and f"{head} is replaced by each export, and " in err
+    copy = Path(shutil.copytree(toys / "target", tmp_path / "copy"))
+    before = (copy / "model.safetensors").read_bytes()
+    said = f"{copy} holds a model, which the export would replace"
+    status, err = Run(toys, tmp_path / "other", capsys, head=copy).fit(2, "--overwrite", "true")
+    assert status == 2 and said in err
+    run = Run(toys, tmp_path / "third", capsys)
+    assert run.fit(2)[0] == 0
+    for more in ([], ["--to", "eagle"]):
+        source = str(run.checkpoints / "last.ckpt")
+        status, err = run.call(["export", source, str(copy), *more])
+        assert status == 2 and said in err and (copy / "model.safetensors").read_bytes() == before
+        for _ in range(2):  # a head may be written again
+            assert run.call(["export", source, str(tmp_path / "written"), *more])[0] == 0
 
 
 def test_quickstart_compares_the_methods(

@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fsd_core.errors import CheckpointError, DataError
 from fsd_train.callbacks.decoded import DecodedTau
-from fsd_train.callbacks.export import ExportHead
+from fsd_train.callbacks.export import ExportHead, check_output
 from fsd_train.checkpoints import callbacks_of, check_checkpoint, read_checkpoint
 
 log = logging.getLogger(__name__)
@@ -129,9 +129,11 @@ class RunDirectory(Callback):
         return sorted(name for name in settings.keys() & theirs.keys() if repr(settings[name]) != repr(theirs[name]))
 
     def check_writable(self, trainer: Trainer) -> None:
-        """Raise DataError unless the run can write to all of its directories."""
-        loggers = [logger.save_dir for logger in trainer.loggers if logger.save_dir is not None]
-        for path in [*self.directories, *self.heads, Path(trainer.default_root_dir), *map(Path, loggers)]:
+        """Raise DataError unless the run can write to all of its directories, and a head's can be replaced."""
+        loggers = [Path(logger.save_dir) for logger in trainer.loggers if logger.save_dir is not None]
+        others = [*self.directories, Path(trainer.default_root_dir), *loggers]
+        self._check_heads(others)
+        for path in [*others, *self.heads]:
             there = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
             if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
                 raise DataError(f"{path} cannot be written: {there} is {'read-only' if there.is_dir() else 'a file'}.")
@@ -160,6 +162,15 @@ class RunDirectory(Callback):
     def _let_go(self) -> None:
         while self._held:
             os.close(self._held.pop())
+
+    def _check_heads(self, others: Sequence[Path]) -> None:
+        """Raise DataError for a head's directory that holds a model, or another of the run's directories."""
+        for head in self.heads:
+            check_output(head)
+            within = [path for path in [*others, *self.heads] if head.resolve() in path.resolve().parents]
+            within += [path for path in others if head.resolve() == path.resolve()]
+            if within:
+                raise DataError(f"{head} is replaced by each export, and {within[0]} with it: give the head another.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
