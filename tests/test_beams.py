@@ -15,6 +15,7 @@ from fsd_core.errors import CacheMemoryError
 from fsd_infer import Drafter, FsdError, FuzzyDecoder, Target
 from fsd_infer.drafters import LMDrafter, LookupDrafter, NoDrafter, RecycleDrafter
 from fsd_infer.engine.beams import BeamOptions
+from fsd_infer.engine.beams.engine import MANY
 from tests.beam_toys import doubled, drafters_for
 from tests.covering import covering, fast_only
 from tests.families import FAMILIES, VOCAB, EndsIn, drafter_of, tiny_model, tiny_prompts
@@ -228,6 +229,13 @@ def test_refused(target: Target, arguments: dict[str, Any], message: str) -> Non
     options: dict[str, Any] = dict(max_new_tokens=4, num_beams=4, do_sample=False)
     with pytest.raises(FsdError, match=message):
         FuzzyDecoder(target, NoDrafter(VOCAB)).generate([[1, 2, 3]], **{**options, **arguments})
+
+
+def test_many_beams_say_what_they_cost(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    decoder = FuzzyDecoder(target, NoDrafter(VOCAB))
+    for beams, said in ((4, ""), (MANY + 1, f"each of {MANY + 1} beams costs")):
+        decoder.generate([[1, 2, 3]], max_new_tokens=1, num_beams=beams, do_sample=False)
+        assert said in caplog.text and bool(caplog.text) == bool(said)
 
 
 def test_options_of_beams() -> None:

@@ -22,6 +22,7 @@ from fsd_infer.targets.loading import load_target
 from fsd_infer.targets.masks import fixed_positions
 from fsd_infer.targets.target import Target, layer_list
 from fsd_infer.targets.token_ids import eos_ids, left_pad
+from fsd_train.checkpoints import RECORD
 from fsd_train.losses import LMHead
 from fsd_train.packed import TextMask, read_packed, reads_packed_rows
 
@@ -157,7 +158,7 @@ class SmallLM(nn.Module):
         directory.mkdir(parents=True, exist_ok=True)
         with disk_errors(directory):
             self._save(directory)
-        write_text(directory / "training.json", json.dumps(record, indent=2, default=str) + "\n")
+        write_text(directory / RECORD, json.dumps(record, indent=2, default=str) + "\n")
         return directory
 
     def _save(self, directory: Path) -> None:
