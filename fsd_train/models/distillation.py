@@ -31,7 +31,7 @@ from fsd_train.models.optim import WarmupCosine
 from fsd_train.models.run import RunModule
 from fsd_train.models.slim import load_slim, move
 from fsd_train.models.work import Operations
-from fsd_train.packed import TextMask, read_packed, reads_packed_rows
+from fsd_train.packed import TextMask, forward_packed, supports_packing
 from fsd_train.types import ChainSteps, EvalSteps, Seed, Share
 
 PRECISIONS = ("bf16-mixed", "16-mixed", "32-true")
@@ -283,10 +283,10 @@ class DistillationModule(RunModule, ABC):
             )
         target = self.target
         layers: Sequence[nn.Module] = ()
-        if self.compiles and not self.target_kwargs and reads_packed_rows(target.features, target.model):
+        if self.compiles and not self.target_kwargs and supports_packing(target.features, target.model):
             layers = target.layers(range(int(target.config.num_hidden_layers)))
         with self._compiled(layers):
-            features = read_packed(target.features, target.model, batch["input_ids"], text)
+            features = forward_packed(target.features, target.model, batch["input_ids"], text)
         writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
         if writer is not None:
             texts = on_host(batch, "input_ids")[0].split(batch["lengths"].tolist())

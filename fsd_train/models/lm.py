@@ -29,7 +29,7 @@ from fsd_train.models.small_lm import LogitsHead, SmallLM
 from fsd_train.models.start import choose_draft_ids
 from fsd_train.models.unroll import plan_positions
 from fsd_train.models.work import Operations, lm_operations
-from fsd_train.packed import TextMask, read_packed, reads_packed_rows
+from fsd_train.packed import TextMask, forward_packed, supports_packing
 from fsd_train.types import PositiveFloat, PositiveInt, ShareOrNone
 
 
@@ -173,7 +173,7 @@ class LMModule(DistillationModule):
         return lm_operations(self, batch)
 
     def _logits(self, ids: Tensor, text: TextMask, places: Tensor) -> Tensor:
-        with self._compiled(self.head.layers if reads_packed_rows(self.head.hidden, self.head.causal_lm) else ()):
+        with self._compiled(self.head.layers if supports_packing(self.head.hidden, self.head.causal_lm) else ()):
             logits: Tensor = self.head(ids, text, places)
         return logits
 
@@ -194,7 +194,7 @@ class LMModule(DistillationModule):
             reference.check_lm_head()
             self._frozen.reference = reference
         reference = self._frozen.reference
-        features = read_packed(reference.features, reference.model, ids, text)[0]  # [M, H]
+        features = forward_packed(reference.features, reference.model, ids, text)[0]  # [M, H]
         logits = reference.lm_logits(features.index_select(0, places))
         kept = self.head.draft_ids
         return logits[..., : self.head.common] if kept is None else logits[..., kept]

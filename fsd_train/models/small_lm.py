@@ -23,7 +23,7 @@ from fsd_infer.targets.masks import fixed_positions
 from fsd_infer.targets.target import Target, layer_list
 from fsd_infer.targets.token_ids import eos_ids, left_pad
 from fsd_train.losses import LMHead
-from fsd_train.packed import TextMask, read_packed, reads_packed_rows
+from fsd_train.packed import TextMask, forward_packed, supports_packing
 
 EXPORT_DTYPE = torch.bfloat16
 LORA_DEFAULTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -87,7 +87,7 @@ class SmallLM(nn.Module):
         self.register_buffer("draft_ids", ids, persistent=False)
         self.common = common
         self._check_lm_head()
-        reads_packed_rows(self.hidden, self.causal_lm)  # found before the weights are sharded
+        supports_packing(self.hidden, self.causal_lm)  # found before the weights are sharded
 
     def _common(self, target: Target) -> int:
         """Return the number of tokens in both vocabularies. Raises VocabularyMismatchError."""
@@ -121,7 +121,7 @@ class SmallLM(nn.Module):
 
     def forward(self, ids: Tensor, text: TextMask, places: Tensor) -> Tensor:
         """Return logits [N, Vd] at places [N] of a packed row of ids [1, M] with its mask."""
-        hidden = read_packed(self.hidden, self.causal_lm, ids, text)[0]  # [M, H']
+        hidden = forward_packed(self.hidden, self.causal_lm, ids, text)[0]  # [M, H']
         return self.logits(hidden.index_select(0, places))
 
     def hidden(self, ids: Tensor, **inputs: Any) -> Tensor:

@@ -33,7 +33,7 @@ from fsd_core.tensors import to_device
 from fsd_infer.heads.head import EagleHead
 from fsd_train.losses.base import LossIndex
 from fsd_train.models.compiled import fixed
-from fsd_train.packed import TextMask, attending
+from fsd_train.packed import TextMask, use_packed_attention
 
 
 def supervised(loss_mask: Tensor, steps: int) -> Tensor:
@@ -98,7 +98,7 @@ def unroll(
         positions beyond their conversation are undefined.
     """
     text = text if steps == 1 else text.begin()
-    with attending(head):
+    with use_packed_attention(head):
         outputs = [head(embeds, features, text.positions, attention_mask=text)]  # [1, M, H]
         if steps == 1:
             return outputs
