@@ -155,7 +155,7 @@ class Bench:
         with TemporaryDirectory() as scratch:
             state = Path(scratch) / "state.ckpt"
             done: dict[str, Callable[[], Any]] = {
-                "plan": lambda: plan_chains(mask, UNROLLED, 0.8, slots=module.compiles),
+                "plan": lambda: plan_chains(mask, UNROLLED, 0.8, static_shapes=module.compiles),
                 "validation batch": validate,
                 "export": lambda: module.export(Path(scratch) / "head"),
                 "checkpoint": lambda: torch.save([module.state_dict(), self.optimizer.state_dict()], state),

@@ -28,7 +28,7 @@ def largest(values: Tensor, rows: LossIndex, keep: float) -> Tensor:
 
     Args:
         values: [R].
-        rows: the rows; those that only fill slots are never marked.
+        rows: the rows; padding is never marked.
         keep: share of each step's rows, in (0, 1], rounded up to whole rows.
 
     Returns:

@@ -86,8 +86,8 @@ class LossIndex:
     """The supervised rows of a batch: R drafts, each of one chain step at one of N positions, sorted by position.
 
     A row at position i predicts token i+2 from the estimate of feature i+1 (:mod:`fsd_train.models.unroll` defines the
-    indexing). Every position has a row of step 0. Rows and positions of weight 0 fill the slots of
-    :attr:`DraftBatch.compiled`; losses leave them out.
+    indexing). Every position has a row of step 0. Rows and positions of weight 0 are padding to
+    static shapes (:attr:`DraftBatch.compiled`); losses leave them out.
 
     Attributes:
         position: [N] index i in the packed row, ascending.

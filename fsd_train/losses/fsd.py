@@ -101,6 +101,6 @@ class FsdLoss(Loss):
             tiny = torch.finfo(lengths.dtype).tiny
             chances = (lengths / len(chains)).clamp_min(tiny).log() * rows.stands_for
             loss = loss - chances.sum() / (rows.chain_total.clamp_min(TINY) * len(self.thresholds))
-            chains_of = rows.stands_for / rows.stands_for.sum().clamp_min(TINY)  # 0 where a slot is free
+            chains_of = rows.stands_for / rows.stands_for.sum().clamp_min(TINY)  # 0 in padding
             parts[f"soft_tau_{threshold:g}"] = 1 + (lengths.detach() * chains_of).sum()
         return with_features(self.w_feature, batch, LossOutput(loss, parts, agree))

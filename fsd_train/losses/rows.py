@@ -99,7 +99,7 @@ def blocks(ends: Sequence[int], size: int) -> list[Block]:
 
 
 def equal_blocks(ends: Sequence[int], size: int) -> list[Block]:
-    """Divide rows in fixed slots (:attr:`.DraftBatch.compiled`) into blocks of the same shape.
+    """Divide padded rows (:attr:`.DraftBatch.compiled`) into blocks of the same shape.
 
     Args:
         ends: multiples of the rows of a position.

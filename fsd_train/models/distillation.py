@@ -22,7 +22,7 @@ from fsd_train.data.features import FeatureStore
 from fsd_train.data.packs import on_host
 from fsd_train.data.recording import FeatureWriter
 from fsd_train.data.serving import warn_of_differences
-from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss
+from fsd_train.losses import DraftBatch, LMHead, Loss, LossOutput, as_loss, reference_of
 from fsd_train.losses.base import LossIndex
 from fsd_train.losses.confidence import with_confidence
 from fsd_train.losses.metrics import DEFAULT_RULES, ValidationMetrics, compare
@@ -68,7 +68,7 @@ class DistillationModule(RunModule, ABC):
         eval_rules: acceptance rules whose gates and expected acceptance length are logged in validation (see
             :class:`fsd_train.losses.metrics.ValidationMetrics`); default "exact" and "fuzzy:js:0.3".
         seed: seed of initial weights and all draws.
-        compile: compile decoder layers and losses with torch.compile, for rows in a fixed number of slots
+        compile: compile decoder layers and losses with torch.compile, for rows padded to static shapes
             (:mod:`fsd_train.models.compiled`). None: with CUDA on one device or with ddp, where nothing speaks against.
         target_kwargs: keywords of :func:`fsd_infer.targets.loading.load_target`: ``quantization_config`` with its
             ``quant_method``, ``revision``, ``subfolder`` ...
@@ -109,6 +109,7 @@ class DistillationModule(RunModule, ABC):
         self.unroll_steps, self.step_decay, self.compile_option = unroll_steps, step_decay, compile
         self._compiled_layers = CompiledLayers()
         self.loss = as_loss(loss)
+        self.reference = reference_of(self.loss)  # directory of a drafter, which some losses compare with
         self.depths = max(unroll_steps, eval_steps)
         told_apart = self.depths if self.steps_differ else 1
         self.validation = ValidationMetrics(DEFAULT_RULES if eval_rules is None else eval_rules, told_apart)
@@ -237,7 +238,7 @@ class DistillationModule(RunModule, ABC):
 
     @property
     def compiles(self) -> bool:
-        """Whether this batch's rows fill slots, and layers and losses run compiled: in training, if that is chosen."""
+        """Whether rows are padded to static shapes, and layers and losses run compiled: in training, if chosen."""
         if not self.training or self.compile_option is False:
             return False
         return bool(self.compile_option) or (self.device.type == "cuda" and self._uncompilable() is None)
@@ -267,11 +268,16 @@ class DistillationModule(RunModule, ABC):
             self._frozen.draft_head = self._new_lm_head()
         return self._frozen.draft_head
 
-    def _text(self, batch: dict[str, Any]) -> TextMask:
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the step runs the loss's reference drafter: in training, if the loss has one."""
+        return self.training and self.reference is not None
+
+    def _mask_of(self, batch: dict[str, Any]) -> TextMask:
         """Return the mask of a batch's packed row."""
         return TextMask(tuple(batch["lengths"].tolist()), self.device)
 
-    def _features(self, batch: dict[str, Any], text: TextMask) -> Tensor:
+    def _features(self, batch: dict[str, Any], mask: TextMask) -> Tensor:
         """Return the target's features [1, M, F]."""
         cached: Tensor | None = batch.get("features")
         if cached is not None:
@@ -286,7 +292,7 @@ class DistillationModule(RunModule, ABC):
         if self.compiles and not self.target_kwargs and supports_packing(target.features, target.model):
             layers = target.layers(range(int(target.config.num_hidden_layers)))
         with self._compiled(layers):
-            features = forward_packed(target.features, target.model, batch["input_ids"], text)
+            features = forward_packed(target.features, target.model, batch["input_ids"], mask)
         writer: FeatureWriter | None = getattr(self._datamodule, "writer", None)
         if writer is not None:
             texts = on_host(batch, "input_ids")[0].split(batch["lengths"].tolist())
@@ -294,9 +300,8 @@ class DistillationModule(RunModule, ABC):
         return features
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        drafts = self.draft(batch, self.unroll_steps)
-        out = self.loss(replace(drafts, progress=self.progress, step=self.global_step))
-        out = with_confidence(drafts, out)
+        drafts = replace(self.draft(batch, self.unroll_steps), progress=self.progress, step=self.global_step)
+        out = with_confidence(drafts, self.loss(drafts))
         self._log_step(out, drafts.rows)
         return out.loss
 

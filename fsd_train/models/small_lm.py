@@ -119,9 +119,9 @@ class SmallLM(nn.Module):
         head = self.causal_lm.get_output_embeddings()
         return head.weight, getattr(head, "bias", None)
 
-    def forward(self, ids: Tensor, text: TextMask, places: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, mask: TextMask, places: Tensor) -> Tensor:
         """Return logits [N, Vd] at places [N] of a packed row of ids [1, M] with its mask."""
-        hidden = forward_packed(self.hidden, self.causal_lm, ids, text)[0]  # [M, H']
+        hidden = forward_packed(self.hidden, self.causal_lm, ids, mask)[0]  # [M, H']
         return self.logits(hidden.index_select(0, places))
 
     def hidden(self, ids: Tensor, **inputs: Any) -> Tensor:
