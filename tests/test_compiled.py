@@ -44,7 +44,7 @@ def step_of(module: DistillationModule, batch: dict[str, Any], compiled: bool) -
     rows = drafts.rows
     assert drafts.compiled == compiled and out.agreement is not None
     found = {f"gradient {name}": each.grad for name, each in module.named_parameters() if each.grad is not None}
-    agree = rows.sum_by_step((out.agreement & rows.taken).float())
+    agree = rows.sum_by_step((out.agreement & rows.counted).float())
     found |= {"loss": out.loss.detach(), "agreement": agree, **out.parts}
     return found, [tuple(each.shape) for each in (drafts.estimates, drafts.features, rows.chains)]
 

@@ -123,8 +123,8 @@ class LossIndex:
         return replace(self, **moved)
 
     @property
-    def taken(self) -> Tensor:
-        """[R] bool, False for rows that only fill slots."""
+    def counted(self) -> Tensor:
+        """[R] bool, False for padding and for rows that :meth:`DraftBatch.only` leaves out."""
         return self.weight > 0
 
     def sum_by_step(self, values: Tensor) -> Tensor:

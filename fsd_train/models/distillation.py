@@ -308,20 +308,20 @@ class DistillationModule(RunModule, ABC):
     def _log_step(self, out: LossOutput, rows: LossIndex) -> None:
         """Log a batch's loss, its parts and agreements; loss and agreements cover all ranks at log steps."""
         steps = self.unroll_steps if self.steps_differ else 1
-        seen = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks, agreeing rows, counted rows
-        seen[0], seen[1] = out.loss.detach(), 1
+        sums = torch.zeros(2 + 2 * steps, device=self.device)  # loss, ranks, agreeing rows by step, rows by step
+        sums[0], sums[1] = out.loss.detach(), 1
         if out.agreement is not None:
-            taken = rows.taken
-            each = (rows.sum_by_step((out.agreement & taken).float()), rows.sum_by_step(taken.float()))
-            seen[2:] = torch.cat([values[:steps] for values in each])
+            counted = rows.counted  # [R]
+            sums[2 : 2 + steps] = rows.sum_by_step((out.agreement & counted).float())[:steps]
+            sums[2 + steps :] = rows.sum_by_step(counted.float())[:steps]
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if not self._alone and (self.global_step + 1) % every == 0:
-            seen = self.trainer.strategy.reduce(seen, reduce_op="sum")
-        self.log("loss", seen[0] / seen[1], prog_bar=True)
+            sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        self.log("loss", sums[0] / sums[1], prog_bar=True)
         for name, value in out.parts.items():
             self.log(name, value)
         if out.agreement is not None:
-            agreeing, counts = seen[2:].chunk(2)
+            agreeing, counts = sums[2:].chunk(2)
             for step, share in enumerate(agreeing / counts.clamp_min(1)):
                 self.log(f"agreement_{step}", share, prog_bar=step == 0)
 
