@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import AdamW
 
-from fsd_core.errors import DataError
 from fsd_core.files import disk_errors, replacing, write_text
 from fsd_core.tensors import to_device
 from fsd_infer.drafters import BlockDrafter, TreeShape
@@ -163,18 +162,8 @@ class BlockModule(DistillationModule):
         return found
 
     def _load_target(self) -> Target:
-        target, store = super()._load_target(), self._feature_store
-        wanted = self.options.read_layers(target)
-        if store is None:
-            if self._runs_target or self._attached is None:
-                target.capture_layers(wanted)
-        elif missing := sorted(set(wanted) - set(store.layers)):
-            raise DataError(
-                f"the head reads inner layers {wanted}, but the cached features lack {missing}. Cache them again with "
-                f"`--layers {' '.join(map(str, wanted))}`."
-            )
-        else:
-            target.captured_layers = tuple(store.layers)
+        target = super()._load_target()
+        self._capture_layers(target, self.options.read_layers(target))
         return target
 
     # steps ---------------------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ class _Frozen:
 
     def __init__(self) -> None:
         self.target: Target | None = None
-        self.draft_head: LMHead | None = None
-        self.full_head: LMHead | None = None
+        self.lm_head: LMHead | None = None  # the target's over the draft vocabulary
+        self.full_lm_head: LMHead | None = None  # and over its own
         self.reference: Any = None  # the reference drafter of DraftBatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frozen:
@@ -171,20 +171,34 @@ class DistillationModule(RunModule, ABC):
         return self._frozen.target
 
     def _load_target(self) -> Target:
-        dtype = torch.bfloat16 if self._half else torch.float32
+        dtype = torch.bfloat16 if self._in_bf16 else torch.float32
         slim = None if self._runs_target or self.target_kwargs else load_slim(self.target_name, dtype)
         if slim is not None:
             return slim
-        target = self.whole_target(dtype, self._place)
+        target = self.whole_target(dtype, self._target_device)
         target.check_lm_head()
         return target
 
     @property
-    def _place(self) -> torch.device | str:
+    def _target_device(self) -> torch.device | str:
         """Where the target is loaded. Weights that are quantised as they are loaded cannot be moved afterwards."""
         if self._attached is None or not self.target_kwargs.get("quantization_config"):
             return "cpu"
         return self.trainer.strategy.root_device
+
+    def _capture_layers(self, target: Target, layers: list[int]) -> None:
+        """Let the target's features hold inner layers. Raises DataError if the cached features lack one."""
+        store = self._feature_store
+        if store is None:
+            if not any(parameter.is_meta for parameter in target.model.parameters()):
+                target.capture_layers(layers)
+        elif missing := sorted(set(layers) - set(store.layers)):
+            raise DataError(
+                f"the head reads inner layers {layers}, but the cached features lack {missing}. Cache them again with "
+                f"`--layers {' '.join(map(str, layers))}`."
+            )
+        else:
+            target.captured_layers = tuple(store.layers)
 
     def whole_target(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
         """Load another copy of the target, with its layers."""
@@ -264,9 +278,9 @@ class DistillationModule(RunModule, ABC):
 
     def lm_head(self) -> LMHead:
         """The target's LM head over the draft vocabulary, on the module's device."""
-        if self._frozen.draft_head is None or self._frozen.draft_head.weight.device != self.device:
-            self._frozen.draft_head = self._new_lm_head()
-        return self._frozen.draft_head
+        if self._frozen.lm_head is None or self._frozen.lm_head.weight.device != self.device:
+            self._frozen.lm_head = self._new_lm_head()
+        return self._frozen.lm_head
 
     @property
     def uses_reference(self) -> bool:
@@ -315,7 +329,7 @@ class DistillationModule(RunModule, ABC):
             sums[2 : 2 + steps] = rows.sum_by_step((out.agreement & counted).float())[:steps]
             sums[2 + steps :] = rows.sum_by_step(counted.float())[:steps]
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        if not self._alone and (self.global_step + 1) % every == 0:
+        if not self._single_process and (self.global_step + 1) % every == 0:
             sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
         self.log("loss", sums[0] / sums[1], prog_bar=True)
         for name, value in out.parts.items():
@@ -328,10 +342,10 @@ class DistillationModule(RunModule, ABC):
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         drafts = self.draft(batch, self.depths)
         out = self.loss(drafts)
-        if self._frozen.full_head is None or self._frozen.full_head.weight.device != self.device:
-            self._frozen.full_head = LMHead.of(self.target)
-        seen = compare(drafts, self._frozen.full_head, drafts.head.ids, self.validation.divergences)
-        self.validation.update(seen, drafts.rows, out.loss)
+        if self._frozen.full_lm_head is None or self._frozen.full_lm_head.weight.device != self.device:
+            self._frozen.full_lm_head = LMHead.of(self.target)
+        agreement = compare(drafts, self._frozen.full_lm_head, drafts.head.ids, self.validation.divergences)
+        self.validation.update(agreement, drafts.rows, out.loss)
 
     def on_validation_epoch_end(self) -> None:
         for name, value in self.validation.compute().items():  # exchanges counts, so every rank computes

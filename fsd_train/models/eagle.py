@@ -144,23 +144,8 @@ class EagleModule(DistillationModule):
 
     def _load_target(self) -> Target:
         target = super()._load_target()
-        store = self._feature_store
-        self._agree_on_layers(target, None if store is None else store.layers)
+        self._capture_layers(target, self.head_options.capture_layers(target))
         return target
-
-    def _agree_on_layers(self, target: Target, cached: list[int] | None) -> None:
-        """Set the inner layers of the target's features, or check them against the cached ones."""
-        wanted = self.head_options.capture_layers(target)
-        if cached is None:
-            if not any(parameter.is_meta for parameter in target.model.parameters()):
-                target.capture_layers(wanted)
-        elif missing := sorted(set(wanted) - set(cached)):
-            raise DataError(
-                f"the head reads inner layers {wanted}, but the cached features lack {missing}. Cache them again with "
-                f"`--layers {' '.join(map(str, wanted))}`."
-            )
-        else:
-            target.captured_layers = tuple(cached)
 
     # steps ---------------------------------------------------------------------------------------------------------
 
