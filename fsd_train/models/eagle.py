@@ -22,7 +22,7 @@ from fsd_train.data.packs import on_host
 from fsd_train.losses import DraftBatch, LMHead, has_feature_term
 from fsd_train.models.distillation import DistillationModule
 from fsd_train.models.head_options import HeadOptions
-from fsd_train.models.start import choose, choose_draft_ids, continue_from, initialise_from
+from fsd_train.models.start import choose_draft_ids, continue_from, initialise_from, set_draft_vocabulary
 from fsd_train.models.unroll import ChainPlan, plan_chains, unroll
 from fsd_train.models.work import Operations, head_operations
 from fsd_train.packed import TextMask
@@ -89,7 +89,7 @@ class EagleModule(DistillationModule):
             if self._in_training:
                 counts = None if head.draft_ids is None else self._answer_counts("draft_vocab_size")
                 ids = None if counts is None else choose_draft_ids(counts, len(head.draft_ids), self.always_drafted())
-                choose(head, ids, target)
+                set_draft_vocabulary(head, ids, target)
             self.head = head
             if self.initial_head:
                 self._continue(self.initial_head)

@@ -50,10 +50,10 @@ class SmallLM(nn.Module):
     """A causal LM in training, with all weights or with a LoRA adapter.
 
     Args:
-        source: directory, hub id or built-in name, or "self:layers=..." for layers of ``another``.
+        source: directory, hub id or built-in name, or "self:layers=..." for layers of ``load_target_copy``.
         target: target with the same vocabulary.
         lora: options of ``peft.LoraConfig`` in addition to :data:`LORA_DEFAULTS`; None: train all weights.
-        another: loads another copy of the target in a dtype, with its layers.
+        load_target_copy: loads another copy of the target in a dtype, with its layers.
 
     Raises:
         VocabularyMismatchError: the vocabularies differ.
@@ -64,12 +64,16 @@ class SmallLM(nn.Module):
     draft_ids: Tensor | None
 
     def __init__(
-        self, source: str, target: Target, lora: Mapping[str, Any] | None, another: Callable[[torch.dtype], Target]
+        self,
+        source: str,
+        target: Target,
+        lora: Mapping[str, Any] | None,
+        load_target_copy: Callable[[torch.dtype], Target],
     ) -> None:
         super().__init__()
         model: Any
         if source.startswith(PREFIX):
-            part = _part_of(source, lora, another)
+            part = _part_of(source, lora, load_target_copy)
             model, self.tokenizer = part.model, part.tokenizer
         else:
             model, self.tokenizer = load_target(source, dtype=torch.float32, device="cpu")
@@ -216,14 +220,14 @@ class SmallLM(nn.Module):
             )
 
 
-def _part_of(source: str, lora: Mapping[str, Any] | None, another: Callable[[torch.dtype], Target]) -> Target:
+def _part_of(source: str, lora: Mapping[str, Any] | None, load_target_copy: Callable[[torch.dtype], Target]) -> Target:
     """Return some layers of another copy of the target, with tensors of their own."""
     itself = Itself.parse(source)
     if itself.bits is not None:
         raise DataError(f"model.drafter {source}: training does not keep weights of a few bits. Leave bits out.")
     if lora is not None:
         raise DataError(f"model.drafter {source} is no model that an adapter can name. Leave model.lora out.")
-    return itself.of(another(torch.float32), source)
+    return itself.of(load_target_copy(torch.float32), source)
 
 
 def _adapted(model: Any, source: str, lora: Mapping[str, Any]) -> Any:
