@@ -77,7 +77,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("roots", [range(14), [2, 6, 8, 10]])
 def test_unrolled_training_is_token_by_token_drafting(layout: str, roots: Sequence[int]) -> None:
-    """Of each of two conversations in a packed row, apart from the other."""
+    """Of each of two conversations in a packed sequence, apart from the other."""
     family, options = LAYOUTS[layout]
     head, lengths, steps, compared = make_head(family, **options), (5, 9), 4, 0
     torch.manual_seed(1)

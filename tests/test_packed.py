@@ -1,4 +1,4 @@
-"""Packed rows: a conversation attends to itself alone, in any model; losses and gradients are those of each alone."""
+"""Packed sequences: a conversation attends to itself alone, in any model; losses and gradients as of each alone."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ HEADS: list[dict[str, Any]] = [
 
 
 def check_packed(module: Any, toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of six conversations and padding against six rows, and against a target that reads padded rows."""
+    """A row of six conversations and padding against six rows, and against a target that reads padded sequences."""
     data = answers_of(toys)
     data.setup()
     assert data.train_set is not None

@@ -90,7 +90,7 @@ class LossIndex:
     static shapes (:attr:`DraftBatch.compiled`); losses leave them out.
 
     Attributes:
-        position: [N] index i in the packed row, ascending.
+        position: [N] index i in the packed sequence, ascending.
         feature: [R] index of each row's position among the N, ascending.
         step: [R] chain step, from 0.
         weight: [R] fp32.

@@ -222,9 +222,9 @@ class BlockModule(DistillationModule):
         """Run the head over B blocks side by side.
 
         Args:
-            ids: [M] of the packed row.
+            ids: [M] of the packed sequence.
             features: [1, M, F] of the target.
-            mask: of the row.
+            mask: its mask.
             roots: [B] places of the blocks' roots.
 
         Returns:

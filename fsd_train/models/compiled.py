@@ -1,8 +1,8 @@
-"""What `model.compile` compiles: decoder layers over packed rows, beside the losses' functions of rows.
+"""What `model.compile` compiles: decoder layers over packed sequences, beside the losses' functions of rows.
 
-torch.compile makes a kernel for each shape that it meets. A packed row has one length, and supervised rows are padded
-to one of eight numbers (:func:`padded_count`), so few shapes occur. Attention stays as it is: FlexAttention compiles
-itself, and masks keep the keys of earlier steps, so no shape in a layer depends on the step.
+torch.compile makes a kernel for each shape that it meets. A packed sequence has one length, and supervised rows are
+padded to one of eight numbers (:func:`padded_count`), so few shapes occur. Attention stays as it is: FlexAttention
+compiles itself, and masks keep the keys of earlier steps, so no shape in a layer depends on the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNIT = 128  # where rows are long, the numbers are multiples: whole blocks of F
 
 
 def padded_count(count: int, length: int) -> int:
-    """Round a number of rows up to the next eighth of the packed row's length, at least one eighth."""
+    """Round a number of rows up to the next eighth of the packed sequence's length, at least one eighth."""
     unit = _UNIT if length >= EIGHTHS * _UNIT else 1
     step = -(-length // (EIGHTHS * unit)) * unit
     return max(-(-count // step), 1) * step

@@ -53,7 +53,7 @@ class _Frozen:
 class DistillationModule(RunModule, ABC):
     """LightningModule that trains the drafter ``head`` on the features of a frozen target.
 
-    Batches are packed rows of conversations (:class:`fsd_train.data.packs.Batch`). Without cached ``features`` the
+    Batches are packed sequences of conversations (:class:`fsd_train.data.packs.Batch`). Without cached ``features`` the
     target runs in the step.
 
     Args:
@@ -288,7 +288,7 @@ class DistillationModule(RunModule, ABC):
         return self.training and self.reference is not None
 
     def _mask_of(self, batch: dict[str, Any]) -> TextMask:
-        """Return the mask of a batch's packed row."""
+        """Return the mask of a batch's packed sequence."""
         return TextMask(tuple(batch["lengths"].tolist()), self.device)
 
     def _features(self, batch: dict[str, Any], mask: TextMask) -> Tensor:

@@ -124,7 +124,7 @@ class SmallLM(nn.Module):
         return head.weight, getattr(head, "bias", None)
 
     def forward(self, ids: Tensor, mask: TextMask, places: Tensor) -> Tensor:
-        """Return logits [N, Vd] at places [N] of a packed row of ids [1, M] with its mask."""
+        """Return logits [N, Vd] at places [N] of a packed sequence of ids [1, M] with its mask."""
         hidden = forward_packed(self.hidden, self.causal_lm, ids, mask)[0]  # [M, H']
         return self.logits(hidden.index_select(0, places))
 

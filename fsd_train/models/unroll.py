@@ -1,8 +1,9 @@
 """Indexing of draft training, and the head run on its own outputs ("training-time test").
 
 A conversation has tokens x_0 … x_{M-1}. The feature f_i enters the LM head at position i, so LMHead(f_i) is the
-target's distribution of x_{i+1}. m_j = 1 if x_j belongs to an answer. A packed row has several conversations; below, i
-counts places in the row. Nothing crosses from one conversation into the next, because each one's first token has m = 0.
+target's distribution of x_{i+1}. m_j = 1 if x_j belongs to an answer. A packed sequence has several conversations;
+below, i counts places in it. Nothing crosses from one conversation into the next, because each one's first token has
+m = 0.
 
 Step 0 at position i reads (embedding of x_{i+1}, f_i), attends to positions ≤ i and estimates f_{i+1}, hence the
 distribution of x_{i+2}. Step s ≥ 1 at position i reads (embedding of x_{i+1}, output of step s-1 at position i-1). It
@@ -89,7 +90,7 @@ def unroll(
         head: the draft head.
         embeds: [1, M, E], embedding of x_{i+1} at position i.
         features: [1, M, F], the target's f_i at position i.
-        mask: mask of the packed row.
+        mask: mask of the packed sequence.
         steps: S ≥ 1.
         roots: [K] root positions of the chains, ascending, in host memory, see :func:`chain_roots`.
 
@@ -163,7 +164,7 @@ def plan_chains(
     # the rows: at each of N positions, the steps that have an output there
     position = wanted[0].nonzero().squeeze(1)  # [N]
     output, weight = _outputs(position, place, is_supervised, stands_for * decay**later, length)  # [M, S] each
-    if static_shapes:  # the row's last two places are never supervised at step 0
+    if static_shapes:  # the last two places are never supervised at step 0
         position = _padded(position, padded_count(len(position), length), max(length - 2, 0))
     output, weight = output[position], weight[position]  # [N, S]
     is_row = (output >= 0) | static_shapes  # [N, S]

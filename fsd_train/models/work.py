@@ -20,7 +20,7 @@ Operations = dict[str, float]  # of "target", "drafter" and "logits"
 
 
 def real_tokens(batch: Mapping[str, Any]) -> int:
-    """Return the number of a packed row's tokens without its padding."""
+    """Return the number of a packed sequence's tokens without its padding."""
     return int(sum(batch["lengths"].tolist()[: len(batch["ids"])]))
 
 

@@ -1,4 +1,4 @@
-"""Packed rows: conversations side by side in one row, each attending to itself alone, in any transformers model."""
+"""Packed sequences: conversations side by side, each attending to itself alone, in any transformers model."""
 
 from fsd_train.packed.attention import packed_attention
 from fsd_train.packed.masks import BLOCK, ChainMask, PackedMask, TextMask

@@ -1,4 +1,4 @@
-"""Attention within a packed row, as an attention function of transformers.
+"""Attention within a packed sequence, as an attention function of transformers.
 
 With CUDA it runs FlexAttention, elsewhere torch's scaled_dot_product_attention span by span.
 """
@@ -23,7 +23,7 @@ ROUND = 32  # numbers of queries and keys are padded to multiples, where product
 FLEX_HEAD = 16  # least width of an attention head that its kernels take
 
 
-@torch.compiler.disable  # FlexAttention is compiled by itself; the rest depends on each row's conversations
+@torch.compiler.disable  # FlexAttention is compiled by itself; the rest depends on the conversations
 def packed_attention(
     module: nn.Module,
     query: Tensor,

@@ -1,4 +1,4 @@
-"""The attention mask of a packed row, in three forms.
+"""The attention mask of a packed sequence, in three forms.
 
 A :class:`PackedMask` is a function of a query's and a key's index (FlexAttention's ``mask_mod``), FlexAttention's block
 mask, and, for other attention, spans of queries with the keys that they may see.
@@ -56,11 +56,11 @@ class ChainCache:
 
 @dataclass(frozen=True)
 class PackedMask(ABC):
-    """Which keys each query of one row may attend to, known in host memory.
+    """Which keys each query of a sequence may attend to, known in host memory.
 
     Attributes:
-        lengths: tokens of each conversation, in order; together they fill the row.
-        device: device of the row's tensors.
+        lengths: tokens of each conversation, in order; together they fill the sequence.
+        device: device of its tensors.
         cache: keeps keys and values for the later steps of chains, if there are any.
     """
 
@@ -220,7 +220,7 @@ class TextMask(PackedMask):
     def chains(self, roots: Tensor, step: int, roots_on_device: Tensor | None = None) -> ChainMask:
         """Return the mask of step ``step`` ≥ 1 of the chains with these roots [K], ascending, in host memory.
 
-        ``roots_on_device`` is a copy of them on the row's device, if there is one.
+        ``roots_on_device`` is a copy of them on the mask's device, if there is one.
         """
         mask = ChainMask(self.lengths, self.device, roots, step, cache=self.cache)
         known = {"starts": self.starts, "_starts": self._starts, "_roots": roots_on_device}
@@ -232,7 +232,7 @@ class TextMask(PackedMask):
 class ChainMask(PackedMask):
     """A chain's next token sees its conversation up to the root, and the chain's own later tokens.
 
-    The keys are the M tokens of the row, then K of each of the steps 1 … ``step``.
+    The keys are the M tokens of the sequence, then K of each of the steps 1 … ``step``.
     """
 
     roots: Tensor

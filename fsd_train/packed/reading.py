@@ -1,4 +1,4 @@
-"""The forward of a transformers model over a packed row, or over padded ones if its attention takes none."""
+"""The forward of a transformers model over a packed sequence, or over padded ones if its attention takes none."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def use_packed_attention(model: nn.Module) -> Iterator[None]:
 
 
 def forward_packed(forward: Callable[..., Tensor], model: nn.Module, ids: Tensor, mask: TextMask) -> Tensor:
-    """Run a model over a packed row: in one forward, or, if its attention takes no packed rows, in padded rows.
+    """Run a model over a packed sequence: in one forward, or over padded sequences if its attention takes none.
 
     Args:
         forward: runs ``model`` over ids [B, M], with more inputs of its forward; returns [B, M, X].
         model: a transformers model.
         ids: [1, M].
-        mask: the row's mask.
+        mask: its mask.
 
     Returns:
         [1, M, X]
@@ -55,7 +55,7 @@ def forward_packed(forward: Callable[..., Tensor], model: nn.Module, ids: Tensor
 
 
 def _forward_padded(forward: Callable[..., Tensor], ids: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run a model over the conversations of a packed row, right-padded, in batches of no more tokens than the row."""
+    """Run a model over a packed sequence's conversations, right-padded, in batches of no more tokens than it has."""
     texts = ids[0].split(list(lengths))
     order = sorted(range(len(texts)), key=lengths.__getitem__)
     found: dict[int, Tensor] = {}
@@ -70,7 +70,7 @@ def _forward_padded(forward: Callable[..., Tensor], ids: Tensor, lengths: Sequen
 
 @torch.no_grad()
 def supports_packing(forward: Callable[..., Tensor], model: nn.Module) -> bool:
-    """Return whether a packed row gives a model's outputs of its conversations; found by trial, and said if not."""
+    """Return whether a packed sequence gives a model's outputs of its conversations; found by trial, logged if not."""
     if _VERDICT not in vars(model):
         device = next(model.parameters()).device
         was_training = model.training
@@ -87,7 +87,8 @@ def supports_packing(forward: Callable[..., Tensor], model: nn.Module) -> bool:
         model.train(was_training)
         vars(model)[_VERDICT] = alike
         if not alike:
-            log.warning("%s cannot read packed rows. It reads padded ones, which take longer.", type(model).__name__)
+            name = type(model).__name__
+            log.warning("%s cannot read packed sequences. It reads padded ones, which take longer.", name)
     return bool(vars(model)[_VERDICT])
 
 
