@@ -291,7 +291,7 @@ class DistillationModule(RunModule, ABC):
         """Return the mask of a batch's packed sequence."""
         return TextMask(tuple(batch["lengths"].tolist()), self.device)
 
-    def _features(self, batch: dict[str, Any], mask: TextMask) -> Tensor:
+    def _target_features(self, batch: dict[str, Any], mask: TextMask) -> Tensor:
         """Return the target's features [1, M, F]."""
         cached: Tensor | None = batch.get("features")
         if cached is not None:

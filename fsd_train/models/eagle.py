@@ -158,7 +158,7 @@ class EagleModule(DistillationModule):
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
         )  # fmt: skip
         rows, mask = plan.rows.to(device), self._mask_of(batch)
-        features = self._features(batch, mask)  # [1, M, F]
+        features = self._target_features(batch, mask)  # [1, M, F]
         inputs = self._inputs(head, features)  # [1, M, F']
         with torch.no_grad():  # of the next token, [1, M, E]; the last one's is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(inputs.dtype)
@@ -186,8 +186,9 @@ class EagleModule(DistillationModule):
     def _estimates(self, head: EagleHead, embeds: Tensor, inputs: Tensor, mask: TextMask, plan: ChainPlan) -> Tensor:
         """Return the inputs of the LM head at the rows of a plan, [R, H]."""
         with self._compiled(head.layers):
-            outputs = unroll(head, embeds, inputs, mask, len(plan.rows.chains), plan.roots)
-        return head.readout(torch.cat(outputs, dim=1)[0].index_select(0, to_device(plan.output, self.device)))
+            by_step = unroll(head, embeds, inputs, mask, len(plan.rows.chains), plan.roots)
+        outputs = torch.cat(by_step, dim=1)[0]  # [M + (S-1)·K, H]
+        return head.readout(outputs.index_select(0, to_device(plan.output, self.device)))
 
     def _noise_of(self, inputs: Tensor) -> Tensor:
         """Draw noise for the final features among inputs [1, M, F'], 0 for the inner layers' features.
@@ -195,9 +196,8 @@ class EagleModule(DistillationModule):
         In later steps the head's outputs replace the final features.
         """
         size, scale = self.head.config.target_hidden_size, self.head.feature_scale
-        noise = torch.rand(
-            (*inputs.shape[:-1], size), generator=self._generator(self.device), device=self.device
-        )  # [1, M, H]
+        shape, generator = (*inputs.shape[:-1], size), self._generator(self.device)
+        noise = torch.rand(shape, generator=generator, device=self.device)  # [1, M, H]
         noise = noise * (2 * self.noise) - self.noise
         noise = noise if scale is None else noise * scale
         return torch.nn.functional.pad(noise, (0, inputs.shape[-1] - size))
@@ -228,6 +228,7 @@ class EagleModule(DistillationModule):
     def _load_reference(self) -> EagleHead:
         """Load the loss's reference head. Raises DataError for one that cannot be compared with the trained head."""
         directory = self.reference
+        assert directory is not None
         reference = EagleHead.from_pretrained(directory, self.target, dtype=torch.float32).requires_grad_(False)
         if reference.lm_head is not None:
             raise DataError(f"the reference head {directory} has its own LM head. Use one without.")

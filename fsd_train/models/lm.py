@@ -159,7 +159,7 @@ class LMModule(DistillationModule):
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
         ).to(self.device)  # fmt: skip
         ids, mask = batch["input_ids"], self._mask_of(batch)
-        features = self._features(batch, mask)[0, :, : self.target.hidden_size]  # [M, H]
+        features = self._target_features(batch, mask)[0, :, : self.target.hidden_size]  # [M, H]
         places = rows.position + 1  # either model predicts token i+2 there: one position after a head's input
         return DraftBatch(
             estimates=self._logits(ids, mask, places),  # [N, Vd]

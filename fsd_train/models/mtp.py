@@ -119,13 +119,13 @@ class MtpModule(DistillationModule):
             supervised_rows=batch.get("supervised") if self.training else None, static_shapes=self.compiles,
         )  # fmt: skip
         rows, mask = plan.rows.to(self.device), self._mask_of(batch)
-        features = self._features(batch, mask)  # [1, M, F]
+        features = self._target_features(batch, mask)  # [1, M, F]
         final = features[..., : self.target.hidden_size].to(head.layers[0].eh_proj.weight.dtype)  # [1, M, H]
         with torch.no_grad():  # of the next token, [1, M, H]; the last one's is never read
             embeds = self.target.embed(batch["input_ids"].roll(-1, 1)).to(final.dtype)
         with self._compiled([layer.block for layer in head.layers]):
-            outputs = unroll(head, embeds, final, mask, len(rows.chains), plan.roots)
-        outputs = torch.cat(outputs, dim=1)[0]  # [M + (S-1)·K, H]
+            by_step = unroll(head, embeds, final, mask, len(rows.chains), plan.roots)
+        outputs = torch.cat(by_step, dim=1)[0]  # [M + (S-1)·K, H]
         return DraftBatch(
             estimates=outputs.index_select(0, to_device(plan.output, self.device)),  # [R, H]
             features=final[0].index_select(0, rows.position + 1),  # [N, H]
